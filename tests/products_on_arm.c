@@ -8,12 +8,18 @@
 #include "../devices/native/numbers.h"
 
 const char *moesched_instruction_sets(void);
-Team *moesched_new_team(const char *instruction_set, int helpers, const int *cores);
+Team *moesched_new_team(const char *instruction_set, int helpers, const int *cores, int count, int pinned);
 void moesched_free_team(Team *team);
 int moesched_product(Team *team, int64_t batch, int64_t inputs, int64_t outputs, const uint16_t *x, int64_t stride,
-                     const Rows *blocks, uint16_t *y);
+                     const Matrix *matrix, uint16_t *y);
 int moesched_expert(Team *team, int64_t rows, int64_t hidden, int64_t width, const uint16_t *x, int64_t stride,
                     const ExpertWeights *weights, uint16_t *y);
+
+/* A matrix in two row blocks. */
+typedef struct {
+    int64_t format;
+    Rows blocks[2];
+} Halved;
 
 static uint16_t *random_numbers(int64_t count) {
     uint16_t *numbers = malloc((size_t)count * sizeof *numbers);
@@ -37,8 +43,8 @@ static void check_product(Team *team, const char *set, int64_t batch, int64_t in
     uint16_t *x = random_numbers(batch * inputs), *matrix = random_numbers(outputs * inputs);
     uint16_t *y = malloc((size_t)(batch * outputs) * sizeof *y);
     const int64_t cut = outputs / 3;
-    const Rows blocks[] = {{matrix, cut}, {matrix + cut * inputs, outputs - cut}};
-    if (moesched_product(team, batch, inputs, outputs, x, inputs, blocks, y)) exit(2);
+    const Halved halved = {BFLOAT16, {{matrix, cut}, {matrix + cut * inputs, outputs - cut}}};
+    if (moesched_product(team, batch, inputs, outputs, x, inputs, (const Matrix *)&halved, y)) exit(2);
     for (int64_t m = 0; m < batch; m++)
         for (int64_t n = 0; n < outputs; n++) {
             const double exact = dot(x + m * inputs, matrix + n * inputs, inputs);
@@ -47,12 +53,31 @@ static void check_product(Team *team, const char *set, int64_t batch, int64_t in
     free(x), free(matrix), free(y);
 }
 
+/* By weights in Q8_0: a scale of 1/128 in float16, then 32 signed bytes. */
+static void check_coded(Team *team, const char *set, int64_t batch, int64_t groups, int64_t outputs) {
+    enum { GROUP = 32, BYTES = 34 };
+    const int64_t inputs = groups * GROUP, row_bytes = groups * BYTES, cut = outputs / 3;
+    uint16_t *x = random_numbers(batch * inputs), *y = malloc((size_t)(batch * outputs) * sizeof *y);
+    int8_t *rows = malloc((size_t)(outputs * row_bytes));
+    for (int64_t i = 0; i < outputs * row_bytes; i++) rows[i] = i % BYTES == 0 ? 0 : i % BYTES == 1 ? 0x20 : (int8_t)rand();
+    const Halved halved = {Q8_0, {{rows, cut}, {rows + cut * row_bytes, outputs - cut}}};
+    if (moesched_product(team, batch, inputs, outputs, x, inputs, (const Matrix *)&halved, y)) exit(2);
+    for (int64_t m = 0; m < batch; m++)
+        for (int64_t n = 0; n < outputs; n++) {
+            double exact = 0;
+            for (int64_t k = 0; k < inputs; k++)
+                exact += widened(x[m * inputs + k]) * rows[n * row_bytes + k / GROUP * BYTES + 2 + k % GROUP] / 128.0;
+            check(set, widened(y[m * outputs + n]), exact, fabs(exact) / 256 + 1e-2);
+        }
+    free(x), free(y), free(rows);
+}
+
 static void check_expert(Team *team, const char *set, int64_t rows, int64_t hidden, int64_t width) {
     uint16_t *x = random_numbers(rows * hidden), *y = malloc((size_t)(rows * hidden) * sizeof *y);
     uint16_t *gate = random_numbers(width * hidden), *up = random_numbers(width * hidden);
     uint16_t *down = random_numbers(hidden * width);
-    const Rows gates = {gate, width}, ups = {up, width}, downs = {down, hidden};
-    const ExpertWeights weights = {&gates, &ups, &downs};
+    const Halved gates = {BFLOAT16, {{gate, width}}}, ups = {BFLOAT16, {{up, width}}}, downs = {BFLOAT16, {{down, hidden}}};
+    const ExpertWeights weights = {(const Matrix *)&gates, (const Matrix *)&ups, (const Matrix *)&downs};
     if (moesched_expert(team, rows, hidden, width, x, hidden, &weights, y)) exit(2);
     double *between = malloc((size_t)width * sizeof *between);
     for (int64_t m = 0; m < rows; m++) {
@@ -76,11 +101,12 @@ int main(void) {
     char sets[64];
     strcpy(sets, moesched_instruction_sets());
     for (char *set = strtok(sets, " "); set; set = strtok(NULL, " ")) {
-        Team *team = moesched_new_team(set, 1, NULL);
+        Team *team = moesched_new_team(set, 1, NULL, 0, 0);
         for (int64_t batch = 1; batch <= 256; batch = batch < 8 ? batch + 1 : 2 * batch + 1) {
             check_product(team, set, batch, 200, 45);
             check_product(team, set, batch, 1300, 9);
             check_product(team, set, batch, 3, 2);
+            check_coded(team, set, batch, 9, 45);
             check_expert(team, set, batch, 40, 205);
         }
         moesched_free_team(team);

@@ -32,21 +32,25 @@ ROWS = (1, 2, 3, 5, 16, 33, 130)
 """Numbers of rows that are tried."""
 BLOCKS = (1, 3)
 """Numbers of row blocks that a matrix is cut into."""
-FORMATS = (None, *(STORED_FORMATS[name] for name in CODED))
-"""Formats of matrices: plain, and all coded ones."""
 WORSE = 1.5
 """Most squared error of a kernel, in squared errors of torch."""
 LEAST_ERROR = 1e-12
 """Squared error that counts as none."""
 
 
-def check_kernel(row: str | type, numbers: Sequence[int] = ROWS, instruction_set: str | None = None) -> int:
+def check_kernel(
+    row: str | type,
+    numbers: Sequence[int] = ROWS,
+    instruction_set: str | None = None,
+    formats: Sequence[str] = CODED,
+) -> int:
     """Check the promises of a kernel on small made-up data; returns the number of cases that it took.
 
     Args:
         row: the kernel's class, or its name as for `moesched.plugins.find`.
         numbers: the numbers of rows that are tried.
         instruction_set: that of the native kernels; by default the widest of this processor.
+        formats: coded formats that are tried beside plain rows.
 
     Raises:
         KernelFailed: the kernel raised, a result has another shape or dtype, or its operation is not checked alone.
@@ -55,6 +59,7 @@ def check_kernel(row: str | type, numbers: Sequence[int] = ROWS, instruction_set
             blocks. The message names kernel and case.
     """
     kind = plugins.find("kernels", row)
+    tried = (None, *(STORED_FORMATS[name] for name in formats))
     taken = 0
     for config in _configs():
         for dtype in ("bfloat16", "float32"):
@@ -65,9 +70,9 @@ def check_kernel(row: str | type, numbers: Sequence[int] = ROWS, instruction_set
                         f"kernel {kernel.name}: {kernel.operation} is not checked alone: use check_device with "
                         "the device that has the kernel"
                     )
-                formats = [each for each in FORMATS if each is None or each.fits((1, config.hidden))]
+                fitting = [each for each in tried if each is None or each.fits((1, config.hidden))]
                 taken += sum(
-                    _check_rows(kernel, resources, rows, coded) for coded in formats for rows in numbers
+                    _check_rows(kernel, resources, rows, coded) for coded in fitting for rows in numbers
                 )
     assert taken, f"kernel {kind.__name__} took none of {', '.join(map(str, numbers))} rows on a CPU"
     return taken

@@ -7,7 +7,7 @@ from array import array
 from moesched.models.config import ModelConfig
 
 from ..native.arguments import Head, Inputs, Layer, Norm
-from ..native.kernels import address, rows_of
+from ..native.kernels import address, matrix_of
 from .layer_weights import Blocks, Held, Tensor, Weights
 
 
@@ -78,6 +78,6 @@ class Preparation:
 
 
 def _held(blocks: Blocks, held: Held) -> int:
-    """The address of a matrix's row blocks for C; `held` keeps them alive."""
-    held.append(rows_of(blocks))
+    """The address of a matrix for C; `held` keeps it alive."""
+    held.append(matrix_of(blocks))
     return address(held[-1])

@@ -1,4 +1,4 @@
-"""The kernels of the native library for few rows of a bfloat16 model on the CPU: each operation is one call.
+"""The kernels of the native library for a bfloat16 model on the CPU: each operation is one call.
 
 Roundings to bfloat16 are where torch has them: after each product, norm, rotation and sum.
 """
@@ -15,7 +15,7 @@ import torch
 from moesched.models.config import ModelConfig
 
 from ..native.arguments import Head, Inputs, Layer, Tokens
-from ..native.compiled import library, why_unusable
+from ..native.compiled import formats, library, why_unusable
 from ..native.kernels import NativeKernels, address, check, numbers
 from .layer_weights import Tensor, Weights
 from .memory import Memory
@@ -34,7 +34,7 @@ class NativeKernel(Kernel):
     """
 
     name = "native"
-    takes = "few rows by bfloat16 weights on a CPU"
+    takes = "rows of bfloat16 by coded weights, and few by bfloat16 ones, on a CPU"
     independent = True
     has_threads = True
     small: tuple[str, ...] = ()
@@ -57,10 +57,13 @@ class NativeKernel(Kernel):
             return "it is for the CPU"
         if case.dtype != "bfloat16":
             return "it multiplies bfloat16 numbers"
-        if not 0 < case.rows <= self._threads.most_rows:
+        coded = case.formats - {ROWS}
+        if not coded <= set(formats()):
+            return f"it reads matrices in plain rows, {', '.join(formats()[1:])}"
+        if not case.rows:
+            return "it multiplies rows"
+        if not coded and case.rows > self._threads.most_rows:
             return f"torch is faster from {self._threads.most_rows + 1} rows on"
-        if case.formats - {ROWS}:
-            return "it reads matrices in plain rows"
         kept = dict(self._config.formats if case.layer is None else case.layer.formats)
         if not kept.keys().isdisjoint(self.small):
             return "it reads norms and routers in bfloat16"
@@ -82,6 +85,10 @@ class NativeEmbed(NativeMemoryKernel):
     """Embeddings and angles."""
 
     operation = "embed"
+
+    def refusal(self, case: Case) -> str:
+        """Refuse coded embeddings, too."""
+        return super().refusal(case) or ("it copies plain rows" if case.formats - {ROWS} else "")
 
     def bind(self, case: Case, weights: Weights, memory: Memory) -> Bound:
         """Bind the lookup of embeddings: (ids, positions) -> hidden_TD, angles."""

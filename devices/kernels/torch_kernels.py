@@ -93,7 +93,8 @@ class TorchKernels(Binder):
         expert = Shape(layout.config.routed.intermediate, layout.config.hidden)
         self._rows = partial(rows_for_native, choice, layout.dtype, expert)
         self._open = partial(open_native, choice, cores=cores, pin=pin, left=left)
-        self._packs = on_cpu and layout.dtype == "bfloat16" and packing_pays(transposed, cores)
+        plain = on_cpu and layout.dtype == "bfloat16" and not layout.config.coded_formats
+        self._packs = plain and packing_pays(transposed, cores)
         self._shares = on_cpu and cores > 1 and cores_keep_bits(DTYPES[layout.dtype], cores, transposed)
 
     def start(

@@ -12,7 +12,7 @@ typedef struct {
     int64_t tokens, hidden, heads, kv_heads, head_dim, interleaved;
     const uint16_t *x;
     Norm norm;
-    const Rows *weights;
+    const Matrix *weights;
     const uint16_t *query_norm, *key_norm;
     int64_t query_normed, key_normed;
     double clip;
@@ -22,7 +22,6 @@ typedef struct {
 
 typedef struct {
     const Inputs *inputs;
-    const Multiplier *multiplier;
     Product product;
     uint16_t *normed, *projected;
 } Job;
@@ -36,12 +35,12 @@ static void norm_part(void *argument, int64_t first, int64_t last) {
 
 static void place_part(void *argument, int64_t first, int64_t last) {
     const Job *job = argument;
-    place_inputs(job->multiplier, &job->product, job->normed, job->inputs->hidden, first, last);
+    place_inputs(&job->product, job->normed, job->inputs->hidden, first, last);
 }
 
 static void project_part(void *argument, int64_t first, int64_t last) {
     const Job *job = argument;
-    write_rounded(job->multiplier, &job->product, first, last, job->projected);
+    write_rounded(&job->product, first, last, job->projected);
 }
 
 static void normalise_heads(const Inputs *inputs, const uint16_t *weight, int64_t normed, int64_t count, uint16_t *x) {
@@ -87,22 +86,19 @@ static void finish_part(void *argument, int64_t first, int64_t last) {
 
 /* Returns 0, or -1 without memory. */
 API int moesched_attention_inputs(Team *team, const Inputs *inputs) {
-    const Multiplier *multiplier = multiplier_of(team);
     const int64_t tokens = inputs->tokens, outputs = (inputs->heads + 2 * inputs->kv_heads) * inputs->head_dim;
-    Job job = {.inputs = inputs,
-               .multiplier = multiplier,
-               .product = product_of(multiplier, tokens, inputs->hidden, outputs, inputs->weights)};
-    const int64_t placed = placed_bytes(multiplier, &job.product);
+    Job job = {.inputs = inputs, .product = product_of(team, tokens, inputs->hidden, outputs, inputs->weights)};
+    const int64_t placed = placed_bytes(&job.product);
     char *memory = scratch(placed + tokens * (inputs->hidden + outputs) * (int64_t)sizeof(uint16_t));
     if (!memory) return -1;
-    give_memory(multiplier, &job.product, memory);
+    give_memory(&job.product, memory);
     job.normed = (uint16_t *)(memory + placed);
     job.projected = job.normed + tokens * inputs->hidden;
     Phase phases[] = {{norm_part, tokens, 1, 1, 0},
                       {place_part, inputs->hidden, PLACED_AT_ONCE, inputs->hidden, 0},
-                      {project_part, outputs, least_outputs(tokens), MOST_OUTPUTS, 0},
+                      {project_part, outputs, least_outputs(&job.product), MOST_OUTPUTS, 0},
                       {finish_part, tokens, 1, 1, 0}};
     Task task = {&job, 4, phases};
-    run(team, &task, inputs->hidden * outputs * (int64_t)sizeof(uint16_t));
+    run(team, &task, matrix_bytes(&job.product));
     return 0;
 }

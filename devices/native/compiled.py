@@ -16,7 +16,7 @@ from zlib import crc32
 from moesched.errors import BadInput
 
 AUTO, TORCH = "auto", "torch"
-VERSION = 6
+VERSION = 7
 """Of the functions' signatures, as the library returns it."""
 
 _CALLS = tuple(
@@ -77,6 +77,7 @@ def load(paths: Sequence[Path]) -> Library | str:
 def _declare(library: Library) -> None:
     pointer, number, text = ctypes.c_void_p, ctypes.c_int64, ctypes.c_char_p
     library.moesched_instruction_sets.restype = text
+    library.moesched_formats.restype = text
     library.moesched_new_team.restype = pointer
     library.moesched_new_team.argtypes = [text, ctypes.c_int, pointer, ctypes.c_int, ctypes.c_int]
     library.moesched_free_team.restype = None
@@ -104,6 +105,12 @@ def instruction_sets() -> tuple[str, ...]:
     """The instruction sets that the kernels can use on this processor, best first; none without a library."""
     loaded = _loaded()
     return () if isinstance(loaded, str) else tuple(loaded.moesched_instruction_sets().decode().split())
+
+
+@cache
+def formats() -> tuple[str, ...]:
+    """The storage formats of matrices that the kernels read, in the order of their numbers in C."""
+    return tuple(library().moesched_formats().decode().split())
 
 
 def why_unusable() -> str:

@@ -3,36 +3,79 @@
 
 #include <stddef.h>
 
+#include "numbers.h"
 #include "scratch.h"
 
-static void products_of(const Multiplier *multiplier, int64_t rows, int64_t hidden, int64_t width,
-                        const ExpertWeights *weights, Expert *expert) {
-    expert->gate = product_of(multiplier, rows, hidden, width, weights ? weights->gate : NULL);
-    expert->up = product_of(multiplier, rows, hidden, width, weights ? weights->up : NULL);
-    expert->down = product_of(multiplier, rows, width, hidden, weights ? weights->down : NULL);
+Expert expert_of(const Experts *experts, int64_t rows, const ExpertWeights *weights) {
+    const int64_t hidden = experts->hidden, width = experts->width;
+    return (Expert){.gate = product_of(experts->team, rows, hidden, width, weights->gate),
+                    .up = product_of(experts->team, rows, hidden, width, weights->up),
+                    .down = product_of(experts->team, rows, width, hidden, weights->down)};
 }
 
-int64_t expert_bytes(const Multiplier *multiplier, int64_t rows, int64_t hidden, int64_t width) {
-    Expert expert;
-    products_of(multiplier, rows, hidden, width, NULL, &expert);
-    return placed_bytes(multiplier, &expert.gate) + placed_bytes(multiplier, &expert.down);
+static int shares_x(const Expert *expert) { return expert->gate.multiplier == expert->up.multiplier; }
+
+int64_t expert_bytes(const Expert *expert) {
+    const int64_t up = shares_x(expert) ? 0 : placed_bytes(&expert->up);
+    return placed_bytes(&expert->gate) + up + placed_bytes(&expert->down);
 }
 
-Expert expert_in(const Experts *experts, int64_t rows, const ExpertWeights *weights, uint16_t *y, char *memory) {
-    Expert expert = {.y = y};
-    products_of(experts->multiplier, rows, experts->hidden, experts->width, weights, &expert);
-    give_memory(experts->multiplier, &expert.gate, memory);
-    expert.up.x = expert.gate.x;
-    give_memory(experts->multiplier, &expert.down, memory + placed_bytes(experts->multiplier, &expert.gate));
-    return expert;
+int64_t weight_bytes(const Expert *expert) {
+    return matrix_bytes(&expert->gate) + matrix_bytes(&expert->up) + matrix_bytes(&expert->down);
+}
+
+void give_expert_memory(Expert *expert, char *memory) {
+    give_memory(&expert->gate, memory);
+    if (!shares_x(expert)) memory += placed_bytes(&expert->gate);
+    give_memory(&expert->up, memory);
+    give_memory(&expert->down, memory + placed_bytes(&expert->up));
+}
+
+void place_expert(const Expert *expert, int64_t row, int64_t first, int64_t last, const uint16_t *values) {
+    place(&expert->gate, row, first, last, values);
+    if (!shares_x(expert)) place(&expert->up, row, first, last, values);
+}
+
+int64_t least_items(const Expert *expert) {
+    const Product *products[] = {&expert->gate, &expert->up, &expert->down};
+    int64_t least = 0;
+    for (int i = 0; i < 3; i++)
+        if (least_outputs(products[i]) > least) least = least_outputs(products[i]);
+    return least;
+}
+
+/* Gate and up each rounded, where their multipliers have no common way to numbers that are not. */
+static void gate_apart(const Expert *expert, int64_t first, int64_t last) {
+    uint16_t gates[MOST_OUTPUTS * MOST_BATCH], ups[MOST_OUTPUTS * MOST_BATCH];
+    const int64_t count = last - first;
+    for (int64_t row = 0; row < expert->gate.batch; row += MOST_BATCH) {
+        Product gate = group_at(&expert->gate, row), up = group_at(&expert->up, row);
+        gate.outputs = up.outputs = count; /* from one row of results to the next */
+        write_rounded(&gate, first, last, gates - first);
+        write_rounded(&up, first, last, ups - first);
+        for (int64_t m = 0; m < gate.batch; m++) {
+            uint16_t *hidden = gates + m * count;
+            for (int64_t i = 0; i < count; i++)
+                hidden[i] = rounded(silu(widened(hidden[i])) * widened(ups[m * count + i]));
+            place(&expert->down, row + m, first, last, hidden);
+        }
+    }
+}
+
+/* Numbers [first, last) of an expert. */
+static void gate_expert(const Expert *expert, int64_t first, int64_t last) {
+    const Multiplier *gate = expert->gate.multiplier, *up = expert->up.multiplier, *down = expert->down.multiplier;
+    if (gate->gated == up->gated && (gate->is_coded || !down->is_coded))
+        gate->gated(&expert->gate, &expert->up, &expert->down, first, last);
+    else
+        gate_apart(expert, first, last);
 }
 
 void gate_experts(const Experts *experts, int64_t first, int64_t last) {
     while (first < last) {
         const int64_t number = first / experts->width, before = number * experts->width;
         const int64_t end = before + experts->width < last ? before + experts->width : last;
-        const Expert *expert = experts->experts + number;
-        experts->multiplier->gated(&expert->gate, &expert->up, &expert->down, first - before, end - before);
+        gate_expert(experts->experts + number, first - before, end - before);
         first = end;
     }
 }
@@ -42,7 +85,7 @@ void project_experts(const Experts *experts, int64_t first, int64_t last) {
         const int64_t number = first / experts->hidden, before = number * experts->hidden;
         const int64_t end = before + experts->hidden < last ? before + experts->hidden : last;
         const Expert *expert = experts->experts + number;
-        write_rounded(experts->multiplier, &expert->down, first - before, end - before, expert->y);
+        write_rounded(&expert->down, first - before, end - before, expert->y);
         first = end;
     }
 }
@@ -56,8 +99,9 @@ typedef struct {
 
 static void place_part(void *argument, int64_t first, int64_t last) {
     const Job *job = argument;
-    const Experts *experts = &job->experts;
-    place_inputs(experts->multiplier, &experts->experts->gate, job->x, job->stride, first, last);
+    const Expert *expert = job->experts.experts;
+    for (int64_t row = 0; row < expert->gate.batch; row++)
+        place_expert(expert, row, first, last, job->x + row * job->stride + first);
 }
 
 static void gate_part(void *job, int64_t first, int64_t last) {
@@ -71,17 +115,18 @@ static void project_part(void *job, int64_t first, int64_t last) {
 /* y (rows, hidden) of one expert; rows of x are `stride` numbers apart. Returns 0, or -1 without memory. */
 API int moesched_expert(Team *team, int64_t rows, int64_t hidden, int64_t width, const uint16_t *x, int64_t stride,
                     const ExpertWeights *weights, uint16_t *y) {
-    const Multiplier *multiplier = multiplier_of(team);
-    char *memory = scratch(expert_bytes(multiplier, rows, hidden, width));
-    if (!memory) return -1;
     Expert expert;
-    Job job = {{multiplier, hidden, width, 1, &expert}, x, stride};
-    expert = expert_in(&job.experts, rows, weights, y, memory);
-    const int64_t least = least_outputs(rows);
+    Job job = {{team, hidden, width, 1, &expert}, x, stride};
+    expert = expert_of(&job.experts, rows, weights);
+    char *memory = scratch(expert_bytes(&expert));
+    if (!memory) return -1;
+    give_expert_memory(&expert, memory);
+    expert.y = y;
+    const int64_t least = least_items(&expert);
     Phase phases[] = {{place_part, hidden, PLACED_AT_ONCE, hidden, 0},
                       {gate_part, width, least, MOST_OUTPUTS, 0},
                       {project_part, hidden, least, MOST_OUTPUTS, 0}};
     Task task = {&job, 3, phases};
-    run(team, &task, 3 * hidden * width * (int64_t)sizeof(uint16_t));
+    run(team, &task, weight_bytes(&expert));
     return 0;
 }

@@ -4,12 +4,12 @@
 
 #include "product.h"
 
-/* The row blocks of an expert: gate and up (width, hidden), down (hidden, width). */
+/* The matrices of an expert: gate and up (width, hidden), down (hidden, width). */
 typedef struct {
-    const Rows *gate, *up, *down;
+    const Matrix *gate, *up, *down;
 } ExpertWeights;
 
-/* An expert, its rows of x in `gate.x`, and its outputs y (rows, hidden). */
+/* An expert, and its outputs y (rows, hidden). Gate and up share x where they have one multiplier. */
 typedef struct {
     Product gate, up, down;
     uint16_t *y;
@@ -17,17 +17,28 @@ typedef struct {
 
 /* Experts that are computed together. */
 typedef struct {
-    const Multiplier *multiplier;
+    const Team *team;
     int64_t hidden, width;
     int64_t count;
     Expert *experts;
 } Experts;
 
-/* Bytes that the products of an expert need for `rows` rows. */
-int64_t expert_bytes(const Multiplier *multiplier, int64_t rows, int64_t hidden, int64_t width);
+/* An expert for `rows` rows, without memory and outputs. */
+Expert expert_of(const Experts *experts, int64_t rows, const ExpertWeights *weights);
 
-/* An expert with its memory, of `expert_bytes`. */
-Expert expert_in(const Experts *experts, int64_t rows, const ExpertWeights *weights, uint16_t *y, char *memory);
+/* Bytes of its products' x. */
+int64_t expert_bytes(const Expert *expert);
+
+/* Bytes of its matrices. */
+int64_t weight_bytes(const Expert *expert);
+
+void give_expert_memory(Expert *expert, char *memory);
+
+/* Puts inputs [first, last) of a row where gate and up look for them. */
+void place_expert(const Expert *expert, int64_t row, int64_t first, int64_t last, const uint16_t *values);
+
+/* The least of the items below that a thread takes at a time. */
+int64_t least_items(const Expert *expert);
 
 /* Items [first, last) of the count * width numbers between the matrices. */
 void gate_experts(const Experts *experts, int64_t first, int64_t last);

@@ -53,7 +53,7 @@ static int is_here(InstructionSet set) {
     switch (set) {
 #if defined(__x86_64__)
     case AMX_BF16: return is_here(AVX512_BF16) && may_use_amx();
-    case AVX512_BF16: return __builtin_cpu_supports("avx512bf16") && is_here(AVX512);
+    case AVX512_BF16: return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni") && is_here(AVX512);
     case AVX512:
         return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") &&
                __builtin_cpu_supports("avx512bw") && is_here(AVX2);

@@ -1,4 +1,4 @@
-"""Products by plain bfloat16 matrices: of few rows at the speed of memory, of many in cache blocks."""
+"""Products by bfloat16 and coded matrices: of few rows at the speed of memory, of many in cache blocks."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ import torch
 from moesched.system.bound_call import bound_call
 from moesched.system.cores import affinity, usable_cores
 
-from .compiled import instruction_sets, library
+from ..shared.coded import Block, Coded
+from .compiled import formats, instruction_sets, library
 
 Tensor = torch.Tensor
-Blocks = Sequence[Tensor]
+Blocks = Sequence[Block]
 
 
 class NativeKernels:
@@ -65,8 +66,8 @@ class NativeKernels:
         x_TD = _with_plain_rows(x_TD)
         y_TN = x_TD.new_empty(len(x_TD), _outputs(blocks))
         shape = (len(x_TD), x_TD.shape[1], y_TN.shape[1], x_TD.data_ptr(), x_TD.stride(0))
-        rows = rows_of(blocks)
-        check(self._library.moesched_product(self._team, *shape, address(rows), y_TN.data_ptr()))
+        matrix = matrix_of(blocks)
+        check(self._library.moesched_product(self._team, *shape, address(matrix), y_TN.data_ptr()))
         return y_TN
 
     def expert(self, x_nD: Tensor, gate: Blocks, up: Blocks, down: Blocks) -> Tensor:
@@ -77,7 +78,7 @@ class NativeKernels:
 
     def prepared_expert(self, gate: Blocks, up: Blocks, down: Blocks) -> Callable[[Tensor, Tensor], None]:
         """A bound call of `expert`, which takes the input and writes the outputs to its second argument, contiguous."""
-        width, matrices = _outputs(gate), [rows_of(matrix) for matrix in (gate, up, down)]
+        width, matrices = _outputs(gate), [matrix_of(blocks) for blocks in (gate, up, down)]
         return partial(self._run_expert, matrices, array("q", map(address, matrices)), width)
 
     def _run_expert(
@@ -105,9 +106,15 @@ def _outputs(blocks: Blocks) -> int:
     return sum(len(block) for block in blocks)
 
 
-def rows_of(blocks: Blocks) -> array[int]:
-    """The addresses and sizes of a matrix's row blocks, as C reads them."""
-    return array("q", chain(*((each.data_ptr(), len(each)) for each in blocks)))
+def matrix_of(blocks: Blocks) -> array[int]:
+    """The number of a matrix's format, then addresses and sizes of its row blocks, as C reads them (`Matrix`)."""
+    first = blocks[0]
+    name = first.format.name if isinstance(first, Coded) else str(first.dtype).removeprefix("torch.")
+    return array("q", [formats().index(name), *chain(*((_address(each), len(each)) for each in blocks))])
+
+
+def _address(block: Block) -> int:
+    return block.raw_NB.data_ptr() if isinstance(block, Coded) else block.data_ptr()
 
 
 def numbers(count: int) -> array[int]:

@@ -14,7 +14,7 @@ typedef struct {
     const uint16_t *x;
     const int64_t *chosen;
     Norm norm;
-    const Rows *weights;
+    const Matrix *weights;
     float *logits;
     int64_t *likeliest;
 } Head;
@@ -23,7 +23,6 @@ enum { CHUNK = MOST_OUTPUTS }; /* logits whose largest one is found at once */
 
 typedef struct {
     const Head *head;
-    const Multiplier *multiplier;
     Product product;
     uint16_t *normed;
     uint16_t *bits; /* (rows, vocabulary): the logits as bfloat16 */
@@ -44,13 +43,13 @@ static void norm_part(void *argument, int64_t first, int64_t last) {
 
 static void place_part(void *argument, int64_t first, int64_t last) {
     const Job *job = argument;
-    place_inputs(job->multiplier, &job->product, job->normed, job->head->hidden, first, last);
+    place_inputs(&job->product, job->normed, job->head->hidden, first, last);
 }
 
 static void project_part(void *argument, int64_t first, int64_t last) {
     const Job *job = argument;
     const Head *head = job->head;
-    write_rounded(job->multiplier, &job->product, first, last, job->bits);
+    write_rounded(&job->product, first, last, job->bits);
     for (int64_t row = 0; row < head->rows; row++) {
         const uint16_t *bits = job->bits + row * head->vocabulary;
         float *logits = head->logits + row * head->vocabulary;
@@ -80,16 +79,13 @@ static void choose_part(void *argument, int64_t first, int64_t last) {
 
 /* Returns 0, or -1 without memory. */
 API int moesched_logits(Team *team, const Head *head) {
-    const Multiplier *multiplier = multiplier_of(team);
-    Job job = {.head = head,
-               .multiplier = multiplier,
-               .product = product_of(multiplier, head->rows, head->hidden, head->vocabulary, head->weights)};
-    const int64_t placed = placed_bytes(multiplier, &job.product);
+    Job job = {.head = head, .product = product_of(team, head->rows, head->hidden, head->vocabulary, head->weights)};
+    const int64_t placed = placed_bytes(&job.product);
     const int64_t normed = head->rows * head->hidden, bits = head->rows * head->vocabulary;
     const int64_t largest = (head->vocabulary / CHUNK + 1) * head->rows;
     char *memory = scratch(placed + (normed + bits + largest) * (int64_t)sizeof(uint16_t));
     if (!memory) return -1;
-    give_memory(multiplier, &job.product, memory);
+    give_memory(&job.product, memory);
     job.normed = (uint16_t *)(memory + placed);
     job.bits = job.normed + normed;
     job.largest = (int16_t *)(job.bits + bits);
@@ -98,6 +94,6 @@ API int moesched_logits(Team *team, const Head *head) {
                       {project_part, head->vocabulary, CHUNK, CHUNK, 0},
                       {choose_part, head->rows, 1, 1, 0}};
     Task task = {&job, 4, phases};
-    run(team, &task, head->hidden * head->vocabulary * (int64_t)sizeof(uint16_t));
+    run(team, &task, matrix_bytes(&job.product));
     return 0;
 }

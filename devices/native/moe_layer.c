@@ -13,10 +13,10 @@ typedef struct {
     int64_t sum_to_one; /* the weights of a token's experts */
     const uint16_t *attended; /* (tokens, attended_width) */
     const uint16_t *residual; /* (tokens, hidden) */
-    const Rows *output_weights; /* NULL: x is the residual */
+    const Matrix *output_weights; /* NULL: x is the residual */
     Norm norm;
-    const Rows *router;
-    const ExpertWeights *expert_weights;
+    const Matrix *router;
+    const ExpertWeights *expert_weights; /* the formats of all experts are those of the first one */
     uint16_t *projected; /* (tokens, hidden): the residual plus the output projection */
     uint16_t *x; /* (tokens, hidden): its norm, the experts' input */
     float *logits; /* (tokens, experts) */
@@ -35,7 +35,6 @@ enum {
 /* Rows of experts are sorted by expert, then by token. They are multiplied ROWS_AT_ONCE at a time: a wave. */
 typedef struct {
     const Layer *layer;
-    const Multiplier *multiplier;
     Product output, router;
     Experts experts; /* of the wave */
     char *memory;    /* of the wave's products */
@@ -52,7 +51,7 @@ enum { BEGIN, GATHER, GATE, DOWN, WAVE_PHASES };
 static void place_part(void *argument, int64_t first, int64_t last) {
     const Job *job = argument;
     const Layer *layer = job->layer;
-    place_inputs(job->multiplier, &job->output, layer->attended, layer->attended_width, first, last);
+    place_inputs(&job->output, layer->attended, layer->attended_width, first, last);
 }
 
 ANY_WIDTH static void add(int64_t count, const uint16_t *residual, uint16_t *projected) {
@@ -62,7 +61,7 @@ ANY_WIDTH static void add(int64_t count, const uint16_t *residual, uint16_t *pro
 static void project_part(void *argument, int64_t first, int64_t last) {
     const Job *job = argument;
     const Layer *layer = job->layer;
-    write_rounded(job->multiplier, &job->output, first, last, layer->projected);
+    write_rounded(&job->output, first, last, layer->projected);
     for (int64_t at = first; at < layer->tokens * layer->hidden; at += layer->hidden)
         add(last - first, layer->residual + at, layer->projected + at);
 }
@@ -77,7 +76,7 @@ static void norm_part(void *argument, int64_t first, int64_t last) {
 
 static void place_normed_part(void *argument, int64_t first, int64_t last) {
     const Job *job = argument;
-    place_inputs(job->multiplier, &job->router, job->layer->x, job->layer->hidden, first, last);
+    place_inputs(&job->router, job->layer->x, job->layer->hidden, first, last);
 }
 
 static void router_part(void *argument, int64_t first, int64_t last) {
@@ -85,8 +84,8 @@ static void router_part(void *argument, int64_t first, int64_t last) {
     const Layer *layer = job->layer;
     float out[MOST_OUTPUTS * MOST_BATCH] __attribute__((aligned(64)));
     for (int64_t row = 0; row < layer->tokens; row += MOST_BATCH) {
-        const Product group = group_at(&job->router, row, job->multiplier->step_bytes);
-        job->multiplier->multiply(&group, first, last, out);
+        const Product group = group_at(&job->router, row);
+        group.multiplier->multiply(&group, first, last, out);
         for (int64_t t = 0; t < group.batch; t++)
             for (int64_t e = first; e < last; e++)
                 layer->logits[(row + t) * layer->experts + e] = out[(e - first) * group.batch + t];
@@ -139,9 +138,11 @@ static void begin_wave(Job *job) {
         const int64_t begins = job->ends[e] - layer->counts[e], first = begins < job->first ? job->first : begins;
         const int64_t last = job->ends[e] < job->last ? job->ends[e] : job->last;
         if (first >= last) continue;
-        job->experts.experts[job->experts.count++] =
-            expert_in(&job->experts, last - first, layer->expert_weights + e, job->y + first * layer->hidden, memory);
-        memory += expert_bytes(job->multiplier, last - first, layer->hidden, layer->width);
+        Expert *expert = job->experts.experts + job->experts.count++;
+        *expert = expert_of(&job->experts, last - first, layer->expert_weights + e);
+        expert->y = job->y + first * layer->hidden;
+        give_expert_memory(expert, memory);
+        memory += expert_bytes(expert);
     }
     phases[GATHER].items = job->last - job->first;
     phases[GATE].items = job->experts.count * layer->width;
@@ -179,7 +180,7 @@ static void gather_part(void *argument, int64_t first, int64_t last) {
     for (int64_t row = first; row < last; row++) {
         for (; row - before >= expert->gate.batch; expert++) before += expert->gate.batch;
         const uint16_t *x = layer->x + job->tokens[job->first + row] * layer->hidden;
-        job->multiplier->place_row(&expert->gate, row - before, x);
+        place_expert(expert, row - before, 0, layer->hidden, x);
     }
 }
 
@@ -225,14 +226,14 @@ static int64_t on_line(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 /* The products before the experts, in `memory`; NULL only counts its bytes. */
 static int64_t give_router(Job *job, char *memory) {
     const Layer *layer = job->layer;
-    job->output = product_of(job->multiplier, layer->tokens, layer->attended_width, layer->hidden, layer->output_weights);
-    job->router = product_of(job->multiplier, layer->tokens, layer->hidden, layer->experts, layer->router);
-    const int64_t before = placed_bytes(job->multiplier, &job->output);
+    job->output = product_of(job->experts.team, layer->tokens, layer->attended_width, layer->hidden, layer->output_weights);
+    job->router = product_of(job->experts.team, layer->tokens, layer->hidden, layer->experts, layer->router);
+    const int64_t before = placed_bytes(&job->output);
     if (memory) {
-        give_memory(job->multiplier, &job->output, memory);
-        give_memory(job->multiplier, &job->router, memory + before);
+        give_memory(&job->output, memory);
+        give_memory(&job->router, memory + before);
     }
-    return before + placed_bytes(job->multiplier, &job->router);
+    return before + placed_bytes(&job->router);
 }
 
 static int64_t waves_of(const Layer *layer) {
@@ -248,11 +249,12 @@ static int64_t give_experts(Job *job, Task *task, char *memory) {
     const int64_t phases = OTHER_PHASES + waves_of(layer) * WAVE_PHASES;
     const int64_t at_once = pairs < ROWS_AT_ONCE ? pairs : ROWS_AT_ONCE;
     const int64_t experts = at_once < layer->experts ? at_once : layer->experts;
+    const Expert of_one_row = expert_of(&job->experts, 1, layer->expert_weights);
     const int64_t sizes[] = {phases * (int64_t)sizeof(Phase), experts * (int64_t)sizeof(Expert), pairs * number,
                              pairs * number, layer->experts * number,
                              pairs * layer->hidden * (int64_t)sizeof(uint16_t),
                              /* however the rows are divided, those of one row each need the most */
-                             at_once * expert_bytes(job->multiplier, 1, layer->hidden, layer->width)};
+                             at_once * expert_bytes(&of_one_row)};
     enum { PARTS = sizeof sizes / sizeof *sizes };
     char *part[PARTS];
     int64_t bytes = 0;
@@ -279,8 +281,8 @@ static int64_t add_router(Task *task, Job *job) {
     int64_t weights = 0;
     if (layer->output_weights) {
         add_phase(task, place_part, layer->attended_width, PLACED_AT_ONCE, layer->attended_width);
-        add_phase(task, project_part, layer->hidden, least_outputs(layer->tokens), MOST_OUTPUTS);
-        weights += layer->attended_width * layer->hidden;
+        add_phase(task, project_part, layer->hidden, least_outputs(&job->output), MOST_OUTPUTS);
+        weights += matrix_bytes(&job->output);
     }
     add_phase(task, norm_part, layer->tokens, 1, 1);
     if (layer->router) {
@@ -288,25 +290,27 @@ static int64_t add_router(Task *task, Job *job) {
         add_phase(task, router_part, layer->experts, WHOLE_TILES, WHOLE_TILES);
     }
     add_phase(task, choose_part, layer->tokens, 1, 1);
-    return (weights + layer->hidden * layer->experts) * (int64_t)sizeof(uint16_t);
+    return weights + matrix_bytes(&job->router);
 }
 
 static int64_t add_experts(Task *task, Job *job) {
     const Layer *layer = job->layer;
+    const Expert expert = expert_of(&job->experts, layer->tokens, layer->expert_weights);
+    const int64_t least = least_items(&expert);
     job->phases = task->phase + task->phases;
     for (int64_t wave = 0; wave < waves_of(layer); wave++) {
         add_phase(task, wave ? begin_part : group_part, 1, 1, 1);
         add_phase(task, gather_part, 0, 1, GATHERED_AT_ONCE);
-        add_phase(task, gate_part, 0, least_outputs(layer->tokens), MOST_OUTPUTS);
-        add_phase(task, down_part, 0, least_outputs(layer->tokens), MOST_OUTPUTS);
+        add_phase(task, gate_part, 0, least, MOST_OUTPUTS);
+        add_phase(task, down_part, 0, least, MOST_OUTPUTS);
     }
     add_phase(task, combine_part, layer->tokens * ((layer->hidden + COLUMNS - 1) / COLUMNS), 1, 1);
-    return 3 * layer->hidden * layer->width * (int64_t)sizeof(uint16_t);
+    return weight_bytes(&expert);
 }
 
 /* Up to the choice of experts: `projected`, `x`, `logits`, `chosen` and `weights`. Returns 0, or -1 without memory. */
 API int moesched_route(Team *team, const Layer *layer) {
-    Job job = {.layer = layer, .multiplier = multiplier_of(team)};
+    Job job = {.layer = layer, .experts.team = team};
     char *memory = scratch(give_router(&job, NULL));
     if (!memory) return -1;
     give_router(&job, memory);
@@ -319,8 +323,7 @@ API int moesched_route(Team *team, const Layer *layer) {
 
 /* All of it. Returns 0, or -1 without memory. */
 API int moesched_moe_layer(Team *team, const Layer *layer) {
-    Job job = {.layer = layer, .multiplier = multiplier_of(team)};
-    job.experts = (Experts){job.multiplier, layer->hidden, layer->width, 0, NULL};
+    Job job = {.layer = layer, .experts = {team, layer->hidden, layer->width, 0, NULL}};
     Task task = {.job = &job};
     const int64_t before = give_router(&job, NULL);
     char *memory = scratch(before + give_experts(&job, &task, NULL));

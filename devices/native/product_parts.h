@@ -20,7 +20,7 @@ INLINE void ISA(multiply_few)(const Product *product, const Panels *panels, int6
     float *const sums = out; /* where tiles add up */
 #endif
     for (int64_t from = first, to; from < last; from = to) {
-        const Rows here = rows_from(product, from);
+        const Weights here = rows_from(product, from);
         to = from + here.count < last ? from + here.count : last;
         const uint16_t *behind = to < last ? rows_from(product, to).first : next;
         int64_t step = 0;
@@ -54,25 +54,21 @@ static TARGET void ISA(multiply)(const Product *product, int64_t first, int64_t 
 }
 
 static TARGET void ISA(place)(const Product *product, int64_t row, int64_t first, int64_t last,
-                              const uint16_t *values, int64_t gap) {
-    const Product rows = group_at(product, row / MOST_BATCH * MOST_BATCH, STEP_BYTES);
+                              const uint16_t *values) {
+    const Product rows = group_at(product, row / MOST_BATCH * MOST_BATCH);
     const Panel panel = panel_of(&rows, (int)(row % MOST_BATCH), COLUMNS);
     const int column = (int)(row % MOST_BATCH) - panel.column;
     char *steps = rows.x + panel.column * rows.steps * STEP_BYTES;
     for (int64_t k = first; k < last;) {
         char *step = steps + k / STEP * panel.columns * STEP_BYTES;
-        const int whole = gap == 1 && k % STEP == 0 && k + STEP <= last;
+        const int whole = k % STEP == 0 && k + STEP <= last;
         if (whole)
             ISA(put_step)(step, panel.columns, column, values);
         else
             ISA(put)(step, panel.columns, column, (int)(k % STEP), *values);
         k += whole ? STEP : 1;
-        values += whole ? STEP : gap;
+        values += whole ? STEP : 1;
     }
-}
-
-static TARGET void ISA(place_row)(const Product *product, int64_t row, const uint16_t *values) {
-    ISA(place)(product, row, 0, product->inputs, values, 1);
 }
 
 #if !defined(ROUND_TRANSPOSED)
@@ -94,7 +90,7 @@ INLINE void ISA(place_hidden)(const Product *down, const Panels *panels, int64_t
     (void)panels;
     uint16_t rows[MOST_OUTPUTS * MOST_BATCH];
     ROUND_TRANSPOSED(hidden, last - first, down->batch, rows, last - first);
-    for (int64_t m = 0; m < down->batch; m++) ISA(place)(down, m, first, last, rows + m * (last - first), 1);
+    for (int64_t m = 0; m < down->batch; m++) ISA(place)(down, m, first, last, rows + m * (last - first));
 }
 #endif
 
@@ -103,8 +99,8 @@ static TARGET void ISA(gated)(const Product *gate, const Product *up, const Prod
     float gates[MOST_OUTPUTS * MOST_BATCH] __attribute__((aligned(64)));
     float ups[MOST_OUTPUTS * MOST_BATCH] __attribute__((aligned(64)));
     for (int64_t row = 0; row < gate->batch; row += MOST_BATCH) {
-        const Product gate_rows = group_at(gate, row, STEP_BYTES), up_rows = group_at(up, row, STEP_BYTES);
-        const Product down_rows = group_at(down, row, STEP_BYTES);
+        const Product gate_rows = group_at(gate, row), up_rows = group_at(up, row);
+        const Product down_rows = group_at(down, row);
         const Panels panels = panels_of(&down_rows, COLUMNS);
         ISA(multiply_before)(&gate_rows, first, last, rows_from(up, first).first, gates);
         ISA(multiply_before)(&up_rows, first, last, NULL, ups);
@@ -117,14 +113,15 @@ static TARGET void ISA(gated)(const Product *gate, const Product *up, const Prod
 static TARGET void ISA(write)(const Product *product, int64_t first, int64_t last, uint16_t *y) {
     float out[MOST_OUTPUTS * MOST_BATCH] __attribute__((aligned(64)));
     for (int64_t row = 0; row < product->batch; row += MOST_BATCH) {
-        const Product rows = group_at(product, row, STEP_BYTES);
+        const Product rows = group_at(product, row);
         ISA(multiply)(&rows, first, last, out);
         ROUND_TRANSPOSED(out, last - first, rows.batch, y + row * product->outputs + first, product->outputs);
     }
 }
 
-static const Multiplier ISA(multiplier) = {STEP,          STEP_BYTES, ISA(place), ISA(place_row),
-                                           ISA(multiply), ISA(write), ISA(gated)};
+static const Multiplier ISA(multiplier) = {
+    .step = STEP, .step_bytes = STEP_BYTES, .block = 1, .block_bytes = sizeof(uint16_t), .least = FEW_TILES,
+    .place = ISA(place), .multiply = ISA(multiply), .write = ISA(write), .gated = ISA(gated)};
 
 #undef INLINE
 #undef UNROLL

@@ -76,11 +76,17 @@ static inline Panels panels_of(const Product *product, int most) {
     return panels;
 }
 
+/* Rows of weights that follow each other. */
+typedef struct {
+    const uint16_t *first;
+    int64_t count;
+} Weights;
+
 /* The rows of weights from `output` to the end of its row block. */
-static inline Rows rows_from(const Product *product, int64_t output) {
+static inline Weights rows_from(const Product *product, int64_t output) {
     const Rows *block = product->blocks;
     for (; output >= block->count; block++) output -= block->count;
-    return (Rows){block->first + output * product->inputs, block->count - output};
+    return (Weights){(const uint16_t *)block->first + output * product->inputs, block->count - output};
 }
 
 /* Inputs between where a row of weights ends in the stretch and where the next tile's begins, which is the row below in
@@ -308,31 +314,36 @@ static const Multiplier *const multipliers[INSTRUCTION_SETS] = {
 #endif
 };
 
-const Multiplier *multiplier_of(const Team *team) { return multipliers[set_of(team)]; }
+const Multiplier *plain_multiplier(InstructionSet set) { return multipliers[set]; }
 
-Product product_of(const Multiplier *multiplier, int64_t batch, int64_t inputs, int64_t outputs, const Rows *blocks) {
-    const int64_t steps = (inputs + multiplier->step - 1) / multiplier->step;
-    return (Product){batch, inputs, outputs, steps, blocks, NULL};
+Product product_of(const Team *team, int64_t batch, int64_t inputs, int64_t outputs, const Matrix *matrix) {
+    const Format format = matrix ? (Format)matrix->format : BFLOAT16;
+    const Multiplier *multiplier =
+        format == BFLOAT16 ? plain_multiplier(set_of(team)) : coded_multiplier(set_of(team), format);
+    return (Product){.multiplier = multiplier,
+                     .batch = batch,
+                     .inputs = inputs,
+                     .outputs = outputs,
+                     .steps = (inputs + multiplier->step - 1) / multiplier->step,
+                     .row_bytes = inputs / multiplier->block * multiplier->block_bytes,
+                     .blocks = matrix ? matrix->blocks : NULL};
 }
 
-int64_t placed_bytes(const Multiplier *multiplier, const Product *product) {
-    const int64_t bytes = product->batch * product->steps * multiplier->step_bytes;
+int64_t placed_bytes(const Product *product) {
+    const int64_t bytes = product->batch * product->steps * product->multiplier->step_bytes;
     return (bytes + 63) / 64 * 64;
 }
 
-void give_memory(const Multiplier *multiplier, Product *product, char *memory) {
+void give_memory(Product *product, char *memory) {
     product->x = memory;
-    if (product->inputs % multiplier->step) memset(memory, 0, (size_t)placed_bytes(multiplier, product));
+    if (product->inputs % product->multiplier->step) memset(memory, 0, (size_t)placed_bytes(product));
 }
 
-void place_inputs(const Multiplier *multiplier, const Product *product, const uint16_t *x, int64_t stride, int64_t first,
-                  int64_t last) {
-    for (int64_t row = 0; row < product->batch; row++)
-        multiplier->place(product, row, first, last, x + row * stride + first, 1);
+void place_inputs(const Product *product, const uint16_t *x, int64_t stride, int64_t first, int64_t last) {
+    for (int64_t row = 0; row < product->batch; row++) place(product, row, first, last, x + row * stride + first);
 }
 
 typedef struct {
-    const Multiplier *multiplier;
     Product product;
     const uint16_t *x;
     int64_t stride;
@@ -341,31 +352,26 @@ typedef struct {
 
 static void place_part(void *argument, int64_t first, int64_t last) {
     const Job *job = argument;
-    place_inputs(job->multiplier, &job->product, job->x, job->stride, first, last);
+    place_inputs(&job->product, job->x, job->stride, first, last);
 }
 
 static void project(void *argument, int64_t first, int64_t last) {
     const Job *job = argument;
-    write_rounded(job->multiplier, &job->product, first, last, job->y);
+    write_rounded(&job->product, first, last, job->y);
 }
 
-void write_rounded(const Multiplier *multiplier, const Product *product, int64_t first, int64_t last, uint16_t *y) {
-    multiplier->write(product, first, last, y);
-}
-
-/* y (batch, outputs) = x (batch, inputs) times the transpose of the matrix (outputs, inputs) in row blocks.
- * All are bfloat16; rows of x are `stride` numbers apart, those of y follow each other. Returns 0, or -1 without
+/* y (batch, outputs) = x (batch, inputs) times the transpose of the matrix (outputs, inputs).
+ * x and y are bfloat16; rows of x are `stride` numbers apart, those of y follow each other. Returns 0, or -1 without
  * memory. */
 API int moesched_product(Team *team, int64_t batch, int64_t inputs, int64_t outputs, const uint16_t *x, int64_t stride,
-                     const Rows *blocks, uint16_t *y) {
-    const Multiplier *multiplier = multiplier_of(team);
-    Job job = {multiplier, product_of(multiplier, batch, inputs, outputs, blocks), x, stride, y};
-    char *memory = scratch(placed_bytes(multiplier, &job.product));
+                     const Matrix *matrix, uint16_t *y) {
+    Job job = {product_of(team, batch, inputs, outputs, matrix), x, stride, y};
+    char *memory = scratch(placed_bytes(&job.product));
     if (!memory) return -1;
-    give_memory(multiplier, &job.product, memory);
+    give_memory(&job.product, memory);
     Phase phases[] = {{place_part, inputs, PLACED_AT_ONCE, inputs, 0},
-                      {project, outputs, least_outputs(batch), MOST_OUTPUTS, 0}};
+                      {project, outputs, least_outputs(&job.product), MOST_OUTPUTS, 0}};
     Task task = {&job, 2, phases};
-    run(team, &task, inputs * outputs * (int64_t)sizeof(uint16_t));
+    run(team, &task, matrix_bytes(&job.product));
     return 0;
 }

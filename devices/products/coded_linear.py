@@ -2,12 +2,12 @@
 
 T rows, D inputs of G groups with g weights each, N outputs.
 
-The inputs of a group are rounded to multiples of one unit, a power of two 24 bits below the largest of them, and each
-is divided into two pieces of 12 bits. Codes have at most 8 bits and groups at most 32 weights, so a sum of codes times
-pieces is a multiple of the unit, or of 4096 units, with at most 24 bits: float32 holds it exactly, in any order of the
-terms. The sums of both pieces are added and multiplied by the scale, and groups are added pairwise. So the bits of an
-output depend on nothing but its row of weights and its inputs: no number of rows, cores or row blocks, nor the library
-that multiplies.
+The inputs of a group are rounded to multiples of one unit, a power of two 24 bits below the largest of them, or 14 bits
+where they are bfloat16 numbers, which have 8. Each is divided into two pieces of half as many bits. Codes have at most
+8 bits and groups at most 32 weights, so a sum of codes times pieces has at most 24 bits: float32 holds it exactly, in
+any order of the terms. The sums of both pieces are added and multiplied by the scale, and groups are added one after
+the other. So the bits of an output depend on nothing but its row of weights and its inputs: no number of rows, cores or
+row blocks, nor the library that multiplies. The native kernels give the same ones.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from .team import one_core
 
 Tensor = torch.Tensor
 
-BITS = 24
-"""Bits of whole numbers that float32 holds exactly."""
-PIECE = 1 << BITS // 2
+BITS = {torch.bfloat16: 14}
+"""Bits of a multiple, by the dtype of inputs; two pieces of 7 bits fit into bytes with a sign."""
+MOST_BITS = 24
+"""Of a multiple; float32 holds whole numbers of as many bits exactly."""
 LEAST_EXPONENT = -100
 """Of the largest input of a group; smaller ones have this unit, so that it stays a normal number."""
 
@@ -32,7 +33,7 @@ class Pieces:
     """Inputs in two pieces, whose sum is the input rounded to its group's unit.
 
     Attributes:
-        pieces_GRg: the upper 12 bits of all rows, then the lower ones; float32.
+        pieces_GRg: the upper half of the bits of all rows, then the lower one; float32.
         sums_GT1: the sums of each group's inputs.
     """
 
@@ -41,9 +42,11 @@ class Pieces:
         exponents_GT1 = torch.frexp(x_GTg.abs().amax(dim=-1, keepdim=True)).exponent.clamp_(
             min=LEAST_EXPONENT
         )
-        units_GT1 = torch.ldexp(x_GTg.new_ones(exponents_GT1.shape), exponents_GT1 - BITS)
+        bits = BITS.get(x_TD.dtype, MOST_BITS)
+        piece = 1 << bits // 2
+        units_GT1 = torch.ldexp(x_GTg.new_ones(exponents_GT1.shape), exponents_GT1 - bits)
         multiples_GTg = (x_GTg / units_GT1).round_()
-        upper_GTg = (multiples_GTg / PIECE).round_().mul_(PIECE)
+        upper_GTg = (multiples_GTg / piece).round_().mul_(piece)
         self.pieces_GRg = torch.cat([upper_GTg, multiples_GTg.sub_(upper_GTg)], dim=1)
         self.pieces_GRg *= units_GT1.repeat(1, 2, 1)
         upper_GT1, lower_GT1 = self.pieces_GRg.sum(dim=-1, keepdim=True).chunk(2, dim=1)
@@ -77,10 +80,7 @@ def _products(pieces: Pieces, groups: Groups) -> Tensor:
 
 
 def _added(sums_GTN: Tensor) -> Tensor:
-    """The sum over groups, pairwise and in place: (T, N)."""
-    count = len(sums_GTN)
-    while count > 1:
-        half = (count + 1) // 2
-        sums_GTN[: count - half] += sums_GTN[half:count]
-        count = half
+    """The sum over groups, one after the other and in place: (T, N)."""
+    for number in range(1, len(sums_GTN)):
+        sums_GTN[0] += sums_GTN[number]
     return sums_GTN[0]

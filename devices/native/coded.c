@@ -1,0 +1,309 @@
+/* Products by coded matrices. A tile of a few rows of weights is unpacked once for all rows of x: a row in each lane of
+ * the vectors, so that sums need no addition across lanes.
+ *
+ * Inputs of a group are multiples of a unit, a power of two BITS below the largest of them. Codes times multiples are
+ * added as whole numbers, which no order shows in; the sum is rounded to float32 once and multiplied by unit and scale.
+ * Groups are added one after the other. So the bits are those of every other instruction set, and of torch's
+ * kernels for coded matrices.
+ */
+#include <string.h>
+
+#include "numbers.h"
+#include "product.h"
+
+enum {
+    BITS = 14,            /* of a multiple, without its sign: two signed bytes, or one number of 16 bits */
+    LEAST_EXPONENT = -100 + 127, /* of the power above a group's largest input, as in its bits */
+    CHUNK = 256,          /* weights of a row that are unpacked at once: whole blocks of all formats */
+    MOST_GROUPS = CHUNK / 16,
+    MOST_CHUNK_BYTES = CHUNK / 32 * 34,
+    X_BYTES = 512 << 10,  /* of all rows of x: stay in the second-level cache while tiles pass */
+    LINE = 64,
+};
+
+/* What is the same for all pieces of a group of a row of x. */
+typedef struct {
+    float unit;
+    int32_t offset; /* of the sums, since codes are multiplied as they are stored: without a sign */
+    float sum;      /* of the inputs */
+} Group;
+
+#define PIECES_BYTES(size) (2 * (size))
+
+/* The weights that are read next. Memory gives them in time if requests for them are spread evenly over what is done
+ * meanwhile: some with every 32 weights that are unpacked or multiplied. */
+typedef struct {
+    const uint8_t *first;
+    int64_t bytes; /* with each; none if 0 */
+} Ahead;
+
+static inline __attribute__((always_inline)) void fetch(Ahead *ahead) {
+    for (int64_t line = 0; line < ahead->bytes; line += LINE) __builtin_prefetch(ahead->first + line, 0, 3);
+    ahead->first += ahead->bytes;
+}
+
+/* Unpacks rows into a tile of the instruction set. */
+typedef void (*Unpack)(const uint8_t *rows, int64_t stride, int64_t weights, void *tile, Ahead *ahead);
+
+/* The multiplier for a coded format. */
+typedef struct {
+    Multiplier multiplier;
+    int zero; /* is subtracted from codes as they are stored */
+    int has_minimums;
+    Unpack unpack;
+} Coding;
+
+static inline const Coding *coding_of(const Product *product) { return (const Coding *)product->multiplier; }
+
+/* x of a product is its pieces, group after group, in each group row after row; then what the groups share. */
+static inline char *pieces_of(const Product *product, int64_t group) {
+    return product->x + group * product->batch * PIECES_BYTES(product->multiplier->step);
+}
+
+static inline Group *groups_of(const Product *product, int64_t group) {
+    return (Group *)pieces_of(product, product->steps) + group * product->batch;
+}
+
+/* Rows of weights that follow each other. */
+typedef struct {
+    const uint8_t *first;
+    int64_t count;
+} CodedRows;
+
+/* The rows of weights from `output` to the end of their row block. */
+static inline CodedRows coded_rows(const Product *product, int64_t output) {
+    const Rows *block = product->blocks;
+    for (; output >= block->count; block++) output -= block->count;
+    return (CodedRows){(const uint8_t *)block->first + output * product->row_bytes, block->count - output};
+}
+
+static inline int64_t chunks_at_once(const Product *product) {
+    const int64_t bytes = product->batch * CHUNK / product->multiplier->step * product->multiplier->step_bytes;
+    return bytes < X_BYTES ? X_BYTES / bytes : 1;
+}
+
+static inline float power_of_two(int exponent) { return from_bits((uint32_t)exponent << 23); }
+
+/* ---------------------------------------------------------------- any processor */
+
+#define ISA(name) name##_portable
+#define TARGET
+#define LANES 4
+#define VECTORS 1
+
+static inline void words_portable(const uint8_t *first, int64_t stride, int count, void *words) {
+    for (int w = 0; w < count; w++)
+        for (int row = 0; row < LANES; row++)
+            memcpy((char *)words + (w * LANES + row) * 4, first + row * stride + 4 * w, 4);
+}
+
+#include "coded_formats.h"
+
+INLINE void put_portable(int size, const int32_t *multiples, char *pieces) {
+    for (int i = 0; i < size; i++) {
+        const int16_t piece = (int16_t)multiples[i];
+        memcpy(pieces + 2 * i, &piece, sizeof piece);
+    }
+}
+
+INLINE void sums_portable(int size, Words codes[][VECTORS], const char *pieces, int32_t offset, Ints *sums) {
+    sums[0] = (Ints){0} + offset;
+    for (int w = 0; w < size / 4; w++)
+        for (int i = 0; i < 4; i++) {
+            int16_t piece;
+            memcpy(&piece, pieces + 2 * (4 * w + i), sizeof piece);
+            sums[0] += (Ints)(codes[w][0] >> 8 * i & 255) * piece;
+        }
+}
+
+#include "coded_products.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+
+/* Even codes and odd ones are numbers of 16 bits in a word; so are the multiples: the even ones first. */
+static inline void put_pairs(int size, const int32_t *multiples, char *pieces) {
+    for (int i = 0; i < size; i++) {
+        const int16_t piece = (int16_t)multiples[i];
+        memcpy(pieces + i % 2 * size + i / 2 * 2, &piece, sizeof piece);
+    }
+}
+
+static inline int32_t word_at(const char *pieces) {
+    int32_t word;
+    memcpy(&word, pieces, sizeof word);
+    return word;
+}
+
+#define ISA(name) name##_avx2
+#define TARGET __attribute__((target("avx2,fma")))
+#define LANES 8
+#define VECTORS 1
+
+__attribute__((always_inline)) TARGET static inline __m256i halves_of_avx2(const uint8_t *row, int64_t below) {
+    return _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128((const __m128i *)row)),
+                                   _mm_loadu_si128((const __m128i *)(row + below)), 1);
+}
+
+/* A transposition of four words of each row, in both halves of vectors. */
+__attribute__((always_inline)) TARGET static inline void words_avx2(const uint8_t *first, int64_t stride, int count,
+                                                                    void *words) {
+    __m256i *word = words;
+    _Pragma("GCC unroll 4")
+    for (int w = 0; w < count; w += 4, first += 16) {
+        const __m256i a = halves_of_avx2(first, 4 * stride), b = halves_of_avx2(first + stride, 4 * stride);
+        const __m256i c = halves_of_avx2(first + 2 * stride, 4 * stride);
+        const __m256i d = halves_of_avx2(first + 3 * stride, 4 * stride);
+        const __m256i ab = _mm256_unpacklo_epi32(a, b), cd = _mm256_unpacklo_epi32(c, d);
+        const __m256i above_ab = _mm256_unpackhi_epi32(a, b), above_cd = _mm256_unpackhi_epi32(c, d);
+        word[w] = _mm256_unpacklo_epi64(ab, cd);
+        word[w + 1] = _mm256_unpackhi_epi64(ab, cd);
+        word[w + 2] = _mm256_unpacklo_epi64(above_ab, above_cd);
+        word[w + 3] = _mm256_unpackhi_epi64(above_ab, above_cd);
+    }
+}
+
+#include "coded_formats.h"
+
+#define put_avx2 put_pairs
+
+INLINE void sums_avx2(int size, Words codes[][VECTORS], const char *pieces, int32_t offset, Ints *sums) {
+    __m256i even = _mm256_set1_epi32(offset), odd = _mm256_setzero_si256();
+    for (int w = 0; w < size / 4; w++, pieces += 4) {
+        const __m256i code = (__m256i)codes[w][0];
+        const __m256i even_codes = _mm256_and_si256(code, _mm256_set1_epi16(255)), odd_codes = _mm256_srli_epi16(code, 8);
+        even = _mm256_add_epi32(even, _mm256_madd_epi16(even_codes, _mm256_set1_epi32(word_at(pieces))));
+        odd = _mm256_add_epi32(odd, _mm256_madd_epi16(odd_codes, _mm256_set1_epi32(word_at(pieces + size))));
+    }
+    sums[0] = (Ints)_mm256_add_epi32(even, odd);
+}
+
+#include "coded_products.h"
+
+#define WITH_AVX512 __attribute__((target("avx512f,avx512bw,avx512vl"), always_inline)) static inline
+
+/* Four words of four rows, `below` bytes apart. */
+WITH_AVX512 __m512i four_words_of(const uint8_t *row, int64_t below) {
+    __m512i words = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i *)row));
+    words = _mm512_inserti32x4(words, _mm_loadu_si128((const __m128i *)(row + below)), 1);
+    words = _mm512_inserti32x4(words, _mm_loadu_si128((const __m128i *)(row + 2 * below)), 2);
+    return _mm512_inserti32x4(words, _mm_loadu_si128((const __m128i *)(row + 3 * below)), 3);
+}
+
+/* Eight words of two rows, `below` bytes apart. */
+WITH_AVX512 __m512i eight_words_of(const uint8_t *row, int64_t below) {
+    return _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_loadu_si256((const __m256i *)row)),
+                              _mm256_loadu_si256((const __m256i *)(row + below)), 1);
+}
+
+/* Transposes the four words of all quarters of four vectors. */
+WITH_AVX512 void transpose_quarters(const __m512i *rows, __m512i *words) {
+    const __m512i ab = _mm512_unpacklo_epi32(rows[0], rows[1]), cd = _mm512_unpacklo_epi32(rows[2], rows[3]);
+    const __m512i above_ab = _mm512_unpackhi_epi32(rows[0], rows[1]), above_cd = _mm512_unpackhi_epi32(rows[2], rows[3]);
+    words[0] = _mm512_unpacklo_epi64(ab, cd);
+    words[1] = _mm512_unpackhi_epi64(ab, cd);
+    words[2] = _mm512_unpacklo_epi64(above_ab, above_cd);
+    words[3] = _mm512_unpackhi_epi64(above_ab, above_cd);
+}
+
+WITH_AVX512 void four_words_avx512(const uint8_t *first, int64_t stride, void *words) {
+    __m512i rows[4];
+    for (int row = 0; row < 4; row++) rows[row] = four_words_of(first + row * stride, 4 * stride);
+    transpose_quarters(rows, words);
+}
+
+/* In halves of a vector, first the words of one row, then those of the row four below. */
+WITH_AVX512 void eight_words_avx512(const uint8_t *first, int64_t stride, void *words) {
+    __m512i rows[8], upper[4], lower[4], *word = words;
+    for (int row = 0; row < 4; row++) {
+        rows[row] = eight_words_of(first + row * stride, 4 * stride);
+        rows[4 + row] = eight_words_of(first + (8 + row) * stride, 4 * stride);
+    }
+    transpose_quarters(rows, upper);
+    transpose_quarters(rows + 4, lower);
+    for (int w = 0; w < 4; w++) {
+        word[w] = _mm512_shuffle_i32x4(upper[w], lower[w], 0x88);
+        word[w + 4] = _mm512_shuffle_i32x4(upper[w], lower[w], 0xdd);
+    }
+}
+
+WITH_AVX512 void words_of_avx512(const uint8_t *first, int64_t stride, int count, void *words) {
+    for (int w = 0; w < count; w += 8)
+        if (count - w == 4)
+            four_words_avx512(first + 4 * w, stride, (__m512i *)words + w);
+        else
+            eight_words_avx512(first + 4 * w, stride, (__m512i *)words + w);
+}
+
+#define ISA(name) name##_avx512
+#define TARGET __attribute__((target("avx512f,avx512bw,avx512vl")))
+#define LANES 16
+#define VECTORS 1
+#define words_avx512 words_of_avx512
+#include "coded_formats.h"
+
+#define put_avx512 put_pairs
+
+INLINE void sums_avx512(int size, Words codes[][VECTORS], const char *pieces, int32_t offset, Ints *sums) {
+    __m512i even = _mm512_set1_epi32(offset), odd = _mm512_setzero_si512();
+    for (int w = 0; w < size / 4; w++, pieces += 4) {
+        const __m512i code = (__m512i)codes[w][0];
+        const __m512i even_codes = _mm512_and_si512(code, _mm512_set1_epi16(255)), odd_codes = _mm512_srli_epi16(code, 8);
+        even = _mm512_add_epi32(even, _mm512_madd_epi16(even_codes, _mm512_set1_epi32(word_at(pieces))));
+        odd = _mm512_add_epi32(odd, _mm512_madd_epi16(odd_codes, _mm512_set1_epi32(word_at(pieces + size))));
+    }
+    sums[0] = (Ints)_mm512_add_epi32(even, odd);
+}
+
+#include "coded_products.h"
+
+/* VNNI multiplies codes by signed bytes: a multiple is 256 times its upper one plus its lower one. */
+#define ISA(name) name##_avx512_vnni
+#define TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512vnni")))
+#define LANES 16
+#define VECTORS 2
+#define words_avx512_vnni words_of_avx512
+#include "coded_formats.h"
+
+INLINE void put_avx512_vnni(int size, const int32_t *multiples, char *pieces) {
+    for (int i = 0; i < size; i++) {
+        const int32_t upper = (multiples[i] + 128) >> 8;
+        pieces[i] = (char)upper;
+        pieces[size + i] = (char)(multiples[i] - 256 * upper);
+    }
+}
+
+INLINE void sums_avx512_vnni(int size, Words codes[][VECTORS], const char *pieces, int32_t offset, Ints *sums) {
+    __m512i lower[VECTORS], upper[VECTORS];
+    for (int v = 0; v < VECTORS; v++) lower[v] = _mm512_set1_epi32(offset), upper[v] = _mm512_setzero_si512();
+    for (int w = 0; w < size / 4; w++, pieces += 4) {
+        const __m512i upper_pieces = _mm512_set1_epi32(word_at(pieces));
+        const __m512i lower_pieces = _mm512_set1_epi32(word_at(pieces + size));
+        for (int v = 0; v < VECTORS; v++) {
+            upper[v] = _mm512_dpbusd_epi32(upper[v], (__m512i)codes[w][v], upper_pieces);
+            lower[v] = _mm512_dpbusd_epi32(lower[v], (__m512i)codes[w][v], lower_pieces);
+        }
+    }
+    for (int v = 0; v < VECTORS; v++) sums[v] = (Ints)_mm512_add_epi32(lower[v], _mm512_slli_epi32(upper[v], 8));
+}
+
+#include "coded_products.h"
+#endif
+
+static const Coding *const codings[INSTRUCTION_SETS] = {
+#if defined(__x86_64__)
+    [AVX2] = codings_avx2,
+    [AVX512] = codings_avx512,
+    [AVX512_BF16] = codings_avx512_vnni,
+    [AMX_BF16] = codings_avx512_vnni,
+#elif defined(__aarch64__)
+    [NEON] = codings_portable,
+    [NEON_BF16] = codings_portable,
+#endif
+    [PORTABLE] = codings_portable,
+};
+
+const Multiplier *coded_multiplier(InstructionSet set, Format format) { return &codings[set][format].multiplier; }
+
+/* The names of the formats, with a blank between them. */
+API const char *moesched_formats(void) { return "bfloat16 q8_0 q4_0 q5_0 q5_1 q4_k q5_k q6_k mxfp4"; }

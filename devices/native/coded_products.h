@@ -1,0 +1,210 @@
+/* Products by coded matrices, included once for each instruction set, after coded_formats.h and with its macros.
+ *
+ * The including file also defines
+ *   VECTORS     vectors of rows of weights that are multiplied at once
+ *   ISA(put)    puts the multiples of a group into its pieces: 2 bytes for each
+ *   ISA(sums)   adds codes times multiples of a group, for each row of weights
+ */
+
+#define ROWS (VECTORS * LANES)
+
+/* A number for each row of weights. */
+typedef struct {
+    Floats of[VECTORS];
+} ISA(Vectors);
+#define Vectors ISA(Vectors)
+
+/* A chunk of ROWS rows of weights: where they lie, or a copy where they are in several row blocks or fewer. */
+typedef struct {
+    const uint8_t *first;
+    int64_t stride;
+} ISA(Chunk);
+
+/* Of rows from `output` on; the last row of the matrix stands for those below it. */
+INLINE ISA(Chunk) ISA(copied_chunk)(const Product *product, int64_t output, int64_t offset, int64_t bytes,
+                                    uint8_t *copy) {
+    for (int64_t row = 0; row < ROWS; row++) {
+        const int64_t last = product->outputs - 1, here = output + row < last ? output + row : last;
+        memcpy(copy + row * bytes, coded_rows(product, here).first + offset, (size_t)bytes);
+    }
+    return (ISA(Chunk)){copy, bytes};
+}
+
+/* Adds a chunk's codes times x to the totals of each row of x: groups one after the other, each times its scale. */
+INLINE void ISA(add_groups)(const int size, const int has_minimums, const Tile *tiles, int64_t groups, int64_t batch,
+                            const char *pieces, const Group *group, Ahead *ahead, Vectors *totals) {
+    for (int64_t g = 0; g < groups; g++) {
+        Words codes[8][VECTORS];
+        if (g * size % 32 == 0) fetch(ahead);
+        for (int w = 0; w < size / 4; w++)
+            for (int v = 0; v < VECTORS; v++) codes[w][v] = tiles[v].codes[g * (size / 4) + w];
+        for (int64_t row = 0; row < batch; row++, pieces += PIECES_BYTES(size), group++) {
+            Ints sums[VECTORS];
+            ISA(sums)(size, codes, pieces, group->offset, sums);
+            for (int v = 0; v < VECTORS; v++) {
+                Floats part = __builtin_convertvector(sums[v], Floats) * group->unit * tiles[v].scales[g];
+                if (has_minimums) part += group->sum * tiles[v].minimums[g];
+                totals[row].of[v] += part;
+            }
+        }
+    }
+}
+
+INLINE void ISA(add_chunk)(const Coding *coding, const Tile *tiles, int64_t groups, int64_t batch, const char *pieces,
+                           const Group *group, Ahead *ahead, Vectors *totals) {
+    if (coding->multiplier.step == 16)
+        ISA(add_groups)(16, 0, tiles, groups, batch, pieces, group, ahead, totals);
+    else if (coding->has_minimums)
+        ISA(add_groups)(32, 1, tiles, groups, batch, pieces, group, ahead, totals);
+    else
+        ISA(add_groups)(32, 0, tiles, groups, batch, pieces, group, ahead, totals);
+}
+
+/* Chunks [first, last) of the rows of weights from `output` on. next: the rows that are multiplied next, or NULL. */
+static TARGET void ISA(add_tile)(const Product *product, int64_t output, int64_t first, int64_t last,
+                                 const uint8_t *next, Vectors *totals) {
+    const Coding *coding = coding_of(product);
+    const int64_t size = product->multiplier->step, block = product->multiplier->block;
+    const CodedRows rows = coded_rows(product, output);
+    uint8_t copy[ROWS * MOST_CHUNK_BYTES];
+    Tile tiles[VECTORS];
+    for (int64_t chunk = first; chunk < last; chunk++) {
+        const int64_t left = product->inputs - chunk * CHUNK, weights = left < CHUNK ? left : CHUNK;
+        const int64_t offset = chunk * CHUNK / block * product->multiplier->block_bytes;
+        const int64_t bytes = weights / block * product->multiplier->block_bytes;
+        Ahead ahead = {next + (next ? ROWS * offset : 0), next ? ROWS * bytes * 32 / weights / (VECTORS + 1) : 0};
+        const ISA(Chunk) here = rows.count >= ROWS ? (ISA(Chunk)){rows.first + offset, product->row_bytes}
+                                                   : ISA(copied_chunk)(product, output, offset, bytes, copy);
+        for (int v = 0; v < VECTORS; v++)
+            coding->unpack(here.first + v * LANES * here.stride, here.stride, weights, tiles + v, &ahead);
+        ISA(add_chunk)(coding, tiles, weights / size, product->batch, pieces_of(product, chunk * CHUNK / size),
+                       groups_of(product, chunk * CHUNK / size), &ahead, totals);
+    }
+}
+
+/* Outputs [first, last) for all rows of one group: totals[tile][row of x]. next: the rows of weights that are read
+ * afterwards, or NULL. */
+static TARGET void ISA(add_tiles)(const Product *product, int64_t first, int64_t last, const uint8_t *next,
+                                  Vectors *totals) {
+    const int64_t chunks = (product->inputs + CHUNK - 1) / CHUNK, at_once = chunks_at_once(product);
+    memset(totals, 0, (size_t)((last - first + ROWS - 1) / ROWS * product->batch) * sizeof *totals);
+    for (int64_t chunk = 0; chunk < chunks; chunk += at_once) {
+        Vectors *tile = totals;
+        for (int64_t output = first; output < last; output += ROWS, tile += product->batch) {
+            const uint8_t *below = output + ROWS < last ? coded_rows(product, output + ROWS).first : next;
+            ISA(add_tile)(product, output, chunk, chunk + at_once < chunks ? chunk + at_once : chunks,
+                          at_once < chunks ? NULL : below, tile);
+        }
+    }
+}
+
+INLINE void ISA(place_group)(const int size, const Coding *coding, const uint16_t *values, char *pieces, Group *group) {
+    int32_t multiples[32], sum = 0;
+    uint16_t largest = 0;
+    for (int i = 0; i < size; i++) largest = (values[i] & 0x7fff) > largest ? values[i] & 0x7fff : largest;
+    const int finite = largest < 0x7f80, above = (largest >> 7) + 1;
+    const int exponent = above > LEAST_EXPONENT ? above : LEAST_EXPONENT;
+    const float unit = finite ? power_of_two(exponent - BITS) : from_bits(0x7fc00000);
+    const float inverse = finite ? power_of_two(2 * 127 + BITS - exponent) : 0;
+    for (int i = 0; i < size; i++) {
+        const float shift = 12582912.0f; /* adding it rounds to a whole number in the lowest bits */
+        multiples[i] = finite ? (int32_t)(to_bits(widened(values[i]) * inverse + shift) - to_bits(shift)) : 0;
+        sum += multiples[i];
+    }
+    ISA(put)(size, multiples, pieces);
+    *group = (Group){unit, -coding->zero * sum, (float)sum * unit};
+}
+
+static TARGET void ISA(place_coded)(const Product *product, int64_t row, int64_t first, int64_t last,
+                                    const uint16_t *values) {
+    const Product rows = group_at(product, row / MOST_BATCH * MOST_BATCH);
+    const Coding *coding = coding_of(product);
+    const int64_t size = coding->multiplier.step, column = row % MOST_BATCH;
+    for (int64_t k = first / size; k < last / size; k++, values += size) {
+        char *pieces = pieces_of(&rows, k) + column * PIECES_BYTES(size);
+        if (size == 32)
+            ISA(place_group)(32, coding, values, pieces, groups_of(&rows, k) + column);
+        else
+            ISA(place_group)(16, coding, values, pieces, groups_of(&rows, k) + column);
+    }
+}
+
+enum { ISA(MOST_TOTALS) = MOST_OUTPUTS / ROWS * MOST_BATCH };
+
+static TARGET void ISA(multiply_coded)(const Product *product, int64_t first, int64_t last, float *out) {
+    Vectors totals[ISA(MOST_TOTALS)];
+    ISA(add_tiles)(product, first, last, NULL, totals);
+    for (int64_t n = 0; n < last - first; n++)
+        for (int64_t row = 0; row < product->batch; row++)
+            out[n * product->batch + row] = totals[n / ROWS * product->batch + row].of[n % ROWS / LANES][n % LANES];
+}
+
+/* The totals of a row of x, rounded: `count` numbers. */
+INLINE void ISA(round_row)(const Vectors *totals, int64_t batch, int64_t row, int64_t count, uint16_t *y) {
+    for (int64_t n = 0; n < count; n += LANES) {
+        const Floats total = totals[n / ROWS * batch + row].of[n % ROWS / LANES];
+        uint16_t bits[LANES];
+        for (int lane = 0; lane < LANES; lane++) bits[lane] = rounded(total[lane]);
+        memcpy(y + n, bits, (size_t)(count - n < LANES ? count - n : LANES) * sizeof *bits);
+    }
+}
+
+static TARGET void ISA(write_coded)(const Product *product, int64_t first, int64_t last, uint16_t *y) {
+    Vectors totals[ISA(MOST_TOTALS)];
+    const uint8_t *next = last < product->outputs ? coded_rows(product, last).first : NULL;
+    for (int64_t from = 0; from < product->batch; from += MOST_BATCH) {
+        const Product rows = group_at(product, from);
+        ISA(add_tiles)(&rows, first, last, next, totals);
+        for (int64_t row = 0; row < rows.batch; row++)
+            ISA(round_row)(totals, rows.batch, row, last - first, y + (from + row) * product->outputs + first);
+    }
+}
+
+/* gates = silu(gates) * ups */
+INLINE void ISA(gate)(Vectors *gates, const Vectors *ups, int64_t count) {
+    for (int64_t i = 0; i < count; i++)
+        for (int v = 0; v < VECTORS; v++)
+            for (int lane = 0; lane < LANES; lane++)
+                gates[i].of[v][lane] = silu(gates[i].of[v][lane]) * ups[i].of[v][lane];
+}
+
+static TARGET void ISA(gated_coded)(const Product *gate, const Product *up, const Product *down, int64_t first,
+                                    int64_t last) {
+    Vectors gates[ISA(MOST_TOTALS)], ups[ISA(MOST_TOTALS)];
+    uint16_t hidden[MOST_OUTPUTS];
+    const uint8_t *next = last < gate->outputs ? coded_rows(gate, last).first : NULL;
+    for (int64_t from = 0; from < gate->batch; from += MOST_BATCH) {
+        const Product gate_rows = group_at(gate, from), up_rows = group_at(up, from);
+        ISA(add_tiles)(&gate_rows, first, last, coded_rows(up, first).first, gates);
+        ISA(add_tiles)(&up_rows, first, last, next, ups);
+        ISA(gate)(gates, ups, (last - first + ROWS - 1) / ROWS * gate_rows.batch);
+        for (int64_t row = 0; row < gate_rows.batch; row++) {
+            ISA(round_row)(gates, gate_rows.batch, row, last - first, hidden);
+            place(down, from + row, first, last, hidden);
+        }
+    }
+}
+
+#define CODING(format, group, weights, bytes, centre, minimums)                                                        \
+    {.multiplier = {.step = group, .step_bytes = PIECES_BYTES(group) + sizeof(Group), .is_coded = 1, .block = weights,  \
+                    .block_bytes = bytes, .least = WHOLE_TILES, .place = ISA(place_coded),                             \
+                    .multiply = ISA(multiply_coded), .write = ISA(write_coded), .gated = ISA(gated_coded)},            \
+     .zero = centre, .has_minimums = minimums, .unpack = (Unpack)ISA(unpack_##format)}
+static const Coding ISA(codings)[FORMATS] = {
+    [Q8_0] = CODING(q8_0, 32, 32, 34, 128, 0),   [Q4_0] = CODING(q4_0, 32, 32, 18, 8, 0),
+    [Q5_0] = CODING(q5_0, 32, 32, 22, 16, 0),    [Q5_1] = CODING(q5_1, 32, 32, 24, 0, 1),
+    [Q4_K] = CODING(q4_k, 32, 256, 144, 0, 1),   [Q5_K] = CODING(q5_k, 32, 256, 176, 0, 1),
+    [Q6_K] = CODING(q6_k, 16, 256, 210, 32, 0),  [MXFP4] = CODING(mxfp4, 32, 32, 17, 12, 0),
+};
+#undef CODING
+#undef Words
+#undef Ints
+#undef Floats
+#undef Tile
+#undef Vectors
+#undef VECTORS
+#undef ROWS
+#undef INLINE
+#undef ISA
+#undef TARGET
+#undef LANES
