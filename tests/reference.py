@@ -106,7 +106,8 @@ class Reference:
         experts_Tk, weights_Tk = functions.route(
             x_TD, self.blocks[f"layers.{layer}.router"], network.top_k, network.weights_sum_to_one
         )
-        tokens_n, rows_Tk, counts = functions.group_by_expert(experts_Tk, network.experts)
+        tokens_n, rows_Tk = functions.sorted_by_expert(experts_Tk)
+        counts = experts_Tk.flatten().bincount(minlength=network.experts).tolist()
         x_nD = x_TD.index_select(0, tokens_n)
         y_nD = torch.empty_like(x_nD)
         start = 0

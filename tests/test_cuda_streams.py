@@ -6,12 +6,14 @@ import gc
 import weakref
 from collections.abc import Iterator
 from itertools import count, islice
+from typing import Any
 
 import pytest
 import torch
 
 from benchmarks.robustness._lagging_spans import minutes_of_tasks
 from moesched.devices.lagging.device import GPU_DEVICE, LaggingGpu
+from moesched.devices.torch.at_once import library_of
 from moesched.devices.torch.cuda_streams import CudaStreams
 from moesched.devices.torch.stream_clock import PERIOD, StreamClock
 from moesched.tasks import Kernel, Lane, Task, Work
@@ -99,6 +101,22 @@ def test_what_a_task_of_a_thread_allocates_goes_to_nobody_before_the_accelerator
         last = streams.issue(Kernel(LANES[0], Work("add", "gpu"), "add", id=2 * number + 1), [])
     last.wait()
     assert [total.item() for total in totals] == [2000 * number for number in range(20)]
+
+
+def test_a_value_is_read_when_its_task_has_ended(gpu: LaggingGpu) -> None:
+    library = library_of(GPU_DEVICE)
+
+    def execute(task: Task) -> Any:
+        there = torch.full((3,), task.id, device=GPU_DEVICE)
+        return library.value(task, lambda array: array.tolist(), there)
+
+    streams = CudaStreams(GPU_DEVICE, ("a", "b"), execute)
+    for number in range(10):
+        assert streams.run(Kernel(NETWORK, Work("route", "gpu"), "route", id=2 * number)) == [2 * number] * 3
+        issued = streams.issue(Kernel(LANES[0], Work("route", "gpu"), "route", id=2 * number + 1), [])
+        issued.wait()
+        assert issued.value == [2 * number + 1] * 3
+        assert library.settled(execute(Kernel(LANES[0], Work("route", "gpu"), "route", id=7))) == [7] * 3
 
 
 def test_tasks_that_failed_are_forgotten_when_the_next_run_begins(gpu: LaggingGpu) -> None:

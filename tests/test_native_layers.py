@@ -189,18 +189,19 @@ def test_a_layer_in_one_call_has_the_bits_of_its_parts(native: NativeKernels, co
     memory = Memory(7)
     projected_TD = kernels.bound("output_projection", weights, memory)(attended_TX, hidden_TD)
     x_TD, experts_Tk, weights_Tk, _ = kernels.bound("route", weights, memory)(projected_TD)
-    grouping = functions.group_by_expert(experts_Tk, config.routed.experts)
-    x_nD = x_TD[grouping.tokens_n]
+    order = functions.sorted_by_expert(experts_Tk)
+    expected = experts_Tk.flatten().bincount(minlength=config.routed.experts).tolist()
+    x_nD = x_TD[order.tokens_n]
     parts = [
         native.expert(rows, *(weights[f"experts.{expert}.{part}"] for part in ("gate", "up", "down")))
-        for expert, rows in enumerate(x_nD.split(grouping.counts))
+        for expert, rows in enumerate(x_nD.split(expected))
         if len(rows)
     ]
-    apart = kernels.combine(memory)(torch.cat(parts), grouping.rows_Tk, weights_Tk, projected_TD)
+    apart = kernels.combine(memory)(torch.cat(parts), order.rows_Tk, weights_Tk, projected_TD)
 
     assert torch.equal(together, apart)
     assert torch.equal(chosen_Tk, experts_Tk)
-    assert counts == {expert: rows for expert, rows in enumerate(grouping.counts) if rows}
+    assert counts == {expert: rows for expert, rows in enumerate(expected) if rows}
 
 
 @pytest.mark.parametrize(

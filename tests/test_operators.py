@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 
 from benchmarks.shared.small_runs import TWO_MEMORIES, Generated, generate, same_bits
 from moesched.devices.kernels.check import check_kernel
+from moesched.devices.kernels.memory import KEPT_ROWS
 from moesched.devices.kernels.seam import Case
 from moesched.devices.kernels.triton_rows import (
+    SPLIT,
     TritonAttentionInputs,
     TritonCombine,
     TritonExpert,
@@ -28,6 +32,7 @@ from moesched.plugins import make_policy
 from moesched.requests.batch import split_batch
 from moesched.runs.hardware import run
 from moesched.runs.planning import plan_run
+from moesched.seams import TokenSpan
 from odd_models import PROMPTS, WIDE, stored
 
 pytestmark = pytest.mark.usefixtures("small_heap")
@@ -64,16 +69,28 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     return stored(MODEL, tmp_path_factory.mktemp("models"))
 
 
-def result(device: TorchDevice, policy: str, size: int = 2, weights: float = 2.0) -> Generated:
+def result(
+    device: TorchDevice,
+    policy: str,
+    size: int = 2,
+    weights: float = 2.0,
+    prompts: Sequence[Sequence[int]] = PROMPTS,
+    new_tokens: int = 4,
+) -> Generated:
     return generate(
         device,
         make_policy(policy),
         TWO_MEMORIES,
-        PROMPTS,
-        new_tokens=4,
+        prompts,
+        new_tokens=new_tokens,
         micro_batch_size=size,
         weights=weights,
     )
+
+
+def on_cpu(checkpoint: Checkpoint) -> TorchDevice:
+    layout = weight_layout(MODEL, "float32", PAGE_BYTES)
+    return TorchDevice(checkpoint, layout, keep_logits=True, kernel="torch")
 
 
 def on_gpu(checkpoint: Checkpoint, seed: int = 0) -> LaggingDevice:
@@ -83,10 +100,7 @@ def on_gpu(checkpoint: Checkpoint, seed: int = 0) -> LaggingDevice:
 
 @pytest.fixture(scope="module")
 def expected(checkpoint: Checkpoint) -> Generated:
-    device = TorchDevice(
-        checkpoint, weight_layout(MODEL, "float32", PAGE_BYTES), keep_logits=True, kernel="torch"
-    )
-    return result(device, "resident")
+    return result(on_cpu(checkpoint), "resident")
 
 
 @pytest.fixture(scope="module")
@@ -115,6 +129,49 @@ def test_operators_run_beside_attention_or_experts_on_the_host(
     device = on_gpu(checkpoint, seed=2)
     assert result(device, policy, weights=0.8).tokens == expected.tokens
     assert device.gpu.operations.calls["attention_inputs"] >= 4 * MODEL.layers
+
+
+def test_a_sequence_that_grows_into_another_part_gets_room_for_it(checkpoint: Checkpoint) -> None:
+    prompts = [[1 + token % 90 for token in range(SPLIT - 4)], [3, 4, 5]]
+    devices = on_gpu(checkpoint, seed=3), on_cpu(checkpoint)
+    found, wanted = (result(each, "resident", prompts=prompts, new_tokens=8).tokens for each in devices)
+    assert found == wanted
+
+
+def test_micro_batches_that_keep_no_memory_use_that_of_others_only_when_it_is_free(
+    checkpoint: Checkpoint,
+) -> None:
+    prompts = [[1 + number % 90] for number in range(2 * (KEPT_ROWS + 1))]
+    devices = on_gpu(checkpoint, seed=4), on_cpu(checkpoint)
+    found, wanted = (
+        result(each, "cgopipe", KEPT_ROWS + 1, prompts=prompts, new_tokens=3).tokens for each in devices
+    )
+    assert found == wanted
+
+
+class Choices:
+    """An observer of routing that keeps the choices for each request, in order."""
+
+    def __init__(self) -> None:
+        self.of: defaultdict[int, list[object]] = defaultdict(list)
+
+    def routed(self, layer: int, spans: Sequence[TokenSpan], experts_Tk: npt.NDArray[np.int64]) -> None:
+        start = 0
+        for span in spans:
+            self.of[span.request].append((layer, span, experts_Tk[start : start + span.tokens].tolist()))
+            start += span.tokens
+
+
+@pytest.mark.parametrize("policy", ["resident", "expert_streaming"])
+def test_observers_see_the_choices_of_routers_in_order(checkpoint: Checkpoint, policy: str) -> None:
+    seen = []
+    for device in (on_gpu(checkpoint, seed=5), on_cpu(checkpoint)):
+        choices = Choices()
+        device.observe_routing(choices)
+        result(device, policy, weights=2.0 if policy == "resident" else 0.8)
+        seen.append(choices.of)
+    assert seen[0] == seen[1]
+    assert len(seen[0]) == len(PROMPTS)
 
 
 class Counts(NamedTuple):

@@ -127,7 +127,8 @@ def test_the_order_in_which_experts_run_does_not_show_in_the_bits(dtype: torch.d
     router = torch.randn(8, 24).to(dtype)
     experts = [[torch.randn(shape).to(dtype) for shape in ((40, 24), (40, 24), (24, 40))] for _ in range(8)]
     experts_Tk, weights_Tk = functions.route(x_TD, [router], 3)
-    tokens_n, rows_Tk, counts = functions.group_by_expert(experts_Tk, 8)
+    tokens_n, rows_Tk = functions.sorted_by_expert(experts_Tk)
+    counts = experts_Tk.flatten().bincount(minlength=8).tolist()
     starts = [sum(counts[:expert]) for expert in range(8)]
 
     def run(order: list[int]) -> Tensor:
@@ -158,10 +159,9 @@ def test_routing_takes_the_largest_logits_and_softmaxes_those() -> None:
     assert torch.allclose(weights_Tk, logits.gather(-1, experts_Tk).softmax(-1), atol=1e-5)
 
 
-def test_grouping_puts_the_rows_of_an_expert_together() -> None:
+def test_sorting_puts_the_rows_of_an_expert_together() -> None:
     experts_Tk = torch.tensor([[0, 3], [1, 3], [0, 1]])
-    tokens_n, rows_Tk, counts = functions.group_by_expert(experts_Tk, 5)
-    assert counts == [2, 2, 0, 2, 0]
+    tokens_n, rows_Tk = functions.sorted_by_expert(experts_Tk)
     assert tokens_n.tolist() == [0, 2, 1, 2, 0, 1]
     assert rows_Tk.tolist() == [[0, 4], [2, 5], [1, 3]]
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -39,15 +38,14 @@ class KVView(NamedTuple):
     queries: int
 
 
-class Grouping(NamedTuple):
+class Order(NamedTuple):
     """The rows of a micro-batch, one for each expert of each token, sorted by expert, then by token.
 
-    tokens_n: each row's token. rows_Tk: the row of each pair of token and expert. counts: number of rows by expert.
+    tokens_n: each row's token. rows_Tk: the row of each pair of token and expert.
     """
 
     tokens_n: Tensor
     rows_Tk: Tensor
-    counts: list[int]
 
 
 # ---------------------------------------------------------------- the parts that everything uses
@@ -292,21 +290,16 @@ def choose_experts(logits_TE: Tensor, top_k: int, sum_to_one: bool = True) -> tu
     return experts_Tk, (chosen_Tk - logits_TE.logsumexp(dim=-1, keepdim=True)).exp()
 
 
-def group_by_expert(experts_Tk: Tensor, experts: int) -> Grouping:
-    """Sort the (token, expert) pairs by expert; waits for the device once, for the counts.
-
-    `bincount` would wait for it twice more, to look at its input.
-    """
-    sorted_n, order_n = experts_Tk.view(-1).sort(stable=True)
-    tokens_n, rows_Tk = order_n // experts_Tk.shape[1], order_n.argsort().view_as(experts_Tk)
-    ends = torch.searchsorted(sorted_n, torch.arange(experts, device=sorted_n.device), right=True).tolist()
-    return Grouping(tokens_n, rows_Tk, [end - start for start, end in pairwise([0, *ends])])
+def sorted_by_expert(experts_Tk: Tensor) -> Order:
+    """Sort the (token, expert) pairs by expert."""
+    order_n = experts_Tk.view(-1).argsort(stable=True)
+    return Order(order_n // experts_Tk.shape[1], order_n.argsort().view_as(experts_Tk))
 
 
 def sum_experts(y_nD: Tensor, rows_Tk: Tensor, weights_Tk: Tensor) -> Tensor:
     """The weighted sum of each token's expert outputs: (T, D), float32.
 
-    y_nD: the experts' outputs in the rows of `group_by_expert`. They are added in ascending order of expert, whatever
+    y_nD: the experts' outputs in the rows of `sorted_by_expert`. They are added in ascending order of expert, whatever
     the order in which the experts ran.
     """
     tokens, choices = rows_Tk.shape

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable
 
 import torch
@@ -16,20 +17,41 @@ MOST_BOUND = 2048
 """Bound kernels that a micro-batch keeps. Streamed weights are new ones in every step."""
 
 
+class Scratch:
+    """Tensors by name that all micro-batches share: a kernel's intermediate results.
+
+    Kernels that use it run in one order, that of a stream or a thread.
+    """
+
+    def __init__(self) -> None:
+        self._tensors: dict[str, torch.Tensor] = {}
+
+    def tensor(self, name: str, *shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A tensor at the start of the memory of a name, which grows to the largest one."""
+        size = math.prod(shape)
+        found = self._tensors.get(name)
+        if found is None or len(found) < size:
+            found = self._tensors[name] = torch.empty(size, dtype=dtype, device=device)
+        return found[:size].view(shape)
+
+
 class Memory:
     """Tensors by name for a number of rows, which kernels share from layer to layer.
 
     Args:
+        scratch: memory for intermediate results; by default its own.
         tensors: tensors that exist already, by name.
 
     Attributes:
         rows: the number of rows.
         kept: whether a micro-batch keeps this memory, and the kernels bound to it, for later steps.
+        scratch: memory for intermediate results.
         bound: returns the kernel that was kept by a key; None if there is none.
     """
 
-    def __init__(self, rows: int, **tensors: torch.Tensor) -> None:
+    def __init__(self, rows: int, scratch: Scratch | None = None, **tensors: torch.Tensor) -> None:
         self.rows = rows
+        self.scratch = scratch or Scratch()
         self.kept = rows <= KEPT_ROWS
         self._tensors = tensors
         self._bound: dict[Hashable, Bound] = {}
@@ -55,7 +77,7 @@ class Memory:
 
     def unbound(self) -> Memory:
         """The same tensors, for kernels that are not kept."""
-        memory = Memory(self.rows)
+        memory = Memory(self.rows, self.scratch)
         memory.kept, memory._tensors = False, self._tensors
         return memory
 
@@ -68,14 +90,19 @@ class Memory:
 
 
 class Shapes:
-    """The memories of a micro-batch by number of rows, kept for later steps."""
+    """The memories of a micro-batch by number of rows, kept for later steps.
 
-    def __init__(self) -> None:
+    Args:
+        scratch: memory for intermediate results; by default each has its own.
+    """
+
+    def __init__(self, scratch: Scratch | None = None) -> None:
+        self._scratch = scratch
         self._kept: dict[int, Memory] = {}
 
     def of(self, rows: int) -> Memory:
         """The memory for a number of rows, made if needed; with more than `MOST_SHAPES`, the oldest is dropped."""
-        memory = self._kept.get(rows) or Memory(rows)
+        memory = self._kept.get(rows) or Memory(rows, self._scratch)
         if memory.kept and rows not in self._kept:
             if len(self._kept) == MOST_SHAPES:
                 del self._kept[next(iter(self._kept))]

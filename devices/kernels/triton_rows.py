@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
@@ -78,6 +78,10 @@ class TritonKernel(Kernel):
     def _result(self, memory: Memory, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """The memory for a result, by default of the hidden states' dtype."""
         return memory.tensor(name, *shape, dtype=dtype or self._dtype, device=self._device)
+
+    def _scratch(self, memory: Memory, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """The memory for an intermediate result, by default of the hidden states' dtype."""
+        return memory.scratch.tensor(name, *shape, dtype=dtype or self._dtype, device=self._device)
 
     def _matrix(self, *matrices: Blocks) -> Matrix:
         """Describe a matrix or a stack for the operators."""
@@ -181,6 +185,14 @@ class TritonAttention(TritonKernel):
         upload = partial(self._uploaded, memory)
         attended_SX = self._result(memory, "attended", case.rows, heads * head_dim)
 
+        @lru_cache(maxsize=1)
+        def parts(count: int) -> list[Tensor]:
+            """Memory for the sums, peaks and values of that many parts."""
+            return [
+                self._scratch(memory, name, case.rows, heads, count, *width, dtype=torch.float32)
+                for name, width in (("sums", ()), ("peaks", ()), ("parts", (head_dim,)))
+            ]
+
         def launch(qkv: Blocks, table: Tensor, block: int, cached: Blocks, *parts: Tensor) -> Tensor:
             operators.attend(*qkv, table, block, window, SPLIT, *cached, *parts)
             operators.join_parts(*parts, table, SPLIT, attended_SX)
@@ -189,13 +201,9 @@ class TritonAttention(TritonKernel):
         launch = self._captured(launch)
 
         def attend(qkv: Sequence[Tensor], cached: Any, step: Any) -> Tensor:
-            parts = _power_of_two(-(-max(step.in_blocks.lengths) // SPLIT))
-            sums, peaks, values = (
-                self._result(memory, name, case.rows, heads, parts, *rest, dtype=torch.float32)
-                for name, rest in (("sums", ()), ("peaks", ()), ("parts", (head_dim,)))
-            )
+            own = parts(_power_of_two(-(-max(step.in_blocks.lengths) // SPLIT)))
             table = step.table(upload)
-            return launch(qkv, table, cached.block_size, (cached.keys, cached.values), sums, peaks, values)
+            return launch(qkv, table, cached.block_size, (cached.keys, cached.values), *own)
 
         return attend
 
@@ -323,11 +331,11 @@ class TritonMoELayer(TritonKernel):
             self._matrix(*(weights[f"experts.{expert}.{part}"] for expert in range(network.experts)))
             for part in EXPERT_PARTS
         )
-        rows_Tk = self._result(memory, "rows", case.rows, network.top_k, dtype=torch.int64)
-        pairs_n = self._result(memory, "pairs", rows, dtype=torch.int32)
-        starts_E = self._result(memory, "starts", network.experts + 1, dtype=torch.int64)
-        inner_nI = self._result(memory, "inner", rows, network.intermediate)
-        y_nD = self._result(memory, "outputs", rows, self._config.hidden)
+        rows_Tk = self._scratch(memory, "rows", case.rows, network.top_k, dtype=torch.int64)
+        pairs_n = self._scratch(memory, "pairs", rows, dtype=torch.int32)
+        starts_E = self._scratch(memory, "starts", network.experts + 1, dtype=torch.int64)
+        inner_nI = self._scratch(memory, "inner", rows, network.intermediate)
+        y_nD = self._scratch(memory, "outputs", rows, self._config.hidden)
 
         def run(attended_TX: Tensor, hidden_TD: Tensor) -> tuple[Tensor, Tensor, None]:
             projected_TD = project(attended_TX, hidden_TD)
@@ -353,7 +361,7 @@ class TritonLogits(TritonKernel):
     def _logits(self, case: Case, weights: Weights, memory: Memory) -> Callable[[Tensor], Tensor]:
         norm_D, matrix = weights["final_norm"][0], self._matrix(weights["lm_head"])
         vocabulary = sum(map(len, weights["lm_head"]))
-        logits_SV = self._result(memory, "logits", case.rows, vocabulary, dtype=torch.float32)
+        logits_SV = self._scratch(memory, "logits", case.rows, vocabulary, dtype=torch.float32)
 
         def compute(hidden_SD: Tensor) -> Tensor:
             operators.logits(hidden_SD, norm_D, *matrix, self._config.norm_eps, self._layer_norm, logits_SV)
@@ -374,7 +382,7 @@ class TritonGreedy(TritonLogits):
     def bind(self, case: Case, weights: Weights, memory: Memory) -> Bound:
         """Bind logits and the likeliest tokens: (hidden_TD, rows) -> logits_SV, tokens."""
         logits = self._logits(case, weights, memory)
-        tokens_S = self._result(memory, "tokens", case.rows, dtype=torch.int64)
+        tokens_S = self._scratch(memory, "tokens", case.rows, dtype=torch.int64)
 
         def compute(hidden_SD: Tensor) -> tuple[Tensor, Tensor]:
             logits_SV = logits(hidden_SD)

@@ -80,6 +80,10 @@ class Evaluations:
         self.settle(task.micro_batch, *arrays, *beside)
         return read(*map(self.on_host, arrays))
 
+    def settled(self, value: Any) -> Any:
+        """The value itself."""
+        return value
+
     def close_others(self, micro_batch: int) -> None:
         """Evaluate all deferred results of other micro-batches, which may read a KV cache that is about to be written.
 

@@ -14,7 +14,6 @@ from ..kernels.memory import Memory
 from ..kernels.mlx_functions import Array, Rows
 from ..kernels.mlx_weights import Arrays
 from ..kernels.seam import Routed
-from ..runner.library import counted, with_rows
 from ..runner.micro_batch import MicroBatchState
 from .evaluations import Evaluations
 from .expert_rows import ExpertRows, Span, rows_of_one, zeros
@@ -42,14 +41,14 @@ class MlxExperts:
         self._kernels = kernels
         self._evaluations = evaluations
 
-    def group(self, task: Task, routed: Routed, *beside: Array) -> dict[int, int]:
-        """Keep each expert's rows, and evaluate them and the arrays `beside`; returns the rows of each that has any."""
+    def group(self, task: Task, routed: Routed, read: Callable[..., Any], *arrays: Array) -> Any:
+        """Keep each expert's rows, and evaluate them and the given arrays; returns the task's value, by `read`."""
         rows = ExpertRows(routed.x_TD, routed.experts_Tk, routed.weights_Tk)
         self._states[task.micro_batch].rows = rows
         experts = self._config.layer(task.layer).feed_forward.experts
-        self._evaluations.settle(task.micro_batch, *rows.arrays(), routed.experts_Tk, *beside)
-        rows.counts = counted(self._evaluations.on_host(routed.experts_Tk), experts)
-        return with_rows(rows.counts)
+        value = self._evaluations.value(task, read, routed.experts_Tk, *arrays, beside=rows.arrays())
+        rows.counts = [value.get(expert, 0) for expert in range(experts)]
+        return value
 
     def scores(self, logits_TE: Array) -> Array:
         """Each expert's probability by the router (E), float32, averaged over the tokens."""

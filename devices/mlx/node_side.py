@@ -21,7 +21,6 @@ from ..kernels.seam import Routed
 from ..runner.micro_batch import MicroBatchState
 from ..runner.moe_layer import MoELayer
 from .evaluations import Evaluations
-from .experts import MlxExperts
 from .memory import ARRAY_DTYPES
 
 if TYPE_CHECKING:
@@ -41,7 +40,6 @@ class MlxNodeSide:
         plan: Plan,
         states: Sequence[MicroBatchState],
         moe: MoELayer,
-        experts: MlxExperts,
         evaluations: Evaluations,
         project_output: Callable[[Task], None],
     ) -> None:
@@ -49,7 +47,6 @@ class MlxNodeSide:
         self._dtype = ARRAY_DTYPES[plan.layout.dtype]
         self._states = states
         self._moe = moe
-        self._experts = experts
         self._evaluations = evaluations
         self._project_output = project_output
 
@@ -77,11 +74,11 @@ class MlxNodeSide:
         routed = self._moe.route(task)
         parts = (routed.x_TD, routed.experts_Tk, routed.weights_Tk)
         routed_TX = mx.concatenate([each.astype(mx.float32) for each in parts], axis=-1)
-        return self._experts.group(task, routed, routed_TX), np.array(routed_TX)
+        return self._moe.group(task, routed), np.array(routed_TX)
 
     def take_rows(self, task: Task, routed_TX: Array) -> dict[int, int]:
         """Take the rows that the first node routed; returns the number of rows of each expert that has any."""
         width = routed_TX.shape[-1] - 2 * self._top_k
         x_TD, experts_Tk, weights_Tk = mx.split(mx.array(routed_TX), [width, width + self._top_k], axis=-1)
         routed = Routed(x_TD.astype(self._dtype), experts_Tk.astype(mx.uint32), weights_Tk)
-        return self._experts.group(task, routed)
+        return self._moe.group(task, routed, reports=False)

@@ -94,6 +94,7 @@ class Topology:
         states, shown, kernels = self._states, self._weights.show, self._kernels
         attention = Attention(states, shown, embedding, kernels)
         moe = MoELayer(
+            self._plan.layout.config,
             states,
             shown,
             attention,
@@ -147,9 +148,7 @@ class Topology:
         )
 
     def _node_side(self, attention: Attention, moe: MoELayer) -> MlxNodeSide:
-        return MlxNodeSide(
-            self._plan, self._states, moe, self._experts, self._evaluations, attention.project_output
-        )
+        return MlxNodeSide(self._plan, self._states, moe, self._evaluations, attention.project_output)
 
 
 def _attended(state: MicroBatchState, layer: int) -> Sequence[Array]:

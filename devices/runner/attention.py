@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from moesched.tasks import Task
 
 from ..kernels.binder import Binder
 from ..kernels.kernel_weights import KernelWeights
-from ..kernels.memory import Shapes
+from ..kernels.memory import Scratch, Shapes
 from .micro_batch import MicroBatchState
 
 WeightsOf = Callable[[Any], KernelWeights[Any]]
@@ -48,7 +49,7 @@ class Attention:
         self._kernels = kernels
         self._residual_of = residual_of
         self._keeps_attended = keeps_attended
-        self._shapes: defaultdict[int, Shapes] = defaultdict(Shapes)
+        self._shapes: defaultdict[int, Shapes] = defaultdict(partial(Shapes, Scratch()))
         """Memory of each micro-batch for results."""
 
     def embed(self, task: Task) -> None:

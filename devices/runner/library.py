@@ -34,14 +34,18 @@ class Library(Protocol):
         beside: lazy tensors that are computed at the same time.
         """
 
+    def settled(self, value: Any) -> Any:
+        """A value of `value`, read now."""
+
 
 class Experts(Protocol):
     """The experts of a layer on rows of micro-batches."""
 
-    def group(self, task: Task, routed: Routed, *beside: Any) -> dict[int, int]:
-        """Keep the rows of each expert in the micro-batch's state; returns the number of rows of each that has any.
+    def group(self, task: Task, routed: Routed, read: Callable[..., Any], *tensors: Any) -> Any:
+        """Keep the rows of each expert in the micro-batch's state; returns the task's value.
 
-        beside: lazy tensors that are computed at the same time.
+        read: makes the value, a mapping with the number of rows of each expert that has any, of the experts of each
+            token and these tensors, all on the host.
         """
 
     def scores(self, logits_TE: Any) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy.typing as npt
 
+from moesched.models.config import ModelConfig
 from moesched.routing import ScoredTokens
 from moesched.tasks import Task
 
@@ -19,6 +20,8 @@ from .attention import Attention, WeightsOf
 from .library import Experts, Library, counted, with_rows
 from .micro_batch import MicroBatchState
 from .observers import DeviceObservers
+
+Choices = npt.NDArray[Any]
 
 
 class MoELayer:
@@ -33,6 +36,7 @@ class MoELayer:
 
     def __init__(
         self,
+        config: ModelConfig,
         states: Sequence[MicroBatchState],
         weights: WeightsOf,
         attention: Attention,
@@ -43,6 +47,7 @@ class MoELayer:
         *,
         scores: bool = False,
     ) -> None:
+        self._config = config
         self._scores = scores
         self._states = states
         self._weights = weights
@@ -65,38 +70,44 @@ class MoELayer:
         state.hidden_TD, experts_Tk, counts = whole(state.attended_TX, state.hidden_TD)
         self._attention.drop_attended(task)
         if counts is None:
-            report = partial(observers.routed, task.layer, observers.spans(state))
-            read = partial(_reported_counts, report, _experts(weights))
-            return self._library.value(task, read, experts_Tk, beside=[state.hidden_TD])
-        self._report(task, state, experts_Tk)
+            return self._library.value(task, self._reader(task), experts_Tk, beside=[state.hidden_TD])
+        if observers.routing is not None:
+            observers.routed(task.layer, observers.spans(state), self._library.on_host(experts_Tk))
         return counts
 
     def run_all(self, task: Task) -> dict[int, int]:
         """Run router, experts and combine; returns each expert's number of rows."""
-        counts = self._experts.group(task, self.route(task))
+        counts = self.group(task, self.route(task))
         self._experts.run_all(task, counts, self._weights(task.operands))
         self.combine(task)
         self._library.settle(task.micro_batch, self._states[task.micro_batch].hidden_TD)
         return counts
 
-    def choose_experts(self, task: Task) -> Mapping[int, int]:
+    def choose_experts(self, task: Task) -> Any:
         """Run norm and router; returns each expert's number of rows, with router scores if the plan requests them."""
         routed = self.route(task)
-        scores = self._scores_of(routed)
-        return self._with_scores(self._experts.group(task, routed, *scores), scores)
+        return self._experts.group(task, routed, self._reader(task), *self._scores_of(routed))
 
     def route(self, task: Task) -> Routed:
-        """Run norm and router, and report the choices to an observer, if there is one."""
+        """Run norm and router."""
         state = self._states[task.micro_batch]
-        routed = self._route(state.hidden_TD, self._weights(task.operands), state.room)
-        self._report(task, state, routed.experts_Tk)
-        return routed
+        return self._route(state.hidden_TD, self._weights(task.operands), state.room)
+
+    def group(self, task: Task, routed: Routed, *, reports: bool = True) -> dict[int, int]:
+        """Keep the rows of each expert; returns the number of rows of each that has any.
+
+        reports: whether to report the choices to an observer, if there is one.
+        """
+        read = self._reader(task) if reports else partial(_read, _ignore, self._experts_of(task))
+        counts: dict[int, int] = self._library.settled(self._experts.group(task, routed, read))
+        return counts
 
     def preview_route(self, task: Task) -> Any:
         """Apply another layer's norm and router to the hidden state; returns the rows that each expert would have."""
         state, weights = self._states[task.micro_batch], self._weights(task.operands)
         routed = self._route(state.hidden_TD, weights, Memory(len(state.hidden_TD)))
-        read = partial(_counts_and_scores, _experts(weights))
+        assert weights.layer is not None, "a view shows a layer"
+        read = partial(_read, _ignore, weights.layer.feed_forward.experts)
         return self._library.value(task, read, routed.experts_Tk, *self._scores_of(routed))
 
     def combine(self, task: Task) -> None:
@@ -106,11 +117,14 @@ class MoELayer:
         state.hidden_TD = self._kernels.combine(state.room)(*operands)
         del state.rows
 
-    def _report(self, task: Task, state: MicroBatchState, experts_Tk: Any) -> None:
-        """Report a router's choices to an observer, if there is one."""
-        if self._observers.routing is not None:
-            spans = self._observers.spans(state)
-            self._observers.routed(task.layer, spans, self._library.on_host(experts_Tk))
+    def _reader(self, task: Task) -> Callable[..., Mapping[int, int]]:
+        """A function that reports a router's choices, and makes the value of the router's task of them."""
+        spans = self._observers.spans(self._states[task.micro_batch])
+        report = partial(self._observers.routed, task.layer, spans)
+        return partial(_read, report, self._experts_of(task))
+
+    def _experts_of(self, task: Task) -> int:
+        return self._config.layer(task.layer).feed_forward.experts
 
     def _route(self, hidden_TD: Any, weights: KernelWeights[Any], memory: Memory) -> Routed:
         routed: Routed = self._kernels.bound("route", weights, memory)(hidden_TD)
@@ -120,27 +134,15 @@ class MoELayer:
         """The router's scores, in a list; empty if the plan requests none."""
         return [self._experts.scores(routed.logits_TE)] if self._scores else []
 
-    def _with_scores(self, counts: Mapping[int, int], scores: Sequence[Any]) -> Mapping[int, int]:
-        """The value of a router's task: the rows of each expert, with the scores if there are any."""
-        return ScoredTokens(counts, self._library.on_host(scores[0]).tolist()) if scores else counts
 
-
-def _reported_counts(
-    report: Callable[[npt.NDArray[Any]], None], experts: int, experts_Tk: npt.NDArray[Any]
-) -> dict[int, int]:
-    """Report a router's choices; returns the rows of each expert that has any."""
-    report(experts_Tk)
-    return with_rows(counted(experts_Tk, experts))
-
-
-def _counts_and_scores(
-    experts: int, experts_Tk: npt.NDArray[Any], scores_E: npt.NDArray[Any] | None = None
+def _read(
+    report: Callable[[Choices], None], experts: int, experts_Tk: Choices, scores_E: Choices | None = None
 ) -> Mapping[int, int]:
-    """The rows of each expert that has any, with router scores if there are any."""
+    """Report a router's choices; returns the rows of each expert that has any, with router scores if there are any."""
+    report(experts_Tk)
     counts = with_rows(counted(experts_Tk, experts))
     return counts if scores_E is None else ScoredTokens(counts, scores_E.tolist())
 
 
-def _experts(weights: KernelWeights[Any]) -> int:
-    assert weights.layer is not None, "a view shows a layer"
-    return weights.layer.feed_forward.experts
+def _ignore(experts_Tk: Choices) -> None:
+    """Report choices to nobody."""

@@ -12,6 +12,7 @@ import torch
 from moesched.tasks import Task
 
 from ..products.linear import Tensor
+from .copies import wait_for_copies
 
 
 class AtOnce:
@@ -33,15 +34,27 @@ class AtOnce:
         """The value of a task, which `read` makes of tensors on the host."""
         return read(*map(self.on_host, tensors))
 
+    def settled(self, value: Any) -> Any:
+        """The value itself."""
+        return value
+
 
 class OnStream(AtOnce):
     """The `Library` of torch on a stream: tensors are computed in its order, and copied to the host behind them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
 
     def value(
         self, task: Task, read: Callable[..., Any], *tensors: Tensor, beside: Sequence[Tensor] = ()
     ) -> Any:
         """A `Later`; the copies are asynchronous, to page-locked memory."""
         return Later(read, [tensor.to("cpu", non_blocking=True) for tensor in tensors])
+
+    def settled(self, value: Any) -> Any:
+        """The value, once the current stream has done all its work."""
+        wait_for_copies(self._device)
+        return settled(value)
 
 
 class Later:
@@ -68,4 +81,4 @@ def settled(value: Any) -> Any:
 
 def library_of(accelerator: torch.device) -> AtOnce:
     """The library for kernels on this device."""
-    return AtOnce() if accelerator.type == "cpu" else OnStream()
+    return AtOnce() if accelerator.type == "cpu" else OnStream(accelerator)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cached_property
-from itertools import accumulate
 
 import torch
 
-from ..kernels.functions import Grouping
+from ..kernels.functions import sorted_by_expert
 from ..products.linear import Tensor
 from .exchange_rows import RoutedRows
 from .expert_parts import Part
@@ -36,29 +36,36 @@ class ExpertRows:
 
     Args:
         x_TD: the experts' input.
-        grouping: the rows of each expert.
-        weights_Tk: weights of each token's experts.
+        experts_Tk, weights_Tk: the experts of each token, and their weights.
 
     Attributes:
+        order: the token of each row, and the row of each pair of token and expert.
         x_nD, y_nD: the experts' input and output rows.
         on_host: rows of experts on the host; None if none were copied there.
     """
 
-    def __init__(self, x_TD: Tensor, grouping: Grouping, weights_Tk: Tensor) -> None:
-        self.x_nD = x_TD.index_select(0, grouping.tokens_n)
+    def __init__(self, x_TD: Tensor, experts_Tk: Tensor, weights_Tk: Tensor) -> None:
+        self.order = sorted_by_expert(experts_Tk)
+        self.x_nD = x_TD.index_select(0, self.order.tokens_n)
         self.y_nD = torch.empty_like(self.x_nD)
-        self.grouping = grouping
         self.weights_Tk = weights_Tk
         self.on_host: HostRows | None = None
-        self._starts = list(accumulate(grouping.counts, initial=0))
+        self._rows: dict[int, range] = {}
 
     def outputs(self) -> tuple[Tensor, Tensor, Tensor]:
         """The experts' outputs, the row of each token's choices, and their weights."""
-        return self.y_nD, self.grouping.rows_Tk, self.weights_Tk
+        return self.y_nD, self.order.rows_Tk, self.weights_Tk
+
+    def count(self, counts: Mapping[int, int]) -> None:
+        """Take the number of rows of each expert that has any, ascending, once the host knows them."""
+        start = 0
+        for expert, rows in counts.items():
+            self._rows[expert] = range(start, start + rows)
+            start += rows
 
     def of(self, expert: int) -> range:
         """The range of an expert's rows."""
-        return range(self._starts[expert], self._starts[expert + 1])
+        return self._rows.get(expert, range(0))
 
     def part(self, expert: int, start: int = 0, stop: int | None = None) -> Part:
         """Some of an expert's rows, counted from the expert's first; by default all of them."""

@@ -15,10 +15,10 @@ from ..kernels import functions
 from ..kernels.layer_weights import Weights
 from ..kernels.seam import Routed
 from ..products.linear import Tensor, gated
-from ..runner.library import with_rows
 from ..runner.micro_batch import MicroBatchState
 from ..runner.observers import DeviceObservers
 from ..shared.coded import plain_block
+from .at_once import library_of
 from .compute import Compute
 from .expert_parts import ExpertRunner, Part, tiles_of
 from .expert_rows import ExpertRows
@@ -43,18 +43,18 @@ class TorchExperts:
         self._config = config
         self._states = states
         self._weights = weights
+        self._library = library_of(compute.accelerator)
         self._use_cores_for = compute.use_cores_for
         self._kernels = compute.kernels
         self._team = compute.kernels.team
         self._runner = ExpertRunner(config, compute.kernels, compute.use_cores_for)
         self._observers = observers
 
-    def group(self, task: Task, routed: Routed, *beside: Tensor) -> dict[int, int]:
-        """Keep the rows of each expert in the micro-batch's state; returns the rows of each expert that has any."""
-        experts = self._config.layer(task.layer).feed_forward.experts
-        grouping = functions.group_by_expert(routed.experts_Tk, experts)
-        self._states[task.micro_batch].rows = ExpertRows(routed.x_TD, grouping, routed.weights_Tk)
-        return with_rows(grouping.counts)
+    def group(self, task: Task, routed: Routed, read: Callable[..., Any], *tensors: Tensor) -> Any:
+        """Keep the rows of each expert in the micro-batch's state; returns the task's value, as `read` makes it."""
+        rows = ExpertRows(routed.x_TD, routed.experts_Tk, routed.weights_Tk)
+        self._states[task.micro_batch].rows = rows
+        return self._library.value(task, partial(_counting, rows, read), routed.experts_Tk, *tensors)
 
     def scores(self, logits_TE: Tensor) -> Tensor:
         """Each expert's probability by the router (E), float32, averaged over the tokens."""
@@ -100,6 +100,13 @@ class TorchExperts:
     def _is_shared_out(self, weights: Weights, expert: int, rows: int) -> bool:
         """Test whether an expert is to run on one core, beside others; False for kernels with threads of their own."""
         return self._team is not None and not self._kernels.expert(weights, expert, rows)[0].has_threads
+
+
+def _counting(rows: ExpertRows, read: Callable[..., Mapping[int, int]], *arrays: Any) -> Mapping[int, int]:
+    """The value of a router's task, whose counts the rows take."""
+    counts = read(*arrays)
+    rows.count(counts)
+    return counts
 
 
 def report_activations(

@@ -87,9 +87,10 @@ class FirstBadTensor:
             x_TD = functions.norm(hidden_TD, weights["ffn_norm"][0], config.norm_eps, config.norm)
             experts_Tk, weights_Tk = _route(x_TD, weights, network)
             yield f"the router's weights in layer {layer}", weights_Tk
-            grouping = functions.group_by_expert(experts_Tk, network.experts)
+            order = functions.sorted_by_expert(experts_Tk)
+            counts = experts_Tk.view(-1).bincount(minlength=network.experts).tolist()
             outputs = []
-            groups = torch.split(x_TD[grouping.tokens_n], grouping.counts)
+            groups = torch.split(x_TD[order.tokens_n], counts)
             for expert, x_nD in enumerate(groups):
                 if not len(x_nD):
                     continue
@@ -100,7 +101,7 @@ class FirstBadTensor:
                 )
                 outputs.append(expert_ffn(x_nD, gate, up, down))
                 yield f"the output of expert {expert} of layer {layer}", outputs[-1]
-            hidden_TD = functions.combine(torch.cat(outputs), grouping.rows_Tk, weights_Tk, hidden_TD)
+            hidden_TD = functions.combine(torch.cat(outputs), order.rows_Tk, weights_Tk, hidden_TD)
             yield f"the hidden states after layer {layer}", hidden_TD
         final_norm = self._global("final_norm")
         yield "weight final_norm", final_norm

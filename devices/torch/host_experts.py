@@ -51,10 +51,10 @@ class HostExperts:
     def offload_routed(self, task: Task) -> None:
         """Copy each token's hidden state to the host once, and the token of each of the experts' rows."""
         rows = self._states[task.micro_batch].rows
-        x_TD = rows.x_nD.index_select(0, rows.grouping.rows_Tk[:, 0])
+        x_TD = rows.x_nD.index_select(0, rows.order.rows_Tk[:, 0])
         on_host = self._exchanged.routed(task.micro_batch, len(x_TD))
         on_host.x_TD.copy_(x_TD, non_blocking=True)
-        on_host.tokens_n.copy_(rows.grouping.tokens_n, non_blocking=True)
+        on_host.tokens_n.copy_(rows.order.tokens_n, non_blocking=True)
         rows.on_host = HostRows(on_host)
 
     def run_expert(self, task: Task) -> None:

@@ -17,7 +17,6 @@ from ..products.team import use_cores
 from ..runner.micro_batch import MicroBatchState
 from ..runner.moe_layer import MoELayer
 from .compute import Compute
-from .experts import TorchExperts
 
 if TYPE_CHECKING:
     from moesched.seams import Array
@@ -35,7 +34,6 @@ class NodeSide:
         plan: Plan,
         states: Sequence[MicroBatchState],
         moe: MoELayer,
-        experts: TorchExperts,
         compute: Compute,
         project_output: Callable[[Task], None],
     ) -> None:
@@ -43,7 +41,6 @@ class NodeSide:
         self._top_k = plan.layout.config.routed.top_k
         self._states = states
         self._moe = moe
-        self._experts = experts
         self._accelerator = compute.accelerator
         self._dtype = compute.dtype
         self._project_output = project_output
@@ -76,14 +73,14 @@ class NodeSide:
         routed = self._moe.route(task)
         parts = (routed.x_TD, routed.experts_Tk, routed.weights_Tk)
         routed_TX = self.on_host(torch.cat([each.float() for each in parts], dim=-1))
-        return self._experts.group(task, routed), routed_TX
+        return self._moe.group(task, routed), routed_TX
 
     def take_rows(self, task: Task, routed_TX: Array) -> dict[int, int]:
         """Take the rows that the first node routed; returns the number of rows of each expert that has any."""
         ends = (-2 * self._top_k, -self._top_k)
         x_TD, experts_Tk, weights_Tk = self._on_device(routed_TX).tensor_split(ends, dim=-1)
         routed = Routed(x_TD.to(self._dtype), experts_Tk.long(), weights_Tk)
-        return self._experts.group(task, routed)
+        return self._moe.group(task, routed, reports=False)
 
     def _on_device(self, array: Array) -> Tensor:
         return torch.from_numpy(array).to(self._accelerator)

@@ -115,6 +115,7 @@ class Topology:
             keeps_attended=not self._compute.on_cpu,
         )
         moe = MoELayer(
+            self._plan.layout.config,
             self._states,
             shown,
             attention,
@@ -196,7 +197,7 @@ class Topology:
         return verbs | inferring({"reorder": self._beams.reorder}) if self._beams else verbs
 
     def _node_side(self, attention: Attention, moe: MoELayer) -> NodeSide:
-        return NodeSide(self._plan, self._states, moe, self._experts, self._compute, attention.project_output)
+        return NodeSide(self._plan, self._states, moe, self._compute, attention.project_output)
 
 
 def inferring(verbs: Mapping[str, Verb]) -> Verbs:

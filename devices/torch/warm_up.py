@@ -148,7 +148,9 @@ class WarmUp(ExpertWarmUp):
             residual_of=torch.zeros_like if rank else itself,
             keeps_attended=True,
         )
-        self._moe = MoELayer(states, self._shown, self._attention, kernels, experts, library, observers)
+        self._moe = MoELayer(
+            config, states, self._shown, self._attention, kernels, experts, library, observers
+        )
         self._tokens = NextTokens(global_weights.head, states, kernels, library, choice, lambda _: "")
 
     def _layer(self, shapes: Shapes) -> None:
