@@ -11,12 +11,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from coded_checkpoints import random_blocks
+from kernel_tables import kernels_of
+from moesched.devices.kernels.layer_weights import Weights
+from moesched.devices.kernels.memory import Memory
 from moesched.devices.kernels.samples import coded_block
 from moesched.devices.native.compiled import availability, formats, instruction_sets
 from moesched.devices.native.kernels import NativeKernels
 from moesched.devices.products.coded_linear import coded_linear
 from moesched.devices.shared.coded import Coded
 from moesched.models.stored_formats import CODED, STORED_FORMATS
+from small_models import SMALL
 
 Tensor = torch.Tensor
 INPUTS = 512
@@ -66,6 +70,14 @@ def test_neither_other_rows_nor_row_blocks_show_in_the_bits(
     y_TN = native.linear(x_TD, blocks)
     assert same(y_TN, native.linear(x_TD, [block]))
     assert same(y_TN[-1:], native.linear(x_TD[-1:], [block]))
+
+
+@pytest.mark.parametrize("name", CODED)
+def test_embeddings_are_unpacked_to_the_bits_of_torch(name: str, native: NativeKernels) -> None:
+    embedding, config = coded(name, 40), SMALL.varied(hidden=INPUTS, vocabulary=40)
+    embed = kernels_of(config, native).bound("embed", Weights({"embedding": [embedding]}), Memory(3))
+    hidden_TD, _ = embed([7, 39, 0], [0, 1, 2])
+    assert torch.equal(hidden_TD, embedding.take(torch.tensor([7, 39, 0])).plain(torch.bfloat16))
 
 
 def test_inputs_that_are_no_numbers_show_in_their_row_alone(native: NativeKernels) -> None:

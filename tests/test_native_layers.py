@@ -260,6 +260,28 @@ def test_the_likeliest_token_is_found_however_threads_share_out_the_logits(threa
             assert likeliest == logits_SV.numpy().argmax(axis=1).tolist()
 
 
+def test_norms_and_a_router_may_be_in_float32(native: NativeKernels, config: ModelConfig) -> None:
+    kernels, weights = kernels_of(config, native), weights_of(config)
+    small = {
+        name: [block.float() for block in weights[name]]
+        for name in weights
+        if name.endswith(("norm", "router"))
+    }
+    wide = Weights(weights | small, weights.layer)
+    hidden_TD, attended_TX = (
+        random(9, config.hidden, seed=62),
+        random(9, config.attention.query_width, seed=63),
+    )
+    angles = functions.rotary(torch.arange(9), config.attention.head_dim, config.attention.rope_theta)
+    assert torch.equal(*(inputs(kernels, hidden_TD, each, angles) for each in (weights, wide)))
+    (routed, wide_routed) = (kernels.bound("route", each, Memory(9))(hidden_TD) for each in (weights, wide))
+    assert torch.equal(routed.x_TD, wide_routed.x_TD)
+    assert torch.allclose(routed.logits_TE, wide_routed.logits_TE, atol=1e-2)
+    out_TD, wide_TD = (after_attention(kernels, hidden_TD, attended_TX, each)[0] for each in (weights, wide))
+    assert (wide_TD - out_TD).abs().max() <= 2**-5 * out_TD.abs().max()
+    assert torch.equal(*(greedy(config, native, each, hidden_TD, [0, 8])[0] for each in (weights, wide)))
+
+
 def test_a_nan_stays_in_its_token(native: NativeKernels) -> None:
     kernels, weights = kernels_of(PLAIN, native), weights_of(PLAIN)
     hidden_TD, attended_TX = (

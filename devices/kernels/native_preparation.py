@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from array import array
 
-from moesched.models.config import ModelConfig
+import torch
+
+from moesched.models.config import ModelConfig, NormKind
 
 from ..native.arguments import Head, Inputs, Layer, Norm
 from ..native.kernels import address, matrix_of
@@ -27,14 +29,14 @@ class Preparation:
             kv_heads=attention.kv_heads,
             head_dim=attention.head_dim,
             interleaved=attention.interleaved,
-            norm=self._norm(weights["attention_norm"][0]),
+            norm=self._norm(weights["attention_norm"][0], self._config.norm),
             weights=_held(weights["qkv"], held),
             clip=attention.clip or 0.0,
         )
         if attention.qk_norm:
             query, key = weights["q_norm"][0], weights["k_norm"][0]
-            inputs.query_norm, inputs.query_normed = query.data_ptr(), len(query)
-            inputs.key_norm, inputs.key_normed = key.data_ptr(), len(key)
+            inputs.query_norm, inputs.query_normed = self._norm(query, "rms"), len(query)
+            inputs.key_norm, inputs.key_normed = self._norm(key, "rms"), len(key)
         return inputs
 
     def layer(self, weights: Weights, held: Held) -> Layer:
@@ -48,7 +50,7 @@ class Preparation:
             top_k=network.top_k,
             width=network.intermediate,
             sum_to_one=network.weights_sum_to_one,
-            norm=self._norm(weights["ffn_norm"][0]),
+            norm=self._norm(weights["ffn_norm"][0], self._config.norm),
         )
         if "o" in weights:
             layer.output_weights = _held(weights["o"], held)
@@ -69,12 +71,13 @@ class Preparation:
         return Head(
             hidden=self._config.hidden,
             vocabulary=vocabulary,
-            norm=self._norm(weights["final_norm"][0]),
+            norm=self._norm(weights["final_norm"][0], self._config.norm),
             weights=_held(blocks, held),
         )
 
-    def _norm(self, weight_D: Tensor) -> Norm:
-        return Norm(weight_D.data_ptr(), self._config.norm_eps, self._config.norm == "layer")
+    def _norm(self, weight_D: Tensor, kind: NormKind) -> Norm:
+        in_float32 = weight_D.dtype == torch.float32
+        return Norm(weight_D.data_ptr(), in_float32, self._config.norm_eps, kind == "layer")
 
 
 def _held(blocks: Blocks, held: Held) -> int:

@@ -16,28 +16,23 @@ from moesched.models.config import ModelConfig
 
 from ..native.arguments import Head, Inputs, Layer, Tokens
 from ..native.compiled import formats, library, why_unusable
-from ..native.kernels import NativeKernels, address, check, numbers
+from ..native.kernels import NativeKernels, address, check, matrix_of, numbers
 from .layer_weights import Tensor, Weights
 from .memory import Memory
 from .native_preparation import Preparation
 from .resources import Resources
-from .seam import ROWS, Bound, Case, Kernel, Routed
+from .seam import CODED, ROWS, Bound, Case, Kernel, Routed
 
 BFLOAT16 = torch.bfloat16
 
 
 class NativeKernel(Kernel):
-    """A kernel of the library. A row's bits depend on no other row, and on the instruction set alone.
-
-    Attributes:
-        small: names of the norms and the router that it reads.
-    """
+    """A kernel of the library. A row's bits depend on no other row, and on the instruction set alone."""
 
     name = "native"
     takes = "rows of bfloat16 by coded weights, and few by bfloat16 ones, on a CPU"
     independent = True
     has_threads = True
-    small: tuple[str, ...] = ()
 
     def __init__(self, resources: Resources) -> None:
         assert resources.threads is not None, "the library is there"
@@ -59,14 +54,11 @@ class NativeKernel(Kernel):
             return "it multiplies bfloat16 numbers"
         coded = case.formats - {ROWS}
         if not coded <= set(formats()):
-            return f"it reads matrices in plain rows, {', '.join(formats()[1:])}"
+            return f"it reads plain rows and {', '.join(sorted(CODED & set(formats())))}"
         if not case.rows:
             return "it multiplies rows"
         if not coded and case.rows > self._threads.most_rows:
             return f"torch is faster from {self._threads.most_rows + 1} rows on"
-        kept = dict(self._config.formats if case.layer is None else case.layer.formats)
-        if not kept.keys().isdisjoint(self.small):
-            return "it reads norms and routers in bfloat16"
         if case.layer is not None and case.layer.feed_forward.transposed_down:
             return "it reads no matrices that are stored transposed"
         return ""
@@ -86,10 +78,6 @@ class NativeEmbed(NativeMemoryKernel):
 
     operation = "embed"
 
-    def refusal(self, case: Case) -> str:
-        """Refuse coded embeddings, too."""
-        return super().refusal(case) or ("it copies plain rows" if case.formats - {ROWS} else "")
-
     def bind(self, case: Case, weights: Weights, memory: Memory) -> Bound:
         """Bind the lookup of embeddings: (ids, positions) -> hidden_TD, angles."""
         head_dim = self._config.attention.head_dim
@@ -100,14 +88,18 @@ class NativeEmbed(NativeMemoryKernel):
         )
         exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
         frequencies = 1.0 / self._config.attention.rope_theta**exponents
-        ids, positions = numbers(memory.rows), numbers(memory.rows)
+        ids, positions, embedding = (
+            numbers(memory.rows),
+            numbers(memory.rows),
+            matrix_of(weights["embedding"]),
+        )
         arguments = Tokens(
             tokens=memory.rows,
             hidden=self._config.hidden,
             head_dim=head_dim,
             ids=address(ids),
             positions=address(positions),
-            embedding=weights["embedding"][0].data_ptr(),
+            embedding=address(embedding),
             frequencies=frequencies.data_ptr(),
             x=hidden_TD.data_ptr(),
             cosines=cosines.data_ptr(),
@@ -115,14 +107,14 @@ class NativeEmbed(NativeMemoryKernel):
         )
         run = self._bound(library().moesched_embed, arguments)
         room = memoryview(ids), memoryview(positions)  # which keep their size
-        return partial(_embed, run, room, (hidden_TD, (cosines, sines)), frequencies)
+        return partial(_embed, run, room, (hidden_TD, (cosines, sines)), (frequencies, embedding))
 
 
 def _embed(
     run: Callable[[], int],
     room: tuple[memoryview, memoryview],
     results: tuple[Tensor, tuple[Tensor, Tensor]],
-    frequencies: Tensor,
+    held: object,
     ids: Sequence[int],
     positions: Sequence[int],
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
@@ -135,7 +127,6 @@ class NativeAttentionInputs(NativeMemoryKernel):
     """Norm, projection and rotation."""
 
     operation = "attention_inputs"
-    small = ("attention_norm", "q_norm", "k_norm")
 
     def bind(self, case: Case, weights: Weights, memory: Memory) -> Bound:
         """Bind norm, projection and rotation: (hidden_TD, angles) -> q_THd, k_TKd, v_TKd."""
@@ -181,7 +172,6 @@ class NativeRoute(NativeMemoryKernel):
     """Norm and router."""
 
     operation = "route"
-    small = ("ffn_norm", "router")
 
     def bind(self, case: Case, weights: Weights, memory: Memory) -> Bound:
         """Bind norm, router and the choice of experts: (hidden_TD) -> Routed."""
@@ -234,7 +224,6 @@ class NativeMoELayer(NativeMemoryKernel):
     """The operations of a layer after attention: output projection, norm, router, experts, and their weighted sum."""
 
     operation = "moe_layer"
-    small = ("ffn_norm", "router")
 
     def bind(self, case: Case, weights: Weights, memory: Memory) -> Bound:
         """Bind all that follows attention: (attended_TX, hidden_TD) -> hidden_TD, experts_Tk, counts."""
@@ -293,7 +282,6 @@ class NativeLogits(NativeKernel):
     """Logits of some rows, each time in new memory."""
 
     operation = "logits"
-    small = ("final_norm",)
 
     def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
         """Bind last norm and LM head: (hidden_TD, rows) -> logits_SV."""
@@ -310,7 +298,6 @@ class NativeGreedy(NativeMemoryKernel):
     """Logits and the likeliest tokens, in memory that the next call for the same number of rows overwrites."""
 
     operation = "greedy"
-    small = ("final_norm",)
 
     def bind(self, case: Case, weights: Weights, memory: Memory) -> Bound:
         """Bind logits and the likeliest tokens: (hidden_TD, rows) -> logits_SV, tokens."""

@@ -10,7 +10,12 @@ _NUMBER, _POINTER, _REAL = ctypes.c_int64, ctypes.c_void_p, ctypes.c_double
 class Norm(ctypes.Structure):
     """A norm of rows: its kind, weight and epsilon (`Norm` of norm.h)."""
 
-    _fields_ = (("weight", _POINTER), ("epsilon", _REAL), ("subtracts_mean", _NUMBER))
+    _fields_ = (
+        ("weight", _POINTER),
+        ("in_float32", _NUMBER),
+        ("epsilon", _REAL),
+        ("subtracts_mean", _NUMBER),
+    )
 
 
 class Tokens(ctypes.Structure):
@@ -32,7 +37,8 @@ class Inputs(ctypes.Structure):
         *((name, _NUMBER) for name in ("tokens", "hidden", "heads", "kv_heads", "head_dim", "interleaved")),
         ("x", _POINTER),
         ("norm", Norm),
-        *((name, _POINTER) for name in ("weights", "query_norm", "key_norm")),
+        ("weights", _POINTER),
+        *((name, Norm) for name in ("query_norm", "key_norm")),
         *((name, _NUMBER) for name in ("query_normed", "key_normed")),
         ("clip", _REAL),
         *((name, _POINTER) for name in ("cosines", "sines", "queries", "keys", "values")),

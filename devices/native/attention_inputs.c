@@ -6,14 +6,14 @@
 
 /* Numbers that Python prepares. Hidden states (tokens, hidden), queries (tokens, heads, head_dim), keys and values
  * (tokens, kv_heads, head_dim), all bfloat16; cosines and signed sines (tokens, head_dim), float32.
- * query_norm, key_norm: of `query_normed` and `key_normed` numbers each, one head or all; NULL for none. clip: 0 for
- * none. interleaved: whether rows 2i and 2i + 1 of a head make a pair, instead of i and i + head_dim / 2. */
+ * query_norm, key_norm: of `query_normed` and `key_normed` numbers each, one head or all; without a weight for none.
+ * clip: 0 for none. interleaved: whether rows 2i and 2i + 1 of a head make a pair, instead of i and i + head_dim / 2. */
 typedef struct {
     int64_t tokens, hidden, heads, kv_heads, head_dim, interleaved;
     const uint16_t *x;
     Norm norm;
     const Matrix *weights;
-    const uint16_t *query_norm, *key_norm;
+    Norm query_norm, key_norm;
     int64_t query_normed, key_normed;
     double clip;
     const float *cosines, *sines;
@@ -43,9 +43,8 @@ static void project_part(void *argument, int64_t first, int64_t last) {
     write_rounded(&job->product, first, last, job->projected);
 }
 
-static void normalise_heads(const Inputs *inputs, const uint16_t *weight, int64_t normed, int64_t count, uint16_t *x) {
-    const Norm norm = {weight, inputs->norm.epsilon, 0};
-    for (int64_t i = 0; weight && i + normed <= count; i += normed) normalise(&norm, normed, x + i, x + i);
+static void normalise_heads(const Norm *norm, int64_t normed, int64_t count, uint16_t *x) {
+    for (int64_t i = 0; norm->weight && i + normed <= count; i += normed) normalise(norm, normed, x + i, x + i);
 }
 
 static void clip(double most, int64_t count, uint16_t *x) {
@@ -75,8 +74,8 @@ static void finish_part(void *argument, int64_t first, int64_t last) {
     const int64_t queries = inputs->heads * inputs->head_dim, keys = inputs->kv_heads * inputs->head_dim;
     for (int64_t t = first; t < last; t++) {
         uint16_t *row = job->projected + t * (queries + 2 * keys);
-        normalise_heads(inputs, inputs->query_norm, inputs->query_normed, queries, row);
-        normalise_heads(inputs, inputs->key_norm, inputs->key_normed, keys, row + queries);
+        normalise_heads(&inputs->query_norm, inputs->query_normed, queries, row);
+        normalise_heads(&inputs->key_norm, inputs->key_normed, keys, row + queries);
         if (inputs->clip > 0) clip(inputs->clip, queries + 2 * keys, row);
         rotate(inputs, t, inputs->heads, row, inputs->queries + t * queries);
         rotate(inputs, t, inputs->kv_heads, row + queries, inputs->keys + t * keys);

@@ -305,5 +305,23 @@ static const Coding *const codings[INSTRUCTION_SETS] = {
 
 const Multiplier *coded_multiplier(InstructionSet set, Format format) { return &codings[set][format].multiplier; }
 
+void decode_row(Format format, const void *rows, int64_t row, int64_t inputs, uint16_t *y) {
+    const Coding *coding = &codings_portable[format];
+    const int64_t block = coding->multiplier.block, block_bytes = coding->multiplier.block_bytes;
+    const uint8_t *first = (const uint8_t *)rows + row * (inputs / block * block_bytes);
+    Tile_portable tile; /* with the same row in all lanes */
+    Ahead ahead = {0};
+    for (int64_t k = 0; k < inputs; k += CHUNK, y += CHUNK) {
+        const int64_t weights = inputs - k < CHUNK ? inputs - k : CHUNK;
+        coding->unpack(first + k / block * block_bytes, 0, weights, &tile, &ahead);
+        for (int64_t i = 0; i < weights; i++) {
+            const int64_t group = i / coding->multiplier.step;
+            const int code = (int)(tile.codes[i / 4][0] >> 8 * (i % 4) & 255) - coding->zero;
+            const float weight = (float)code * tile.scales[group][0];
+            y[i] = rounded(coding->has_minimums ? weight + tile.minimums[group][0] : weight);
+        }
+    }
+}
+
 /* The names of the formats, with a blank between them. */
-API const char *moesched_formats(void) { return "bfloat16 q8_0 q4_0 q5_0 q5_1 q4_k q5_k q6_k mxfp4"; }
+API const char *moesched_formats(void) { return "bfloat16 float32 q8_0 q4_0 q5_0 q5_1 q4_k q5_k q6_k mxfp4"; }

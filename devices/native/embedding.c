@@ -3,24 +3,31 @@
 #include <stddef.h>
 
 #include "numbers.h"
-#include "team.h"
+#include "product.h"
 
-/* Numbers that Python prepares. embedding (any, hidden) and x (tokens, hidden), bfloat16; frequencies (head_dim / 2),
- * cosines and signed sines (tokens, head_dim), float32. */
+/* Numbers that Python prepares. embedding (any, hidden), one row block; x (tokens, hidden), bfloat16; frequencies
+ * (head_dim / 2), cosines and signed sines (tokens, head_dim), float32. */
 typedef struct {
     int64_t tokens, hidden, head_dim;
     const int64_t *ids, *positions;
-    const uint16_t *embedding;
+    const Matrix *embedding;
     const float *frequencies;
     uint16_t *x;
     float *cosines, *sines;
 } Tokens;
 
+static void look_up(const Matrix *embedding, int64_t hidden, int64_t row, uint16_t *x) {
+    if (embedding->format == BFLOAT16)
+        memcpy(x, (const uint16_t *)embedding->blocks->first + row * hidden, (size_t)hidden * sizeof *x);
+    else
+        decode_row((Format)embedding->format, embedding->blocks->first, row, hidden, x);
+}
+
 static void embed_part(void *argument, int64_t first, int64_t last) {
     const Tokens *tokens = argument;
     const int64_t hidden = tokens->hidden, size = tokens->head_dim, half = size / 2;
     for (int64_t t = first; t < last; t++) {
-        memcpy(tokens->x + t * hidden, tokens->embedding + tokens->ids[t] * hidden, (size_t)hidden * sizeof(uint16_t));
+        look_up(tokens->embedding, hidden, tokens->ids[t], tokens->x + t * hidden);
         float *cosines = tokens->cosines + t * size, *sines = tokens->sines + t * size;
         for (int64_t i = 0; i < half; i++) {
             const float angle = (float)tokens->positions[t] * tokens->frequencies[i];

@@ -65,7 +65,7 @@ static void gate_apart(const Expert *expert, int64_t first, int64_t last) {
 /* Numbers [first, last) of an expert. */
 static void gate_expert(const Expert *expert, int64_t first, int64_t last) {
     const Multiplier *gate = expert->gate.multiplier, *up = expert->up.multiplier, *down = expert->down.multiplier;
-    if (gate->gated == up->gated && (gate->is_coded || !down->is_coded))
+    if (gate->gated && gate->gated == up->gated && (gate->is_coded || gate->gated == down->gated))
         gate->gated(&expert->gate, &expert->up, &expert->down, first, last);
     else
         gate_apart(expert, first, last);

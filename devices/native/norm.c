@@ -40,5 +40,10 @@ static inline float mean_square_of(int64_t count, const uint16_t *x, float mean)
 ANY_WIDTH void normalise(const Norm *norm, int64_t count, const uint16_t *x, uint16_t *y) {
     const float mean = norm->subtracts_mean ? mean_of(count, x) : 0.0f;
     const float scale = 1.0f / sqrtf(mean_square_of(count, x, mean) + (float)norm->epsilon);
-    for (int64_t i = 0; i < count; i++) y[i] = rounded((widened(x[i]) - mean) * scale * widened(norm->weight[i]));
+    const uint16_t *halves = norm->weight;
+    const float *weights = norm->weight;
+    if (norm->in_float32)
+        for (int64_t i = 0; i < count; i++) y[i] = rounded((widened(x[i]) - mean) * scale * weights[i]);
+    else
+        for (int64_t i = 0; i < count; i++) y[i] = rounded((widened(x[i]) - mean) * scale * widened(halves[i]));
 }

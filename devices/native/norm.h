@@ -5,7 +5,8 @@
 #include <stdint.h>
 
 typedef struct {
-    const uint16_t *weight;
+    const void *weight;
+    int64_t in_float32; /* the weight, otherwise in bfloat16 */
     double epsilon;
     int64_t subtracts_mean; /* LayerNorm, otherwise RMSNorm */
 } Norm;

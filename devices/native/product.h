@@ -16,7 +16,7 @@ enum {
 };
 
 /* Storage formats of matrices, in the order of `moesched_formats`. */
-typedef enum { BFLOAT16, Q8_0, Q4_0, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K, MXFP4, FORMATS } Format;
+typedef enum { BFLOAT16, FLOAT32, Q8_0, Q4_0, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K, MXFP4, FORMATS } Format;
 
 /* A row block of a matrix. */
 typedef struct {
@@ -58,14 +58,18 @@ struct Multiplier {
     void (*multiply)(const Product *product, int64_t first, int64_t last, float *out);
     /* Outputs [first, last) for all rows of x, as bfloat16: y (batch, outputs). */
     void (*write)(const Product *product, int64_t first, int64_t last, uint16_t *y);
-    /* Numbers [first, last) of silu(gate x) * up x, rounded once and put where `down` looks for them. Gate and up have
-     * multipliers with this function, and so has down where it is that of plain matrices. */
+    /* Numbers [first, last) of silu(gate x) * up x, rounded once and put where `down` looks for them, or NULL. Gate and up
+     * have multipliers with this function, and so has down where they are plain. */
     void (*gated)(const Product *gate, const Product *up, const Product *down, int64_t first, int64_t last);
 };
 
-/* The multiplier for bfloat16 matrices, and for coded ones. */
+/* The multipliers for matrices in bfloat16, in float32, and coded ones. */
 const Multiplier *plain_multiplier(InstructionSet set);
+const Multiplier *float32_multiplier(void);
 const Multiplier *coded_multiplier(InstructionSet set, Format format);
+
+/* Weights of a row of coded ones, rounded: y (inputs). */
+void decode_row(Format format, const void *rows, int64_t row, int64_t inputs, uint16_t *y);
 
 /* Without memory for its x. Without a matrix, it only counts bytes. */
 Product product_of(const Team *team, int64_t batch, int64_t inputs, int64_t outputs, const Matrix *matrix);

@@ -316,10 +316,14 @@ static const Multiplier *const multipliers[INSTRUCTION_SETS] = {
 
 const Multiplier *plain_multiplier(InstructionSet set) { return multipliers[set]; }
 
+static const Multiplier *multiplier_for(InstructionSet set, Format format) {
+    if (format == BFLOAT16) return plain_multiplier(set);
+    return format == FLOAT32 ? float32_multiplier() : coded_multiplier(set, format);
+}
+
 Product product_of(const Team *team, int64_t batch, int64_t inputs, int64_t outputs, const Matrix *matrix) {
     const Format format = matrix ? (Format)matrix->format : BFLOAT16;
-    const Multiplier *multiplier =
-        format == BFLOAT16 ? plain_multiplier(set_of(team)) : coded_multiplier(set_of(team), format);
+    const Multiplier *multiplier = multiplier_for(set_of(team), format);
     return (Product){.multiplier = multiplier,
                      .batch = batch,
                      .inputs = inputs,
