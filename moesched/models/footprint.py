@@ -65,20 +65,26 @@ def workspace_bytes(operations: Operations, tokens: int, sequences: int) -> int:
 
 
 def _coded_bytes(operations: Operations) -> int:
-    """Workspace in bytes of products with coded weights, on the CPU or a GPU.
-
-    The CPU has inputs in pieces, codes, and sums of groups; a GPU has unpacked rows.
-    """
-    config = operations.config
-    if not config.coded_formats:
+    """Workspace in bytes of products with coded weights: inputs in pieces, codes, and sums of groups."""
+    if not operations.config.coded_formats:
         return 0
-    widest = max(
-        max(config.hidden, kind.query_width, kind.layer.feed_forward.intermediate)
+    return EXPERTS_AT_ONCE * _FLOAT * (5 * CODED_ROWS * _widest(operations) + 4 * CODED_TILE)
+
+
+def unpacked_bytes(operations: Operations) -> int:
+    """Workspace in bytes of a GPU for rows of coded weights that it unpacks."""
+    if not operations.config.coded_formats:
+        return 0
+    widest = _widest(operations)
+    return _UNPACKING * min(UNPACKED_TILE, widest * max(widest, operations.config.vocabulary))
+
+
+def _widest(operations: Operations) -> int:
+    """Weights of the longest row."""
+    return max(
+        max(operations.config.hidden, kind.query_width, kind.layer.feed_forward.intermediate)
         for kind in operations.kinds.values()
     )
-    by_sums = EXPERTS_AT_ONCE * _FLOAT * (5 * CODED_ROWS * widest + 4 * CODED_TILE)
-    unpacked = _UNPACKING * min(UNPACKED_TILE, widest * max(widest, config.vocabulary))
-    return max(by_sums, unpacked)
 
 
 def mask_bytes(tokens: int, cached: int) -> int:
