@@ -101,6 +101,11 @@ Block = Tensor | Coded
 """Rows of a matrix, plain or coded."""
 
 
+def rows_of(block: Block) -> Tensor:
+    """The tensor that has the rows of a block, as bytes where they are coded."""
+    return block.raw_NB if isinstance(block, Coded) else block
+
+
 def plain_block(block: Block, dtype: torch.dtype) -> Tensor:
     """The weights of a block; a plain one is returned as it is."""
     return block.plain(dtype) if isinstance(block, Coded) else block
