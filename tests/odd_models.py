@@ -70,9 +70,9 @@ WIDE = MIXTRAL.varied(
 )
 
 
-def coded(name: str) -> ModelConfig:
+def coded(name: str, layers: int = 5) -> ModelConfig:
     """A model in coded formats: rows of `down` are no multiples of 256, those of `o` not of 32."""
-    sizes = MIXTRAL.varied(name=name, layers=5, hidden=256, intermediate=96, window=None)
+    sizes = MIXTRAL.varied(name=name, layers=layers, hidden=256, intermediate=96, window=None)
     return coded_as(sizes, name)
 
 

@@ -112,7 +112,7 @@ def kept(pages: AdjacentPages, reader: PageReader, those: Sequence[Page]) -> dic
     for page in those:
         memory = reader.new_memory(reader.bytes_in_slot(page))
         reader.read(page, memory)
-        for name, blocks in pages.copied(page, reader.views(memory, page)).items():
+        for name, blocks in pages.copied(page, memory).items():
             found.setdefault(name.rpartition(".")[2], []).extend(blocks)
     return found
 

@@ -33,7 +33,7 @@ from moesched.plugins import make_policy
 from moesched.requests.batch import split_batch
 from moesched.runs.hardware import run
 from moesched.runs.planning import plan_run
-from odd_models import MIXTRAL, PROMPTS, WIDE, layout_of, stored
+from odd_models import MIXTRAL, PROMPTS, WIDE, coded, layout_of, stored
 from odd_runs import generated, two_batches
 from policies_for_two_memories import STREAM_MOST
 
@@ -144,6 +144,24 @@ def test_a_policy_that_streams_has_the_bits_of_the_cpu_in_16_bits(
         assert found.streamed_pages > 0
         assert found.tokens == expected.tokens
         assert found.logits_RSV.equal(expected.logits_RSV)
+
+
+def test_coded_weights_are_unpacked_with_the_same_bits_resident_and_streamed(tmp_path: Path) -> None:
+    checkpoint = stored(coded("q4_k_m", layers=3), tmp_path)
+    models, way, gpu = Models(checkpoint, checkpoint), WAYS["whole prompts"], LaggingGpu(seed=1)
+    team, ran = on_gpu(models, way, gpu), []
+    for policy in ("expert_streaming", "resident"):
+        ran.append(team.run(policy, {}, SHORT))
+        assert [*over_budget(ran[-1], gpu)] == []
+    team.close()
+    streamed, resident = ran
+    assert streamed.streamed_pages > 0
+    assert streamed.has_bits_of(resident)
+    exact = expected_of_cpu(models, NAMED["resident, whole prompts"], SHORT).logits
+    assert all(
+        (logits - exact[sequence]).abs().max() <= 1e-5 * exact[sequence].abs().max()
+        for sequence, logits in resident.logits.items()
+    )
 
 
 def test_keys_and_values_of_sequences_of_one_length_are_loaded_in_whole_pieces(

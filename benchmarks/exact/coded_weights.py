@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from itertools import product
+from itertools import cycle, product
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,8 @@ MOST_DIFFERENCE = 1e-5
 """Largest difference of logits, in units of the largest logit."""
 PAGE_BYTES = (None, 17_000, 40_000)
 THREADS = (1, 2)
+DTYPES = ("bfloat16", "float32")
+"""Dtypes of the computation; formats have them in turn."""
 FAMILIES = {
     "mixtral": MIXTRAL,
     "dbrx": DBRX,
@@ -115,7 +117,7 @@ def compare_runs() -> dict[str, Any]:
     """Runs by policy, page size and number of cores, beside `resident` on one memory."""
     differing, count = [], 0
     with tempfile.TemporaryDirectory() as folder:
-        for name, dtype in track(list(product(MIXES, ("bfloat16", "float32"))), "from policy to policy"):
+        for name, dtype in track([*zip(MIXES, cycle(DTYPES))], "from policy to policy"):
             model = coded(name), dtype
             reference = Reference.of(model, Path(folder) / f"{name}-{dtype}")
             runs = [run for grid in (SCHEDULES, EXPERTS) for run in grid._replace(models=[model]).whole()]

@@ -1,14 +1,14 @@
-"""The kernels for coded matrices on the CPU; operations that are made of products use them through the table."""
+"""The kernels for coded matrices; operations that are made of products use them through the table."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 
-from ..products.coded_linear import coded_linear
+from ..products.coded_linear import coded_linear, unpacked_linear
 from ..products.linear import linear
 from ..shared.coded import Block, Coded
 from .layer_weights import Tensor, Weights
@@ -20,30 +20,47 @@ class CodedKernel(TorchKernel):
     """A kernel for matrices of which all or some blocks are coded."""
 
     name = "coded"
-    takes = f"weights in {', '.join(sorted(CODED))} on the CPU"
+    takes = f"weights in {', '.join(sorted(CODED))}"
 
     def refusal(self, case: Case) -> str:
-        """A reason to refuse other devices, and matrices without a coded block; empty for other cases."""
-        if case.device != "cpu":
-            return "it is for the CPU"
+        """A reason to refuse matrices without a coded block; empty for other cases."""
         return "" if case.formats & CODED else "it reads coded matrices"
 
 
 class CodedProduct(CodedKernel):
-    """A product with each block of a matrix; its rows depend on no other row."""
+    """A product with each block of a matrix by exact sums; its rows depend on no other row."""
 
     operation = "product"
+    takes = f"{CodedKernel.takes} on the CPU"
     independent = True
+
+    def refusal(self, case: Case) -> str:
+        """A reason to refuse GPUs, or such matrices."""
+        return super().refusal(case) if case.device == "cpu" else "it is for the CPU"
 
     def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
         """Bind the product with a matrix: (x_TD) -> y_TN."""
-        return partial(_product, weights["matrix"])
+        return partial(_product, coded_linear, weights["matrix"])
 
 
-def _product(blocks: Sequence[Block], x_TD: Tensor) -> Tensor:
-    parts = [
-        coded_linear(x_TD, block) if isinstance(block, Coded) else linear(x_TD, [block]) for block in blocks
-    ]
+class UnpackedProduct(CodedKernel):
+    """A product with each block of a matrix, whose rows are unpacked to the dtype of the computation, tile by tile."""
+
+    operation = "product"
+    name = "unpacked"
+    takes = f"{CodedKernel.takes} on GPUs"
+
+    def refusal(self, case: Case) -> str:
+        """A reason to refuse the CPU, or such matrices."""
+        return "it is for GPUs" if case.device == "cpu" else super().refusal(case)
+
+    def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
+        """Bind the product with a matrix: (x_TD) -> y_TN."""
+        return partial(_product, unpacked_linear, weights["matrix"])
+
+
+def _product(multiply: Callable[[Tensor, Coded], Tensor], blocks: Sequence[Block], x_TD: Tensor) -> Tensor:
+    parts = [multiply(x_TD, block) if isinstance(block, Coded) else linear(x_TD, [block]) for block in blocks]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
 
@@ -77,4 +94,4 @@ def _embed(embedding: Coded, dtype: torch.dtype, tokens_T: Tensor) -> Tensor:
     return embedding.take(tokens_T).plain(dtype)
 
 
-CODED_ROWS = (CodedEmbed, CodedExpert, CodedProduct)
+CODED_ROWS = (CodedEmbed, CodedExpert, CodedProduct, UnpackedProduct)

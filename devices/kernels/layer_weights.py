@@ -12,7 +12,7 @@ import torch
 
 from moesched.models.layers import Layer
 
-from ..shared.coded import Block, Coded
+from ..shared.coded import Block, Coded, rows_of
 from .kernel_weights import EXPERT_PARTS, KernelWeights
 from .seam import COLUMNS, PACKED, ROWS, Operation
 
@@ -46,7 +46,9 @@ class Weights(KernelWeights[Any]):
     def places(self) -> Hashable:
         """The address and shape of each block, by name."""
         return tuple(
-            (name, block.data_ptr(), block.shape) for name, blocks in self.items() for block in blocks
+            (name, rows.data_ptr(), rows.shape)
+            for name, blocks in self.items()
+            for rows in map(rows_of, blocks)
         )
 
     def expert(self, number: int) -> Weights:

@@ -163,7 +163,7 @@ class TorchKernels(Binder):
     def arranged(self, name: str, tensor: Block, device: torch.device) -> Block:
         """A copy of a resident tensor on a device, packed for oneDNN where that is faster."""
         if isinstance(tensor, Coded):
-            return tensor.copied()
+            return tensor.copied(device)
         if self._packs and tensor.dim() == 2 and not name.endswith(COMPUTED_IN_FLOAT32):
             packed = pack(tensor)
             if packed_bytes(packed) <= tensor.nbytes:

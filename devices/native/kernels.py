@@ -13,7 +13,7 @@ import torch
 from moesched.system.bound_call import bound_call
 from moesched.system.cores import affinity, usable_cores
 
-from ..shared.coded import Block, Coded
+from ..shared.coded import Block, Coded, rows_of
 from .compiled import formats, instruction_sets, library
 
 Tensor = torch.Tensor
@@ -110,11 +110,9 @@ def matrix_of(blocks: Blocks) -> array[int]:
     """The number of a matrix's format, then addresses and sizes of its row blocks, as C reads them (`Matrix`)."""
     first = blocks[0]
     name = first.format.name if isinstance(first, Coded) else str(first.dtype).removeprefix("torch.")
-    return array("q", [formats().index(name), *chain(*((_address(each), len(each)) for each in blocks))])
-
-
-def _address(block: Block) -> int:
-    return block.raw_NB.data_ptr() if isinstance(block, Coded) else block.data_ptr()
+    return array(
+        "q", [formats().index(name), *chain(*((rows_of(each).data_ptr(), len(each)) for each in blocks))]
+    )
 
 
 def numbers(count: int) -> array[int]:

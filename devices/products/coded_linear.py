@@ -1,22 +1,23 @@
-"""Products with coded matrices on the CPU, whose sums within a group are exact.
+"""Products with coded matrices: by exact sums on the CPU, by unpacked rows on GPUs.
 
 T rows, D inputs of G groups with g weights each, N outputs.
 
-The inputs of a group are rounded to multiples of one unit, a power of two 24 bits below the largest of them, or 14 bits
-where they are bfloat16 numbers, which have 8. Each is divided into two pieces of half as many bits. Codes have at most
-8 bits and groups at most 32 weights, so a sum of codes times pieces has at most 24 bits: float32 holds it exactly, in
-any order of the terms. The sums of both pieces are added and multiplied by the scale, and groups are added one after
-the other. So the bits of an output depend on nothing but its row of weights and its inputs: no number of rows, cores or
-row blocks, nor the library that multiplies. The native kernels give the same ones.
+On the CPU, the inputs of a group are rounded to multiples of one unit, a power of two 24 bits below the largest of
+them, or 14 bits where they are bfloat16 numbers, which have 8. Each is divided into two pieces of half as many bits.
+Codes have at most 8 bits and groups at most 32 weights, so a sum of codes times pieces has at most 24 bits: float32
+holds it exactly, in any order of the terms. The sums of both pieces are added and multiplied by the scale, and groups
+are added one after the other. So the bits of an output depend on nothing but its row of weights and its inputs: no
+number of rows, cores or row blocks, nor the library that multiplies. The native kernels give the same ones.
 """
 
 from __future__ import annotations
 
 import torch
 
-from moesched.models.footprint import CODED_ROWS, CODED_TILE
+from moesched.models.footprint import CODED_ROWS, CODED_TILE, UNPACKED_TILE
 
 from ..shared.coded import Coded, Groups
+from .plain_weights import plain_linear
 from .team import one_core
 
 Tensor = torch.Tensor
@@ -66,9 +67,16 @@ def coded_linear(x_TD: Tensor, block: Coded) -> Tensor:
         for x_tD, y_tN in zip(x_TD.split(CODED_ROWS), y_TN.split(CODED_ROWS), strict=True):
             pieces = Pieces(x_tD, group)
             outputs = max(1, CODED_TILE // max(x_tD.shape[1], 2 * x_tD.numel() // group))
-            for raw_nB, y_tn in zip(block.raw_NB.split(outputs), y_tN.split(outputs, dim=1), strict=True):
-                y_tn.copy_(_products(pieces, Coded(raw_nB, block.format).groups()))
+            for part, y_tn in zip(block.split(outputs), y_tN.split(outputs, dim=1), strict=True):
+                y_tn.copy_(_products(pieces, part.groups()))
     return y_TN
+
+
+def unpacked_linear(x_TD: Tensor, block: Coded) -> Tensor:
+    """x @ W.T by weights that are rounded to the dtype of x: (T, N)."""
+    rows = max(1, UNPACKED_TILE // x_TD.shape[1])
+    parts = [plain_linear(x_TD, tile.plain(x_TD.dtype)) for tile in block.split(rows)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
 
 def _products(pieces: Pieces, groups: Groups) -> Tensor:

@@ -25,16 +25,17 @@ NamedBlocks = dict[str, list[Any]]
 Linear = Callable[[Tensor, Blocks], Tensor]
 
 
-def joined(blocks: Blocks) -> list[Tensor]:
-    """The row blocks of a matrix, with neighbours in memory joined into one.
+def joined(blocks: Sequence[Any]) -> list[Any]:
+    """The row blocks of a matrix, with plain neighbours in memory joined into one.
 
     Only a block of a multiple of 128 rows is joined with the next one: products then had the same bits as with the
     parts, in all types and shapes that were tried on CPUs. With other numbers of rows, float32 products had not.
     """
-    found: list[Tensor] = []
+    found: list[Any] = []
     for block in blocks:
-        if found and _follows(block, found[-1]):
-            above = found.pop()
+        above = found[-1] if found else None
+        if isinstance(block, Tensor) and isinstance(above, Tensor) and _follows(block, above):
+            found.pop()
             shape = (len(above) + len(block), *above.shape[1:])
             block = above.as_strided(shape, above.stride(), above.storage_offset())
         found.append(block)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -47,13 +48,21 @@ class Coded:
         """Bytes of the rows."""
         return self.raw_NB.nbytes
 
-    def copied(self) -> Coded:
-        """The rows in memory of their own."""
-        return Coded(self.raw_NB.clone(), self.format)
+    def copied(self, device: torch.device) -> Coded:
+        """The rows in memory of their own on a device."""
+        return Coded(self.raw_NB.to(device, copy=True), self.format)
+
+    def to(self, device: torch.device) -> Coded:
+        """The rows on a device; no copy if they are there."""
+        return Coded(self.raw_NB.to(device), self.format)
 
     def chunk(self, count: int) -> Sequence[Coded]:
         """The rows in at most `count` equal parts."""
         return [Coded(part, self.format) for part in self.raw_NB.chunk(count)]
+
+    def split(self, rows: int) -> Sequence[Coded]:
+        """The rows in parts of that many, the last of which may have fewer."""
+        return [Coded(part, self.format) for part in self.raw_NB.split(rows)]
 
     def take(self, rows_N: Tensor) -> Coded:
         """The rows of these numbers."""
@@ -92,6 +101,11 @@ Block = Tensor | Coded
 """Rows of a matrix, plain or coded."""
 
 
+def rows_of(block: Block) -> Tensor:
+    """The tensor that has the rows of a block, as bytes where they are coded."""
+    return block.raw_NB if isinstance(block, Coded) else block
+
+
 def plain_block(block: Block, dtype: torch.dtype) -> Tensor:
     """The weights of a block; a plain one is returned as it is."""
     return block.plain(dtype) if isinstance(block, Coded) else block
@@ -113,10 +127,15 @@ def _codes(blocks_NBb: Tensor, codes: Codes, count: int) -> Tensor:
     if codes.high is not None:
         stored_NBc |= _pieces(blocks_NBb, codes.high, count) << codes.low.bits
     if codes.values:
-        values = torch.tensor(codes.values, dtype=torch.float32, device=stored_NBc.device)
-        return values[stored_NBc.int()]
+        return _on(stored_NBc.device, codes.values)[stored_NBc.int()]
     codes_NBc = stored_NBc.float()
     return codes_NBc.sub_(codes.zero) if codes.zero else codes_NBc
+
+
+@cache
+def _on(device: torch.device, values: tuple[int, ...]) -> Tensor:
+    """A table of values on a device, float32; it is brought there once."""
+    return torch.tensor(values, dtype=torch.float32, device=device)
 
 
 def _pieces(blocks_NBb: Tensor, packed: Bits, count: int) -> Tensor:

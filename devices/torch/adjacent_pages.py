@@ -10,7 +10,7 @@ import torch
 from moesched.models.layout import EXTENT_ALIGNMENT, Page
 
 from ..products.linear import NamedBlocks, Tensor
-from ..shared.page_reader import PageReader
+from ..shared.page_reader import PageReader, Part
 from .compute import Compute
 
 
@@ -48,13 +48,15 @@ class AdjacentPages:
         """The memory of a page; `elsewhere` if none was allocated for the page."""
         return self._slots.get(page.id, elsewhere)
 
-    def copied(self, page: Page, weights: NamedBlocks) -> NamedBlocks:
-        """Copy a page's tensors to the page's memory, and return the copies; threads may do so with different pages."""
-        placed = self._reader.views(self._slots[page.id], page, aligned=True)
-        for name, blocks in placed.items():
-            for block, original in zip(blocks, weights[name], strict=True):
-                block.copy_(original)
-        return placed
+    def copied(self, page: Page, staging: Tensor) -> NamedBlocks:
+        """Copy a page to its memory, and return its tensors there; threads may do so with different pages.
+
+        staging: the page's bytes as they were read.
+        """
+        memory = self._slots[page.id]
+        for piece, offset in self._reader.pieces(page, [Part(0, staging)]):
+            memory[offset : offset + len(piece)].copy_(piece)
+        return self._reader.views(memory, page, aligned=True)
 
 
 def _groups(pages: Iterable[Page]) -> list[list[Page]]:

@@ -38,7 +38,6 @@ from ..kernels.torch_kernels import kernel_rows
 from ..products.linear import Tensor
 from ..runner.next_tokens import Choice
 from ..runner.observers import DeviceObservers
-from ..shared.coded import require_plain
 from ..shared.token_ids import check_token_ids
 from ..shared.verbs import after
 from .compute import Compute
@@ -104,8 +103,6 @@ class TorchDevice(ChoosesDtype):
         self._keep_logits = keep_logits
         if threads is not None and not 1 <= threads <= MOST_THREADS:
             raise BadInput(f"threads is {threads}: give 1 to {MOST_THREADS}")
-        if torch.device(accelerator).type != "cpu":
-            require_plain(layout.config, accelerator)
         self._compute = Compute(accelerator, layout, kernel, pin, threads, listed(own_kernels))
         self.core_plan = None if self._compute.on_cpu else self._compute.core_plan
         self._store = WeightStore(checkpoint, layout, self._compute, direct=direct, map_files=map_files)

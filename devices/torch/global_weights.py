@@ -7,7 +7,7 @@ from typing import NamedTuple
 from moesched.models.config import ModelConfig
 
 from ..kernels.layer_weights import Weights
-from ..shared.coded import Block, Coded
+from ..shared.coded import Block
 from ..shared.page_reader import PageReader
 from .compute import Compute
 
@@ -30,7 +30,7 @@ def read_global_weights(
 
     def read(name: str) -> Block:
         block: Block = reader.read_tensor(name)
-        return block if isinstance(block, Coded) else block.to(compute.accelerator)
+        return block.to(compute.accelerator)
 
     embedding_VD, norm_D = read("embedding"), read("final_norm")
     team = compute.kernels.team

@@ -115,9 +115,12 @@ class ResidentPages:
     def _rearranged(self, page: Page, staging: torch.Tensor) -> NamedBlocks:
         use_cores(1)
         self._reader.read(page, staging, cached=True)
-        weights = self._reader.views(staging, page)
         with torch.inference_mode():
-            weights = self._adjacent.copied(page, weights) if self._adjacent else self._packed(weights)
+            weights = (
+                self._adjacent.copied(page, staging)
+                if self._adjacent
+                else self._packed(self._reader.views(staging, page))
+            )
         self._free.append(staging)
         return weights
 

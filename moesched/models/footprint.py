@@ -16,6 +16,10 @@ CODED_ROWS = 64
 """Most rows that are multiplied by coded weights at once."""
 CODED_TILE = 1 << 17
 """Most codes, and most sums of groups, that such a product has in float32 at once: they stay in a core's cache."""
+UNPACKED_TILE = 1 << 21
+"""Most weights that a GPU unpacks at once for a product."""
+_UNPACKING = 14
+"""Bytes for each of them: stored numbers, codes, and weights in float32 and in the dtype of the computation."""
 QUERY_TILE = 512
 """Most queries that share an attention mask, in a chunk of a prompt whose earlier tokens are cached."""
 _FLOAT = 4
@@ -64,11 +68,23 @@ def _coded_bytes(operations: Operations) -> int:
     """Workspace in bytes of products with coded weights: inputs in pieces, codes, and sums of groups."""
     if not operations.config.coded_formats:
         return 0
-    widest = max(
+    return EXPERTS_AT_ONCE * _FLOAT * (5 * CODED_ROWS * _widest(operations) + 4 * CODED_TILE)
+
+
+def unpacked_bytes(operations: Operations) -> int:
+    """Workspace in bytes of a GPU for rows of coded weights that it unpacks."""
+    if not operations.config.coded_formats:
+        return 0
+    widest = _widest(operations)
+    return _UNPACKING * min(UNPACKED_TILE, widest * max(widest, operations.config.vocabulary))
+
+
+def _widest(operations: Operations) -> int:
+    """Weights of the longest row."""
+    return max(
         max(operations.config.hidden, kind.query_width, kind.layer.feed_forward.intermediate)
         for kind in operations.kinds.values()
     )
-    return EXPERTS_AT_ONCE * _FLOAT * (5 * CODED_ROWS * widest + 4 * CODED_TILE)
 
 
 def mask_bytes(tokens: int, cached: int) -> int:

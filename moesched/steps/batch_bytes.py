@@ -11,6 +11,7 @@ from moesched.models.footprint import (
     layer_bytes,
     mask_bytes,
     staying_bytes,
+    unpacked_bytes,
     workspace_bytes,
 )
 from moesched.models.host_buffers import (
@@ -35,6 +36,7 @@ class BatchBytes(ReadOnly):
     Attributes:
         staying: activations of all micro-batches that live across layers.
         workspace: workspace of the kernels, for the largest micro-batch.
+        unpacked: rows of coded weights that a GPU unpacks.
         in_decode: activations within a layer of all micro-batches, in decode.
         host_workspace: workspace of experts that run on the host.
         hidden: hidden states of the largest micro-batch.
@@ -57,6 +59,7 @@ class BatchBytes(ReadOnly):
         self.workspace = workspace_bytes(operations, most, max(self._decode_rows))
         if chunked:
             self.workspace += mask_bytes(most, max(batch.prompts))
+        self.unpacked = unpacked_bytes(operations)
         self.in_decode = sum(layer_bytes(operations, rows) for rows in self._decode_rows)
         self.host_workspace = expert_workspace_bytes(operations, most)
         self.hidden = most * operations.hidden_bytes

@@ -192,6 +192,8 @@ class Reservations(ReadOnly):
             yield Reservation(fast, "embedding, final norm and LM head", nbytes * nodes.attends, "weights")
             yield Reservation(fast, "hidden states of all micro-batches", sizes.staying)
             yield Reservation(fast, "workspace of the largest micro-batch's kernels", sizes.workspace)
+            if sizes.unpacked and not self._machine.unified:
+                yield Reservation(fast, "unpacked rows of coded weights", sizes.unpacked)
         if self.process is not None and self.process.limit is not None:
             kept = kept_workspace(sizes.workspace)
             yield Reservation(self._host, "workspace that the allocator keeps", kept)
