@@ -1,4 +1,4 @@
-"""Writes a checkpoint of random weights in Hugging Face's format, streaming it to disk."""
+"""Writes a checkpoint of random weights in Hugging Face's format or as GGUF, streaming it to disk."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ from moesched.models.coded_models import coded_as
 from moesched.models.config import ModelConfig
 from moesched.models.config_file import MOST_LAYERS
 from moesched.models.encoding import encoded
+from moesched.models.gguf.parts import SUFFIX
+from moesched.models.gguf.writing import GgufTensor, formats_of_tensors, written_header
 from moesched.models.layers import Shape
 from moesched.models.published import STANDARD_DEVIATION, published_config, published_tensors
 from moesched.models.reading import read_config, require_runs, runs
@@ -30,7 +32,7 @@ from moesched.models.shards import INDEX_NAME
 from moesched.models.stored_formats import STORED_FORMATS, StoredFormat
 from moesched.system.cells import counted_in_cell
 from moesched.system.near_names import with_nearest
-from moesched.system.new_folder import new_folder, reserve, write_at, write_json
+from moesched.system.new_folder import new_folder, new_path, reserve, write_at, write_json
 from moesched.system.own_loop import interruptible
 
 Progress = Callable[[int, int], object]
@@ -71,12 +73,13 @@ def write_random_model(
     progress: Progress | None = None,
     stored_as: str | None = None,
 ) -> Path:
-    """Write a random-weight model to `directory` and return its path.
+    """Write a random-weight model and return its path.
 
     The values of a tensor depend only on the seed, its name and its format: weights are normal with standard deviation
-    0.02, norms are 1. The directory is created atomically.
+    0.02, norms are 1. The directory or file is created atomically.
 
     Args:
+        directory: a folder to make, or a file whose name ends in .gguf.
         shape: a name from `SHAPES`, or any ModelConfig.
         layers: overrides the number of layers of the shape.
         shard_bytes: the most bytes of tensors in a file, unless a single tensor is larger.
@@ -88,10 +91,16 @@ def write_random_model(
         BadInput: the shape, dtype or format is unknown, config.json of the family cannot describe such layers, the
             directory is in use, or the disk has too little space.
     """
-    config = _resolve(shape, layers, dtype)
+    config, target = _resolve(shape, layers, dtype), Path(directory)
+    is_gguf = target.suffix == SUFFIX
+    if is_gguf:
+        config = config.varied(transposed_down=False)
     if stored_as is not None:
         config = coded_as(config, stored_as)
-    target = Path(directory)
+    progress = progress or counted_in_cell("writing weights")
+    if is_gguf:
+        _write_gguf(target, config, seed, progress)
+        return target
     nbytes = sum(tensor.nbytes for tensor in _tensors(config))
     with new_folder(target, nbytes, "ask for fewer layers") as folder:
         write_json(folder / "config.json", published_config(config))
@@ -101,9 +110,19 @@ def write_random_model(
                 "use layers that are alike"
             )
         shards = _plan_shards(config, shard_bytes)
-        _write_shards(folder, shards, seed, progress or counted_in_cell("writing weights"))
+        _write_shards(folder, shards, seed, progress)
         write_json(folder / INDEX_NAME, _index(shards))
     return target
+
+
+def _write_gguf(target: Path, config: ModelConfig, seed: int, progress: Progress | None) -> None:
+    tensors = [_Tensor(*each) for each in formats_of_tensors(config)]
+    header = written_header(config, [GgufTensor(*tensor, tensor.nbytes) for tensor in tensors])
+    placed = tuple(zip(tensors, header.starts, strict=True))
+    with new_path(target, header.size, "ask for fewer layers") as partial:
+        _write_shards(
+            partial.parent, [_Shard(partial.name, header.data, placed, header.size)], seed, progress
+        )
 
 
 def _resolve(shape: ModelConfig | str, layers: int | None, dtype: str) -> ModelConfig:
