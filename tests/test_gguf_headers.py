@@ -215,7 +215,11 @@ REFUSED: dict[str, tuple[Change, str]] = {
         "attn_q.bias is a bias; use a checkpoint without biases",
     ),
     "a missing tensor": (without(ROUTER), "lacks 1 of the model's tensors, layers.0.router"),
-    "no weights": (attribute(tensors=[]), f"has no {EMBEDDING}: give a file with weights"),
+    "no weights": (attribute(tensors=[]), f"has no {EMBEDDING} of two dimensions: give a file"),
+    "embeddings of one dimension": (
+        tensor(EMBEDDING, lengths=[8]),
+        f"has no {EMBEDDING} of two dimensions: give a file",
+    ),
     "another shape": (
         tensor(ROUTER, lengths=[8, 4]),
         rf"{ROUTER} has shape \[4, 8\], its header says \[3, 8\]",
@@ -399,6 +403,15 @@ UNUSABLE: dict[str, tuple[Change, str]] = {
     ),
     "an empty merge": (key("tokenizer.ggml.merges", texts([""])), "merges has '', which is not of"),
 }
+
+
+def test_a_piece_that_is_longer_than_any_real_one_is_refused(tmp_path: Path) -> None:
+    header = mixtral()
+    header.set(TOKENS, texts(["<unk>", "<s>", "</s>", "a", "b", "a" * 100_000]))
+    with pytest.raises(
+        BadInput, match=r"of 100,000 characters, and no real vocabulary of SentencePiece has one"
+    ):
+        find_tokenizer(header.write(tmp_path / "model.gguf"))
 
 
 @pytest.mark.parametrize("broken", UNUSABLE.values(), ids=UNUSABLE)

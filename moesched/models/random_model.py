@@ -23,13 +23,13 @@ from moesched.models.config import ModelConfig
 from moesched.models.config_file import MOST_LAYERS
 from moesched.models.encoding import encoded
 from moesched.models.gguf.parts import SUFFIX
-from moesched.models.gguf.writing import GgufTensor, formats_of_tensors, written_header
-from moesched.models.layers import Shape
+from moesched.models.gguf.writing import gguf_tensors_of, written_header
 from moesched.models.published import STANDARD_DEVIATION, published_config, published_tensors
 from moesched.models.reading import read_config, require_runs, runs
 from moesched.models.shapes import SHAPES
 from moesched.models.shards import INDEX_NAME
-from moesched.models.stored_formats import STORED_FORMATS, StoredFormat
+from moesched.models.stored_formats import STORED_FORMATS
+from moesched.models.written_tensor import WrittenTensor
 from moesched.system.cells import counted_in_cell
 from moesched.system.near_names import with_nearest
 from moesched.system.new_folder import new_folder, new_path, reserve, write_at, write_json
@@ -41,24 +41,10 @@ CHUNK_VALUES = 1 << 20
 DTYPES = ("bfloat16", "float32")
 
 
-class _Tensor(NamedTuple):
-    name: str
-    shape: Shape
-    stored: StoredFormat
-
-    @property
-    def is_norm(self) -> bool:
-        return len(self.shape) == 1
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape[:-1]) * self.stored.row_bytes(self.shape[-1])
-
-
 class _Shard(NamedTuple):
     file_name: str
     header: bytes
-    starts: tuple[tuple[_Tensor, int], ...]  # each tensor with its offset in the file
+    starts: tuple[tuple[WrittenTensor, int], ...]  # each tensor with its offset in the file
     nbytes: int
 
 
@@ -88,7 +74,7 @@ def write_random_model(
             then in float32. By default all weights are in the dtype.
 
     Raises:
-        BadInput: the shape, dtype or format is unknown, config.json of the family cannot describe such layers, the
+        BadInput: the shape, dtype or format is unknown, files of the family cannot describe such layers, the
             directory is in use, or the disk has too little space.
     """
     config, target = _resolve(shape, layers, dtype), Path(directory)
@@ -116,8 +102,8 @@ def write_random_model(
 
 
 def _write_gguf(target: Path, config: ModelConfig, seed: int, progress: Progress | None) -> None:
-    tensors = [_Tensor(*each) for each in formats_of_tensors(config)]
-    header = written_header(config, [GgufTensor(*tensor, tensor.nbytes) for tensor in tensors])
+    tensors = list(gguf_tensors_of(config))
+    header = written_header(config, tensors)
     placed = tuple(zip(tensors, header.starts, strict=True))
     with new_path(target, header.size, "ask for fewer layers") as partial:
         _write_shards(
@@ -144,14 +130,14 @@ def _resolve(shape: ModelConfig | str, layers: int | None, dtype: str) -> ModelC
 # ---------------------------------------------------------------- tensors and shards
 
 
-def _tensors(config: ModelConfig) -> Iterator[_Tensor]:
+def _tensors(config: ModelConfig) -> Iterator[WrittenTensor]:
     plain = STORED_FORMATS[config.dtype]
     for name, tensor in published_tensors(config).items():
-        yield _Tensor(name, tensor.shape, config.kept_format(tensor.parts[0][0]) or plain)
+        yield WrittenTensor(name, tensor.shape, config.kept_format(tensor.parts[0][0]) or plain)
 
 
 def _plan_shards(config: ModelConfig, shard_bytes: int) -> list[_Shard]:
-    groups: list[list[_Tensor]] = []
+    groups: list[list[WrittenTensor]] = []
     filled = shard_bytes
     for tensor in _tensors(config):
         if not groups or filled + tensor.nbytes > shard_bytes:
@@ -163,7 +149,7 @@ def _plan_shards(config: ModelConfig, shard_bytes: int) -> list[_Shard]:
     return [_plan_shard(name, group) for name, group in zip(names, groups, strict=True)]
 
 
-def _plan_shard(file_name: str, tensors: list[_Tensor]) -> _Shard:
+def _plan_shard(file_name: str, tensors: list[WrittenTensor]) -> _Shard:
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     starts = []
     end = 0
@@ -210,7 +196,7 @@ def round_to_bfloat16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
 
 
-def _chunks(tensor: _Tensor, seed: int) -> Iterator[npt.NDArray[Any]]:
+def _chunks(tensor: WrittenTensor, seed: int) -> Iterator[npt.NDArray[Any]]:
     """Yield a tensor's values as they are stored, a few MB at a time; each array is overwritten by the next."""
     if tensor.stored.codes is None:
         yield from _values(tensor, tensor.stored.name, seed)
@@ -219,7 +205,7 @@ def _chunks(tensor: _Tensor, seed: int) -> Iterator[npt.NDArray[Any]]:
             yield encoded(values, tensor.stored)
 
 
-def _values(tensor: _Tensor, dtype: str, seed: int) -> Iterator[npt.NDArray[Any]]:
+def _values(tensor: WrittenTensor, dtype: str, seed: int) -> Iterator[npt.NDArray[Any]]:
     """Yield a tensor's values in a dtype, likewise."""
     table = _normal_table(dtype)
     count = math.prod(tensor.shape)
@@ -273,7 +259,9 @@ def _write_shard(path: Path, shard: _Shard, seed: int, advance: Callable[[int], 
             raise
 
 
-def _write_tensor(descriptor: int, start: int, tensor: _Tensor, seed: int, stop: threading.Event) -> int:
+def _write_tensor(
+    descriptor: int, start: int, tensor: WrittenTensor, seed: int, stop: threading.Event
+) -> int:
     end = start
     if stop.is_set():
         return 0

@@ -46,8 +46,8 @@ def gguf_config(parts: GgufParts) -> ModelConfig:
         BadInput: a key is missing, asks for a feature that the kernels do not support, or contradicts the tensors.
     """
     family, tensors = family_of(parts), {found.name: found for found in parts.shards.tensors}
-    if EMBEDDING not in tensors:
-        raise BadInput(f"{parts.path} has no {EMBEDDING}: give a file with weights")
+    if EMBEDDING not in tensors or len(tensors[EMBEDDING].entry.shape) != 2:
+        raise BadInput(f"{parts.path} has no {EMBEDDING} of two dimensions: give a file with weights")
     vocabulary = read_vocabulary(parts)
     keys = _keys(parts, tensors)
     values = family.config_json(keys) | {

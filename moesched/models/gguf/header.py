@@ -29,7 +29,7 @@ MOST_KEYS = 1 << 12
 MOST_ITEMS = 1 << 20
 """Most items of an array; Gemma 4 has 515,000 merges."""
 LONGEST_KEY = 1 << 16
-LONGESTTEXT = 1 << 20
+LONGEST_TEXT = 1 << 20
 """Most bytes of a text; the longest published chat templates have 30 kB."""
 MOST_DIMENSIONS = 4
 
@@ -101,7 +101,7 @@ class _Source:
         length: int = _LENGTH.unpack_from(self._data, self._taken(8))[0]
         return length
 
-    def text(self, longest: int = LONGESTTEXT) -> str:
+    def text(self, longest: int = LONGEST_TEXT) -> str:
         """Take a text, whose length in bytes stands before it."""
         length = self.length()
         if length > longest:

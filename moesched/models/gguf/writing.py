@@ -13,20 +13,11 @@ from moesched.models.formats import role_of
 from moesched.models.gguf.families import GGUF_FAMILIES, architecture_of, gguf_keys, gguf_tensors
 from moesched.models.gguf.header import ALIGNMENT, FLOAT32, MAGIC, TEXT, UNSIGNED, VERSIONS
 from moesched.models.gguf.types import TENSOR_TYPES
-from moesched.models.layers import Shape
 from moesched.models.published import with_shapes
-from moesched.models.stored_formats import STORED_FORMATS, StoredFormat
+from moesched.models.stored_formats import STORED_FORMATS
+from moesched.models.written_tensor import WrittenTensor
 
 NO_TOKENIZER = "no_vocab"
-
-
-class GgufTensor(NamedTuple):
-    """A tensor to write."""
-
-    name: str
-    shape: Shape
-    stored: StoredFormat
-    nbytes: int
 
 
 class WrittenHeader(NamedTuple):
@@ -43,18 +34,18 @@ class WrittenHeader(NamedTuple):
     size: int
 
 
-def formats_of_tensors(config: ModelConfig) -> Iterator[tuple[str, Shape, StoredFormat]]:
-    """Yield names, shapes and formats of a model's tensors; norms and routers are in float32."""
+def gguf_tensors_of(config: ModelConfig) -> Iterator[WrittenTensor]:
+    """Yield the tensors of a model's file; norms and routers are in float32."""
     plain = STORED_FORMATS[config.dtype]
     family = GGUF_FAMILIES[architecture_of(config)]
     for name, tensor in with_shapes(config, gguf_tensors(family, config)).items():
         first = tensor.parts[0][0]
         is_small = role_of(first) == "small"
         stored = STORED_FORMATS["float32"] if is_small else config.kept_format(first) or plain
-        yield name, tensor.shape, stored
+        yield WrittenTensor(name, tensor.shape, stored)
 
 
-def written_header(config: ModelConfig, tensors: Sequence[GgufTensor]) -> WrittenHeader:
+def written_header(config: ModelConfig, tensors: Sequence[WrittenTensor]) -> WrittenHeader:
     """Make the header of a file."""
     architecture = architecture_of(config)
     keys = msgspec.to_builtins(gguf_keys(config))
