@@ -11,11 +11,11 @@ import torch
 from gguf import GGUFReader, TokenType, quants
 from safetensors.torch import save_file
 
-from benchmarks.shared.gguf_files import ARCHITECTURES, TypeOf, Values, write_gguf
+from benchmarks.shared.gguf_files import TypeOf, Values, write_gguf
 from benchmarks.shared.random_models import load_model
 from moesched.models.checkpoint import open_checkpoint
 from moesched.models.config import ModelConfig
-from moesched.models.gguf.families import GGUF_FAMILIES, gguf_tensors
+from moesched.models.gguf.families import GGUF_FAMILIES, architecture_of, gguf_tensors
 from moesched.models.published import published_config, published_tensors
 from moesched.models.random_model import write_random_model
 
@@ -70,7 +70,7 @@ def unpacked_model(file: Path, config: ModelConfig) -> Any:
 def _unpacked(file: Path, config: ModelConfig) -> dict[str, Values]:
     """The weights by canonical name, in the order of rows of safetensors."""
     read = {each.name: each for each in GGUFReader(file).tensors}
-    family = GGUF_FAMILIES[ARCHITECTURES[config.form]]
+    family = GGUF_FAMILIES[architecture_of(config)]
     weights: dict[str, Values] = {}
     for name, parts, stacks in gguf_tensors(family, config):
         if name not in read:

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 from gguf import GGMLQuantizationType as Type
+from gguf import GGUFReader, quants
+from msgspec.structs import replace
 
 from benchmarks.record.results import ROOT
 from benchmarks.shared.gguf_files import TypeOf, q4_k_m, quantized, write_gguf
@@ -16,14 +18,16 @@ from benchmarks.shared.small_runs import ONE_MEMORY, generate, same_bits
 from gguf_models import add_vocabulary, gguf_model, unpacked_model
 from moesched.devices.mlx.device import MlxDevice
 from moesched.devices.torch.device import TorchDevice
+from moesched.errors import BadInput
 from moesched.inputs.tokenizer import TOKENIZER_NAME, find_tokenizer
 from moesched.models.checkpoint import open_checkpoint
 from moesched.models.config import ModelConfig
 from moesched.models.layout import weight_layout
 from moesched.models.random_model import write_random_model
+from moesched.models.shapes import SHAPES
 from moesched.plugins import make_policy
 from odd_models import DBRX, MIXTRAL, OLMOE, PROMPTS
-from stored_checkpoints import content
+from stored_checkpoints import assert_complete, content
 
 WHOLE_ROWS = MIXTRAL.varied(
     layers=2, hidden=64, intermediate=96, heads=4, kv_heads=2, head_dim=32, window=None
@@ -144,3 +148,27 @@ def test_commands_take_a_file_wherever_they_take_a_folder(command: Any, tmp_path
     assert f"{file}, " in command("doctor", "--model", file).out
     assert "is a GGUF file" in command("prestack", file, tmp_path / "stacked").err
     assert "which this command reads" in command("run", file, *run, "--trace", file).err
+
+
+@pytest.mark.parametrize("stored_as", [None, "q8_0", "q4_k_m"])
+def test_random_models_are_written_to_files_too(stored_as: str | None, tmp_path: Path) -> None:
+    for config in (K_QUANTS, DBRX.varied(layers=2, hidden=256, heads=8, head_dim=32, intermediate=256)):
+        file = write_random_model(config, tmp_path / f"{config.name}.gguf", stored_as=stored_as)
+        checkpoint = open_checkpoint(file)
+        assert_complete(checkpoint)
+        wanted = config.varied(interleaved=config.form == "mixtral", transposed_down=False).pattern
+        assert [replace(each, formats=()) for each in checkpoint.config.pattern] == [*wanted]
+        for each in GGUFReader(file).tensors:
+            values = quants.dequantize(each.data, each.tensor_type)
+            assert (values == 1).all() if "norm" in each.name else 0.018 < values.std() < 0.022
+    with pytest.raises(BadInput, match="exists already; remove it"):
+        write_random_model(config, file)
+
+
+def test_layers_that_no_file_describes_are_refused(tmp_path: Path) -> None:
+    layers = (MIXTRAL.pattern[0], MIXTRAL.pattern[0].varied(window=None))
+    with pytest.raises(BadInput, match="mixtral has layers that differ, which no GGUF file describes: use"):
+        write_random_model(replace(MIXTRAL, pattern=layers), tmp_path / "model.gguf")
+    with pytest.raises(BadInput, match="gpt-oss-20b: GGUF files of the family gpt_oss are not written: name"):
+        write_random_model(SHAPES["gpt-oss-20b"], tmp_path / "model.gguf")
+    assert not [*tmp_path.iterdir()]

@@ -37,7 +37,6 @@ from moesched.models.shapes import SHAPES
 from moesched.models.stored_formats import CODED, STORED_FORMATS
 from stored_checkpoints import assert_complete
 
-FORMS = {"llama": "mixtral", "qwen3moe": "qwen3_moe", "olmoe": "olmoe", "dbrx": "dbrx"}
 Change = Callable[[Header], None]
 
 HUGE = 1 << 60
@@ -216,10 +215,18 @@ REFUSED: dict[str, tuple[Change, str]] = {
         "attn_q.bias is a bias; use a checkpoint without biases",
     ),
     "a missing tensor": (without(ROUTER), "lacks 1 of the model's tensors, layers.0.router"),
-    "no weights": (attribute(tensors=[]), f"has no {EMBEDDING}: give a file with weights"),
+    "no weights": (attribute(tensors=[]), f"has no {EMBEDDING} of two dimensions: give a file"),
+    "embeddings of one dimension": (
+        tensor(EMBEDDING, lengths=[8]),
+        f"has no {EMBEDDING} of two dimensions: give a file",
+    ),
     "another shape": (
         tensor(ROUTER, lengths=[8, 4]),
         rf"{ROUTER} has shape \[4, 8\], its header says \[3, 8\]",
+    ),
+    "a vocabulary of another size": (
+        key("llama.vocab_size", number(7)),
+        f"vocab_size says 7 tokens, and {EMBEDDING} has 6 rows",
     ),
     "scores of other tokens": (
         key(TOKENS, texts(["a"] * 5)),
@@ -227,7 +234,7 @@ REFUSED: dict[str, tuple[Change, str]] = {
     ),
     "tokens of another size": (
         tensor(EMBEDDING, lengths=[8, 7]),
-        f"{TOKENS} has 6 tokens, and {EMBEDDING} 7 rows",
+        f"{TOKENS} says 6 tokens, and {EMBEDDING} has 7 rows",
     ),
     "types of other tokens": (
         key("tokenizer.ggml.token_type", numbers([1] * 4)),
@@ -398,6 +405,15 @@ UNUSABLE: dict[str, tuple[Change, str]] = {
 }
 
 
+def test_a_piece_that_is_longer_than_any_real_one_is_refused(tmp_path: Path) -> None:
+    header = mixtral()
+    header.set(TOKENS, texts(["<unk>", "<s>", "</s>", "a", "b", "a" * 100_000]))
+    with pytest.raises(
+        BadInput, match=r"of 100,000 characters, and no real vocabulary of SentencePiece has one"
+    ):
+        find_tokenizer(header.write(tmp_path / "model.gguf"))
+
+
 @pytest.mark.parametrize("broken", UNUSABLE.values(), ids=UNUSABLE)
 def test_a_tokenizer_that_cannot_be_made_is_refused_in_one_line(
     broken: tuple[Change, str], tmp_path: Path
@@ -421,6 +437,6 @@ def test_names_of_tensors_are_those_of_llama_cpp() -> None:
     for name, family in GGUF_FAMILIES.items():
         architecture = next(each for each, known in gguf.MODEL_ARCH_NAMES.items() if known == name)
         theirs = {gguf.TENSOR_NAMES[each].replace("{bid}.", "") for each in gguf.MODEL_TENSORS[architecture]}
-        config = next(each for each in SHAPES.values() if each.form == FORMS[name]).cut(1)
+        config = next(each for each in SHAPES.values() if each.form in family.forms).cut(1)
         ours = {re.sub(r"^blk\.0\.|\.weight$", "", each.name) for each in gguf_tensors(family, config)}
         assert ours <= {each.removeprefix("blk.") for each in theirs}

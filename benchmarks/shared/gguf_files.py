@@ -17,7 +17,7 @@ from moesched.models.architectures.architecture import Stored
 from moesched.models.checkpoint import Checkpoint, StoredTensor, open_checkpoint
 from moesched.models.config import ModelConfig
 from moesched.models.encoding import encoded
-from moesched.models.gguf.families import GGUF_FAMILIES, gguf_tensors
+from moesched.models.gguf.families import GGUF_FAMILIES, architecture_of, gguf_tensors
 from moesched.models.gguf.types import TENSOR_TYPES
 from moesched.models.layers import Shape
 from moesched.models.published import with_shapes
@@ -26,13 +26,6 @@ Values = npt.NDArray[np.float32]
 TypeOf = Callable[[str, Shape], GGMLQuantizationType]
 """The type of a tensor, by its name in the file and its shape."""
 
-ARCHITECTURES = {
-    "mixtral": "llama",
-    "llama": "llama",
-    "qwen3_moe": "qwen3moe",
-    "olmoe": "olmoe",
-    "dbrx": "dbrx",
-}
 ROUTER = "ffn_gate_inp"
 _NUMBERS = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
 
@@ -82,7 +75,7 @@ def write_gguf(
         describe: adds keys of the tokenizer, or others, to a GGUFWriter.
         options: keywords of the GGUFWriter.
     """
-    writer = GGUFWriter(file, ARCHITECTURES[checkpoint.config.form], **options)
+    writer = GGUFWriter(file, architecture_of(checkpoint.config), **options)
     _describe(writer, checkpoint.config)
     describe(writer)
     for stored, values in tensors(checkpoint):
@@ -98,12 +91,12 @@ def write_sparse_gguf(
     config: ModelConfig, file: Path, type_of: TypeOf, describe: Callable[[Any], None]
 ) -> Path:
     """Write a file with holes in place of its weights."""
-    writer = GGUFWriter(file, ARCHITECTURES[config.form])
+    writer = GGUFWriter(file, architecture_of(config))
     _describe(writer, config)
     describe(writer)
     nbytes = 0
     for name, stored in with_shapes(
-        config, gguf_tensors(GGUF_FAMILIES[ARCHITECTURES[config.form]], config)
+        config, gguf_tensors(GGUF_FAMILIES[architecture_of(config)], config)
     ).items():
         kind = type_of(name, stored.shape)
         block, block_bytes = GGML_QUANT_SIZES[kind]
@@ -121,7 +114,7 @@ def write_sparse_gguf(
 def tensors(checkpoint: Checkpoint) -> Iterator[tuple[Stored, Values]]:
     """Names of tensors with their values; a layer's experts are one tensor of three dimensions."""
     config = checkpoint.config
-    family = GGUF_FAMILIES[ARCHITECTURES[config.form]]
+    family = GGUF_FAMILIES[architecture_of(config)]
     for stored in gguf_tensors(family, config):
         if stored.parts[0] not in checkpoint.tensors:
             continue  # the router of a model with one expert

@@ -16,13 +16,14 @@ EPILOGUE = """Examples:
 
   moesched random-model mixtral-0.8b models/mixtral-0.8b
   moesched random-model mixtral-0.8b models/mixtral-0.8b-q8_0 --format q8_0
+  moesched random-model mixtral-0.8b models/mixtral-0.8b.gguf --format q4_k_m
   moesched random-model mixtral-8x7b models/two-layers --layers 2 --seed 7"""
 
 
 @command(3, EPILOGUE)
 def random_model(
     shape: Annotated[str, Option("A name of `moesched list models`.", flag="SHAPE")],
-    directory: Annotated[Path, Option("Folder to create.", flag="DIR")],
+    directory: Annotated[Path, Option("Folder to create, or file whose name ends in .gguf.", flag="PATH")],
     *,
     seed: Annotated[int, Option("Seed of the weights.")] = 0,
     layers: Annotated[int | None, Option("Number of layers. By default that of the shape.", "N")] = None,
@@ -49,7 +50,8 @@ def random_model(
         written = write_random_model(
             shape, directory, seed, layers, dtype, progress=bar.update, stored_as=stored_as
         )
-    nbytes = sum(file.stat().st_size for file in written.iterdir())
+    files = [written] if written.is_file() else written.iterdir()
+    nbytes = sum(file.stat().st_size for file in files)
     if json:
         config = read_config(written)
         print_json(

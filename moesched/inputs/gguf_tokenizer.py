@@ -15,6 +15,8 @@ from moesched.system.plain_text import shown
 
 SPACE = "▁"
 """Stands for a space in SentencePiece."""
+LONGEST_PIECE = 128
+"""Characters of a token; each place where it can be cut is tried."""
 
 
 class WordRule(NamedTuple):
@@ -126,6 +128,12 @@ def _sentence_piece(path: Path, vocabulary: Vocabulary, ids: dict[str, int]) -> 
     if not vocabulary.scores:
         raise BadInput(
             f"{path}: {PREFIX}scores is missing, which the tokenizer {SENTENCE_PIECE} needs; {RESTORE}"
+        )
+    longest = max(vocabulary.tokens, key=len)
+    if len(longest) > LONGEST_PIECE:
+        raise BadInput(
+            f"{path}: {PREFIX}tokens has {shown(longest)}, of {len(longest):,} characters, and no real vocabulary of "
+            f"SentencePiece has one of more than {LONGEST_PIECE}; {RESTORE}"
         )
     unknown = vocabulary.unknown_token_id
     made = Tokenizer(

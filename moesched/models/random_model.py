@@ -1,4 +1,4 @@
-"""Writes a checkpoint of random weights in Hugging Face's format, streaming it to disk."""
+"""Writes a checkpoint of random weights in Hugging Face's format or as GGUF, streaming it to disk."""
 
 from __future__ import annotations
 
@@ -22,15 +22,17 @@ from moesched.models.coded_models import coded_as
 from moesched.models.config import ModelConfig
 from moesched.models.config_file import MOST_LAYERS
 from moesched.models.encoding import encoded
-from moesched.models.layers import Shape
+from moesched.models.gguf.parts import SUFFIX
+from moesched.models.gguf.writing import gguf_tensors_of, written_header
 from moesched.models.published import STANDARD_DEVIATION, published_config, published_tensors
 from moesched.models.reading import read_config, require_runs, runs
 from moesched.models.shapes import SHAPES
 from moesched.models.shards import INDEX_NAME
-from moesched.models.stored_formats import STORED_FORMATS, StoredFormat
+from moesched.models.stored_formats import STORED_FORMATS
+from moesched.models.written_tensor import WrittenTensor
 from moesched.system.cells import counted_in_cell
 from moesched.system.near_names import with_nearest
-from moesched.system.new_folder import new_folder, reserve, write_at, write_json
+from moesched.system.new_folder import new_folder, new_path, reserve, write_at, write_json
 from moesched.system.own_loop import interruptible
 
 Progress = Callable[[int, int], object]
@@ -39,24 +41,10 @@ CHUNK_VALUES = 1 << 20
 DTYPES = ("bfloat16", "float32")
 
 
-class _Tensor(NamedTuple):
-    name: str
-    shape: Shape
-    stored: StoredFormat
-
-    @property
-    def is_norm(self) -> bool:
-        return len(self.shape) == 1
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape[:-1]) * self.stored.row_bytes(self.shape[-1])
-
-
 class _Shard(NamedTuple):
     file_name: str
     header: bytes
-    starts: tuple[tuple[_Tensor, int], ...]  # each tensor with its offset in the file
+    starts: tuple[tuple[WrittenTensor, int], ...]  # each tensor with its offset in the file
     nbytes: int
 
 
@@ -71,12 +59,13 @@ def write_random_model(
     progress: Progress | None = None,
     stored_as: str | None = None,
 ) -> Path:
-    """Write a random-weight model to `directory` and return its path.
+    """Write a random-weight model and return its path.
 
     The values of a tensor depend only on the seed, its name and its format: weights are normal with standard deviation
-    0.02, norms are 1. The directory is created atomically.
+    0.02, norms are 1. The directory or file is created atomically.
 
     Args:
+        directory: a folder to make, or a file whose name ends in .gguf.
         shape: a name from `SHAPES`, or any ModelConfig.
         layers: overrides the number of layers of the shape.
         shard_bytes: the most bytes of tensors in a file, unless a single tensor is larger.
@@ -85,13 +74,19 @@ def write_random_model(
             then in float32. By default all weights are in the dtype.
 
     Raises:
-        BadInput: the shape, dtype or format is unknown, config.json of the family cannot describe such layers, the
+        BadInput: the shape, dtype or format is unknown, files of the family cannot describe such layers, the
             directory is in use, or the disk has too little space.
     """
-    config = _resolve(shape, layers, dtype)
+    config, target = _resolve(shape, layers, dtype), Path(directory)
+    is_gguf = target.suffix == SUFFIX
+    if is_gguf:
+        config = config.varied(transposed_down=False)
     if stored_as is not None:
         config = coded_as(config, stored_as)
-    target = Path(directory)
+    progress = progress or counted_in_cell("writing weights")
+    if is_gguf:
+        _write_gguf(target, config, seed, progress)
+        return target
     nbytes = sum(tensor.nbytes for tensor in _tensors(config))
     with new_folder(target, nbytes, "ask for fewer layers") as folder:
         write_json(folder / "config.json", published_config(config))
@@ -101,9 +96,19 @@ def write_random_model(
                 "use layers that are alike"
             )
         shards = _plan_shards(config, shard_bytes)
-        _write_shards(folder, shards, seed, progress or counted_in_cell("writing weights"))
+        _write_shards(folder, shards, seed, progress)
         write_json(folder / INDEX_NAME, _index(shards))
     return target
+
+
+def _write_gguf(target: Path, config: ModelConfig, seed: int, progress: Progress | None) -> None:
+    tensors = list(gguf_tensors_of(config))
+    header = written_header(config, tensors)
+    placed = tuple(zip(tensors, header.starts, strict=True))
+    with new_path(target, header.size, "ask for fewer layers") as partial:
+        _write_shards(
+            partial.parent, [_Shard(partial.name, header.data, placed, header.size)], seed, progress
+        )
 
 
 def _resolve(shape: ModelConfig | str, layers: int | None, dtype: str) -> ModelConfig:
@@ -125,14 +130,14 @@ def _resolve(shape: ModelConfig | str, layers: int | None, dtype: str) -> ModelC
 # ---------------------------------------------------------------- tensors and shards
 
 
-def _tensors(config: ModelConfig) -> Iterator[_Tensor]:
+def _tensors(config: ModelConfig) -> Iterator[WrittenTensor]:
     plain = STORED_FORMATS[config.dtype]
     for name, tensor in published_tensors(config).items():
-        yield _Tensor(name, tensor.shape, config.kept_format(tensor.parts[0][0]) or plain)
+        yield WrittenTensor(name, tensor.shape, config.kept_format(tensor.parts[0][0]) or plain)
 
 
 def _plan_shards(config: ModelConfig, shard_bytes: int) -> list[_Shard]:
-    groups: list[list[_Tensor]] = []
+    groups: list[list[WrittenTensor]] = []
     filled = shard_bytes
     for tensor in _tensors(config):
         if not groups or filled + tensor.nbytes > shard_bytes:
@@ -144,7 +149,7 @@ def _plan_shards(config: ModelConfig, shard_bytes: int) -> list[_Shard]:
     return [_plan_shard(name, group) for name, group in zip(names, groups, strict=True)]
 
 
-def _plan_shard(file_name: str, tensors: list[_Tensor]) -> _Shard:
+def _plan_shard(file_name: str, tensors: list[WrittenTensor]) -> _Shard:
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     starts = []
     end = 0
@@ -191,7 +196,7 @@ def round_to_bfloat16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
 
 
-def _chunks(tensor: _Tensor, seed: int) -> Iterator[npt.NDArray[Any]]:
+def _chunks(tensor: WrittenTensor, seed: int) -> Iterator[npt.NDArray[Any]]:
     """Yield a tensor's values as they are stored, a few MB at a time; each array is overwritten by the next."""
     if tensor.stored.codes is None:
         yield from _values(tensor, tensor.stored.name, seed)
@@ -200,7 +205,7 @@ def _chunks(tensor: _Tensor, seed: int) -> Iterator[npt.NDArray[Any]]:
             yield encoded(values, tensor.stored)
 
 
-def _values(tensor: _Tensor, dtype: str, seed: int) -> Iterator[npt.NDArray[Any]]:
+def _values(tensor: WrittenTensor, dtype: str, seed: int) -> Iterator[npt.NDArray[Any]]:
     """Yield a tensor's values in a dtype, likewise."""
     table = _normal_table(dtype)
     count = math.prod(tensor.shape)
@@ -254,7 +259,9 @@ def _write_shard(path: Path, shard: _Shard, seed: int, advance: Callable[[int], 
             raise
 
 
-def _write_tensor(descriptor: int, start: int, tensor: _Tensor, seed: int, stop: threading.Event) -> int:
+def _write_tensor(
+    descriptor: int, start: int, tensor: WrittenTensor, seed: int, stop: threading.Event
+) -> int:
     end = start
     if stop.is_set():
         return 0

@@ -1,4 +1,4 @@
-"""Atomic creation of a folder of files."""
+"""Atomic creation of a folder of files, or of one large file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,15 @@ from moesched.system.scratch import scratch_beside
 
 @contextmanager
 def new_folder(target: Path, needed: int, smaller: str) -> Iterator[Path]:
-    """Yield a folder to fill; it is renamed to `target` on exit, and removed if an error is raised.
+    """Yield a folder to fill, as `new_path` does."""
+    with new_path(target, needed, smaller) as partial:
+        partial.mkdir()
+        yield partial
+
+
+@contextmanager
+def new_path(target: Path, needed: int, smaller: str) -> Iterator[Path]:
+    """Yield a path for a file or folder; it is renamed to `target` on exit, and removed if an error is raised.
 
     Args:
         needed: bytes that will be written.
@@ -32,7 +40,6 @@ def new_folder(target: Path, needed: int, smaller: str) -> Iterator[Path]:
         _require_space(target, needed, smaller)
         target.parent.mkdir(parents=True, exist_ok=True)
         with scratch_beside(target) as partial:
-            partial.mkdir()
             yield partial
             partial.rename(target)
     except OSError as error:

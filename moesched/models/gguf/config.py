@@ -46,11 +46,12 @@ def gguf_config(parts: GgufParts) -> ModelConfig:
         BadInput: a key is missing, asks for a feature that the kernels do not support, or contradicts the tensors.
     """
     family, tensors = family_of(parts), {found.name: found for found in parts.shards.tensors}
-    if EMBEDDING not in tensors:
-        raise BadInput(f"{parts.path} has no {EMBEDDING}: give a file with weights")
+    if EMBEDDING not in tensors or len(tensors[EMBEDDING].entry.shape) != 2:
+        raise BadInput(f"{parts.path} has no {EMBEDDING} of two dimensions: give a file with weights")
     vocabulary = read_vocabulary(parts)
-    values = family.config_json(_keys(parts, tensors)) | {
-        "vocab_size": _rows_of_embedding(parts, tensors[EMBEDDING], len(vocabulary.tokens)),
+    keys = _keys(parts, tensors)
+    values = family.config_json(keys) | {
+        "vocab_size": _vocabulary_size(parts, tensors[EMBEDDING], len(vocabulary.tokens), keys.vocab_size),
         "tie_word_embeddings": HEAD not in tensors,
     }
     file = ConfigFile(
@@ -86,13 +87,17 @@ def _keys(parts: GgufParts, tensors: Mapping[str, Found]) -> GgufKeys:
     return keys
 
 
-def _rows_of_embedding(parts: GgufParts, embedding: Found, tokens: int) -> int:
-    """The size of the vocabulary, by its embeddings; `tokens` is by the tokenizer, 0 without one."""
+def _vocabulary_size(parts: GgufParts, embedding: Found, tokens: int, described: int | None) -> int:
+    """The size of the vocabulary, by its embeddings.
+
+    tokens: number of the tokenizer's; 0 without one.
+    """
     rows = embedding.entry.shape[0]
-    if tokens not in (0, rows):
-        raise BadInput(
-            f"{parts.path}: tokenizer.ggml.tokens has {tokens:,} tokens, and {EMBEDDING} {rows:,} rows; {RESTORE}"
-        )
+    for what, size in (("tokenizer.ggml.tokens", tokens or rows), ("vocab_size", described or rows)):
+        if size != rows:
+            raise BadInput(
+                f"{parts.path}: {what} says {size:,} tokens, and {EMBEDDING} has {rows:,} rows; {RESTORE}"
+            )
     return rows
 
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from moesched.errors import BadInput
 from moesched.models.architectures.architecture import Stored
 from moesched.models.config import ModelConfig
 from moesched.models.tensors import dense_shapes, expert_shapes, global_shapes
@@ -16,6 +17,7 @@ from moesched.models.tensors import dense_shapes, expert_shapes, global_shapes
 class GgufKeys(msgspec.Struct, kw_only=True, rename=lambda name: name.replace("__", ".")):
     """Keys of the metadata that describe a model, without the name of the architecture before them."""
 
+    vocab_size: int | None = None
     block_count: int
     context_length: int
     embedding_length: int
@@ -24,7 +26,7 @@ class GgufKeys(msgspec.Struct, kw_only=True, rename=lambda name: name.replace("_
     attention__head_count_kv: int | None = None
     attention__key_length: int | None = None
     attention__value_length: int | None = None
-    attention__layer_norm_rms_epsilon: float = 0.0
+    attention__layer_norm_rms_epsilon: float | None = None
     attention__layer_norm_epsilon: float | None = None
     attention__clamp_kqv: float | None = None
     attention__sliding_window: int | None = None
@@ -51,12 +53,14 @@ class GgufFamily(NamedTuple):
     """A family, by its architecture in GGUF files.
 
     Attributes:
+        forms: keys of `ARCHITECTURES`.
         config_json: the keys of config.json that say the same as the metadata.
         names: names of tensors that are not those of `NAMES`.
         fused: names of tensors that contain several, one after the other.
         interleaved: whether rows of queries and keys are in the order in which llama.cpp rotates them: neighbours.
     """
 
+    forms: tuple[str, ...]
     config_json: Callable[[GgufKeys], dict[str, Any]]
     names: Mapping[str, str] = MappingProxyType({})
     fused: Mapping[str, tuple[str, ...]] = MappingProxyType({})
@@ -94,7 +98,7 @@ def _llama_like(keys: GgufKeys) -> dict[str, Any]:
         "num_attention_heads": keys.attention__head_count,
         "num_key_value_heads": keys.kv_heads,
         "head_dim": keys.head_dim,
-        "rms_norm_eps": keys.attention__layer_norm_rms_epsilon,
+        "rms_norm_eps": keys.attention__layer_norm_rms_epsilon or 0.0,
         "max_position_embeddings": keys.context_length,
         "rope_theta": keys.rope__freq_base,
         "sliding_window": keys.attention__sliding_window,
@@ -143,15 +147,63 @@ def _dbrx(keys: GgufKeys) -> dict[str, Any]:
 
 GGUF_FAMILIES: Mapping[str, GgufFamily] = MappingProxyType(
     {
-        "llama": GgufFamily(_llama, interleaved=True),
-        "qwen3moe": GgufFamily(_qwen3_moe),
-        "olmoe": GgufFamily(_olmoe),
+        "llama": GgufFamily(("mixtral", "llama"), _llama, interleaved=True),
+        "qwen3moe": GgufFamily(("qwen3_moe",), _qwen3_moe),
+        "olmoe": GgufFamily(("olmoe",), _olmoe),
         "dbrx": GgufFamily(
-            _dbrx, names={"ffn_norm": "attn_output_norm"}, fused={"attn_qkv": ("q", "k", "v")}
+            ("dbrx",), _dbrx, names={"ffn_norm": "attn_output_norm"}, fused={"attn_qkv": ("q", "k", "v")}
         ),
     }
 )
 """Families that run, by `general.architecture`."""
+
+
+def architecture_of(config: ModelConfig) -> str:
+    """The architecture of a model in GGUF files.
+
+    Raises:
+        BadInput: it has none here.
+    """
+    found = next((name for name, each in GGUF_FAMILIES.items() if config.form in each.forms), None)
+    if found is None:
+        raise BadInput(
+            f"{config.name}: GGUF files of the family {config.form} are not written: name a folder"
+        )
+    return found
+
+
+def gguf_keys(config: ModelConfig) -> GgufKeys:
+    """The metadata that describe a model.
+
+    Raises:
+        BadInput: its layers differ in more than the formats of their weights.
+    """
+    if len({(layer.attention, layer.feed_forward) for layer in config.pattern}) > 1:
+        raise BadInput(
+            f"{config.name} has layers that differ, which no GGUF file describes: use layers that are alike"
+        )
+    attention, network = config.attention, config.routed
+    by_mean = config.norm == "layer"
+    return GgufKeys(
+        vocab_size=config.vocabulary,
+        block_count=config.layers,
+        context_length=config.max_positions,
+        embedding_length=config.hidden,
+        feed_forward_length=network.intermediate,
+        attention__head_count=attention.heads,
+        attention__head_count_kv=attention.kv_heads,
+        attention__key_length=attention.head_dim,
+        attention__value_length=attention.head_dim,
+        attention__layer_norm_rms_epsilon=None if by_mean else config.norm_eps,
+        attention__layer_norm_epsilon=config.norm_eps if by_mean else None,
+        attention__clamp_kqv=attention.clip,
+        attention__sliding_window=attention.window,
+        rope__dimension_count=attention.head_dim,
+        rope__freq_base=attention.rope_theta,
+        expert_count=network.experts if network.experts > 1 else 0,
+        expert_used_count=network.top_k if network.experts > 1 else 0,
+        expert_feed_forward_length=network.intermediate,
+    )
 
 
 def gguf_tensors(family: GgufFamily, config: ModelConfig) -> Iterator[Stored]:

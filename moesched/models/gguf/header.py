@@ -32,12 +32,16 @@ LONGEST_KEY = 1 << 16
 LONGEST_TEXT = 1 << 20
 """Most bytes of a text; the longest published chat templates have 30 kB."""
 MOST_DIMENSIONS = 4
-VERSIONS = (2, 3)
 
-_MAGIC = int.from_bytes(b"GGUF", "little")
+MAGIC = int.from_bytes(b"GGUF", "little")
+VERSIONS = (2, 3)
+ALIGNMENT = 32
+"""Bytes of which offsets of tensors are multiples, unless the metadata say otherwise."""
+UNSIGNED, FLOAT32, TEXT, ARRAY = 4, 6, 8, 9
+"""Types of values."""
+
 _PIECE = 1 << 20
 _NUMBER, _LENGTH = struct.Struct("<I"), struct.Struct("<Q")
-_FLOAT32, _TEXT, _ARRAY = 6, 8, 9
 _CODES = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 """Letters of `struct` for numbers, by the type of a value."""
 
@@ -138,7 +142,7 @@ class _Source:
 
 def _require_version(source: _Source) -> int:
     """Check the kind and version of a file, and return the number of its tensors."""
-    if source.number() != _MAGIC:
+    if source.number() != MAGIC:
         raise BadInput(
             f"{source.path} is not a GGUF file: it does not begin with GGUF; give a model's folder, or {RESTORE}"
         )
@@ -174,12 +178,12 @@ def _read_metadata(source: _Source, count: int) -> dict[str, Value]:
 
 def _read_value(source: _Source) -> Value:
     kind = source.number()
-    if kind == _TEXT:
+    if kind == TEXT:
         return source.text()
-    if kind == _ARRAY:
+    if kind == ARRAY:
         return _read_array(source)
     [number] = source.numbers(_code(source, kind), 1)
-    return _decimal(number) if kind == _FLOAT32 else number
+    return _decimal(number) if kind == FLOAT32 else number
 
 
 def _decimal(number: float) -> float:
@@ -195,7 +199,7 @@ def _read_array(source: _Source) -> Value:
         raise source.broken(
             f"it is an array of {count:,} items, and no real file has more than {MOST_ITEMS:,}"
         )
-    if kind == _TEXT:
+    if kind == TEXT:
         return tuple(source.text() for _ in range(count))
     return source.numbers(_code(source, kind), count)
 
@@ -207,7 +211,7 @@ def _code(source: _Source, kind: int) -> str:
 
 
 def _alignment(path: Path, metadata: dict[str, Value]) -> int:
-    alignment = metadata.get("general.alignment", 32)
+    alignment = metadata.get("general.alignment", ALIGNMENT)
     if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
         raise BadInput(
             f"{path}: general.alignment is {shown(alignment)}, and must be a power of two; {RESTORE}"

@@ -1,0 +1,27 @@
+"""A tensor that is written to a file."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from moesched.models.layers import Shape
+from moesched.models.stored_formats import StoredFormat
+
+
+class WrittenTensor(NamedTuple):
+    """A tensor's name in the file, its shape in weights, and the format of its rows."""
+
+    name: str
+    shape: Shape
+    stored: StoredFormat
+
+    @property
+    def is_norm(self) -> bool:
+        """True for a vector."""
+        return len(self.shape) == 1
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its rows."""
+        return math.prod(self.shape[:-1]) * self.stored.row_bytes(self.shape[-1])
