@@ -210,7 +210,7 @@ def counts(checkpoint: Checkpoint, policy: str, new_tokens: int) -> Counts:
         ("cgopipe", 2),
         ("fastdecode", 2),
         ("layer_streaming", 3),
-        ("flexgen", 4),
+        ("flexgen", 3),
         ("layer_split", 9),
     ],
 )
