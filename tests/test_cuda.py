@@ -53,9 +53,11 @@ def test_every_policy_gives_the_tokens_of_the_cpu(
 
 
 @pytest.mark.parametrize("policy", ["resident", "expert_streaming"])
-def test_kernels_in_triton_give_the_tokens_of_the_cpu(
-    model: Path, expected: list[list[int]], policy: str
+def test_a_decode_step_in_triton_is_replayed_and_gives_the_tokens_of_the_cpu(
+    tmp_path: Path, policy: str
 ) -> None:
+    model = write_random_model(WIDE, tmp_path / "model", seed=3, dtype="float32")
+    expected = moesched.run_model(model, PROMPTS, max_new_tokens=6, micro_batch_size=2).tokens
     report = moesched.run_model(
         model,
         PROMPTS,
@@ -67,6 +69,7 @@ def test_kernels_in_triton_give_the_tokens_of_the_cpu(
     )
     assert report.tokens == expected
     assert "triton" in report.kernels["attention"]
+    assert report.kernels["replay"] == ["CUDA graphs"]
 
 
 def batches(

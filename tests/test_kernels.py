@@ -183,6 +183,15 @@ def test_a_bound_kernel_stays_bound_to_its_weights() -> None:
     assert first is second
 
 
+def test_memory_for_results_is_written_to_in_inference_mode_and_outside_of_it() -> None:
+    memory = Memory(3)
+    with torch.inference_mode():
+        made = memory.tensor("kept", 3, dtype=torch.float32, zero=True)
+        shared = memory.scratch.tensor("shared", 3, dtype=torch.float32, device=torch.device("cpu"))
+        shared.zero_()
+    assert (made.add_(1) + shared.add_(1)).tolist() == [2.0] * 3
+
+
 def test_a_kernel_from_a_file_runs_in_front_of_the_others_and_the_report_names_it(
     checkpoint: Checkpoint,
 ) -> None:

@@ -6,8 +6,8 @@ host's time to issue its tasks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from time import perf_counter_ns
 from types import ModuleType
@@ -72,15 +72,12 @@ class Graph:
     def replay(self) -> None: ...
 
 
-@contextmanager
-def _on(stream: Stream) -> Iterator[None]:
-    yield
-
-
 def install() -> None:
     """Make the GPU known to torch, like `torch.cuda`."""
     module = ModuleType(f"torch.{IDLE.type}")
-    vars(module).update(Stream=Stream, Event=Event, CUDAGraph=Graph, graph_pool_handle=object, stream=_on)
+    vars(module).update(
+        Stream=Stream, Event=Event, CUDAGraph=Graph, graph_pool_handle=object, stream=nullcontext
+    )
     torch._register_device_module(IDLE.type, module)
 
 

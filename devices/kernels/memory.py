@@ -31,7 +31,7 @@ class Scratch:
         size = math.prod(shape)
         found = self._tensors.get(name)
         if found is None or len(found) < size:
-            found = self._tensors[name] = torch.empty(size, dtype=dtype, device=device)
+            found = self._tensors[name] = _allocated(size, dtype=dtype, device=device)
         return found[:size].view(shape)
 
 
@@ -71,15 +71,8 @@ class Memory:
         """
         found = self._tensors.get(name)
         if found is None or found.shape != shape:
-            allocate = torch.zeros if zero else torch.empty
-            found = self._tensors[name] = allocate(shape, dtype=dtype, device=device)
+            found = self._tensors[name] = _allocated(*shape, dtype=dtype, device=device, zero=zero)
         return found
-
-    def unbound(self) -> Memory:
-        """The same tensors, for kernels that are not kept."""
-        memory = Memory(self.rows, self.scratch)
-        memory.kept, memory._tensors = False, self._tensors
-        return memory
 
     def keep(self, key: Hashable, bound: Bound) -> None:
         """Keep a bound kernel for the next steps, by a key."""
@@ -108,3 +101,11 @@ class Shapes:
                 del self._kept[next(iter(self._kept))]
             self._kept[rows] = memory
         return memory
+
+
+def _allocated(
+    *shape: int, dtype: torch.dtype, device: torch.device | None, zero: bool = False
+) -> torch.Tensor:
+    """A new tensor that kernels may write to in torch's inference mode and outside of it."""
+    with torch.inference_mode(False):
+        return (torch.zeros if zero else torch.empty)(shape, dtype=dtype, device=device)

@@ -182,7 +182,8 @@ class TritonAttention(TritonKernel):
         attention = case.layer.grouped
         heads, head_dim = attention.heads, attention.head_dim
         window = attention.window or operators.UNLIMITED
-        upload = partial(self._uploaded, memory)
+        # Another layer may be in another cache, with another table.
+        upload = partial(self._uploaded, Memory(case.rows))
         attended_SX = self._result(memory, "attended", case.rows, heads * head_dim)
 
         @lru_cache(maxsize=1)

@@ -97,7 +97,7 @@ class HostSide:
     def _attend_to_loaded(self, task: Task) -> None:
         """Run attention over loaded keys and values, and over the new tokens' own."""
         state = self._states[task.micro_batch]
-        attend = self._kernels.attention(task.layer, state.room.unbound(), decodes=state.decodes)
+        attend = self._kernels.attention(task.layer, state.room, decodes=state.decodes)
         loaded = self._loaded[task.operands]
         state.attended_TX = attend(state.qkv, loaded, loaded.step)
 
