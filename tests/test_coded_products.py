@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from coded_checkpoints import random_blocks
 from kernel_tables import kernels_of
+from moesched.devices.kernels.functions import norm
 from moesched.devices.kernels.layer_weights import Weights
 from moesched.devices.kernels.memory import Memory
 from moesched.devices.kernels.samples import coded_block
@@ -78,6 +79,18 @@ def test_embeddings_are_unpacked_to_the_bits_of_torch(name: str, native: NativeK
     embed = kernels_of(config, native).bound("embed", Weights({"embedding": [embedding]}), Memory(3))
     hidden_TD, _ = embed([7, 39, 0], [0, 1, 2])
     assert torch.equal(hidden_TD, embedding.take(torch.tensor([7, 39, 0])).plain(torch.bfloat16))
+
+
+def test_queries_keys_and_values_may_have_formats_of_their_own(native: NativeKernels) -> None:
+    config = SMALL.varied(hidden=INPUTS, heads=4, kv_heads=2, head_dim=64)
+    parts = [coded(name, rows) for name, rows in (("q4_k", 256), ("q4_k", 128), ("q6_k", 128))]
+    weights = Weights({"qkv": parts, "attention_norm": [torch.ones(INPUTS)]}, config.layer(0))
+    x_TD, ones_Td, zeros_Td = inputs(5), torch.ones(5, 1, 64), torch.zeros(5, 1, 64)
+    run = kernels_of(config, native).bound("attention_inputs", weights, Memory(5))
+    projected = run(x_TD, (ones_Td, zeros_Td))
+    normed_TD = norm(x_TD, torch.ones(INPUTS), config.norm_eps)
+    for got, part in zip(projected, parts, strict=True):
+        assert torch.equal(got.flatten(1), coded_linear(normed_TD, part))
 
 
 def test_inputs_that_are_no_numbers_show_in_their_row_alone(native: NativeKernels) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from itertools import chain, groupby
 
 import torch
 
@@ -10,7 +11,7 @@ from moesched.models.config import ModelConfig, NormKind
 
 from ..native.arguments import Head, Inputs, Layer, Norm
 from ..native.kernels import address, matrix_of
-from .layer_weights import Blocks, Held, Tensor, Weights
+from .layer_weights import Blocks, Held, Tensor, Weights, format_of
 
 
 class Preparation:
@@ -30,9 +31,11 @@ class Preparation:
             head_dim=attention.head_dim,
             interleaved=attention.interleaved,
             norm=self._norm(weights["attention_norm"][0], self._config.norm),
-            weights=_held(weights["qkv"], held),
             clip=attention.clip or 0.0,
         )
+        matrices = [list(blocks) for _, blocks in groupby(weights["qkv"], format_of)]
+        held.append(array("q", chain(*((_held(blocks, held), sum(map(len, blocks))) for blocks in matrices))))
+        inputs.projections, inputs.weights = len(matrices), address(held[-1])
         if attention.qk_norm:
             query, key = weights["q_norm"][0], weights["k_norm"][0]
             inputs.query_norm, inputs.query_normed = self._norm(query, "rms"), len(query)

@@ -355,6 +355,11 @@ class NativeProduct(NativeKernel):
 
     operation = "product"
 
+    def refusal(self, case: Case) -> str:
+        """Refuse row blocks in several formats, too."""
+        several = len(case.formats) > 1
+        return super().refusal(case) or ("it reads row blocks in one format" if several else "")
+
     def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
         """Bind the product with a matrix: (x_TD) -> y_TN."""
         return partial(self._threads.linear, blocks=weights["matrix"])

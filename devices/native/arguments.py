@@ -37,6 +37,7 @@ class Inputs(ctypes.Structure):
         *((name, _NUMBER) for name in ("tokens", "hidden", "heads", "kv_heads", "head_dim", "interleaved")),
         ("x", _POINTER),
         ("norm", Norm),
+        ("projections", _NUMBER),
         ("weights", _POINTER),
         *((name, Norm) for name in ("query_norm", "key_norm")),
         *((name, _NUMBER) for name in ("query_normed", "key_normed")),

@@ -4,6 +4,14 @@
 #include "product.h"
 #include "scratch.h"
 
+enum { MOST_PROJECTIONS = 3 };
+
+/* Rows of the projection that are stored in one format, such as those of queries and keys. */
+typedef struct {
+    const Matrix *matrix;
+    int64_t outputs;
+} Projection;
+
 /* Numbers that Python prepares. Hidden states (tokens, hidden), queries (tokens, heads, head_dim), keys and values
  * (tokens, kv_heads, head_dim), all bfloat16; cosines and signed sines (tokens, head_dim), float32.
  * query_norm, key_norm: of `query_normed` and `key_normed` numbers each, one head or all; without a weight for none.
@@ -12,7 +20,8 @@ typedef struct {
     int64_t tokens, hidden, heads, kv_heads, head_dim, interleaved;
     const uint16_t *x;
     Norm norm;
-    const Matrix *weights;
+    int64_t projections;
+    const Projection *weights; /* up to MOST_PROJECTIONS */
     Norm query_norm, key_norm;
     int64_t query_normed, key_normed;
     double clip;
@@ -22,9 +31,11 @@ typedef struct {
 
 typedef struct {
     const Inputs *inputs;
-    Product product;
+    Product products[MOST_PROJECTIONS];
     uint16_t *normed, *projected;
 } Job;
+
+static int64_t outputs_of(const Inputs *inputs) { return (inputs->heads + 2 * inputs->kv_heads) * inputs->head_dim; }
 
 static void norm_part(void *argument, int64_t first, int64_t last) {
     const Job *job = argument;
@@ -35,12 +46,19 @@ static void norm_part(void *argument, int64_t first, int64_t last) {
 
 static void place_part(void *argument, int64_t first, int64_t last) {
     const Job *job = argument;
-    place_inputs(&job->product, job->normed, job->inputs->hidden, first, last);
+    for (int64_t number = 0; number < job->inputs->projections; number++)
+        place_inputs(&job->products[number], job->normed, job->inputs->hidden, first, last);
 }
 
 static void project_part(void *argument, int64_t first, int64_t last) {
     const Job *job = argument;
-    write_rounded(&job->product, first, last, job->projected);
+    int64_t before = 0; /* of the projections before */
+    for (int64_t number = 0; number < job->inputs->projections; before += job->products[number++].outputs) {
+        const Product *product = &job->products[number];
+        const int64_t from = first > before ? first - before : 0;
+        const int64_t to = last - before < product->outputs ? last - before : product->outputs;
+        if (from < to) product->multiplier->write(product, from, to, job->projected + before, outputs_of(job->inputs));
+    }
 }
 
 static void normalise_heads(const Norm *norm, int64_t normed, int64_t count, uint16_t *x) {
@@ -85,19 +103,27 @@ static void finish_part(void *argument, int64_t first, int64_t last) {
 
 /* Returns 0, or -1 without memory. */
 API int moesched_attention_inputs(Team *team, const Inputs *inputs) {
-    const int64_t tokens = inputs->tokens, outputs = (inputs->heads + 2 * inputs->kv_heads) * inputs->head_dim;
-    Job job = {.inputs = inputs, .product = product_of(team, tokens, inputs->hidden, outputs, inputs->weights)};
-    const int64_t placed = placed_bytes(&job.product);
+    const int64_t tokens = inputs->tokens, outputs = outputs_of(inputs);
+    int64_t placed = 0, weights = 0, least = 0;
+    Job job = {.inputs = inputs};
+    for (int64_t number = 0; number < inputs->projections; number++) {
+        const Projection *rows = inputs->weights + number;
+        job.products[number] = product_of(team, tokens, inputs->hidden, rows->outputs, rows->matrix);
+        placed += placed_bytes(&job.products[number]);
+        weights += matrix_bytes(&job.products[number]);
+        if (least_outputs(&job.products[number]) > least) least = least_outputs(&job.products[number]);
+    }
     char *memory = scratch(placed + tokens * (inputs->hidden + outputs) * (int64_t)sizeof(uint16_t));
     if (!memory) return -1;
-    give_memory(&job.product, memory);
-    job.normed = (uint16_t *)(memory + placed);
+    for (int64_t number = 0; number < inputs->projections; memory += placed_bytes(&job.products[number++]))
+        give_memory(&job.products[number], memory);
+    job.normed = (uint16_t *)memory;
     job.projected = job.normed + tokens * inputs->hidden;
     Phase phases[] = {{norm_part, tokens, 1, 1, 0},
                       {place_part, inputs->hidden, PLACED_AT_ONCE, inputs->hidden, 0},
-                      {project_part, outputs, least_outputs(&job.product), MOST_OUTPUTS, 0},
+                      {project_part, outputs, least, MOST_OUTPUTS, 0},
                       {finish_part, tokens, 1, 1, 0}};
     Task task = {&job, 4, phases};
-    run(team, &task, matrix_bytes(&job.product));
+    run(team, &task, weights);
     return 0;
 }

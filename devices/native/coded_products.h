@@ -149,14 +149,15 @@ INLINE void ISA(round_row)(const Vectors *totals, int64_t batch, int64_t row, in
     }
 }
 
-static TARGET void ISA(write_coded)(const Product *product, int64_t first, int64_t last, uint16_t *y) {
+static TARGET void ISA(write_coded)(const Product *product, int64_t first, int64_t last, uint16_t *y,
+                                    int64_t stride) {
     Vectors totals[ISA(MOST_TOTALS)];
     const uint8_t *next = last < product->outputs ? coded_rows(product, last).first : NULL;
     for (int64_t from = 0; from < product->batch; from += MOST_BATCH) {
         const Product rows = group_at(product, from);
         ISA(add_tiles)(&rows, first, last, next, totals);
         for (int64_t row = 0; row < rows.batch; row++)
-            ISA(round_row)(totals, rows.batch, row, last - first, y + (from + row) * product->outputs + first);
+            ISA(round_row)(totals, rows.batch, row, last - first, y + (from + row) * stride + first);
     }
 }
 

@@ -49,10 +49,9 @@ static void gate_apart(const Expert *expert, int64_t first, int64_t last) {
     uint16_t gates[MOST_OUTPUTS * MOST_BATCH], ups[MOST_OUTPUTS * MOST_BATCH];
     const int64_t count = last - first;
     for (int64_t row = 0; row < expert->gate.batch; row += MOST_BATCH) {
-        Product gate = group_at(&expert->gate, row), up = group_at(&expert->up, row);
-        gate.outputs = up.outputs = count; /* from one row of results to the next */
-        write_rounded(&gate, first, last, gates - first);
-        write_rounded(&up, first, last, ups - first);
+        const Product gate = group_at(&expert->gate, row), up = group_at(&expert->up, row);
+        gate.multiplier->write(&gate, first, last, gates - first, count);
+        up.multiplier->write(&up, first, last, ups - first, count);
         for (int64_t m = 0; m < gate.batch; m++) {
             uint16_t *hidden = gates + m * count;
             for (int64_t i = 0; i < count; i++)

@@ -34,14 +34,14 @@ static void multiply_float32(const Product *product, int64_t first, int64_t last
             *out++ = dot(product->inputs, weights_of(product, n), row_of(product, row));
 }
 
-static void write_float32(const Product *product, int64_t first, int64_t last, uint16_t *y) {
+static void write_float32(const Product *product, int64_t first, int64_t last, uint16_t *y, int64_t stride) {
     float out[MOST_OUTPUTS * MOST_BATCH];
     for (int64_t from = 0; from < product->batch; from += MOST_BATCH) {
         const Product rows = group_at(product, from);
         multiply_float32(&rows, first, last, out);
         for (int64_t row = 0; row < rows.batch; row++)
             for (int64_t n = first; n < last; n++)
-                y[(from + row) * product->outputs + n] = rounded(out[(n - first) * rows.batch + row]);
+                y[(from + row) * stride + n] = rounded(out[(n - first) * rows.batch + row]);
     }
 }
 

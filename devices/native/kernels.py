@@ -108,11 +108,13 @@ def _outputs(blocks: Blocks) -> int:
 
 def matrix_of(blocks: Blocks) -> array[int]:
     """The number of a matrix's format, then addresses and sizes of its row blocks, as C reads them (`Matrix`)."""
-    first = blocks[0]
-    name = first.format.name if isinstance(first, Coded) else str(first.dtype).removeprefix("torch.")
-    return array(
-        "q", [formats().index(name), *chain(*((rows_of(each).data_ptr(), len(each)) for each in blocks))]
-    )
+    [stored] = {_format(block) for block in blocks}
+    addresses = ((rows_of(block).data_ptr(), len(block)) for block in blocks)
+    return array("q", [formats().index(stored), *chain(*addresses)])
+
+
+def _format(block: Block) -> str:
+    return block.format.name if isinstance(block, Coded) else str(block.dtype).removeprefix("torch.")
 
 
 def numbers(count: int) -> array[int]:

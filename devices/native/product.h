@@ -56,8 +56,8 @@ struct Multiplier {
     /* Outputs [first, last) for all rows of one group: out[output - first][row of x], on a cache line, with room for
      * MOST_OUTPUTS. */
     void (*multiply)(const Product *product, int64_t first, int64_t last, float *out);
-    /* Outputs [first, last) for all rows of x, as bfloat16: y (batch, outputs). */
-    void (*write)(const Product *product, int64_t first, int64_t last, uint16_t *y);
+    /* Outputs [first, last) for all rows of x, as bfloat16: output n of row m at y[m * stride + n]. */
+    void (*write)(const Product *product, int64_t first, int64_t last, uint16_t *y, int64_t stride);
     /* Numbers [first, last) of silu(gate x) * up x, rounded once and put where `down` looks for them, or NULL. Gate and up
      * have multipliers with this function, and so has down where they are plain. */
     void (*gated)(const Product *gate, const Product *up, const Product *down, int64_t first, int64_t last);
@@ -99,7 +99,7 @@ static inline Product group_at(const Product *product, int64_t row) {
 
 /* Outputs [first, last) for all rows of x, as bfloat16: y (batch, outputs). */
 static inline void write_rounded(const Product *product, int64_t first, int64_t last, uint16_t *y) {
-    product->multiplier->write(product, first, last, y);
+    product->multiplier->write(product, first, last, y, product->outputs);
 }
 
 /* The least outputs that a thread takes at a time. The last ones decide how long it waits for the others; fewer are as fast

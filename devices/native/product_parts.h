@@ -110,12 +110,12 @@ static TARGET void ISA(gated)(const Product *gate, const Product *up, const Prod
     }
 }
 
-static TARGET void ISA(write)(const Product *product, int64_t first, int64_t last, uint16_t *y) {
+static TARGET void ISA(write)(const Product *product, int64_t first, int64_t last, uint16_t *y, int64_t stride) {
     float out[MOST_OUTPUTS * MOST_BATCH] __attribute__((aligned(64)));
     for (int64_t row = 0; row < product->batch; row += MOST_BATCH) {
         const Product rows = group_at(product, row);
         ISA(multiply)(&rows, first, last, out);
-        ROUND_TRANSPOSED(out, last - first, rows.batch, y + row * product->outputs + first, product->outputs);
+        ROUND_TRANSPOSED(out, last - first, rows.batch, y + row * stride + first, stride);
     }
 }
 
