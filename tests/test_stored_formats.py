@@ -43,6 +43,10 @@ from moesched.models.stored_formats import CODED, STORED_FORMATS
 from moesched.models.tensor_parallel import cut_checkpoint
 from moesched.models.tensors import file_bytes
 from moesched.plugins import make_policy
+from moesched.requests.batch import split_batch
+from moesched.runs.planning import plan_run
+from moesched.runs.simulation import simulate
+from moesched.tasks import Task
 from odd_models import CODED as MODEL
 from odd_models import OLMOE, PROMPTS
 
@@ -253,6 +257,27 @@ def test_layers_whose_formats_differ_have_pages_of_their_own() -> None:
     for layer in range(3):
         nbytes = sum(extent.nbytes for page in layout.expert(layer, 3) for extent in page.extents)
         assert nbytes == Operations(config, "bfloat16", kind=config.pattern[layer]).expert_bytes
+
+
+class Experts:
+    """An observer that keeps the tasks of experts."""
+
+    def __init__(self) -> None:
+        self.tasks: list[Task] = []
+
+    def ended(self, task: Task) -> None:
+        if task.verb == "run_expert":
+            self.tasks.append(task)
+
+
+def test_an_expert_costs_the_bytes_that_it_has_in_its_layer() -> None:
+    layout, policy, ran = weight_layout(MODEL, "bfloat16"), make_policy("expert_streaming"), Experts()
+    plan = plan_run(TWO_MEMORIES, layout, split_batch([3] * 4, 2, 4), policy)
+    simulate(plan, policy, observers=[ran])
+    assert {task.layer for task in ran.tasks} == {*range(MODEL.layers)}
+    for task in ran.tasks:
+        stored = sum(extent.nbytes for page in layout.expert(task.layer, 0) for extent in page.extents)
+        assert {part.size for part in task.work.parts} == {stored}
 
 
 def test_a_folder_is_refused_whose_files_are_not_as_config_json_says(folder: Path, tmp_path: Path) -> None:
