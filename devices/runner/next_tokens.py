@@ -111,17 +111,21 @@ class NextTokens:
     def sample_next(self, task: Task) -> list[int] | list[Standing]:
         """Compute the logits, and `draw` the next tokens from them."""
         state = self._states[task.micro_batch]
-        memory, rows = self._last_rows(state)
-        greedy = self._kernels.fused("greedy", self._head, memory) if self._is_greedy else None
-        if greedy is None:
+        likeliest = self.likeliest(state) if self._is_greedy else None
+        if likeliest is None:
             with self._library.computing():
                 return self.draw(task, self.logits(state))
-        tokens: list[int]
-        logits_SV, tokens = greedy(state.hidden_TD, rows)
+        logits_SV, tokens = likeliest
         if -1 in tokens:
             return self.draw(task, logits_SV)  # raises
         self._hand_on(state, tokens)
         return tokens
+
+    def likeliest(self, state: MicroBatchState) -> tuple[Any, list[int]] | None:
+        """The logits and the likeliest token of each row; None if no kernel finds both."""
+        memory, rows = self._last_rows(state)
+        greedy = self._kernels.fused("greedy", self._head, memory)
+        return None if greedy is None else greedy(state.hidden_TD, rows)
 
     def _last_rows(self, state: MicroBatchState) -> tuple[Memory, Sequence[int]]:
         """The rows that tokens are sampled from, and memory for logits: the step's if these are all of its rows."""

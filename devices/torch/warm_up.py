@@ -165,7 +165,7 @@ class WarmUp(ExpertWarmUp):
         self._attention.pre_attention(_PREFILL)
         self._attention.attention(_PREFILL)
         self._moe.post_attention(_PREFILL)
-        functions.likeliest(self._tokens.logits(state))
+        self._tokens.likeliest(state)
 
     def _decode(self, sequences: int, cached: int) -> None:
         device = self._compute.accelerator if cached else HOST
@@ -180,7 +180,7 @@ class WarmUp(ExpertWarmUp):
             state.attended_TX = state.qkv[0].flatten(1)
         functions.beside([state.attended_TX[:1]] * 2)  # as for sequences of several lengths
         self._moe.post_attention(_DECODE)
-        functions.likeliest(self._tokens.logits(state))
+        self._tokens.likeliest(state)
 
     def _state(self, sequences: int, new: int, room: int, device: torch.device) -> MicroBatchState:
         """The state of a micro-batch: sequences of `new` tokens each, and a one-layer KV cache for `room` tokens."""
