@@ -173,6 +173,18 @@ def test_graphs_share_the_memory_of_what_their_kernels_drop(gpu: LaggingGpu) -> 
     assert reserved[0] == reserved[-1]
 
 
+def test_kernels_are_captured_after_all_graphs_of_earlier_ones_are_gone(gpu: LaggingGpu) -> None:
+    graphs = Graphs(GPU_DEVICE)
+    x = torch.ones(3, device=GPU_DEVICE)
+    for _ in range(3):
+        scale = graphs.captured(Scale())
+        for _ in range(WARM_CALLS + 1):
+            assert scale(x).tolist() == [11.0] * 3
+        del scale
+        gc.collect()
+    assert graphs.count == 3
+
+
 def test_an_error_of_the_kernel_itself_is_raised(gpu: LaggingGpu) -> None:
     calls = []
 

@@ -36,6 +36,8 @@ class Graphs:
         self._pool: Any = None
         self._stream: Any = None
         """Of captures alone: other threads, too, use the streams that calls run on."""
+        self._first: Any = None
+        """Kept for its memory: torch shares that of graphs only while one of them is left."""
         self.count = 0
         self.refusal = ""
 
@@ -74,6 +76,7 @@ class Graphs:
         except Exception as error:  # of any library; the call that follows raises its own again
             self._refuse(error)
             return None
+        self._first = self._first or graph
         self.count += 1
         return graph, result
 
