@@ -17,7 +17,7 @@ from moesched.devices.lagging.segments import POISON
 MB = 1 << 20
 
 
-@pytest.fixture(params=range(4))
+@pytest.fixture(params=range(2))
 def gpu(request: pytest.FixtureRequest) -> Iterator[LaggingGpu]:
     with LaggingGpu(seed=request.param) as gpu, gpu.streams.on(gpu.streams.new_stream()):
         yield gpu
