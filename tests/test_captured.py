@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from benchmarks.shared.small_runs import TWO_MEMORIES, generate, same_bits
+from moesched.devices.kernels.seam import Bound
 from moesched.devices.lagging.device import GPU_DEVICE, LaggingDevice, LaggingGpu
 from moesched.devices.torch.captured import WARM_CALLS, Graphs
 from moesched.devices.torch.copies import NumberRing
@@ -21,7 +22,7 @@ from odd_models import PROMPTS, WIDE, stored
 MB = 1 << 20
 
 
-@pytest.fixture(params=range(3))
+@pytest.fixture(params=range(2))
 def gpu(request: pytest.FixtureRequest) -> Iterator[LaggingGpu]:
     with LaggingGpu(seed=request.param) as gpu, gpu.streams.on(gpu.streams.new_stream()):
         yield gpu
@@ -171,6 +172,36 @@ def test_graphs_share_the_memory_of_what_their_kernels_drop(gpu: LaggingGpu) -> 
         reserved.append(gpu.memory.reserved)
     assert graphs.count == 3
     assert reserved[0] == reserved[-1]
+
+
+def test_no_more_graphs_than_the_most_exist_at_a_time(gpu: LaggingGpu) -> None:
+    graphs = Graphs(GPU_DEVICE, most=2)
+    x, y = torch.ones(3, device=GPU_DEVICE), torch.ones(3, device=GPU_DEVICE)
+
+    def call(kernel: Bound, argument: torch.Tensor = x) -> int:
+        """The number of replays in some calls."""
+        before = gpu.streams.replays
+        for _ in range(WARM_CALLS + 2):
+            assert kernel(argument).tolist() == [11.0] * 3
+        return gpu.streams.replays - before
+
+    first, second, third = (graphs.captured(Scale()) for _ in range(3))
+    assert [call(each) for each in (first, second, third)] == [2, 2, 0]
+    first(y)
+    assert call(third), "the first has no graph for its new argument"
+    assert graphs.count == 3
+
+
+def test_kernels_are_captured_after_all_graphs_of_earlier_ones_are_gone(gpu: LaggingGpu) -> None:
+    graphs = Graphs(GPU_DEVICE)
+    x = torch.ones(3, device=GPU_DEVICE)
+    for _ in range(3):
+        scale = graphs.captured(Scale())
+        for _ in range(WARM_CALLS + 1):
+            assert scale(x).tolist() == [11.0] * 3
+        del scale
+        gc.collect()
+    assert graphs.count == 3
 
 
 def test_an_error_of_the_kernel_itself_is_raised(gpu: LaggingGpu) -> None:

@@ -19,17 +19,21 @@ MODES = ("global", "thread_local")
 
 
 class GraphPool:
-    """Memory of graphs alone, from which calls allocate while they are captured.
-
-    Attributes:
-        is_live: whether some graph still has it.
-    """
+    """Memory of graphs alone, from which calls allocate while they are captured."""
 
     def __init__(self) -> None:
         self._graphs: weakref.WeakSet[LaggingGraph] = weakref.WeakSet()
+        self._is_new = True
 
     def add(self, graph: LaggingGraph) -> None:
-        """Let a graph have the memory."""
+        """Let a graph have the memory.
+
+        Raises:
+            RuntimeError: all graphs that had it are gone, so that torch may free it at any time.
+        """
+        if not (self._is_new or self.is_live):
+            raise RuntimeError("it->second->use_count > 0 INTERNAL ASSERT FAILED")
+        self._is_new = False
         self._graphs.add(graph)
 
     def discard(self, graph: LaggingGraph) -> None:
@@ -102,7 +106,7 @@ class LaggingGraph:
             capture_error_mode: the threads that may make no unsafe calls meanwhile: all of them, or the calling one.
 
         Raises:
-            RuntimeError: the stream is the default one, or captures already.
+            RuntimeError: the stream is the default one, or captures already, or all graphs of the pool are gone.
         """
         stream = self._gpu.current
         if self._gpu.is_default(stream):

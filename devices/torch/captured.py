@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import torch
 
@@ -20,22 +21,33 @@ from ..kernels.seam import Bound
 WARM_CALLS = 2
 """Calls that run before one is captured: they load kernels, and allocate the memory that later calls use again."""
 
+MOST_GRAPHS = 512
+"""Graphs at a time: CUDA takes memory for each that no plan counts."""
+
 _log = Log(__name__)
 
 
 class Graphs:
     """The CUDA graphs of a device, which share memory for what their kernels allocate.
 
+    Args:
+        most: number of graphs at a time; other calls are launched.
+
     Attributes:
         count: number of calls that were captured.
         refusal: the reason why no more calls are captured; empty while they are.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, most: int = MOST_GRAPHS) -> None:
+        self._most = most
+        self._live: WeakSet[Captured] = WeakSet()
+        """The kernels that have a graph."""
         self._module: Any = torch.get_device_module(device)
         self._pool: Any = None
         self._stream: Any = None
         """Of captures alone: other threads, too, use the streams that calls run on."""
+        self._first: Any = None
+        """Kept for its memory: torch shares that of graphs only while one of them is left."""
         self.count = 0
         self.refusal = ""
 
@@ -53,12 +65,12 @@ class Graphs:
         """
         return Captured(run, self)
 
-    def capture(self, run: Callable[[], Any]) -> tuple[Any, Any] | None:
-        """Capture a call, which does not run it; returns the graph and the call's result.
+    def capture(self, owner: Captured, run: Callable[[], Any]) -> tuple[Any, Any] | None:
+        """Capture a kernel's call, which does not run it; returns the graph and the call's result.
 
-        None if a capture failed, now or before.
+        None if a capture failed, now or before, or if there are too many graphs.
         """
-        if self.refusal:
+        if self.refusal or len(self._live) >= self._most:
             return None
         try:
             if self._stream is None:
@@ -74,8 +86,14 @@ class Graphs:
         except Exception as error:  # of any library; the call that follows raises its own again
             self._refuse(error)
             return None
+        self._first = self._first or graph
+        self._live.add(owner)
         self.count += 1
         return graph, result
+
+    def drop(self, owner: Captured) -> None:
+        """Note that a kernel has no graph any more."""
+        self._live.discard(owner)
 
     def _refuse(self, error: Exception) -> None:
         self.refusal = str(error).partition("\n")[0]
@@ -88,7 +106,17 @@ class Captured:
     After a graph that was hardly replayed, the next one takes twice as many equal calls.
     """
 
-    __slots__ = ("_calls", "_graph", "_graphs", "_held", "_identity", "_result", "_run", "_warm")
+    __slots__ = (
+        "__weakref__",
+        "_calls",
+        "_graph",
+        "_graphs",
+        "_held",
+        "_identity",
+        "_result",
+        "_run",
+        "_warm",
+    )
 
     def __init__(self, run: Bound, graphs: Graphs) -> None:
         self._run = run
@@ -112,15 +140,17 @@ class Captured:
 
     def _begin(self, identity: list[Any]) -> None:
         """Begin with other arguments."""
-        if self._graph is not None and self._calls < 4 * self._warm:
-            self._warm *= 2
+        if self._graph is not None:
+            self._graphs.drop(self)
+            if self._calls < 4 * self._warm:
+                self._warm *= 2
         self._identity = identity
         self._calls = 0
         self._graph = self._result = None
         self._held = ()
 
     def _capture(self, arguments: tuple[Any, ...]) -> bool:
-        captured = self._graphs.capture(partial(self._run, *arguments))
+        captured = self._graphs.capture(self, partial(self._run, *arguments))
         if captured is None:
             return False
         self._graph, self._result = captured
