@@ -41,7 +41,7 @@ MOST_DIFFERENCE = 1e-5
 """Largest difference of logits, in units of the largest logit."""
 PAGE_BYTES = (None, 17_000, 40_000)
 THREADS = (1, 2)
-DTYPES = ("bfloat16", "float32")
+DTYPES = ("float32", "bfloat16")
 """Dtypes of the computation; formats have them in turn."""
 FAMILIES = {
     "mixtral": MIXTRAL,
