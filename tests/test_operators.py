@@ -32,7 +32,7 @@ from moesched.devices.torch.kv_cache import BlockedKV
 from moesched.models.checkpoint import Checkpoint
 from moesched.models.layout import weight_layout
 from moesched.plugins import make_policy
-from moesched.requests.batch import split_batch
+from moesched.requests.batch import KV_BLOCK_TOKENS, split_batch
 from moesched.runs.hardware import run
 from moesched.runs.planning import plan_run
 from moesched.seams import TokenSpan
@@ -134,10 +134,12 @@ def test_operators_run_beside_attention_or_experts_on_the_host(
     assert device.gpu.operations.calls["attention_inputs"] >= 4 * MODEL.layers
 
 
-def test_a_sequence_that_grows_into_another_part_gets_room_for_it(checkpoint: Checkpoint) -> None:
-    prompts = [[1 + token % 90 for token in range(SPLIT - 4)], [3, 4, 5]]
+def test_sequences_that_grow_get_room_for_their_parts_and_blocks(checkpoint: Checkpoint) -> None:
+    prompts = [[1 + token % 90 for token in range(tokens)] for tokens in (SPLIT - 4, 2 * KV_BLOCK_TOKENS - 2)]
     devices = on_gpu(checkpoint, seed=3), on_cpu(checkpoint)
-    found, wanted = (result(each, "resident", prompts=prompts, new_tokens=8).tokens for each in devices)
+    found, wanted = (
+        result(each, "resident", size=1, prompts=prompts, new_tokens=8).tokens for each in devices
+    )
     assert found == wanted
 
 
