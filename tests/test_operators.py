@@ -96,8 +96,8 @@ def on_cpu(checkpoint: Checkpoint) -> TorchDevice:
     return TorchDevice(checkpoint, layout, keep_logits=True, kernel="torch")
 
 
-def on_gpu(checkpoint: Checkpoint, seed: int = 0) -> LaggingDevice:
-    layout = weight_layout(MODEL, "float32", PAGE_BYTES)
+def on_gpu(checkpoint: Checkpoint, seed: int = 0, dtype: str = "float32") -> LaggingDevice:
+    layout = weight_layout(MODEL, dtype, PAGE_BYTES)
     return LaggingDevice(checkpoint, layout, keep_logits=True, gpu=LaggingGpu(seed=seed), triton=True)
 
 
@@ -106,21 +106,18 @@ def expected(checkpoint: Checkpoint) -> Generated:
     return result(on_cpu(checkpoint), "resident")
 
 
-@pytest.fixture(scope="module")
-def resident(checkpoint: Checkpoint) -> Generated:
-    return result(on_gpu(checkpoint), "resident")
+def test_operators_give_the_tokens_of_the_cpu(checkpoint: Checkpoint, expected: Generated) -> None:
+    found = result(on_gpu(checkpoint), "resident")
+    assert found.tokens == expected.tokens
+    assert found.logits_RSV.allclose(expected.logits_RSV, atol=1e-5)
 
 
-def test_operators_give_the_tokens_of_the_cpu(resident: Generated, expected: Generated) -> None:
-    assert resident.tokens == expected.tokens
-    assert resident.logits_RSV.allclose(expected.logits_RSV, atol=1e-5)
-
-
-@pytest.mark.parametrize("policy", ["flexgen", "expert_streaming"])
+@pytest.mark.parametrize(("policy", "dtype"), [("flexgen", "bfloat16"), ("expert_streaming", "float16")])
 def test_bits_depend_on_no_policy_and_no_number_of_rows(
-    checkpoint: Checkpoint, resident: Generated, policy: str
+    checkpoint: Checkpoint, policy: str, dtype: str
 ) -> None:
-    found = result(on_gpu(checkpoint, seed=1), policy, size=1, weights=0.8)
+    resident = result(on_gpu(checkpoint, dtype=dtype), "resident", size=4)
+    found = result(on_gpu(checkpoint, seed=1, dtype=dtype), policy, size=1, weights=0.8)
     assert found.tokens == resident.tokens
     assert same_bits(found.logits_RSV, resident.logits_RSV)
 
