@@ -32,7 +32,7 @@ from moesched.devices.torch.kv_cache import BlockedKV
 from moesched.models.checkpoint import Checkpoint
 from moesched.models.layout import weight_layout
 from moesched.plugins import make_policy
-from moesched.requests.batch import split_batch
+from moesched.requests.batch import KV_BLOCK_TOKENS, split_batch
 from moesched.runs.hardware import run
 from moesched.runs.planning import plan_run
 from moesched.seams import TokenSpan
@@ -96,8 +96,8 @@ def on_cpu(checkpoint: Checkpoint) -> TorchDevice:
     return TorchDevice(checkpoint, layout, keep_logits=True, kernel="torch")
 
 
-def on_gpu(checkpoint: Checkpoint, seed: int = 0) -> LaggingDevice:
-    layout = weight_layout(MODEL, "float32", PAGE_BYTES)
+def on_gpu(checkpoint: Checkpoint, seed: int = 0, dtype: str = "float32") -> LaggingDevice:
+    layout = weight_layout(MODEL, dtype, PAGE_BYTES)
     return LaggingDevice(checkpoint, layout, keep_logits=True, gpu=LaggingGpu(seed=seed), triton=True)
 
 
@@ -106,21 +106,18 @@ def expected(checkpoint: Checkpoint) -> Generated:
     return result(on_cpu(checkpoint), "resident")
 
 
-@pytest.fixture(scope="module")
-def resident(checkpoint: Checkpoint) -> Generated:
-    return result(on_gpu(checkpoint), "resident")
+def test_operators_give_the_tokens_of_the_cpu(checkpoint: Checkpoint, expected: Generated) -> None:
+    found = result(on_gpu(checkpoint), "resident")
+    assert found.tokens == expected.tokens
+    assert found.logits_RSV.allclose(expected.logits_RSV, atol=1e-5)
 
 
-def test_operators_give_the_tokens_of_the_cpu(resident: Generated, expected: Generated) -> None:
-    assert resident.tokens == expected.tokens
-    assert resident.logits_RSV.allclose(expected.logits_RSV, atol=1e-5)
-
-
-@pytest.mark.parametrize("policy", ["flexgen", "expert_streaming"])
+@pytest.mark.parametrize(("policy", "dtype"), [("flexgen", "bfloat16"), ("expert_streaming", "float16")])
 def test_bits_depend_on_no_policy_and_no_number_of_rows(
-    checkpoint: Checkpoint, resident: Generated, policy: str
+    checkpoint: Checkpoint, policy: str, dtype: str
 ) -> None:
-    found = result(on_gpu(checkpoint, seed=1), policy, size=1, weights=0.8)
+    resident = result(on_gpu(checkpoint, dtype=dtype), "resident", size=4)
+    found = result(on_gpu(checkpoint, seed=1, dtype=dtype), policy, size=1, weights=0.8)
     assert found.tokens == resident.tokens
     assert same_bits(found.logits_RSV, resident.logits_RSV)
 
@@ -134,10 +131,12 @@ def test_operators_run_beside_attention_or_experts_on_the_host(
     assert device.gpu.operations.calls["attention_inputs"] >= 4 * MODEL.layers
 
 
-def test_a_sequence_that_grows_into_another_part_gets_room_for_it(checkpoint: Checkpoint) -> None:
-    prompts = [[1 + token % 90 for token in range(SPLIT - 4)], [3, 4, 5]]
+def test_sequences_that_grow_get_room_for_their_parts_and_blocks(checkpoint: Checkpoint) -> None:
+    prompts = [[1 + token % 90 for token in range(tokens)] for tokens in (SPLIT - 4, 2 * KV_BLOCK_TOKENS - 2)]
     devices = on_gpu(checkpoint, seed=3), on_cpu(checkpoint)
-    found, wanted = (result(each, "resident", prompts=prompts, new_tokens=8).tokens for each in devices)
+    found, wanted = (
+        result(each, "resident", size=1, prompts=prompts, new_tokens=8).tokens for each in devices
+    )
     assert found == wanted
 
 

@@ -26,7 +26,9 @@ class Scratch:
     def __init__(self) -> None:
         self._tensors: dict[str, torch.Tensor] = {}
 
-    def tensor(self, name: str, *shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def tensor(
+        self, name: str, *shape: int, dtype: torch.dtype, device: torch.device | None = None
+    ) -> torch.Tensor:
         """A tensor at the start of the memory of a name, which grows to the largest one."""
         size = math.prod(shape)
         found = self._tensors.get(name)
@@ -80,6 +82,21 @@ class Memory:
             if len(self._bound) >= MOST_BOUND:
                 self._bound.clear()
             self._bound[key] = bound
+
+
+class SharedMemory(Memory):
+    """Memory for results that nothing reads after the next call for any micro-batch."""
+
+    def tensor(
+        self,
+        name: str,
+        *shape: int,
+        dtype: torch.dtype,
+        zero: bool = False,
+        device: torch.device | None = None,
+    ) -> torch.Tensor:
+        """The shared tensor of a name."""
+        return self.scratch.tensor(name, *shape, dtype=dtype, device=device)
 
 
 class Shapes:

@@ -16,7 +16,7 @@ import torch
 from . import functions, operators
 from .kernel_weights import EXPERT_PARTS
 from .layer_weights import Blocks, Tensor, Weights
-from .memory import Memory
+from .memory import Memory, SharedMemory
 from .resources import Resources, as_it_is
 from .seam import ROWS, Bound, Case, Kernel, Routed
 
@@ -325,9 +325,9 @@ class TritonMoELayer(TritonKernel):
         assert case.layer is not None, "it is in a layer"
         network = case.layer.feed_forward
         rows = case.rows * network.top_k
-        project, route, combine = (
-            part.bind(case, weights, memory) for part in (self._project, self._route, self._combine)
-        )
+        shared = SharedMemory(case.rows, memory.scratch)
+        project, route = (part.bind(case, weights, shared) for part in (self._project, self._route))
+        combine = self._combine.bind(case, weights, memory)
         gates, ups, downs = (
             self._matrix(*(weights[f"experts.{expert}.{part}"] for expert in range(network.experts)))
             for part in EXPERT_PARTS
