@@ -7,12 +7,10 @@ would have to get from the system, edges to streams that do not capture.
 
 from __future__ import annotations
 
-import threading
 import weakref
-from collections.abc import Callable
 from typing import Any
 
-from .memory import Block
+from .captures import Capture
 from .streams import Gpu, LaggingStream
 
 MODES = ("global", "thread_local")
@@ -46,46 +44,6 @@ class GraphPool:
         return len(self._graphs) > 0
 
 
-class Capture:
-    """The work that a stream records from the begin of a capture to its end.
-
-    Attributes:
-        pool: the memory that captured calls allocate from.
-        works: the pieces of work, in order.
-        broken: whether a call in between was refused.
-    """
-
-    def __init__(self, pool: GraphPool, mode: str) -> None:
-        self.pool = pool
-        self.works: list[Callable[[], object]] = []
-        self.broken = False
-        self._mode = mode
-        self._thread = threading.get_ident()
-        self._blocks: list[weakref.ref[Block]] = []
-
-    def uses(self, block: Block) -> None:
-        """Note that captured work reads or writes a block."""
-        if block.pool is not self.pool:
-            self._blocks.append(weakref.ref(block))
-
-    def is_of_this_thread(self) -> bool:
-        """True on the thread that began the capture."""
-        return threading.get_ident() == self._thread
-
-    def forbids(self) -> bool:
-        """True if the calling thread may not make calls that CUDA counts as unsafe."""
-        return self._mode == "global" or self.is_of_this_thread()
-
-    def refused(self, why: str = "") -> RuntimeError:
-        """Break the capture; returns the error to raise."""
-        self.broken = True
-        return RuntimeError(f"CUDA error: operation not permitted when stream is capturing{why}")
-
-    def freed(self) -> bool:
-        """True if a block outside of the pool is gone."""
-        return any(block() is None for block in self._blocks)
-
-
 class LaggingGraph:
     """As `torch.cuda.CUDAGraph`: captures the work of the current stream, and replays it.
 
@@ -97,6 +55,7 @@ class LaggingGraph:
         self._gpu = gpu
         self._capture: Capture | None = None
         self._stream: LaggingStream | None = None
+        self._pool: GraphPool
 
     def capture_begin(self, pool: GraphPool | None = None, capture_error_mode: str = "global") -> None:
         """Let the current stream record its work, until `capture_end`.
@@ -113,8 +72,9 @@ class LaggingGraph:
             raise RuntimeError("CUDA graphs must be captured on a non-default stream")
         if capture_error_mode not in MODES:
             raise RuntimeError(f"the mode {capture_error_mode} is not imitated: give one of {MODES}")
-        self._capture = Capture(pool or GraphPool(), capture_error_mode)
-        self._capture.pool.add(self)
+        self._pool = pool or GraphPool()
+        self._pool.add(self)
+        self._capture = Capture(self._pool, capture_error_mode)
         self._gpu.begin_capture(stream, self._capture)
         self._stream = stream
 
@@ -147,10 +107,10 @@ class LaggingGraph:
     def reset(self) -> None:
         """Forget the captured work, and give its memory back."""
         if self._capture is not None:
-            self._capture.pool.discard(self)
+            self._pool.discard(self)
             self._capture = None
 
     def pool(self) -> Any:
         """The graph's memory, for other graphs that are to share it."""
         assert self._capture is not None, "it is captured"
-        return self._capture.pool
+        return self._pool

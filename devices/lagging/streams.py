@@ -9,15 +9,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from random import Random
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from ..products.team import use_cores
-
-if TYPE_CHECKING:
-    from .graphs import Capture
+from .captures import Capture
 
 EAGERNESS = (0.0, 0.0, 0.1, 1.0)
 """Chances, one drawn for each stream, that a stream runs what it can when something is enqueued anywhere."""
