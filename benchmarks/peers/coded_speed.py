@@ -86,7 +86,7 @@ def figures(case: Case, results: Results, contestants: Sequence[Contestant]) -> 
     found: dict[str, Any] = {"failed": results.reasons(case.name)}
     answered = [(each, answers) for each in contestants if (answers := results.answers(case.name, each))]
     for phase in ("prefill", "decode") if case.new_tokens > 1 else ("prefill",):
-        rows = {
+        rows: dict[str, dict[str, Any]] = {
             contestant.name: {
                 "peer": contestant.peer,
                 "seconds": [seconds_of(phase, answer) for answer in answers],
@@ -94,11 +94,11 @@ def figures(case: Case, results: Results, contestants: Sequence[Contestant]) -> 
             }
             for contestant, answers in answered
         }
-        over: dict[str, dict[str, float]] = {}
         [mine] = [row for row in rows.values() if row["peer"] == CODED.name]
+        over: dict[str, dict[str, float]] = {}
         for row in rows.values():
-            against = ratio(mine, row)
-            if against["median"] < over.get(row["peer"], {"median": float("inf")})["median"]:
+            against, known = ratio(mine, row), over.get(row["peer"])
+            if known is None or against["median"] < known["median"]:
                 over[row["peer"]] = against
         found[phase] = {"rows": rows, "over": over}
     return found
