@@ -81,8 +81,9 @@ class Sequences:
 
 
 def load() -> tuple[Answer, Message]:
-    """The model in the folder that the command names; its GGUF file is written first if there is none."""
-    file = gguf_of(Path(sys.argv[1]))
+    """The file that the command names, or that of the model in a folder, which is written first if there is none."""
+    model_path = Path(sys.argv[1])
+    file = gguf_of(model_path) if model_path.is_dir() else model_path
     api.llama_backend_init()
     options = api.llama_model_default_params()
     options.n_gpu_layers = ALL_LAYERS
