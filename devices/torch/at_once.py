@@ -13,6 +13,7 @@ from moesched.tasks import Task
 
 from ..products.linear import Tensor
 from .copies import wait_for_copies
+from .read_back import ReadBack
 
 
 class AtOnce:
@@ -44,12 +45,13 @@ class OnStream(AtOnce):
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._read_back = ReadBack()
 
     def value(
         self, task: Task, read: Callable[..., Any], *tensors: Tensor, beside: Sequence[Tensor] = ()
     ) -> Any:
         """A `Later`; the copies are asynchronous, to page-locked memory."""
-        return Later(read, [tensor.to("cpu", non_blocking=True) for tensor in tensors])
+        return Later(read, self._read_back, tensors)
 
     def settled(self, value: Any) -> Any:
         """The value, once the current stream has done all its work."""
@@ -58,20 +60,25 @@ class OnStream(AtOnce):
 
 
 class Later:
-    """A value that is read when the stream has run its task.
+    """A value that is read when the stream has run its task; it begins the copies to the host.
 
     Args:
-        read: makes the value of arrays on the host.
-        tensors: memory of the host that copies of the task fill.
+        read: makes the value of arrays on the host, and keeps none of them.
+        tensors: results on the accelerator.
     """
 
-    def __init__(self, read: Callable[..., Any], tensors: Sequence[Tensor]) -> None:
+    def __init__(self, read: Callable[..., Any], read_back: ReadBack, tensors: Sequence[Tensor]) -> None:
         self._read = read
-        self._tensors = tensors
+        self._read_back = read_back
+        self._copies = [read_back.copied(tensor) for tensor in tensors]
 
     def get(self) -> Any:
         """The value; the task's stream must have run the task."""
-        return self._read(*(tensor.numpy() for tensor in self._tensors))
+        value = self._read(*(copy.numpy() for copy, _ in self._copies))
+        for _, memory in self._copies:
+            if memory is not None:
+                self._read_back.free(memory)
+        return value
 
 
 def settled(value: Any) -> Any:
