@@ -202,7 +202,7 @@ def test_observers_see_the_choices_of_routers_in_order(checkpoint: Checkpoint, p
 
 
 class Counts(NamedTuple):
-    """What a run did on the imitated GPU.
+    """Counts of a run on the imitated GPU.
 
     Attributes:
         calls: operations that were queued, by name.

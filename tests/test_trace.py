@@ -11,19 +11,15 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from commands import refused
 from moesched.engine import Engine
 from moesched.errors import BadInput
 from moesched.plugins import make_policy
-from moesched.runs.simulation import simulate
 from moesched.steps.memory import slots_of
-from moesched.tasks import Block, Kernel, Lane, PageTransfer, Task, Work
+from moesched.tasks import Block, Kernel, Lane, Task
 from moesched.trace import (
     About,
-    LastSteps,
     Recorder,
     check_trace,
     critical_path,
@@ -31,9 +27,8 @@ from moesched.trace import (
     summarize,
     write_trace,
 )
-from runs import FORTY_PERCENT, Run, make_plan, realtime_run, staged_run, virtual_run
+from runs import Run, realtime_run, staged_run, virtual_run
 from traces import (
-    edges_by_id,
     edges_of,
     events_of,
     kept,
@@ -44,7 +39,6 @@ from traces import (
     slices_of,
     task,
     tasks_of,
-    timetable,
 )
 
 POLICIES = ("resident", "layer_streaming", "cgopipe", "adversarial")
@@ -389,81 +383,3 @@ def test_a_kind_of_tasks_may_last_nothing(command: Any, streamed_trace: Path, ot
     assert command("explain", other).code == 0
     for pair in ((streamed_trace, other), (other, streamed_trace)):
         assert command("compare", *pair).code == 0
-
-
-# -- recorders ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("steps", [1, 2, 7])
-def test_a_bounded_recorder_keeps_the_last_steps_as_the_whole_one_shows_them(
-    steps: int, tmp_path: Path
-) -> None:
-    whole = virtual_run("cgopipe", budgets=FORTY_PERCENT, new_tokens=6).recording
-    last = virtual_run("cgopipe", LastSteps(steps), budgets=FORTY_PERCENT, new_tokens=6)
-    found = last.recording
-    assert found.trimmed == (steps < 7)
-    assert found.slices == [each for each in whole.slices if each.step >= 6 - steps]
-    ids = {each.id for each in found.slices}
-    assert edges_by_id(found) == {edge for edge in edges_by_id(whole) if set(edge) <= ids}
-    filled = {each.memory: each.pages for each in whole.memory}
-    assert {each.memory: each.pages for each in found.memory} == filled, "slots that were filled before count"
-    assert found == whole if steps == 7 else found.joins < whole.joins
-    kept(found, last.about, tmp_path)
-
-
-def test_a_task_that_ends_after_its_step_was_dropped_does_not_come_back() -> None:
-    recorder = LastSteps(1)
-    engine = Engine([Lane("gpu"), Lane("copies")])
-    recorder.watch(engine)
-    gpu, copies = engine.lanes
-    slot = Block("slot", 64, "fast")
-    late = PageTransfer(copies, Work("copy", "link"), "late", step=0, start=0, end=9, slots=(slot,))
-    for each in (task(gpu, "early", step=0), task(gpu, "next", step=1), late):
-        recorder.ended(each)
-    assert [each.task.verb for each in recorder.recording().slices] == ["next"]
-    assert {sample.pages for sample in recorder.recording().memory} == {64}
-
-
-def test_a_bounded_recorder_of_no_steps_is_refused() -> None:
-    with pytest.raises(ValueError, match="ask for 1 or more"):
-        LastSteps(0)
-
-
-def test_a_bounded_recorder_keeps_the_same_steps_of_a_replayed_run() -> None:
-    recordings = []
-    for replay in (False, True):
-        chosen, recorder = make_policy("cgopipe"), LastSteps(2)
-        simulate(make_plan(chosen, new_tokens=7), chosen, sharing=False, replay=replay, recorder=recorder)
-        recordings.append(recorder.recording())
-    built, replayed = recordings
-    assert timetable(replayed) == timetable(built)
-    assert edges_by_id(replayed) == edges_by_id(built)
-    assert summarize(replayed).steps == summarize(built).steps
-
-
-@given(st.data())
-@settings(max_examples=50)
-def test_tasks_that_took_no_time_have_slices_that_follow_each_other(
-    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
-) -> None:
-    """As those of a GPU, whose clock ticks every half a microsecond."""
-    engine = Engine([Lane("gpu"), Lane("copies"), Lane("host")])
-    recorder = Recorder()
-    recorder.watch(engine)
-    ran: list[Kernel] = []
-    for number in range(data.draw(st.integers(1, 12))):
-        lane = data.draw(st.sampled_from(engine.lanes))
-        needed = sorted(data.draw(st.sets(st.integers(0, number - 1), max_size=3))) if number else []
-        before = [each.end for each in ran if each.lane is lane or each.id in needed]
-        each = task(lane, "work")
-        each.id, each.deps = number, needed
-        each.start = max(before, default=0) + data.draw(st.integers(0, 1))
-        each.end = each.start + data.draw(st.integers(0, 2))
-        ran.append(each)
-    for each in data.draw(st.permutations(ran)):
-        recorder.ended(each)
-    recording = recorder.recording()
-    write_trace(file := tmp_path_factory.mktemp("traces") / "trace.json", recording, About(driver="realtime"))
-    assert check_trace(file) == []
-    added = [each.end - ran[each.id].end for each in recording.slices]
-    assert max(added) <= sum(each.start == each.end for each in ran)

@@ -36,7 +36,7 @@ class Result(NamedTuple):
 
     @property
     def of_a_version(self) -> bool:
-        """Whether it stays that of its commit."""
+        """True if it stays that of its commit."""
         return OF_A_VERSION in self.file.parents
 
     @property

@@ -68,7 +68,7 @@ class Answer(NamedTuple):
 
 
 def bits(case: Case, first: int, count: int) -> Answer:
-    """Whether batches of several seeds have the bits of the CPU, keep to the plan's bytes, and have valid traces."""
+    """Check that batches of several seeds have the CPU's bits, keep to the plan's bytes, and have valid traces."""
     problems: list[str] = []
     with models_of() as models:
         wanted = expected(models, case)

@@ -27,7 +27,7 @@ UNLIMITED = 2**30
 
 Operator = Callable[..., None]
 
-_LIBRARY = Library("moesched", "DEF")  # a call takes 3 us here, by `torch.library.custom_op` 14
+_LIBRARY = Library("moesched", "DEF")  # a call takes a quarter of the time of a `custom_op`
 
 
 def _operator(*written: str) -> Callable[[Operator], Operator]:

@@ -94,7 +94,7 @@ class Operations:
         self.calls: Counter[str] = Counter()
         self.launches = self.copies = 0
         self._caller = threading.local()
-        """Whether the calling thread made its call in inference mode."""
+        """`inferring`: True if the calling thread made its call in inference mode."""
         self.misaligned = 0
         self.most_to_host = 0
 

@@ -251,7 +251,7 @@ class StreamRunner:
         self._ending = ThreadQueue(f"lane {lane.name} ends", self._wait)
         self._running: deque[tuple[Task, Issued]] = deque()
         self._waiting = False
-        """Whether the thread that waits has tasks, and looks for more by itself."""
+        """True while the thread that waits has tasks, and looks for more by itself."""
 
     def open(self) -> None:
         self._issuing.open()
