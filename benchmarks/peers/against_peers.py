@@ -31,7 +31,7 @@ from benchmarks.peers.environment import Peer, peers_folder
 from benchmarks.peers.memory_cap import NoCap, drop_from_page_cache, memory_cap
 from benchmarks.peers.protocol import PeerFailed, Worker
 from benchmarks.peers.registry import CAPPED, OURS, OURS_ON_DISK, PAGE_CACHE, RESIDENT
-from benchmarks.peers.rounds import Field
+from benchmarks.peers.rounds import Field, add_patience
 from benchmarks.record.benchmark import Benchmark, progress
 from benchmarks.shared.reading import warm
 from moesched.models.checkpoint import open_checkpoint
@@ -155,13 +155,7 @@ BENCHMARK.parser.add_argument(
     metavar="TEXT",
     help='only requests whose name contains one of these, such as "batch 1,"; the results of the others stay',
 )
-BENCHMARK.parser.add_argument(
-    "--patience",
-    type=float,
-    default=10.0,
-    metavar="S",
-    help="wait this long, at most, for other processes to pause before each request (default: 10)",
-)
+add_patience(BENCHMARK.parser)
 
 
 def named(peers: Sequence[Peer], options: Options) -> list[Peer]:

@@ -18,7 +18,7 @@ from benchmarks.peers.comparison import Case, ratio, seconds_of
 from benchmarks.peers.environment import Peer
 from benchmarks.peers.protocol import Worker
 from benchmarks.peers.registry import LLAMA_CPP, OURS
-from benchmarks.peers.rounds import Contestant, Field, Results, turned
+from benchmarks.peers.rounds import Contestant, Field, Results, add_patience, turned
 from benchmarks.record.benchmark import Benchmark, progress
 from benchmarks.record.claims import Claim, Result, at_least
 from benchmarks.shared.gguf_files import q4_k_m, quantized, write_gguf
@@ -135,13 +135,7 @@ BENCHMARK = Benchmark(
 BENCHMARK.parser.add_argument(
     "--alone", action="store_true", help="ours alone, by coded weights and by bfloat16"
 )
-BENCHMARK.parser.add_argument(
-    "--patience",
-    type=float,
-    default=10.0,
-    metavar="S",
-    help="wait this long, at most, for other processes to pause before each request (default: 10)",
-)
+add_patience(BENCHMARK.parser)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from argparse import ArgumentParser
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -131,6 +132,17 @@ class Results:
         """The answers of all rounds; none if it failed."""
         key = request, contestant.name
         return [] if key in self.failed else self._answers[key]
+
+
+def add_patience(parser: ArgumentParser) -> None:
+    """Add the option of the seconds to wait for other processes to pause."""
+    parser.add_argument(
+        "--patience",
+        type=float,
+        default=10.0,
+        metavar="S",
+        help="wait this long, at most, for other processes to pause before each request (default: 10)",
+    )
 
 
 def wait_for_quiet(patience: float) -> None:

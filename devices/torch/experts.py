@@ -18,7 +18,7 @@ from ..products.linear import Tensor, gated
 from ..runner.micro_batch import MicroBatchState
 from ..runner.observers import DeviceObservers
 from ..shared.coded import plain_block
-from .at_once import library_of
+from .at_once import AtOnce
 from .compute import Compute
 from .expert_parts import ExpertRunner, Part, tiles_of
 from .expert_rows import ExpertRows
@@ -29,6 +29,7 @@ class TorchExperts:
 
     Args:
         weights: returns the tensors that a view shows.
+        library: brings values of tasks to the host.
         observers: receive the activations of experts, before they run.
     """
 
@@ -38,12 +39,13 @@ class TorchExperts:
         states: Sequence[MicroBatchState],
         weights: Callable[[Any], Weights],
         compute: Compute,
+        library: AtOnce,
         observers: DeviceObservers,
     ) -> None:
         self._config = config
         self._states = states
         self._weights = weights
-        self._library = library_of(compute.accelerator)
+        self._library = library
         self._use_cores_for = compute.use_cores_for
         self._kernels = compute.kernels
         self._team = compute.kernels.team

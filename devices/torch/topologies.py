@@ -65,7 +65,9 @@ class Topology:
         self._library = library_of(compute.accelerator)
         self._store = store
         self._observers = observers
-        self._experts = TorchExperts(plan.layout.config, states, store.weights, compute, observers)
+        self._experts = TorchExperts(
+            plan.layout.config, states, store.weights, compute, self._library, observers
+        )
         self._beams = _beam_searches(plan, states, choice.sampling) if plan.batch.beams > 1 else None
 
     def alone(self, weights: GlobalWeights) -> Verbs:

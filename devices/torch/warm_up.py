@@ -136,8 +136,8 @@ class WarmUp(ExpertWarmUp):
         self._kv = kv
         states: list[MicroBatchState] = []
         kernels, observers = compute.kernels, DeviceObservers()
-        experts = TorchExperts(config, states, self._shown, compute, observers)
         library = library_of(compute.accelerator)
+        experts = TorchExperts(config, states, self._shown, compute, library, observers)
         choice = Choice(Sampling(), first_request=0, keep=None)
         self._states = states
         self._attention = Attention(

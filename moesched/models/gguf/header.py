@@ -156,6 +156,15 @@ def _require_version(source: _Source) -> int:
     return tensors
 
 
+def _read_name(source: _Source) -> str:
+    """Read the name of a key or tensor; messages are about it from then on."""
+    name = source.text(LONGEST_KEY)
+    if not name.isprintable():
+        raise source.broken(f"its name {shown(name)} cannot be shown")
+    source.about = shown(name)
+    return name
+
+
 # ---------------------------------------------------------------- metadata
 
 
@@ -166,10 +175,7 @@ def _read_metadata(source: _Source, count: int) -> dict[str, Value]:
     metadata: dict[str, Value] = {}
     for number in range(count):
         source.about = f"key {number + 1:,} of its metadata"
-        key = source.text(LONGEST_KEY)
-        if not key.isprintable():
-            raise source.broken(f"its name {shown(key)} cannot be shown")
-        source.about = shown(key)
+        key = _read_name(source)
         if key in metadata:
             raise source.broken("its metadata have this key twice")
         metadata[key] = _read_value(source)
@@ -226,10 +232,7 @@ def _read_tensors(source: _Source, count: int, alignment: int) -> list[Found]:
     entries: dict[str, Entry] = {}
     for number in range(count):
         source.about = f"tensor {number + 1:,}"
-        name = source.text(LONGEST_KEY)
-        if not name.isprintable():
-            raise source.broken(f"its name {shown(name)} cannot be shown")
-        source.about = shown(name)
+        name = _read_name(source)
         if name in entries:
             raise source.broken("the file has this tensor twice")
         entries[name] = _read_entry(source, alignment)
