@@ -11,14 +11,14 @@ from msgspec.structs import replace
 from moesched.calibration.exercise import FinishedTasks
 from moesched.calibration.extent import small_model
 from moesched.calibration.gpu_exercise import GpuExercise
-from moesched.calibration.gpu_extent import GpuExtent
+from moesched.calibration.gpu_extent import QUICK_GPU, THOROUGH_GPU, GpuExtent
 from moesched.calibration.gpu_probe import GPU, Copy, Operation, Product, Stream
 from moesched.calibration.gpu_tasks import GpuTasks
 from moesched.calibration.model_runs import run_exercise
 from moesched.calibration.task_times import Source
 from moesched.devices.lagging.device import GPU_DEVICE, LaggingDevice, LaggingGpu
 from moesched.devices.torch.gpu_operations import GpuOperations, is_enqueued
-from moesched.machines import load_machine
+from moesched.machines import Machine, load_machine
 from moesched.machines.gpu_cost import GpuCosts
 from moesched.machines.staging import staged
 from moesched.models.layout import weight_layout
@@ -27,6 +27,7 @@ from moesched.requests.batch import Batch
 from moesched.runs.planning import plan_run
 from moesched.runs.ranks import Rank
 from moesched.runs.virtual_run import VirtualRun
+from moesched.steps.plan import Plan
 from moesched.system.cores import divided_cores
 
 TINY = GpuExtent(
@@ -106,13 +107,24 @@ def test_the_small_model_has_tasks_of_every_kind(checkpoint: Path) -> None:
     assert all(point.seconds > 0 for point in points)
 
 
+def exercise_plan(extent: GpuExtent, machine: Machine, policy: GpuExercise) -> Plan:
+    lengths = [length for group in extent.micro_batches for length in group]
+    numbers = iter(range(len(lengths)))
+    groups = tuple(tuple(next(numbers) for _ in group) for group in extent.micro_batches)
+    batch = Batch(tuple(lengths), extent.steps, groups)
+    return plan_run(machine, weight_layout(extent.model), batch, policy)
+
+
+@pytest.mark.parametrize("extent", [QUICK_GPU, THOROUGH_GPU])
+def test_the_small_model_fits_where_page_locked_memory_is_limited(extent: GpuExtent) -> None:
+    machine, policy = staged(load_machine("h100"), extent.staging), GpuExercise(extent.on_host, beside=True)
+    exercise_plan(extent, machine, policy)
+    assert policy.staging is not None
+
+
 def test_a_fetch_runs_beside_attention_on_the_host_or_beside_cache_writes() -> None:
     policy, finished = GpuExercise(TINY.on_host, beside=True), FinishedTasks()
-    lengths = [length for group in TINY.micro_batches for length in group]
-    numbers = iter(range(len(lengths)))
-    groups = tuple(tuple(next(numbers) for _ in group) for group in TINY.micro_batches)
-    batch = Batch(tuple(lengths), TINY.steps, groups)
-    plan = plan_run(load_machine("h100"), weight_layout(TINY.model), batch, policy)
+    plan = exercise_plan(TINY, load_machine("h100"), policy)
     VirtualRun([Rank(plan, policy)], observers=[finished]).run()
     tasks = finished.tasks
 

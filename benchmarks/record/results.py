@@ -21,6 +21,7 @@ MACHINES = {
     "zen4": "EPYC, Zen 4",
     "zen5": "EPYC, Zen 5",
     "h100": "NVIDIA H100",
+    "h200": "NVIDIA H200",
 }
 """Titles of machines in tables, by the names in result files."""
 LIBRARIES = {

@@ -56,7 +56,8 @@ class GpuExtent(msgspec.Struct, frozen=True, kw_only=True):
         groups: prompt lengths of micro-batches of one, many, and many long sequences; each occurs twice in a run, with
             its KV cache on the GPU and on the host.
         steps: steps of each run of the model, prefill included.
-        staging: bytes of page-locked memory in runs whose pages are staged.
+        staging: bytes of page-locked memory in runs whose pages are staged. They hold the rows of prompts for
+            experts on the host, too.
     """
 
     rounds: int = 5
@@ -71,7 +72,7 @@ class GpuExtent(msgspec.Struct, frozen=True, kw_only=True):
     model: ModelConfig = MODEL
     groups: tuple[tuple[int, ...], ...] = ((16,), (16,) * 64, (512,) * 64)
     steps: int = 12
-    staging: int = 512 << 20
+    staging: int = 1 << 30
 
     @property
     def micro_batches(self) -> tuple[tuple[int, ...], ...]:
