@@ -66,13 +66,12 @@ class Peer(NamedTuple):
         if not installed.exists() or installed.read_text() != wanted:
             self._install(folder)
             installed.write_text(wanted)
+        _share(folder)
         return folder / "bin" / "python"
 
     def _install(self, folder: Path) -> None:
         venv.create(folder, clear=True, with_pip=True, symlinks=True)
-        [packages] = folder.glob("lib/python*/site-packages")
-        here = [path for path in sys.path if "site-packages" in path]
-        (packages / "shared.pth").write_text("\n".join([*here, str(ROOT)]))
+        _share(folder)
         pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--no-input"]
         constraints = ("--constraint", str(ROOT / "constraints.txt"))
         try:
@@ -89,6 +88,13 @@ class Peer(NamedTuple):
         except subprocess.CalledProcessError as error:
             last = (error.stderr.strip() or "pip said nothing").splitlines()[-1]
             raise PeerFailed(f"not installed: {last}"[:LONGEST_REASON]) from None
+
+
+def _share(folder: Path) -> None:
+    """Show an environment what is installed here; anew each time, as another checkout may have made it."""
+    [packages] = folder.glob("lib/python*/site-packages")
+    here = [path for path in sys.path if "site-packages" in path]
+    (packages / "shared.pth").write_text("\n".join([*here, str(ROOT)]))
 
 
 def peers_folder() -> Path:
