@@ -11,9 +11,9 @@ from moesched.system.plain_text import shown
 MOST_BYTES = 10**18
 """Limit of any size; the largest machines have less."""
 
-_UNITS = {"": 1, "B": 1}
-_UNITS |= {prefix + "B": 1000 ** (n + 1) for n, prefix in enumerate("KMGT")}
-_UNITS |= {prefix + "iB": 1024 ** (n + 1) for n, prefix in enumerate("KMGT")}
+_UNITS = {"": 1, "b": 1}
+_UNITS |= {prefix + "b": 1000 ** (n + 1) for n, prefix in enumerate("kmgt")}
+_UNITS |= {prefix + "ib": 1024 ** (n + 1) for n, prefix in enumerate("kmgt")}
 _NUMBER = r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*"
 _SIZE = re.compile(_NUMBER + r"([A-Za-z]*)\s*")
 _PREFIXES = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
@@ -31,12 +31,11 @@ def parse_bytes(text: int | float | str) -> int:
     if isinstance(text, int | float):
         return _limited(text, text)
     match = _SIZE.fullmatch(text)
-    units = {name.lower(): factor for name, factor in _UNITS.items()}
-    if match is None or match[2].lower() not in units:
+    if match is None or match[2].lower() not in _UNITS:
         raise BadInput(
             f"{shown(text)} is not a size in bytes: write a number and a unit, such as 600MB or 1.5GiB"
         )
-    return _limited(float(match[1]) * units[match[2].lower()], text)
+    return _limited(float(match[1]) * _UNITS[match[2].lower()], text)
 
 
 def parse_rate(text: str) -> float:

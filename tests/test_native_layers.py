@@ -146,13 +146,20 @@ def test_embeddings_are_copied_and_angles_are_those_of_torch(native: NativeKerne
         assert torch.allclose(ours, theirs, atol=1e-6)
 
 
-KINDS = [kind for kind in (*NATIVE, *TORCH_KERNELS) if kind.operation in MAKERS]
+CHECKED, ON_TORCH = (
+    [kind for kind in kinds if kind.operation in MAKERS] for kinds in (NATIVE, TORCH_KERNELS)
+)
 
 
-@pytest.mark.parametrize("number", range(len(KINDS)), ids=lambda number: KINDS[number].__name__)
+@pytest.mark.parametrize("number", range(len(CHECKED)), ids=lambda number: CHECKED[number].__name__)
 def test_kernels_keep_their_promises_with_each_instruction_set(number: int, variant: str) -> None:
     coded = CODED[(number + instruction_sets().index(variant)) % len(CODED)]
-    assert check_kernel(KINDS[number], instruction_set=variant, formats=[coded]) > 0
+    assert check_kernel(CHECKED[number], instruction_set=variant, formats=[coded]) > 0
+
+
+@pytest.mark.parametrize("number", range(len(ON_TORCH)), ids=lambda number: ON_TORCH[number].__name__)
+def test_kernels_on_torch_keep_their_promises(number: int) -> None:
+    assert check_kernel(ON_TORCH[number], formats=[CODED[number % len(CODED)]]) > 0
 
 
 def test_logits_are_those_of_the_chosen_rows_and_the_largest_is_named(

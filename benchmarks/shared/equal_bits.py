@@ -132,7 +132,7 @@ SCHEDULES = Grid(
     ],
 )
 EXPERTS = Grid(
-    models=[(MIXTRAL, "float32"), (DBRX, "bfloat16"), (CODED_IN_FIVE_BITS, "float32")],
+    models=[(MIXTRAL, "float32"), (DBRX, "bfloat16"), (CODED_IN_FIVE_BITS, "bfloat16")],
     ways=[
         Way("one memory", TorchDevice, ONE_MEMORY, 1.4),
         Way("two memories", TorchDevice, TWO_MEMORIES),
