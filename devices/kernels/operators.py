@@ -66,24 +66,29 @@ def embed(
         out.copy_(values)
 
 
+@_operator("x_TD")
+def norm(hidden_TD: Tensor, norm_D: Tensor, eps: float, layer_norm: bool, x_TD: Tensor) -> None:
+    """Each token normalised in float64, rounded to its dtype."""
+    compute = functions.layer_norm if layer_norm else functions.rms_norm
+    x_TD.copy_(compute(hidden_TD.double(), norm_D.double(), eps))
+
+
 @_operator("q_THd", "k_TKd", "v_TKd")
 def attention_inputs(
-    hidden_TD: Tensor,
-    norm_D: Tensor,
+    x_TD: Tensor,
     table: Tensor,
     blocks: list[Tensor],
     head_norms: list[Tensor],
     cosines_T1d: Tensor,
     sines_T1d: Tensor,
     eps: float,
-    layer_norm: bool,
     clip: float | None,
     q_THd: Tensor,
     k_TKd: Tensor,
     v_TKd: Tensor,
 ) -> None:
-    """Norm, projection and rotation; `head_norms` are those of queries and keys, if the layer has them."""
-    x_TX = _product(_normed(hidden_TD, norm_D, eps, layer_norm), torch.cat(blocks))
+    """Projection and rotation; `head_norms` are those of queries and keys, if the layer has them."""
+    x_TX = _product(x_TD, torch.cat(blocks))
     out = q_THd, k_TKd, v_TKd
     parts = x_TX.unflatten(1, (-1, q_THd.shape[2])).split([each.shape[1] for each in out], dim=1)
     if head_norms:
@@ -174,7 +179,7 @@ def route(
     logits_TE: Tensor,
 ) -> None:
     """Norm, router, and the choice of experts."""
-    x_TD.copy_(_normed(hidden_TD, norm_D, eps, layer_norm))
+    norm(hidden_TD, norm_D, eps, layer_norm, x_TD)
     logits_TE.copy_(_product(x_TD, torch.cat(blocks)))
     chosen = functions.choose_experts(logits_TE, experts_Tk.shape[1], sum_to_one)
     for out, values in zip((experts_Tk, weights_Tk), chosen, strict=True):
@@ -232,31 +237,15 @@ def combine(y_nD: Tensor, rows_Tk: Tensor, weights_Tk: Tensor, residual_TD: Tens
 
 
 @_operator("logits_SV")
-def logits(
-    hidden_SD: Tensor,
-    norm_D: Tensor,
-    table: Tensor,
-    blocks: list[Tensor],
-    eps: float,
-    layer_norm: bool,
-    logits_SV: Tensor,
-) -> None:
-    """Last norm and LM head, rounded to the hidden states' dtype."""
-    logits_SV.copy_(
-        _product(_normed(hidden_SD, norm_D, eps, layer_norm), torch.cat(blocks)).to(hidden_SD.dtype)
-    )
+def logits(x_SD: Tensor, table: Tensor, blocks: list[Tensor], logits_SV: Tensor) -> None:
+    """LM head, rounded to the dtype of x."""
+    logits_SV.copy_(_product(x_SD, torch.cat(blocks)).to(x_SD.dtype))
 
 
 @_operator("tokens_S")
 def likeliest(logits_SV: Tensor, tokens_S: Tensor) -> None:
     """The likeliest token of each row, the first of equal ones; -1 if the largest logit is not finite."""
     tokens_S.copy_(functions.likeliest(logits_SV))
-
-
-def _normed(x_TD: Tensor, norm_D: Tensor, eps: float, layer_norm: bool) -> Tensor:
-    """Each token normalised in float64, rounded to its dtype."""
-    norm = functions.layer_norm if layer_norm else functions.rms_norm
-    return norm(x_TD.double(), norm_D.double(), eps).to(x_TD.dtype)
 
 
 def _product(x_TD: Tensor, matrix_ND: Tensor) -> Tensor:

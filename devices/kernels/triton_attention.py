@@ -5,13 +5,21 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_tiles import dot, normed, rounded, rows_of, statistics
+from .triton_tiles import dot, normed, rounded, statistics, tile_of, two_products
+
+
+@triton.jit
+def norm(hidden_TD, norm_D, x_TD, width, eps, LAYER: tl.constexpr, WIDTH: tl.constexpr):
+    """One token, normalised."""
+    row = tl.program_id(0).to(tl.int64) * width
+    mean, scale = statistics(hidden_TD + row, width, eps, LAYER, WIDTH)
+    d = tl.arange(0, WIDTH)
+    tl.store(x_TD + row + d, normed(hidden_TD + row, norm_D, d, width, mean, scale), d < width)
 
 
 @triton.jit
 def attention_inputs(
-    hidden_TD,
-    norm_D,
+    x_TD,
     table,
     cosines_Td,
     sines_Td,
@@ -27,44 +35,53 @@ def attention_inputs(
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
-    PAIRS: tl.constexpr,
     BLOCKS: tl.constexpr,
-    LAYER: tl.constexpr,
     HEAD_NORM: tl.constexpr,
     CLIPS: tl.constexpr,
     ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Norm, projection and rotation of some pairs (i, i + d/2) of one head."""
-    dtype: tl.constexpr = hidden_TD.dtype.element_ty
-    t = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    head = tl.program_id(1)
-    i = tl.program_id(2) * PAIRS + tl.arange(0, PAIRS)
+    """Projection and rotation of some pairs (i, i + d/2) of one head."""
+    dtype: tl.constexpr = x_TD.dtype.element_ty
+    parts: tl.constexpr = (HALF + OUTPUTS - 1) // OUTPUTS
+    tile, part = tile_of(tl.program_id(0), tl.cdiv(tokens, ROWS), (HEADS + 2 * KV_HEADS) * parts)
+    t = tile * ROWS + tl.arange(0, ROWS)
+    head = part // parts
+    i = part % parts * OUTPUTS + tl.arange(0, OUTPUTS)
+    first = head * 2 * HALF + part % parts * OUTPUTS
+    middle = head * 2 * HALF + HALF
+    low, high = two_products(
+        x_TD,
+        t,
+        t < tokens,
+        table,
+        first,
+        middle,
+        table,
+        first + HALF,
+        middle + HALF,
+        width,
+        BLOCKS,
+        BLOCKS,
+        ROWS,
+        OUTPUTS,
+        COLUMNS,
+    )
     there = i < HALF
-    first = rows_of(table, head * 2 * HALF + i, width, BLOCKS, dtype)
-    second = rows_of(table, head * 2 * HALF + HALF + i, width, BLOCKS, dtype)
-    mean, scale = statistics(hidden_TD, t, tokens, width, eps, LAYER, ROWS, COLUMNS)
-    low = tl.zeros((ROWS, PAIRS), dtype=tl.float32)
-    high = tl.zeros((ROWS, PAIRS), dtype=tl.float32)
-    for start in range(0, width, COLUMNS):
-        d = start + tl.arange(0, COLUMNS)
-        inside = (t[:, None] < tokens) & (d[None, :] < width)
-        x = normed(hidden_TD, norm_D, t, d, inside, width, mean, scale)
-        weights = there[:, None] & (d[None, :] < width)
-        low = dot(x, tl.trans(tl.load(first[:, None] + d[None, :], weights, 0.0)), low)
-        high = dot(x, tl.trans(tl.load(second[:, None] + d[None, :], weights, 0.0)), high)
     turns = head < HEADS + KV_HEADS
     if HEAD_NORM and turns:
-        squares = tl.sum(low * low, 1) + tl.sum(high * high, 1)
+        squares = tl.sum(low * low, 0) + tl.sum(high * high, 0)
         scale = 1.0 / tl.sqrt(squares / (2 * HALF) + eps)
         weight_d = q_norm_d if head < HEADS else k_norm_d
-        low = low * scale[:, None] * tl.load(weight_d + i, there, 0.0).to(tl.float32)[None, :]
-        high = high * scale[:, None] * tl.load(weight_d + HALF + i, there, 0.0).to(tl.float32)[None, :]
+        low = low * scale[None, :] * tl.load(weight_d + i, there, 0.0).to(tl.float32)[:, None]
+        high = high * scale[None, :] * tl.load(weight_d + HALF + i, there, 0.0).to(tl.float32)[:, None]
     if CLIPS:
         low, high = tl.clamp(low, -clip, clip), tl.clamp(high, -clip, clip)
-    inside = (t[:, None] < tokens) & there[None, :]
+    inside = (t[None, :] < tokens) & there[:, None]
+    t = t.to(tl.int64)
     if turns:
-        angle = t[:, None] * 2 * HALF + i[None, :]
+        angle = t[None, :] * 2 * HALF + i[:, None]
         turned = low * tl.load(cosines_Td + angle, inside, 0.0) + high * tl.load(
             sines_Td + angle, inside, 0.0
         )
@@ -77,8 +94,8 @@ def attention_inputs(
         out = k_TKd + (t * KV_HEADS + head - HEADS) * 2 * HALF
     else:
         out = v_TKd + (t * KV_HEADS + head - HEADS - KV_HEADS) * 2 * HALF
-    tl.store(out[:, None] + i[None, :], rounded(low, dtype), inside)
-    tl.store(out[:, None] + HALF + i[None, :], rounded(high, dtype), inside)
+    tl.store(out[None, :] + i[:, None], rounded(low, dtype), inside)
+    tl.store(out[None, :] + HALF + i[:, None], rounded(high, dtype), inside)
 
 
 @triton.jit

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_tiles import dot, normed, rounded, rows_of, statistics
+from .triton_tiles import product, rounded, tile_of
 
 
 @triton.jit
@@ -40,36 +40,27 @@ def embed(
 
 @triton.jit
 def logits(
-    hidden_SD,
-    norm_D,
+    x_SD,
     table,
     logits_SV,
     sequences,
     width,
     vocabulary,
-    eps,
     BLOCKS: tl.constexpr,
-    LAYER: tl.constexpr,
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Norm and some columns of the LM head, rounded to the hidden states' type."""
-    dtype: tl.constexpr = hidden_SD.dtype.element_ty
-    s = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    v = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
-    rows = rows_of(table, v, width, BLOCKS, dtype)
-    mean, scale = statistics(hidden_SD, s, sequences, width, eps, LAYER, ROWS, COLUMNS)
-    total = tl.zeros((ROWS, OUTPUTS), dtype=tl.float32)
-    for start in range(0, width, COLUMNS):
-        d = start + tl.arange(0, COLUMNS)
-        inside = (s[:, None] < sequences) & (d[None, :] < width)
-        x = normed(hidden_SD, norm_D, s, d, inside, width, mean, scale)
-        weights = tl.load(rows[:, None] + d[None, :], (v[:, None] < vocabulary) & (d[None, :] < width), 0.0)
-        total = dot(x, tl.trans(weights), total)
-    at = s.to(tl.int64)[:, None] * vocabulary + v[None, :]
-    inside = (s[:, None] < sequences) & (v[None, :] < vocabulary)
-    tl.store(logits_SV + at, rounded(total, dtype).to(tl.float32), inside)
+    """Some columns of the LM head, rounded to the type of x."""
+    tile, part = tile_of(tl.program_id(0), tl.cdiv(sequences, ROWS), tl.cdiv(vocabulary, OUTPUTS))
+    s = tile * ROWS + tl.arange(0, ROWS)
+    v = part * OUTPUTS + tl.arange(0, OUTPUTS)
+    total = product(
+        x_SD, s, s < sequences, table, part * OUTPUTS, vocabulary, width, BLOCKS, ROWS, OUTPUTS, COLUMNS
+    )
+    at = s.to(tl.int64)[None, :] * vocabulary + v[:, None]
+    inside = (s[None, :] < sequences) & (v[:, None] < vocabulary)
+    tl.store(logits_SV + at, rounded(total, x_SD.dtype.element_ty).to(tl.float32), inside)
 
 
 @triton.jit

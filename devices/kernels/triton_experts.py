@@ -5,7 +5,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_tiles import dot, normed, product, rounded, rows_of, statistics
+from .triton_tiles import (
+    normed,
+    passes_over,
+    product,
+    rounded,
+    rows_in,
+    statistics,
+    tile_of,
+    two_products,
+)
 
 
 @triton.jit
@@ -23,14 +32,14 @@ def output_projection(
     COLUMNS: tl.constexpr,
 ):
     """The product with a matrix (D, X), and the residual."""
-    dtype: tl.constexpr = x_TX.dtype.element_ty
-    t = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    n = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
-    rows = rows_of(table, n, inputs, BLOCKS, dtype)
-    total = product(x_TX, t, t < tokens, rows, n < width, inputs, ROWS, OUTPUTS, COLUMNS)
-    at, inside = t[:, None] * width + n[None, :], (t[:, None] < tokens) & (n[None, :] < width)
+    tile, part = tile_of(tl.program_id(0), tl.cdiv(tokens, ROWS), tl.cdiv(width, OUTPUTS))
+    t = tile * ROWS + tl.arange(0, ROWS)
+    n = part * OUTPUTS + tl.arange(0, OUTPUTS)
+    total = product(x_TX, t, t < tokens, table, part * OUTPUTS, width, inputs, BLOCKS, ROWS, OUTPUTS, COLUMNS)
+    at = t.to(tl.int64)[None, :] * width + n[:, None]
+    inside = (t[None, :] < tokens) & (n[:, None] < width)
     total += tl.load(residual_TD + at, inside, 0.0).to(tl.float32)
-    tl.store(out_TD + at, rounded(total, dtype), inside)
+    tl.store(out_TD + at, rounded(total, x_TX.dtype.element_ty), inside)
 
 
 @triton.jit
@@ -42,7 +51,6 @@ def route(
     experts_Tk,
     weights_Tk,
     logits_TE,
-    tokens,
     width,
     eps,
     EXPERTS: tl.constexpr,
@@ -50,67 +58,92 @@ def route(
     BLOCKS: tl.constexpr,
     LAYER: tl.constexpr,
     SUM_TO_ONE: tl.constexpr,
-    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
     OUTPUTS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Norm, the router's logits in float32, and the experts of each token, ascending, with their weights."""
+    """Norm of a token, the router's logits in float32, and the token's experts, ascending, with their weights."""
     dtype: tl.constexpr = hidden_TD.dtype.element_ty
-    t = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    t = tl.program_id(0).to(tl.int64)
+    row_D = hidden_TD + t * width
+    mean, scale = statistics(row_D, width, eps, LAYER, WIDTH)
     e = tl.arange(0, OUTPUTS)
-    rows = rows_of(table, e, width, BLOCKS, dtype)
-    mean, scale = statistics(hidden_TD, t, tokens, width, eps, LAYER, ROWS, COLUMNS)
-    logits = tl.zeros((ROWS, OUTPUTS), dtype=tl.float32)
-    for start in range(0, width, COLUMNS):
-        d = start + tl.arange(0, COLUMNS)
-        inside = (t[:, None] < tokens) & (d[None, :] < width)
-        x = normed(hidden_TD, norm_D, t, d, inside, width, mean, scale)
-        tl.store(x_TD + t[:, None] * width + d[None, :], x, inside)
-        weights = tl.load(rows[:, None] + d[None, :], (e[:, None] < EXPERTS) & (d[None, :] < width), 0.0)
-        logits = dot(x.to(tl.float32), tl.trans(weights).to(tl.float32), logits)
-    known = (t[:, None] < tokens) & (e[None, :] < EXPERTS)
-    tl.store(logits_TE + t[:, None] * EXPERTS + e[None, :], logits, known)
-    logits = tl.where(e[None, :] < EXPERTS, logits, float("-inf"))
+    total = tl.zeros((OUTPUTS, COLUMNS), dtype=tl.float32)
+    for block in range(passes_over(table, 0, EXPERTS, BLOCKS)):
+        rows, there = rows_in(table, block, 0, EXPERTS, width, BLOCKS, OUTPUTS, dtype)
+        for start in range(0, width, COLUMNS):
+            d = start + tl.arange(0, COLUMNS)
+            x = normed(row_D, norm_D, d, width, mean, scale)
+            tl.store(x_TD + t * width + d, x, d < width)
+            weights = tl.load(rows + d[None, :], there[:, None] & (d[None, :] < width), 0.0)
+            total += weights.to(tl.float32) * x.to(tl.float32)[None, :]
+    logits = tl.sum(total, 1)
+    tl.store(logits_TE + t * EXPERTS + e, logits, e < EXPERTS)
+    logits = tl.where(e < EXPERTS, logits, float("-inf"))
     left = logits
     for _ in tl.static_range(TOP_K):
-        best = tl.argmax(left, 1)
-        left = tl.where(e[None, :] == best[:, None], float("-inf"), left)
-    chosen = (left != logits) & (e[None, :] < EXPERTS)
-    highest = tl.max(logits, 1)
-    powers = tl.exp(logits - highest[:, None])
-    total = tl.sum(tl.where(chosen, powers, 0.0) if SUM_TO_ONE else powers, 1)
-    place = tl.cumsum(chosen.to(tl.int32), 1) - 1
-    at = t[:, None] * TOP_K + place
-    kept = chosen & (t[:, None] < tokens)
-    tl.store(experts_Tk + at, tl.broadcast_to(e[None, :], (ROWS, OUTPUTS)).to(tl.int64), kept)
-    tl.store(weights_Tk + at, powers / total[:, None], kept)
+        left = tl.where(e == tl.argmax(left, 0), float("-inf"), left)
+    chosen = (left != logits) & (e < EXPERTS)
+    powers = tl.exp(logits - tl.max(logits, 0))
+    weight = powers / tl.sum(tl.where(chosen, powers, 0.0) if SUM_TO_ONE else powers, 0)
+    at = t * TOP_K + tl.cumsum(chosen.to(tl.int32), 0) - 1
+    tl.store(experts_Tk + at, e.to(tl.int64), chosen)
+    tl.store(weights_Tk + at, weight, chosen)
 
 
 @triton.jit
 def sort_rows(
-    experts_n, rows_n, pairs_n, starts_E, count, experts, PAIRS: tl.constexpr, EXPERTS: tl.constexpr
+    experts_n,
+    rows_n,
+    pairs_n,
+    starts_E,
+    count,
+    experts,
+    PAIRS: tl.constexpr,
+    READ: tl.constexpr,
+    EXPERTS: tl.constexpr,
 ):
-    """The row of each pair of token and expert, sorted by expert, and the first row of each expert; one program."""
-    for start in range(0, count, PAIRS):
-        n = start + tl.arange(0, PAIRS)
-        own = tl.load(experts_n + n, n < count, experts)
-        row = tl.zeros((PAIRS,), dtype=tl.int32)
-        for other in range(0, count, PAIRS):
-            m = other + tl.arange(0, PAIRS)
-            theirs = tl.load(experts_n + m, m < count, experts)
-            before = (theirs[None, :] < own[:, None]) | (
-                (theirs[None, :] == own[:, None]) & (m[None, :] < n[:, None])
-            )
-            row += tl.sum(before.to(tl.int32), 1)
-        tl.store(rows_n + n, row.to(tl.int64), n < count)
-        tl.store(pairs_n + row, n, n < count)
+    """The row of each of some pairs of token and expert, sorted by expert, and the first row of each expert.
+
+    A program counts all pairs, those before its own, and its own that stand before each other.
+    """
+    own = tl.program_id(0) * PAIRS
+    total = tl.zeros((EXPERTS,), dtype=tl.int32)
+    earlier = tl.zeros((EXPERTS,), dtype=tl.int32)
+    for start in range(0, count, READ):
+        n = start + tl.arange(0, READ)
+        expert = tl.load(experts_n + n, n < count, experts).to(tl.int32)
+        total += tl.histogram(expert, EXPERTS)
+        earlier += tl.histogram(tl.where(n < own, expert, experts), EXPERTS)
     e = tl.arange(0, EXPERTS)
-    starts = tl.zeros((EXPERTS,), dtype=tl.int32)
-    for start in range(0, count, PAIRS):
-        n = start + tl.arange(0, PAIRS)
-        own = tl.load(experts_n + n, n < count, experts)
-        starts += tl.sum((own[None, :] < e[:, None]).to(tl.int32), 1)
-    tl.store(starts_E + e, starts.to(tl.int64), e <= experts)
+    starts = tl.cumsum(total, 0) - total
+    if own == 0:
+        tl.store(starts_E + e, starts.to(tl.int64), e <= experts)
+    n = own + tl.arange(0, PAIRS)
+    m = own + tl.arange(0, PAIRS)
+    expert = tl.load(experts_n + n, n < count, experts).to(tl.int32)
+    other = tl.load(experts_n + m, m < count, experts).to(tl.int32)
+    row = tl.sum(((other[None, :] == expert[:, None]) & (m[None, :] < n[:, None])).to(tl.int32), 1)
+    row += tl.sum(tl.where(expert[:, None] == e[None, :], (starts + earlier)[None, :], 0), 1)
+    tl.store(rows_n + n, row.to(tl.int64), n < count)
+    tl.store(pairs_n + row, n, n < count)
+
+
+@triton.jit
+def expert_of(starts_E, tile, experts, ROWS: tl.constexpr, EXPERTS: tl.constexpr):
+    """The expert of a tile of rows, the tile's first row, and the end of the expert's rows; zeros if there is none."""
+    e = tl.arange(0, EXPERTS)
+    first = tl.load(starts_E + e, e < experts, 0).to(tl.int32)
+    stop = tl.load(starts_E + e + 1, e < experts, 0).to(tl.int32)
+    tiles = (stop - first + ROWS - 1) // ROWS
+    before = tl.cumsum(tiles, 0) - tiles
+    found = (before <= tile) & (tile < before + tiles)
+    row = first + (tile - before) * ROWS
+    return (
+        tl.sum(tl.where(found, e, 0), 0),
+        tl.sum(tl.where(found, row, 0), 0),
+        tl.sum(tl.where(found, stop, 0), 0),
+    )
 
 
 @triton.jit
@@ -121,31 +154,47 @@ def gate_and_up(
     gates,
     ups,
     inner_nI,
+    row_tiles,
+    experts,
     width,
     intermediate,
     TOP_K: tl.constexpr,
     GATHERS: tl.constexpr,
+    EXPERTS: tl.constexpr,
     GATE_BLOCKS: tl.constexpr,
     UP_BLOCKS: tl.constexpr,
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """silu(gate x) * up x of one expert's rows, for some of its outputs."""
-    dtype: tl.constexpr = x_TD.dtype.element_ty
-    expert = tl.program_id(0)
-    n = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
-    first, stop = tl.load(starts_E + expert), tl.load(starts_E + expert + 1)
-    gate = rows_of(gates + expert * 2 * GATE_BLOCKS, n, width, GATE_BLOCKS, dtype)
-    up = rows_of(ups + expert * 2 * UP_BLOCKS, n, width, UP_BLOCKS, dtype)
-    for row in range(first, stop, ROWS):
-        r = row + tl.arange(0, ROWS)
-        t = tl.load(pairs_n + r, r < stop, 0) // TOP_K if GATHERS else r
-        gated = product(x_TD, t, r < stop, gate, n < intermediate, width, ROWS, OUTPUTS, COLUMNS)
-        upped = product(x_TD, t, r < stop, up, n < intermediate, width, ROWS, OUTPUTS, COLUMNS)
-        inner = gated / (1.0 + tl.exp(-gated)) * upped
-        at = r[:, None] * intermediate + n[None, :]
-        tl.store(inner_nI + at, rounded(inner, dtype), (r[:, None] < stop) & (n[None, :] < intermediate))
+    """silu(gate x) * up x of some rows of one expert, for some of its outputs."""
+    tile, part = tile_of(tl.program_id(0), row_tiles, tl.cdiv(intermediate, OUTPUTS))
+    expert, row, stop = expert_of(starts_E, tile, experts, ROWS, EXPERTS)
+    if row >= stop:
+        return
+    r = row + tl.arange(0, ROWS)
+    n = part * OUTPUTS + tl.arange(0, OUTPUTS)
+    t = tl.load(pairs_n + r, r < stop, 0) // TOP_K if GATHERS else r
+    gated, upped = two_products(
+        x_TD,
+        t,
+        r < stop,
+        gates + expert * 2 * GATE_BLOCKS,
+        part * OUTPUTS,
+        intermediate,
+        ups + expert * 2 * UP_BLOCKS,
+        part * OUTPUTS,
+        intermediate,
+        width,
+        GATE_BLOCKS,
+        UP_BLOCKS,
+        ROWS,
+        OUTPUTS,
+        COLUMNS,
+    )
+    inner = rounded(gated / (1.0 + tl.exp(-gated)) * upped, x_TD.dtype.element_ty)
+    at = r.to(tl.int64)[None, :] * intermediate + n[:, None]
+    tl.store(inner_nI + at, inner, (r[None, :] < stop) & (n[:, None] < intermediate))
 
 
 @triton.jit
@@ -154,24 +203,29 @@ def down(
     starts_E,
     downs,
     y_nD,
+    row_tiles,
+    experts,
     intermediate,
     width,
+    EXPERTS: tl.constexpr,
     BLOCKS: tl.constexpr,
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """The product of one expert's rows with its matrix down, for some outputs."""
-    dtype: tl.constexpr = inner_nI.dtype.element_ty
-    expert = tl.program_id(0)
-    n = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
-    first, stop = tl.load(starts_E + expert), tl.load(starts_E + expert + 1)
-    rows = rows_of(downs + expert * 2 * BLOCKS, n, intermediate, BLOCKS, dtype)
-    for row in range(first, stop, ROWS):
-        r = row + tl.arange(0, ROWS)
-        total = product(inner_nI, r, r < stop, rows, n < width, intermediate, ROWS, OUTPUTS, COLUMNS)
-        at = r[:, None] * width + n[None, :]
-        tl.store(y_nD + at, rounded(total, dtype), (r[:, None] < stop) & (n[None, :] < width))
+    """The product of some rows of one expert with its matrix down, for some outputs."""
+    tile, part = tile_of(tl.program_id(0), row_tiles, tl.cdiv(width, OUTPUTS))
+    expert, row, stop = expert_of(starts_E, tile, experts, ROWS, EXPERTS)
+    if row >= stop:
+        return
+    r = row + tl.arange(0, ROWS)
+    n = part * OUTPUTS + tl.arange(0, OUTPUTS)
+    table = downs + expert * 2 * BLOCKS
+    total = product(
+        inner_nI, r, r < stop, table, part * OUTPUTS, width, intermediate, BLOCKS, ROWS, OUTPUTS, COLUMNS
+    )
+    at = r.to(tl.int64)[None, :] * width + n[:, None]
+    tl.store(y_nD + at, rounded(total, y_nD.dtype.element_ty), (r[None, :] < stop) & (n[:, None] < width))
 
 
 @triton.jit

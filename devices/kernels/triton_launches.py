@@ -11,24 +11,20 @@ from . import triton_attention as attention
 from . import triton_ends as ends
 from . import triton_experts as experts
 from .operators import on_gpu
+from .triton_sizes import Tile, tile_for
 
 Tensor = torch.Tensor
 
-ROWS = 16
-"""Rows of a tile: the fewest that tensor cores take."""
-COLUMNS = 128
-"""Inputs that a program reads at once."""
-OUTPUTS = 32
-"""Outputs of a program. More programs than this keep more of a GPU's processors busy with one row."""
-PAIRS = 16
-"""Pairs of a head's entries that a program computes."""
 TOKENS = 64
 """Tokens of the cache that a program reads at once."""
-SORTED_AT_ONCE = 128
+QUERIES = 16
+"""Queries of a tile, at least: the fewest that tensor cores take."""
+PAIRS, READ = 128, 1024
+"""Pairs of token and expert that a program sorts, and that it counts at once."""
 COPIED_AT_ONCE = 1024
 """Entries of a row that a program adds or copies, or reads at once."""
-
-_PRODUCT = {"ROWS": ROWS, "OUTPUTS": OUTPUTS, "COLUMNS": COLUMNS}
+ROUTED_AT_ONCE = 8192
+"""Weights of a router that a program reads at once."""
 
 
 @on_gpu
@@ -60,33 +56,41 @@ def embed(
 
 
 @on_gpu
+def norm(hidden_TD: Tensor, norm_D: Tensor, eps: float, layer_norm: bool, x_TD: Tensor) -> None:
+    """Launch the norm of tokens."""
+    tokens, width = hidden_TD.shape
+    attention.norm[(tokens,)](
+        hidden_TD, norm_D, x_TD, width, eps, LAYER=layer_norm, WIDTH=triton.next_power_of_2(width)
+    )
+
+
+@on_gpu
 def attention_inputs(
-    hidden_TD: Tensor,
-    norm_D: Tensor,
+    x_TD: Tensor,
     table: Tensor,
     blocks: list[Tensor],
     head_norms: list[Tensor],
     cosines_T1d: Tensor,
     sines_T1d: Tensor,
     eps: float,
-    layer_norm: bool,
     clip: float | None,
     q_THd: Tensor,
     k_TKd: Tensor,
     v_TKd: Tensor,
 ) -> None:
-    """Launch norm, projection and rotation."""
-    tokens, width = hidden_TD.shape
+    """Launch projection and rotation."""
+    tokens, width = x_TD.shape
     heads, kv_heads, half = q_THd.shape[1], k_TKd.shape[1], q_THd.shape[2] // 2
-    pairs = triton.next_power_of_2(max(half, PAIRS)) if head_norms else PAIRS
-    grid = triton.cdiv(tokens, ROWS), heads + 2 * kv_heads, triton.cdiv(half, pairs)
-    attention.attention_inputs[grid](
-        hidden_TD,
-        norm_D,
+    tile = tile_for("attention_inputs", tokens, x_TD.dtype)
+    if head_norms:
+        tile = tile._replace(outputs=max(triton.next_power_of_2(half), 16))
+    parts = (heads + 2 * kv_heads) * triton.cdiv(half, tile.outputs)
+    attention.attention_inputs[(triton.cdiv(tokens, tile.rows) * parts,)](
+        x_TD,
         table,
         cosines_T1d,
         sines_T1d,
-        *(head_norms or (norm_D, norm_D)),
+        *(head_norms or (x_TD, x_TD)),
         q_THd,
         k_TKd,
         v_TKd,
@@ -97,13 +101,10 @@ def attention_inputs(
         HEADS=heads,
         KV_HEADS=kv_heads,
         HALF=half,
-        PAIRS=pairs,
         BLOCKS=table.shape[1],
-        LAYER=layer_norm,
         HEAD_NORM=bool(head_norms),
         CLIPS=clip is not None,
-        ROWS=ROWS,
-        COLUMNS=COLUMNS,
+        **tile.launch,
     )
 
 
@@ -138,7 +139,7 @@ def attend(
         head_dim**-0.5,
         window,
         KV_HEADS=kv_heads,
-        GROUP_TILE=triton.next_power_of_2(max(heads // kv_heads, ROWS)),
+        GROUP_TILE=triton.next_power_of_2(max(heads // kv_heads, QUERIES)),
         BLOCK=block,
         TOKENS=TOKENS,
         **_heads(heads, head_dim, split),
@@ -162,7 +163,8 @@ def output_projection(
 ) -> None:
     """Launch the output projection with the residual."""
     tokens, width = out_TD.shape
-    experts.output_projection[triton.cdiv(tokens, ROWS), triton.cdiv(width, OUTPUTS)](
+    tile = tile_for("output_projection", tokens, x_TX.dtype)
+    experts.output_projection[(_programs(tile, tokens, width),)](
         x_TX,
         table,
         residual_TD,
@@ -171,7 +173,7 @@ def output_projection(
         x_TX.shape[1],
         width,
         BLOCKS=table.shape[1],
-        **_PRODUCT,
+        **tile.launch,
     )
 
 
@@ -192,7 +194,8 @@ def route(
     """Launch norm, router, and the choice of experts."""
     tokens, width = hidden_TD.shape
     count = logits_TE.shape[1]
-    experts.route[(triton.cdiv(tokens, ROWS),)](
+    outputs = triton.next_power_of_2(count)
+    experts.route[(tokens,)](
         hidden_TD,
         norm_D,
         table,
@@ -200,7 +203,6 @@ def route(
         experts_Tk,
         weights_Tk,
         logits_TE,
-        tokens,
         width,
         eps,
         EXPERTS=count,
@@ -208,21 +210,25 @@ def route(
         BLOCKS=table.shape[1],
         LAYER=layer_norm,
         SUM_TO_ONE=sum_to_one,
-        **_PRODUCT | {"OUTPUTS": triton.next_power_of_2(max(count, 16))},
+        WIDTH=triton.next_power_of_2(width),
+        OUTPUTS=outputs,
+        COLUMNS=min(COPIED_AT_ONCE, max(ROUTED_AT_ONCE // outputs, 16)),
+        num_warps=8,
     )
 
 
 @on_gpu
 def sort_rows(experts_Tk: Tensor, rows_Tk: Tensor, pairs_n: Tensor, starts_E: Tensor) -> None:
     """Launch the sort of the experts' rows; the host does not look at them."""
-    experts.sort_rows[(1,)](
+    experts.sort_rows[(triton.cdiv(len(pairs_n), PAIRS),)](
         experts_Tk,
         rows_Tk,
         pairs_n,
         starts_E,
         len(pairs_n),
         len(starts_E) - 1,
-        PAIRS=SORTED_AT_ONCE,
+        PAIRS=PAIRS,
+        READ=READ,
         EXPERTS=triton.next_power_of_2(len(starts_E)),
     )
 
@@ -240,20 +246,23 @@ def gate_and_up(
 ) -> None:
     """Launch gate and up of all experts."""
     rows, intermediate = inner_nI.shape
-    experts.gate_and_up[len(starts_E) - 1, triton.cdiv(intermediate, OUTPUTS)](
+    tile, tiles, sizes = _experts("gate_and_up", inner_nI, starts_E)
+    experts.gate_and_up[(tiles * triton.cdiv(intermediate, tile.outputs),)](
         x_TD,
         starts_E if pairs_n is None else pairs_n,
         starts_E,
         gate_table,
         up_table,
         inner_nI,
+        tiles,
+        len(starts_E) - 1,
         x_TD.shape[1],
         intermediate,
         TOP_K=rows // len(x_TD),
         GATHERS=pairs_n is not None,
         GATE_BLOCKS=gate_table.shape[1],
         UP_BLOCKS=up_table.shape[1],
-        **_PRODUCT,
+        **sizes,
     )
 
 
@@ -261,8 +270,18 @@ def gate_and_up(
 def down(inner_nI: Tensor, starts_E: Tensor, table: Tensor, blocks: list[Tensor], y_nD: Tensor) -> None:
     """Launch down of all experts."""
     width = y_nD.shape[1]
-    experts.down[len(starts_E) - 1, triton.cdiv(width, OUTPUTS)](
-        inner_nI, starts_E, table, y_nD, inner_nI.shape[1], width, BLOCKS=table.shape[1], **_PRODUCT
+    tile, tiles, sizes = _experts("down", inner_nI, starts_E)
+    experts.down[(tiles * triton.cdiv(width, tile.outputs),)](
+        inner_nI,
+        starts_E,
+        table,
+        y_nD,
+        tiles,
+        len(starts_E) - 1,
+        inner_nI.shape[1],
+        width,
+        BLOCKS=table.shape[1],
+        **sizes,
     )
 
 
@@ -283,29 +302,19 @@ def combine(y_nD: Tensor, rows_Tk: Tensor, weights_Tk: Tensor, residual_TD: Tens
 
 
 @on_gpu
-def logits(
-    hidden_SD: Tensor,
-    norm_D: Tensor,
-    table: Tensor,
-    blocks: list[Tensor],
-    eps: float,
-    layer_norm: bool,
-    logits_SV: Tensor,
-) -> None:
-    """Launch last norm and LM head."""
+def logits(x_SD: Tensor, table: Tensor, blocks: list[Tensor], logits_SV: Tensor) -> None:
+    """Launch the LM head."""
     sequences, vocabulary = logits_SV.shape
-    ends.logits[triton.cdiv(sequences, ROWS), triton.cdiv(vocabulary, OUTPUTS)](
-        hidden_SD,
-        norm_D,
+    tile = tile_for("logits", sequences, x_SD.dtype)
+    ends.logits[(_programs(tile, sequences, vocabulary),)](
+        x_SD,
         table,
         logits_SV,
         sequences,
-        hidden_SD.shape[1],
+        x_SD.shape[1],
         vocabulary,
-        eps,
         BLOCKS=table.shape[1],
-        LAYER=layer_norm,
-        **_PRODUCT,
+        **tile.launch,
     )
 
 
@@ -314,6 +323,23 @@ def likeliest(logits_SV: Tensor, tokens_S: Tensor) -> None:
     """Launch the choice of the likeliest tokens."""
     sequences, vocabulary = logits_SV.shape
     ends.likeliest[(sequences,)](logits_SV, tokens_S, vocabulary, COLUMNS=COPIED_AT_ONCE)
+
+
+def _programs(tile: Tile, rows: int, outputs: int) -> int:
+    """The number of a product's programs."""
+    return -(-rows // tile.rows) * -(-outputs // tile.outputs)
+
+
+def _experts(product: str, inner_nI: Tensor, starts_E: Tensor) -> tuple[Tile, int, dict[str, Any]]:
+    """The tile of the experts' rows, the most tiles that they make, and the sizes of a launch.
+
+    An expert may have twice the average of rows in one tile.
+    """
+    rows, count = len(inner_nI), len(starts_E) - 1
+    tile = tile_for(product, min(rows, -(-2 * rows // count)), inner_nI.dtype)
+    hit = min(rows, count)
+    tiles = hit + (rows - hit) // tile.rows
+    return tile, tiles, {"EXPERTS": triton.next_power_of_2(count), **tile.launch}
 
 
 def _heads(heads: int, head_dim: int, split: int) -> dict[str, Any]:

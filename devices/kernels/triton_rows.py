@@ -83,6 +83,17 @@ class TritonKernel(Kernel):
         """The memory for an intermediate result, by default of the hidden states' dtype."""
         return memory.scratch.tensor(name, *shape, dtype=dtype or self._dtype, device=self._device)
 
+    def _normed(self, norm_D: Tensor, rows: int, memory: Memory) -> Callable[[Tensor], Tensor]:
+        """Bind a norm, whose result no other task reads."""
+        x_TD = self._scratch(memory, "normed", rows, self._config.hidden)
+        settings = self._config.norm_eps, self._layer_norm
+
+        def normed(hidden_TD: Tensor) -> Tensor:
+            operators.norm(hidden_TD, norm_D, *settings, x_TD)
+            return x_TD
+
+        return normed
+
     def _matrix(self, *matrices: Blocks) -> Matrix:
         """Describe a matrix or a stack for the operators."""
         most = max(map(len, matrices))
@@ -150,7 +161,8 @@ class TritonAttentionInputs(TritonKernel):
         """Bind norm, projection and rotation: (hidden_TD, angles) -> q_THd, k_TKd, v_TKd."""
         assert case.layer is not None, "it is in a layer"
         attention = case.layer.grouped
-        norm_D, matrix = weights["attention_norm"][0], self._matrix(weights["qkv"])
+        normed = self._normed(weights["attention_norm"][0], case.rows, memory)
+        matrix = self._matrix(weights["qkv"])
         head_norms = [weights[name][0] for name in ("q_norm", "k_norm") if attention.qk_norm]
         numbers = {"q": attention.heads, "k": attention.kv_heads, "v": attention.kv_heads}
         qkv = tuple(
@@ -159,8 +171,8 @@ class TritonAttentionInputs(TritonKernel):
         )
 
         def project(hidden_TD: Tensor, angles: Sequence[Tensor]) -> tuple[Tensor, ...]:
-            settings = self._config.norm_eps, self._layer_norm, attention.clip
-            operators.attention_inputs(hidden_TD, norm_D, *matrix, head_norms, *angles, *settings, *qkv)
+            settings = self._config.norm_eps, attention.clip
+            operators.attention_inputs(normed(hidden_TD), *matrix, head_norms, *angles, *settings, *qkv)
             return qkv
 
         return self._captured(project)
@@ -360,12 +372,13 @@ class TritonLogits(TritonKernel):
         return partial(self._on_rows, self._captured(self._logits(case, weights, memory)))
 
     def _logits(self, case: Case, weights: Weights, memory: Memory) -> Callable[[Tensor], Tensor]:
-        norm_D, matrix = weights["final_norm"][0], self._matrix(weights["lm_head"])
+        normed = self._normed(weights["final_norm"][0], case.rows, memory)
+        matrix = self._matrix(weights["lm_head"])
         vocabulary = sum(map(len, weights["lm_head"]))
         logits_SV = self._scratch(memory, "logits", case.rows, vocabulary, dtype=torch.float32)
 
         def compute(hidden_SD: Tensor) -> Tensor:
-            operators.logits(hidden_SD, norm_D, *matrix, self._config.norm_eps, self._layer_norm, logits_SV)
+            operators.logits(normed(hidden_SD), *matrix, logits_SV)
             return logits_SV
 
         return compute

@@ -1,10 +1,11 @@
-"""Tiles of rows and matrices in Triton, and products of them in a fixed order of sums.
+"""Norms, and products of tiles, in Triton, in a fixed order of sums.
 
-Tiles are chosen by the shapes of weights alone, so that a row's bits depend on no other row, and on no cut of a matrix
-into pages. Shapes in names are those of `functions.py`. All tensors are contiguous.
+A product's tile has some rows of x, as its columns, and some rows of a matrix. An element of it is a sum over the
+inputs in their order, whatever the tile's rows and outputs are: a row's bits depend on no other row, and on no cut of
+a matrix into pages. Shapes in names are those of `functions.py`. All tensors are contiguous.
 
-A matrix of N rows may be in several row blocks. A table of int64 has the first row and the address of each, and
-`rows_of` finds a row's block in it.
+A matrix of N rows may be in several row blocks. A table of int64 has the first row and the address of each. A tile has
+one address in a block, and its rows have 32-bit offsets; a tile that two blocks share is read in two passes.
 """
 
 from __future__ import annotations
@@ -14,13 +15,16 @@ import triton.language as tl
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 """True if Triton's interpreter runs the kernels, on the CPU."""
+GROUP = tl.constexpr(16)
+"""Tiles of rows whose programs run beside each other."""
 
 
 @triton.jit
 def dot(a, b, total):
     """The total plus a product (M, K) by (K, N), without the rounding of tensor cores in float32."""
-    if INTERPRETED:  # numpy's product has another order of sums for each row of a tile
-        return total + tl.sum(a.to(tl.float32)[:, :, None] * b.to(tl.float32)[None, :, :], 1)
+    if INTERPRETED:  # numpy's order of sums depends on the shape of a tile, which float64 hides
+        wide = tl.dot(a.to(tl.float64), b.to(tl.float64), out_dtype=tl.float64)
+        return total + wide.to(tl.float32)
     if a.dtype == tl.float32:
         return tl.dot(a, b, total, input_precision="ieee")
     return tl.dot(a, b, total)
@@ -36,55 +40,133 @@ def rounded(x, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def rows_of(table, n, columns, BLOCKS: tl.constexpr, DTYPE: tl.constexpr):
-    """Pointers to some rows of a matrix in row blocks."""
-    size: tl.constexpr = DTYPE.primitive_bitwidth // 8
-    address = tl.load(table + 1) + n.to(tl.int64) * columns * size
-    for block in tl.static_range(1, BLOCKS):
-        first = tl.load(table + 2 * block)
-        own = tl.load(table + 2 * block + 1) + (n - first).to(tl.int64) * columns * size
-        address = tl.where(n >= first, own, address)
-    return tl.multiple_of(address, 16).to(tl.pointer_type(DTYPE), bitcast=True)
+def tile_of(program, row_tiles, output_tiles):
+    """The tile of rows and that of outputs of a program: programs in sequence share tiles of both in the cache."""
+    group = GROUP * output_tiles
+    first = program // group * GROUP
+    height = tl.minimum(row_tiles - first, GROUP)
+    return first + program % group % height, program % group // height
 
 
 @triton.jit
-def statistics(x_TD, t, tokens, width, eps, LAYER: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The mean of each row, 0 for a root mean square, and the reciprocal of its deviation."""
-    mean = tl.zeros((ROWS,), dtype=tl.float32)
-    if LAYER:
-        for start in range(0, width, COLUMNS):
-            d = start + tl.arange(0, COLUMNS)
-            inside = (t[:, None] < tokens) & (d[None, :] < width)
-            mean += tl.sum(tl.load(x_TD + t[:, None] * width + d[None, :], inside, 0.0).to(tl.float32), 1)
-        mean = mean / width
-    squares = tl.zeros((ROWS,), dtype=tl.float32)
-    for start in range(0, width, COLUMNS):
-        d = start + tl.arange(0, COLUMNS)
-        inside = (t[:, None] < tokens) & (d[None, :] < width)
-        x = tl.load(x_TD + t[:, None] * width + d[None, :], inside, 0.0).to(tl.float32)
-        x = tl.where(inside, x - mean[:, None], 0.0)
-        squares += tl.sum(x * x, 1)
-    return mean, 1.0 / tl.sqrt(squares / width + eps)
+def statistics(row_D, width, eps, LAYER: tl.constexpr, WIDTH: tl.constexpr):
+    """The mean of a row, 0 for a root mean square, and the reciprocal of its deviation."""
+    d = tl.arange(0, WIDTH)
+    x = tl.load(row_D + d, d < width, 0.0).to(tl.float32)
+    mean = tl.sum(x, 0) / width if LAYER else 0.0
+    x = tl.where(d < width, x - mean, 0.0)
+    return mean, 1.0 / tl.sqrt(tl.sum(x * x, 0) / width + eps)
 
 
 @triton.jit
-def normed(x_TD, norm_D, t, d, inside, width, mean, scale):
-    """A tile of normalised rows, rounded to their type."""
-    x = tl.load(x_TD + t[:, None] * width + d[None, :], inside, 0.0).to(tl.float32)
+def normed(row_D, norm_D, d, width, mean, scale):
+    """Some entries of a row, normalised and rounded to their type."""
+    x = tl.load(row_D + d, d < width, 0.0).to(tl.float32)
     weight = tl.load(norm_D + d, d < width, 0.0).to(tl.float32)
-    return rounded((x - mean[:, None]) * scale[:, None] * weight[None, :], x_TD.dtype.element_ty)
+    return rounded((x - mean) * scale * weight, row_D.dtype.element_ty)
+
+
+@triton.jit
+def block_of(table, row, BLOCKS: tl.constexpr):
+    """The row block that has a row of a matrix."""
+    block = 0
+    for later in tl.static_range(1, BLOCKS):
+        block += (row >= tl.load(table + 2 * later)).to(tl.int32)
+    return block
+
+
+@triton.jit
+def passes_over(table, first, stop, BLOCKS: tl.constexpr):
+    """The number of row blocks that have rows from `first` to `stop`."""
+    return block_of(table, stop - 1, BLOCKS) - block_of(table, first, BLOCKS) + 1
+
+
+@triton.jit
+def rows_in(
+    table, block, first, stop, width, BLOCKS: tl.constexpr, OUTPUTS: tl.constexpr, DTYPE: tl.constexpr
+):
+    """Pointers to a tile's rows of a matrix, from `first` to `stop`, and which of them a block has."""
+    begin = tl.load(table + 2 * block, block < BLOCKS, stop)
+    end = tl.load(table + 2 * block + 2, block + 1 < BLOCKS, stop)
+    address = tl.load(table + 2 * block + 1, block < BLOCKS, 0).to(tl.pointer_type(DTYPE), bitcast=True)
+    tile = tl.multiple_of(address + (first - begin) * width, 16)
+    i = tl.arange(0, OUTPUTS)
+    n = first + i
+    return tile + i[:, None] * width, (n >= begin) & (n < tl.minimum(end, stop))
+
+
+@triton.jit
+def x_tile(x_TD, t, wanted, d, width):
+    """Some inputs of rows t of x, (inputs, rows); zeros for rows that are not wanted."""
+    return tl.load(
+        x_TD + t.to(tl.int64)[None, :] * width + d[:, None], wanted[None, :] & (d[:, None] < width), 0.0
+    )
 
 
 @triton.jit
 def product(
-    x_TD, t, wanted, rows, there, width, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, COLUMNS: tl.constexpr
+    x_TD,
+    t,
+    wanted,
+    table,
+    first,
+    rows,
+    width,
+    BLOCKS: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
-    """Rows t of x by rows of a matrix, float32; only `wanted` rows of x and rows of the matrix that are `there`."""
-    total = tl.zeros((ROWS, OUTPUTS), dtype=tl.float32)
-    for start in range(0, width, COLUMNS):
-        d = start + tl.arange(0, COLUMNS)
-        inside = d[None, :] < width
-        x = tl.load(x_TD + t[:, None] * width + d[None, :], wanted[:, None] & inside, 0.0)
-        weights = tl.load(rows[:, None] + d[None, :], there[:, None] & inside, 0.0)
-        total = dot(x, tl.trans(weights), total)
+    """A matrix's rows from `first` on by rows t of x, (outputs, rows), float32; the matrix has some number of rows."""
+    total = tl.zeros((OUTPUTS, ROWS), dtype=tl.float32)
+    stop = tl.minimum(first + OUTPUTS, rows)
+    block = block_of(table, first, BLOCKS)
+    for number in range(passes_over(table, first, stop, BLOCKS)):
+        weights, there = rows_in(
+            table, block + number, first, stop, width, BLOCKS, OUTPUTS, x_TD.dtype.element_ty
+        )
+        for start in range(0, width, COLUMNS):
+            d = start + tl.arange(0, COLUMNS)
+            x = x_tile(x_TD, t, wanted, d, width)
+            tile = tl.load(weights + d[None, :], there[:, None] & (d[None, :] < width), 0.0)
+            total = dot(tile, x, total)
     return total
+
+
+@triton.jit
+def two_products(
+    x_TD,
+    t,
+    wanted,
+    a_table,
+    a_first,
+    a_rows,
+    b_table,
+    b_first,
+    b_rows,
+    width,
+    A_BLOCKS: tl.constexpr,
+    B_BLOCKS: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """The products of two matrices with the same rows of x, which are read once."""
+    dtype: tl.constexpr = x_TD.dtype.element_ty
+    a_total = tl.zeros((OUTPUTS, ROWS), dtype=tl.float32)
+    b_total = tl.zeros((OUTPUTS, ROWS), dtype=tl.float32)
+    a_stop, b_stop = tl.minimum(a_first + OUTPUTS, a_rows), tl.minimum(b_first + OUTPUTS, b_rows)
+    a_block, b_block = block_of(a_table, a_first, A_BLOCKS), block_of(b_table, b_first, B_BLOCKS)
+    passes = tl.maximum(
+        passes_over(a_table, a_first, a_stop, A_BLOCKS), passes_over(b_table, b_first, b_stop, B_BLOCKS)
+    )
+    for number in range(passes):
+        a, a_there = rows_in(a_table, a_block + number, a_first, a_stop, width, A_BLOCKS, OUTPUTS, dtype)
+        b, b_there = rows_in(b_table, b_block + number, b_first, b_stop, width, B_BLOCKS, OUTPUTS, dtype)
+        for start in range(0, width, COLUMNS):
+            d = start + tl.arange(0, COLUMNS)
+            x = x_tile(x_TD, t, wanted, d, width)
+            inside = d[None, :] < width
+            a_total = dot(tl.load(a + d[None, :], a_there[:, None] & inside, 0.0), x, a_total)
+            b_total = dot(tl.load(b + d[None, :], b_there[:, None] & inside, 0.0), x, b_total)
+    return a_total, b_total

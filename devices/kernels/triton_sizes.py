@@ -1,0 +1,61 @@
+"""Sizes of the tiles of products in Triton, by the number of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+
+class Tile(NamedTuple):
+    """The tile of a program.
+
+    Attributes:
+        rows: rows of x, at least 16: tensor cores take no fewer.
+        outputs: rows of the matrix; Hopper's tensor cores take multiples of 64 from memory that threads share.
+        inputs: inputs that are read at once.
+        warps, stages: warps of a program, and reads that are under way at once.
+    """
+
+    rows: int
+    outputs: int
+    inputs: int
+    warps: int
+    stages: int
+
+    @property
+    def launch(self) -> dict[str, Any]:
+        """The arguments of a launch."""
+        return {
+            "ROWS": self.rows,
+            "OUTPUTS": self.outputs,
+            "COLUMNS": self.inputs,
+            "num_warps": self.warps,
+            "num_stages": self.stages,
+        }
+
+
+_TWO = Tile(16, 64, 64, 4, 4), Tile(32, 64, 64, 4, 4), Tile(64, 64, 64, 4, 4), Tile(128, 128, 64, 8, 3)
+_ONE = Tile(16, 64, 128, 4, 4), Tile(32, 64, 128, 4, 4), Tile(64, 64, 128, 4, 3), Tile(128, 256, 64, 8, 3)
+
+TILES: Mapping[str, Sequence[Tile]] = {
+    "attention_inputs": (Tile(16, 32, 64, 4, 4), *_TWO[1:3], Tile(128, 64, 64, 8, 3)),
+    "output_projection": (Tile(16, 32, 128, 4, 4), *_ONE[1:]),
+    "gate_and_up": _TWO,
+    "down": _ONE,
+    "logits": _ONE,
+}
+"""The tiles of each product by ascending number of rows, chosen by what the compiler says of registers and memory: no
+GPU has timed them. `python -m benchmarks.gpu.tile_sweep` finds the fastest of a GPU."""
+
+
+def tile_for(product: str, rows: int, dtype: torch.dtype) -> Tile:
+    """The tile of a product of so many rows: the first one that takes them all, or the last.
+
+    Float32 has no tensor cores, and twice the bytes: always the first, with half of the inputs.
+    """
+    tiles = TILES[product]
+    if dtype == torch.float32:
+        return tiles[0]._replace(inputs=tiles[0].inputs // 2)
+    return next((tile for tile in tiles if rows <= tile.rows), tiles[-1])
