@@ -16,6 +16,7 @@ from moesched.devices.kernels.check import check_kernel, cpu_resources
 from moesched.devices.kernels.memory import KEPT_ROWS, Memory
 from moesched.devices.kernels.seam import Case
 from moesched.devices.kernels.triton_rows import (
+    GROUPED_BYTES,
     SPLIT,
     TritonAttention,
     TritonAttentionInputs,
@@ -129,6 +130,19 @@ def test_operators_run_beside_attention_or_experts_on_the_host(
     device = on_gpu(checkpoint, seed=2)
     assert result(device, policy, weights=0.8).tokens == expected.tokens
     assert device.gpu.operations.calls["attention_inputs"] >= 4 * MODEL.layers
+
+
+def test_the_experts_of_long_prompts_run_in_parts(checkpoint: Checkpoint) -> None:
+    tokens_of_a_part = GROUPED_BYTES // 4 // MODEL.routed.top_k
+    prompts = [[1 + token % 90 for token in range(tokens)] for tokens in (3, tokens_of_a_part - 1, 5)]
+    device = on_gpu(checkpoint)
+    found, wanted = (
+        result(each, "resident", size=3, prompts=prompts, new_tokens=1).tokens
+        for each in (device, on_cpu(checkpoint))
+    )
+    assert found == wanted
+    calls = device.gpu.operations.calls
+    assert calls["combine"] > calls["route"], "a part has a call of its own"
 
 
 def test_sequences_that_grow_get_room_for_their_parts_and_blocks(checkpoint: Checkpoint) -> None:

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from moesched.models.layers import FeedForward
+
 from . import functions, operators
 from .kernel_weights import EXPERT_PARTS
 from .layer_weights import Blocks, Tensor, Weights
@@ -24,8 +26,8 @@ T = TypeVar("T")
 
 ALIGNED_BYTES = 16
 """Rows of matrices begin at multiples of this, so that a GPU reads them in its widest loads."""
-MOST_ROWS = 512
-"""Most rows: each tile of 16 reads the weights again, so that torch's products are faster for a prompt."""
+GROUPED_BYTES = 1 << 13
+"""Bytes of one column of the experts' rows in a grouped call: their results fit into the plan's workspace."""
 DTYPES = {"bfloat16": 2, "float16": 2, "float32": 4}
 SPLIT = 512
 """Tokens of a part of a sequence, each of which a program attends over."""
@@ -44,7 +46,7 @@ class TritonKernel(Kernel):
     """A kernel whose rows depend on no others: its tiles are fixed, and every sum has one order."""
 
     name = "triton"
-    takes = f"up to {MOST_ROWS} rows by plain weights on GPUs of compute capability 8.0 and above"
+    takes = "plain weights on GPUs of compute capability 8.0 and above"
     independent = True
     uses_memory = True
 
@@ -62,8 +64,6 @@ class TritonKernel(Kernel):
         """Refuses the CPU, other formats than row blocks, and rows that are not aligned."""
         if case.device == "cpu":
             return "it is for GPUs"
-        if case.rows > MOST_ROWS:
-            return f"it takes up to {MOST_ROWS} rows"
         if not case.formats <= {ROWS}:
             return "it takes row blocks"
         if case.dtype not in DTYPES:
@@ -317,7 +317,10 @@ class TritonCombine(TritonKernel):
 
 
 class TritonMoELayer(TritonKernel):
-    """All that follows attention, in six launches; the host need not know the routing before its end."""
+    """All that follows attention, in six launches; the host need not know the routing before its end.
+
+    The experts of many tokens are computed for one part of the tokens after the other, as memory is limited.
+    """
 
     operation = "moe_layer"
 
@@ -326,7 +329,6 @@ class TritonMoELayer(TritonKernel):
         parts = replace(resources, captured=as_it_is)
         self._project = TritonOutputProjection(parts)
         self._route = TritonRoute(parts)
-        self._combine = TritonCombine(parts)
 
     def refusal(self, case: Case) -> str:
         """Refuses what the router's kernel does."""
@@ -336,30 +338,47 @@ class TritonMoELayer(TritonKernel):
         """Bind all that follows attention: (attended_TX, hidden_TD) -> hidden_TD, experts_Tk, None."""
         assert case.layer is not None, "it is in a layer"
         network = case.layer.feed_forward
-        rows = case.rows * network.top_k
         shared = SharedMemory(case.rows, memory.scratch)
         project, route = (part.bind(case, weights, shared) for part in (self._project, self._route))
-        combine = self._combine.bind(case, weights, memory)
+        tokens = min(case.rows, max(1, GROUPED_BYTES // DTYPES[case.dtype] // network.top_k))
+        add_experts = self._experts(tokens, network, weights, memory)
+        out_TD = self._result(memory, "hidden", case.rows, self._config.hidden)
+
+        def run(attended_TX: Tensor, hidden_TD: Tensor) -> tuple[Tensor, Tensor, None]:
+            projected_TD = project(attended_TX, hidden_TD)
+            routed = route(projected_TD)
+            whole = routed.x_TD, routed.experts_Tk, routed.weights_Tk, projected_TD, out_TD
+            for part in zip(*(each.split(tokens) for each in whole), strict=True):
+                add_experts(*part)
+            return out_TD, routed.experts_Tk, None
+
+        return self._captured(run)
+
+    def _experts(
+        self, tokens: int, network: FeedForward, weights: Weights, memory: Memory
+    ) -> Callable[..., None]:
+        """Bind the experts of up to so many tokens: (x_TD, experts_Tk, weights_Tk, residual_TD, out_TD) -> None."""
         gates, ups, downs = (
             self._matrix(*(weights[f"experts.{expert}.{part}"] for expert in range(network.experts)))
             for part in EXPERT_PARTS
         )
-        rows_Tk = self._scratch(memory, "rows", case.rows, network.top_k, dtype=torch.int64)
+        rows = tokens * network.top_k
+        most_Tk = self._scratch(memory, "rows", tokens, network.top_k, dtype=torch.int64)
         pairs_n = self._scratch(memory, "pairs", rows, dtype=torch.int32)
         starts_E = self._scratch(memory, "starts", network.experts + 1, dtype=torch.int64)
         inner_nI = self._scratch(memory, "inner", rows, network.intermediate)
         y_nD = self._scratch(memory, "outputs", rows, self._config.hidden)
 
-        def run(attended_TX: Tensor, hidden_TD: Tensor) -> tuple[Tensor, Tensor, None]:
-            projected_TD = project(attended_TX, hidden_TD)
-            routed = route(projected_TD)
-            operators.sort_rows(routed.experts_Tk, rows_Tk, pairs_n, starts_E)
-            operators.gate_and_up(routed.x_TD, pairs_n, starts_E, *gates, *ups, inner_nI)
-            operators.down(inner_nI, starts_E, *downs, y_nD)
-            out_TD = combine(y_nD, rows_Tk, routed.weights_Tk, projected_TD)
-            return out_TD, routed.experts_Tk, None
+        def add(
+            x_TD: Tensor, experts_Tk: Tensor, weights_Tk: Tensor, residual_TD: Tensor, out_TD: Tensor
+        ) -> None:
+            rows_Tk, n = most_Tk[: len(x_TD)], experts_Tk.numel()
+            operators.sort_rows(experts_Tk, rows_Tk, pairs_n[:n], starts_E)
+            operators.gate_and_up(x_TD, pairs_n[:n], starts_E, *gates, *ups, inner_nI[:n])
+            operators.down(inner_nI[:n], starts_E, *downs, y_nD[:n])
+            operators.combine(y_nD[:n], rows_Tk, weights_Tk, residual_TD, out_TD)
 
-        return self._captured(run)
+        return add
 
 
 class TritonLogits(TritonKernel):
