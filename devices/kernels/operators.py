@@ -23,6 +23,8 @@ Tensor = torch.Tensor
 
 UNLIMITED = 2**30
 """The window of attention that sees all earlier tokens."""
+QUERIES = 64
+"""New tokens of a sequence that a program attends from."""
 
 
 Operator = Callable[..., None]
@@ -141,6 +143,43 @@ def attend(
             sums_SHP[s, :, part] = powers_KGl.sum(2).flatten()
             peaks_SHP[s, :, part] = peaks_KG.flatten()
             parts_SHPd[s, :, part] = (powers_KGl @ own_values).flatten(0, 1)
+
+
+@_operator("out_TX")
+def attend_prompts(
+    q_THd: Tensor,
+    starts_S: Tensor,
+    tiles: int,
+    table: Tensor,
+    block: int,
+    window: int,
+    keys_NKd: Tensor,
+    values_NKd: Tensor,
+    out_TX: Tensor,
+) -> None:
+    """Attend from all new tokens of sequences, which are in the KV cache; other arguments as for `attend`.
+
+    Args:
+        starts_S: the first row of each sequence, and the number of rows.
+        tiles: tiles of `QUERIES` rows of all sequences.
+    """
+    kv_heads = keys_NKd.shape[1]
+    rows = [*_rows(starts_S)]
+    for own, slots in zip(rows, _slots(table, len(rows), block), strict=True):
+        keys_KLd, values_KLd = (each[slots].double().transpose(0, 1) for each in (keys_NKd, values_NKd))
+        q_KGTd = q_THd[own].double().unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)
+        scores_KGTL = q_KGTd @ keys_KLd.mT[:, None] * q_THd.shape[2] ** -0.5
+        tokens, length = scores_KGTL.shape[2:]
+        position_T1 = torch.arange(length - tokens, length)[:, None]
+        before_TL = position_T1 - torch.arange(length)
+        scores_KGTL.masked_fill_((before_TL < 0) | (before_TL >= window), -torch.inf)
+        attended_KGTd = scores_KGTL.softmax(3) @ values_KLd[:, None]
+        out_TX[own] = attended_KGTd.permute(2, 0, 1, 3).flatten(1).to(out_TX.dtype)
+
+
+def tiles_of_queries(tokens: int) -> int:
+    """The number of tiles that a sequence's new tokens make."""
+    return -(-tokens // QUERIES)
 
 
 @_operator("out_SX")

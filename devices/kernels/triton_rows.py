@@ -179,17 +179,35 @@ class TritonAttentionInputs(TritonKernel):
 
 
 class TritonAttention(TritonKernel):
-    """Attention of one new token for each sequence, over a KV cache in blocks."""
+    """Attention of new tokens over a KV cache in blocks."""
 
     operation = "attention"
-    takes = "decode steps on GPUs of compute capability 8.0 and above"
-
-    def refusal(self, case: Case) -> str:
-        """Refuses prompts as well."""
-        return super().refusal(case) or ("" if case.decodes else "it takes one new token for each sequence")
+    takes = "GPUs of compute capability 8.0 and above"
 
     def bind(self, case: Case, weights: object, memory: Memory) -> Bound:
         """Bind attention over the KV cache: (qkv, cached, step) -> attended_TX."""
+        return (self._decode_step if case.decodes else self._prompts)(case, memory)
+
+    def _prompts(self, case: Case, memory: Memory) -> Bound:
+        """Bind attention of any number of new tokens for each sequence."""
+        assert case.layer is not None, "it is in a layer"
+        attention = case.layer.grouped
+        window = attention.window or operators.UNLIMITED
+        attended_TX = self._result(memory, "attended", case.rows, attention.attended_width)
+
+        def attend(qkv: Sequence[Tensor], cached: Any, step: Any) -> Tensor:
+            q_THd, *new = qkv
+            cached.append(step, *new)
+            tiles = sum(map(operators.tiles_of_queries, step.new))
+            table = step.table(self._indices)
+            places = cached.block_size, window, cached.keys, cached.values
+            operators.attend_prompts(q_THd, step.starts, tiles, table, *places, attended_TX)
+            return attended_TX
+
+        return attend
+
+    def _decode_step(self, case: Case, memory: Memory) -> Bound:
+        """Bind attention of one new token for each sequence."""
         assert case.layer is not None, "it is in a layer"
         attention = case.layer.grouped
         heads, head_dim = attention.heads, attention.head_dim
@@ -225,6 +243,41 @@ class TritonAttention(TritonKernel):
         table = self._result(memory, "blocks", _power_of_two(len(numbers)), dtype=torch.int64)
         self._upload(numbers, table)
         return table
+
+
+class TritonPromptAttention(TritonKernel):
+    """Attention of new tokens over views of keys and values, with the bits that it has over a KV cache."""
+
+    operation = "prompt_attention"
+    takes = "GPUs of compute capability 8.0 and above"
+    uses_memory = False
+
+    def bind(self, case: Case, weights: object, memory: object) -> Bound:
+        """Bind attention of prompts: (q_THd, views) -> attended_TX."""
+        assert case.layer is not None, "it is in a layer"
+        return partial(self._attend, case.layer.grouped.window or operators.UNLIMITED)
+
+    def _attend(self, window: int, q_THd: Tensor, views: Sequence[functions.KVView]) -> Tensor:
+        out_TX = q_THd.new_empty(len(q_THd), q_THd[0].numel())
+        parts = [len(view.keys_SLKd) * view.queries for view in views]
+        for view, *part in zip(views, q_THd.split(parts), out_TX.split(parts), strict=True):
+            self._attend_view(window, view, *part)
+        return out_TX
+
+    def _attend_view(self, window: int, view: functions.KVView, q_THd: Tensor, out_TX: Tensor) -> None:
+        """Attend over a view as over a cache in which each sequence has one block."""
+        sequences, length, kv_heads, head_dim = view.keys_SLKd.shape
+        block = view.keys_SLKd.stride(0) // (kv_heads * head_dim) if sequences > 1 else length
+        slots = (sequences - 1) * block + length
+        keys, values = (
+            each.as_strided((slots, kv_heads, head_dim), (kv_heads * head_dim, head_dim, 1))
+            for each in (view.keys_SLKd, view.values_SLKd)
+        )
+        starts = range(0, sequences * view.queries + 1, view.queries)
+        numbers = self._indices([*[length] * sequences, *range(sequences), *range(sequences), *starts])
+        table, starts_S = numbers.split([3 * sequences, sequences + 1])
+        tiles = sequences * operators.tiles_of_queries(view.queries)
+        operators.attend_prompts(q_THd, starts_S, tiles, table, block, window, keys, values, out_TX)
 
 
 def _power_of_two(least: int) -> int:
@@ -435,6 +488,7 @@ TRITON = (
     TritonEmbed,
     TritonAttentionInputs,
     TritonAttention,
+    TritonPromptAttention,
     TritonOutputProjection,
     TritonRoute,
     TritonExpert,

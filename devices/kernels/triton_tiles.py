@@ -49,6 +49,26 @@ def tile_of(program, row_tiles, output_tiles):
 
 
 @triton.jit
+def group_of(starts, tile, groups, ROWS: tl.constexpr, GROUPS: tl.constexpr):
+    """The group of a tile of rows, the tile's first row, and the end of the group's rows; zeros if there is none.
+
+    Groups are an expert's rows, or those of a sequence; `starts` has the first row of each, and the number of rows.
+    """
+    g = tl.arange(0, GROUPS)
+    first = tl.load(starts + g, g < groups, 0).to(tl.int32)
+    stop = tl.load(starts + g + 1, g < groups, 0).to(tl.int32)
+    tiles = (stop - first + ROWS - 1) // ROWS
+    before = tl.cumsum(tiles, 0) - tiles
+    found = (before <= tile) & (tile < before + tiles)
+    row = first + (tile - before) * ROWS
+    return (
+        tl.sum(tl.where(found, g, 0), 0),
+        tl.sum(tl.where(found, row, 0), 0),
+        tl.sum(tl.where(found, stop, 0), 0),
+    )
+
+
+@triton.jit
 def statistics(row_D, width, eps, LAYER: tl.constexpr, WIDTH: tl.constexpr):
     """The mean of a row, 0 for a root mean square, and the reciprocal of its deviation."""
     d = tl.arange(0, WIDTH)
