@@ -41,14 +41,8 @@ TYPES = {
 SIZES: dict[str, dict[str, Any]] = {
     "embed": {"HALF": 64, "HALF_TILE": 64, "COLUMNS": 1024},
     "norm": {"LAYER": True, "WIDTH": 4096},
-    "attention_inputs": {
-        "HEADS": 32,
-        "KV_HEADS": 8,
-        "HALF": 64,
-        "BLOCKS": 2,
-        "HEAD_NORM": True,
-        "CLIPS": True,
-    },
+    "attention_inputs": {"HEADS": 32, "KV_HEADS": 8, "HALF": 64, "BLOCKS": 2}
+    | {"INTERLEAVED": True, "HEAD_NORM": True, "CLIPS": True},
     "attend": {**CACHE, "KV_HEADS": 8, "GROUP_TILE": 16, "BLOCK": 16, "TOKENS": 64},
     "attend_prompts": {"HEADS": 32, "KV_HEADS": 8, "HEAD": 128, "HEAD_TILE": 128, "SEQUENCES": 64}
     | {"QUERIES": 64, "TOKENS": 64},

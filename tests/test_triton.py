@@ -107,11 +107,11 @@ def attention_inputs(of: ModuleType, data: Data, rows: Rows) -> Tensor:
     matrix = data.stack("qkv", (HEADS + 2 * KV_HEADS) * HEAD, WIDTH)
     x_TD = data.out(len(rows), WIDTH)
     of.norm(hidden_TD, data.tensor("norm", WIDTH), EPS, False, x_TD)
-    of.attention_inputs(x_TD, *matrix, [], *angles, EPS, None, *qkv)
+    of.attention_inputs(x_TD, *matrix, [], *angles, EPS, False, None, *qkv)
     return torch.cat([part.flatten(1) for part in qkv], dim=1)
 
 
-def attention_inputs_with_norms(of: ModuleType, data: Data, rows: Rows) -> Tensor:
+def interleaved_attention_inputs_with_norms(of: ModuleType, data: Data, rows: Rows) -> Tensor:
     hidden_TD = data.tensor("hidden", ROWS, WIDTH)[[*rows]]
     qkv = [data.out(len(rows), heads, HEAD) for heads in (HEADS, KV_HEADS, KV_HEADS)]
     angles = [data.tensor(name, ROWS, 1, HEAD)[[*rows]].float() for name in ("cosines", "sines")]
@@ -119,7 +119,7 @@ def attention_inputs_with_norms(of: ModuleType, data: Data, rows: Rows) -> Tenso
     matrix = data.stack("qkv", (HEADS + 2 * KV_HEADS) * HEAD, WIDTH)
     x_TD = data.out(len(rows), WIDTH)
     of.norm(hidden_TD, data.tensor("norm", WIDTH), EPS, True, x_TD)
-    of.attention_inputs(x_TD, *matrix, norms, *angles, EPS, 0.5, *qkv)
+    of.attention_inputs(x_TD, *matrix, norms, *angles, EPS, True, 0.5, *qkv)
     return torch.cat([part.flatten(1) for part in qkv], dim=1)
 
 
@@ -233,7 +233,7 @@ def logits(of: ModuleType, data: Data, rows: Rows) -> Tensor:
 CASES = (
     embed,
     attention_inputs,
-    attention_inputs_with_norms,
+    interleaved_attention_inputs_with_norms,
     attention,
     attention_in_a_window,
     attention_of_prompts,

@@ -171,7 +171,7 @@ class Data:
             heads = (sizes.heads, sizes.kv_heads, sizes.kv_heads)
             qkv = [self._random(tokens, each, sizes.head_dim) for each in heads]
             angles = [self._random(tokens, 1, sizes.head_dim).float() for _ in range(2)]
-            return lambda copy: launch(x, *tables[copy], [], *angles, 1e-5, None, *qkv)
+            return lambda copy: launch(x, *tables[copy], [], *angles, 1e-5, False, None, *qkv)
         if name == "output_projection":
             residual, out = (self._random(tokens, sizes.hidden) for _ in range(2))
             return lambda copy: launch(x, *tables[copy], residual, out)

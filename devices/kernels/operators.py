@@ -84,12 +84,18 @@ def attention_inputs(
     cosines_T1d: Tensor,
     sines_T1d: Tensor,
     eps: float,
+    interleaved: bool,
     clip: float | None,
     q_THd: Tensor,
     k_TKd: Tensor,
     v_TKd: Tensor,
 ) -> None:
-    """Projection and rotation; `head_norms` are those of queries and keys, if the layer has them."""
+    """Projection and rotation.
+
+    Args:
+        head_norms: those of queries and keys, if the layer has them.
+        interleaved: whether the rows of a pair are neighbours in the matrix; in q and k they are in both halves.
+    """
     x_TX = _product(x_TD, torch.cat(blocks))
     out = q_THd, k_TKd, v_TKd
     parts = x_TX.unflatten(1, (-1, q_THd.shape[2])).split([each.shape[1] for each in out], dim=1)
@@ -99,6 +105,7 @@ def attention_inputs(
     if clip is not None:
         parts = tuple(part.clamp(-clip, clip) for part in parts)
     for part, rotated in zip(parts[:2], out, strict=False):
+        part = functions.in_halves(part) if interleaved else part
         rotated.copy_(functions.apply_rotary(part, cosines_T1d.double(), sines_T1d.double()))
     v_TKd.copy_(parts[2])
 

@@ -36,34 +36,38 @@ def attention_inputs(
     KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
     BLOCKS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     HEAD_NORM: tl.constexpr,
     CLIPS: tl.constexpr,
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Projection and rotation of some pairs (i, i + d/2) of one head."""
+    """Projection and rotation of some pairs of one head: rows i and i + d/2 of its matrix, or 2i and 2i + 1."""
     dtype: tl.constexpr = x_TD.dtype.element_ty
     parts: tl.constexpr = (HALF + OUTPUTS - 1) // OUTPUTS
     tile, part = tile_of(tl.program_id(0), tl.cdiv(tokens, ROWS), (HEADS + 2 * KV_HEADS) * parts)
     t = tile * ROWS + tl.arange(0, ROWS)
     head = part // parts
     i = part % parts * OUTPUTS + tl.arange(0, OUTPUTS)
-    first = head * 2 * HALF + part % parts * OUTPUTS
-    middle = head * 2 * HALF + HALF
+    step: tl.constexpr = 2 if INTERLEAVED else 1
+    apart: tl.constexpr = 1 if INTERLEAVED else HALF
+    first = head * 2 * HALF + part % parts * OUTPUTS * step
+    stop = (head + 1) * 2 * HALF
     low, high = two_products(
         x_TD,
         t,
         t < tokens,
         table,
         first,
-        middle,
+        stop - apart,
         table,
-        first + HALF,
-        middle + HALF,
+        first + apart,
+        stop,
         width,
         BLOCKS,
         BLOCKS,
+        step,
         ROWS,
         OUTPUTS,
         COLUMNS,
@@ -74,8 +78,9 @@ def attention_inputs(
         squares = tl.sum(low * low, 0) + tl.sum(high * high, 0)
         scale = 1.0 / tl.sqrt(squares / (2 * HALF) + eps)
         weight_d = q_norm_d if head < HEADS else k_norm_d
-        low = low * scale[None, :] * tl.load(weight_d + i, there, 0.0).to(tl.float32)[:, None]
-        high = high * scale[None, :] * tl.load(weight_d + HALF + i, there, 0.0).to(tl.float32)[:, None]
+        low = low * scale[None, :] * tl.load(weight_d + i * step, there, 0.0).to(tl.float32)[:, None]
+        weight_d += apart
+        high = high * scale[None, :] * tl.load(weight_d + i * step, there, 0.0).to(tl.float32)[:, None]
     if CLIPS:
         low, high = tl.clamp(low, -clip, clip), tl.clamp(high, -clip, clip)
     inside = (t[None, :] < tokens) & there[:, None]
@@ -94,8 +99,11 @@ def attention_inputs(
         out = k_TKd + (t * KV_HEADS + head - HEADS) * 2 * HALF
     else:
         out = v_TKd + (t * KV_HEADS + head - HEADS - KV_HEADS) * 2 * HALF
-    tl.store(out[None, :] + i[:, None], rounded(low, dtype), inside)
-    tl.store(out[None, :] + HALF + i[:, None], rounded(high, dtype), inside)
+    low_at, high_at = i, HALF + i
+    if INTERLEAVED:  # values keep their order
+        low_at, high_at = tl.where(turns, low_at, 2 * i), tl.where(turns, high_at, 2 * i + 1)
+    tl.store(out[None, :] + low_at[:, None], rounded(low, dtype), inside)
+    tl.store(out[None, :] + high_at[:, None], rounded(high, dtype), inside)
 
 
 @triton.jit

@@ -172,6 +172,7 @@ def gate_and_up(
         width,
         GATE_BLOCKS,
         UP_BLOCKS,
+        1,
         ROWS,
         OUTPUTS,
         COLUMNS,

@@ -149,12 +149,9 @@ class TritonAttentionInputs(TritonKernel):
     operation = "attention_inputs"
 
     def refusal(self, case: Case) -> str:
-        """Refuses norms of whole projections, and pairs of neighbours, as well."""
+        """Refuses norms of whole projections as well."""
         assert case.layer is not None, "it is in a layer"
-        attention = case.layer.grouped
-        if attention.interleaved:
-            return super().refusal(case) or "it rotates the halves of a head"
-        whole = attention.qk_norm not in (None, "head")
+        whole = case.layer.grouped.qk_norm not in (None, "head")
         return super().refusal(case) or ("it norms heads one by one" if whole else "")
 
     def bind(self, case: Case, weights: Weights, memory: Memory) -> Bound:
@@ -171,7 +168,7 @@ class TritonAttentionInputs(TritonKernel):
         )
 
         def project(hidden_TD: Tensor, angles: Sequence[Tensor]) -> tuple[Tensor, ...]:
-            settings = self._config.norm_eps, attention.clip
+            settings = self._config.norm_eps, attention.interleaved, attention.clip
             operators.attention_inputs(normed(hidden_TD), *matrix, head_norms, *angles, *settings, *qkv)
             return qkv
 
