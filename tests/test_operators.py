@@ -80,10 +80,11 @@ def result(
     weights: float = 2.0,
     prompts: Sequence[Sequence[int]] = PROMPTS,
     new_tokens: int = 4,
+    settings: dict[str, int] | None = None,
 ) -> Generated:
     return generate(
         device,
-        make_policy(policy),
+        make_policy(policy, settings),
         TWO_MEMORIES,
         prompts,
         new_tokens=new_tokens,
@@ -113,12 +114,20 @@ def test_operators_give_the_tokens_of_the_cpu(checkpoint: Checkpoint, expected: 
     assert found.logits_RSV.allclose(expected.logits_RSV, atol=1e-5)
 
 
-@pytest.mark.parametrize(("policy", "dtype"), [("flexgen", "bfloat16"), ("expert_streaming", "float16")])
+@pytest.mark.parametrize(
+    ("policy", "settings", "dtype"),
+    [
+        ("flexgen", {}, "bfloat16"),
+        ("expert_streaming", {}, "float16"),
+        ("moe_gen", {"kv_on_gpu": 1}, "bfloat16"),
+    ],
+)
 def test_bits_depend_on_no_policy_and_no_number_of_rows(
-    checkpoint: Checkpoint, policy: str, dtype: str
+    checkpoint: Checkpoint, policy: str, settings: dict[str, int], dtype: str
 ) -> None:
     resident = result(on_gpu(checkpoint, dtype=dtype), "resident", size=4)
-    found = result(on_gpu(checkpoint, seed=1, dtype=dtype), policy, size=1, weights=0.8)
+    device = on_gpu(checkpoint, seed=1, dtype=dtype)
+    found = result(device, policy, size=1, weights=0.8, settings=settings)
     assert found.tokens == resident.tokens
     assert same_bits(found.logits_RSV, resident.logits_RSV)
 

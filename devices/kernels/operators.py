@@ -1,4 +1,4 @@
-"""The operators of a decode step, `torch.ops.moesched`: each writes to tensors that it is given, and is one launch.
+"""The operators of a step, `torch.ops.moesched`: each writes to tensors that it is given, and is one launch.
 
 Here are their schemas, and what each computes in plain torch with sums in float64. That is the reference for kernels,
 and runs on the host's tensors. A kernel for a GPU registers itself beside it.

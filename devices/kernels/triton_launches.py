@@ -1,4 +1,4 @@
-"""The operators of a decode step on a GPU: each launches its kernel in Triton, and waits for nothing."""
+"""The operators of a step on a GPU: each launches its kernel in Triton, and waits for nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The operators of a decode step as rows of the table: on GPUs by kernels in Triton, whose rows depend on no others.
+"""The operators of a step as rows of the table: on GPUs by kernels in Triton, whose rows depend on no others.
 
 Results stay in the memory of the micro-batch, which later layers and steps use again.
 """
@@ -43,7 +43,7 @@ class Matrix(NamedTuple):
 
 
 class TritonKernel(Kernel):
-    """A kernel whose rows depend on no others: its tiles are fixed, and every sum has one order."""
+    """A kernel whose rows depend on no others: every sum has one order."""
 
     name = "triton"
     takes = "plain weights on GPUs of compute capability 8.0 and above"
