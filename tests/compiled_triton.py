@@ -27,6 +27,7 @@ TYPES = {
     "norm": [HALF, HALF, HALF, "i32", "fp32"],
     "attention_inputs": [HALF, LONG, SINGLE, SINGLE, *[HALF] * 5, "i32", "i32", "fp32", "fp32"],
     "attend": [*[HALF] * 3, LONG, *[HALF] * 2, *[SINGLE] * 3, "i32", "fp32", "i32"],
+    "attend_prompts": [HALF, LONG, LONG, HALF, HALF, HALF, "i32", "i32", "fp32", "i32"],
     "join_parts": [*[SINGLE] * 3, LONG, HALF, "i32"],
     "output_projection": [HALF, LONG, HALF, HALF, "i32", "i32", "i32"],
     "route": [HALF, HALF, LONG, HALF, LONG, SINGLE, SINGLE, "i32", "fp32"],
@@ -40,15 +41,11 @@ TYPES = {
 SIZES: dict[str, dict[str, Any]] = {
     "embed": {"HALF": 64, "HALF_TILE": 64, "COLUMNS": 1024},
     "norm": {"LAYER": True, "WIDTH": 4096},
-    "attention_inputs": {
-        "HEADS": 32,
-        "KV_HEADS": 8,
-        "HALF": 64,
-        "BLOCKS": 2,
-        "HEAD_NORM": True,
-        "CLIPS": True,
-    },
+    "attention_inputs": {"HEADS": 32, "KV_HEADS": 8, "HALF": 64, "BLOCKS": 2}
+    | {"INTERLEAVED": True, "HEAD_NORM": True, "CLIPS": True},
     "attend": {**CACHE, "KV_HEADS": 8, "GROUP_TILE": 16, "BLOCK": 16, "TOKENS": 64},
+    "attend_prompts": {"HEADS": 32, "KV_HEADS": 8, "HEAD": 128, "HEAD_TILE": 128, "SEQUENCES": 64}
+    | {"QUERIES": 64, "TOKENS": 64},
     "join_parts": CACHE,
     "output_projection": {"BLOCKS": 2},
     "route": {"EXPERTS": 8, "TOP_K": 2, "BLOCKS": 2, "LAYER": True, "SUM_TO_ONE": True}

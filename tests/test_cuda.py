@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -72,23 +73,30 @@ def test_a_decode_step_in_triton_is_replayed_and_gives_the_tokens_of_the_cpu(
     assert report.kernels["replay"] == ["CUDA graphs"]
 
 
-def batches(
-    folder: Path, dtype: str, policy: str, settings: Mapping[str, int], weights: float
-) -> Sequence[Generated]:
-    return two_batches(CudaDevice, stored(WIDE, folder), dtype, policy, settings, weights)
-
-
+@pytest.mark.parametrize("triton", [False, True])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize(
-    ("policy", "settings"), [each for each in POLICIES if each[0] in STREAM_MOST - {"cpu_ffn"}]
+    ("policy", "settings"),
+    [
+        (policy, {"kv_on_gpu": 1} if policy == "moe_gen" else settings)
+        for policy, settings in POLICIES
+        if policy in STREAM_MOST - {"cpu_ffn"}
+    ],
 )
 def test_a_policy_that_streams_gives_the_bits_of_the_run_where_all_weights_stay(
-    tmp_path: Path, dtype: str, policy: str, settings: Mapping[str, int]
+    tmp_path: Path, triton: bool, dtype: str, policy: str, settings: Mapping[str, int]
 ) -> None:
     if dtype == "bfloat16" and not torch.cuda.is_bf16_supported(including_emulation=False):
         pytest.skip("this GPU has no bfloat16")
-    (resident, _) = batches(tmp_path / "resident", dtype, "resident", {}, 2.0)
-    for found in batches(tmp_path / "streaming", dtype, policy, settings, 0.8):
+    if policy == "moe_gen" and not triton:
+        pytest.skip("it joins rows of micro-batches, and the bits of torch's products depend on their number")
+
+    def batches(policy: str, settings: Mapping[str, int], weights: float) -> Sequence[Generated]:
+        model = stored(WIDE, tmp_path / policy)
+        return two_batches(partial(CudaDevice, triton=triton), model, dtype, policy, settings, weights)
+
+    (resident, _) = batches("resident", {}, 2.0)
+    for found in batches(policy, settings, 0.8):
         assert found.streamed_pages > 0
         assert found.tokens == resident.tokens
         computes_on_the_cpu = policy in ("cgopipe", "flexgen_cpu", "layer_split", "three_tiers")

@@ -16,6 +16,7 @@ from moesched.devices.kernels.check import check_kernel, cpu_resources
 from moesched.devices.kernels.memory import KEPT_ROWS, Memory
 from moesched.devices.kernels.seam import Case
 from moesched.devices.kernels.triton_rows import (
+    GROUPED_BYTES,
     SPLIT,
     TritonAttention,
     TritonAttentionInputs,
@@ -79,10 +80,11 @@ def result(
     weights: float = 2.0,
     prompts: Sequence[Sequence[int]] = PROMPTS,
     new_tokens: int = 4,
+    settings: dict[str, int] | None = None,
 ) -> Generated:
     return generate(
         device,
-        make_policy(policy),
+        make_policy(policy, settings),
         TWO_MEMORIES,
         prompts,
         new_tokens=new_tokens,
@@ -112,12 +114,20 @@ def test_operators_give_the_tokens_of_the_cpu(checkpoint: Checkpoint, expected: 
     assert found.logits_RSV.allclose(expected.logits_RSV, atol=1e-5)
 
 
-@pytest.mark.parametrize(("policy", "dtype"), [("flexgen", "bfloat16"), ("expert_streaming", "float16")])
+@pytest.mark.parametrize(
+    ("policy", "settings", "dtype"),
+    [
+        ("flexgen", {}, "bfloat16"),
+        ("expert_streaming", {}, "float16"),
+        ("moe_gen", {"kv_on_gpu": 1}, "bfloat16"),
+    ],
+)
 def test_bits_depend_on_no_policy_and_no_number_of_rows(
-    checkpoint: Checkpoint, policy: str, dtype: str
+    checkpoint: Checkpoint, policy: str, settings: dict[str, int], dtype: str
 ) -> None:
     resident = result(on_gpu(checkpoint, dtype=dtype), "resident", size=4)
-    found = result(on_gpu(checkpoint, seed=1, dtype=dtype), policy, size=1, weights=0.8)
+    device = on_gpu(checkpoint, seed=1, dtype=dtype)
+    found = result(device, policy, size=1, weights=0.8, settings=settings)
     assert found.tokens == resident.tokens
     assert same_bits(found.logits_RSV, resident.logits_RSV)
 
@@ -129,6 +139,19 @@ def test_operators_run_beside_attention_or_experts_on_the_host(
     device = on_gpu(checkpoint, seed=2)
     assert result(device, policy, weights=0.8).tokens == expected.tokens
     assert device.gpu.operations.calls["attention_inputs"] >= 4 * MODEL.layers
+
+
+def test_the_experts_of_long_prompts_run_in_parts(checkpoint: Checkpoint) -> None:
+    tokens_of_a_part = GROUPED_BYTES // 4 // MODEL.routed.top_k
+    prompts = [[1 + token % 90 for token in range(tokens)] for tokens in (3, tokens_of_a_part - 1, 5)]
+    device = on_gpu(checkpoint)
+    found, wanted = (
+        result(each, "resident", size=3, prompts=prompts, new_tokens=1).tokens
+        for each in (device, on_cpu(checkpoint))
+    )
+    assert found == wanted
+    calls = device.gpu.operations.calls
+    assert calls["combine"] > calls["route"], "a part has a call of its own"
 
 
 def test_sequences_that_grow_get_room_for_their_parts_and_blocks(checkpoint: Checkpoint) -> None:

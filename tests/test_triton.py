@@ -1,10 +1,11 @@
-"""The kernels in Triton, by its interpreter on the CPU: equal to the references, and each row to itself alone."""
+"""The kernels in Triton, by its interpreter or on a GPU: equal to the references, and each row to itself alone."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from pathlib import Path
 from types import ModuleType
 
@@ -13,22 +14,23 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.gpu import tile_sweep
 from moesched.devices.kernels import operators
-from moesched.devices.kernels.operators import UNLIMITED
+from moesched.devices.kernels.operators import UNLIMITED, tiles_of_queries
 from moesched.devices.kernels.triton_rows import Matrix
+from moesched.devices.kernels.triton_sizes import TILES
 
 pytest.importorskip("triton", reason="needs triton, which is not installed: make test-triton")
 from moesched.devices.kernels import triton_launches
 from moesched.devices.kernels.triton_tiles import INTERPRETED
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpreter: here is a GPU"),
-]
+pytestmark = pytest.mark.slow
 
 Tensor = torch.Tensor
 Rows = Sequence[int]
 
+HERE = "cpu" if INTERPRETED else "cuda"
+"""The device that runs the kernels; references run on the CPU."""
 ROWS = 19
 WIDTH, INNER, HEADS, KV_HEADS, HEAD = 136, 40, 6, 2, 24
 EXPERTS, TOP_K, VOCABULARY = 5, 2, 71
@@ -43,20 +45,29 @@ class Data:
         blocks: the number of row blocks of each matrix.
     """
 
-    def __init__(self, dtype: torch.dtype, blocks: int) -> None:
+    def __init__(self, dtype: torch.dtype, blocks: int, device: str = HERE) -> None:
         self.dtype = dtype
+        self.device = device
         self._blocks = blocks
+
+    def on_cpu(self) -> Data:
+        """The same numbers, for the references."""
+        return Data(self.dtype, self._blocks, "cpu")
+
+    def numbers(self, numbers: Sequence[object]) -> Tensor:
+        """Integers, on the device."""
+        return torch.tensor(numbers, device=self.device)
 
     def tensor(self, name: str, *shape: int) -> Tensor:
         """Random numbers, always the same for a name."""
         seed = sum(map(ord, name))
-        return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(self.dtype)
+        drawn = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+        return drawn.to(self.device, self.dtype)
 
     def out(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Memory for a result, with numbers that are none where that is possible."""
-        return torch.full(shape, -1 if dtype in (torch.int64, torch.int32) else torch.nan).to(
-            dtype or self.dtype
-        )
+        empty = torch.full(shape, -1 if dtype in (torch.int64, torch.int32) else torch.nan)
+        return empty.to(self.device, dtype or self.dtype)
 
     def stack(self, name: str, rows: int, width: int, count: int = 1) -> Matrix:
         """A stack of matrices, whose first one is in one block fewer than the others."""
@@ -72,7 +83,7 @@ class Data:
             blocks += own + own[-1:] * repeated
             numbers += [[first, block.data_ptr()] for first, block in zip(firsts, own, strict=True)]
             numbers += [[rows, own[-1].data_ptr()]] * repeated
-        return Matrix(torch.tensor(numbers).view(count, most, 2), blocks)
+        return Matrix(self.numbers(numbers).view(count, most, 2), blocks)
 
 
 Case = Callable[[ModuleType, Data, Rows], Tensor]
@@ -80,8 +91,8 @@ Case = Callable[[ModuleType, Data, Rows], Tensor]
 
 
 def embed(of: ModuleType, data: Data, rows: Rows) -> Tensor:
-    ids, positions = torch.tensor(rows) * 3, torch.tensor(rows) * 1000
-    frequencies_h = torch.rand(HEAD // 2, generator=torch.Generator().manual_seed(0))
+    ids, positions = data.numbers(rows) * 3, data.numbers(rows) * 1000
+    frequencies_h = data.tensor("frequencies", HEAD // 2).float().abs()
     hidden_TD = data.out(len(rows), WIDTH)
     cosines, sines = (data.out(len(rows), 1, HEAD, dtype=torch.float32) for _ in range(2))
     embedding_VD = data.tensor("embedding", VOCABULARY, WIDTH)
@@ -96,11 +107,11 @@ def attention_inputs(of: ModuleType, data: Data, rows: Rows) -> Tensor:
     matrix = data.stack("qkv", (HEADS + 2 * KV_HEADS) * HEAD, WIDTH)
     x_TD = data.out(len(rows), WIDTH)
     of.norm(hidden_TD, data.tensor("norm", WIDTH), EPS, False, x_TD)
-    of.attention_inputs(x_TD, *matrix, [], *angles, EPS, None, *qkv)
+    of.attention_inputs(x_TD, *matrix, [], *angles, EPS, False, None, *qkv)
     return torch.cat([part.flatten(1) for part in qkv], dim=1)
 
 
-def attention_inputs_with_norms(of: ModuleType, data: Data, rows: Rows) -> Tensor:
+def interleaved_attention_inputs_with_norms(of: ModuleType, data: Data, rows: Rows) -> Tensor:
     hidden_TD = data.tensor("hidden", ROWS, WIDTH)[[*rows]]
     qkv = [data.out(len(rows), heads, HEAD) for heads in (HEADS, KV_HEADS, KV_HEADS)]
     angles = [data.tensor(name, ROWS, 1, HEAD)[[*rows]].float() for name in ("cosines", "sines")]
@@ -108,7 +119,7 @@ def attention_inputs_with_norms(of: ModuleType, data: Data, rows: Rows) -> Tenso
     matrix = data.stack("qkv", (HEADS + 2 * KV_HEADS) * HEAD, WIDTH)
     x_TD = data.out(len(rows), WIDTH)
     of.norm(hidden_TD, data.tensor("norm", WIDTH), EPS, True, x_TD)
-    of.attention_inputs(x_TD, *matrix, norms, *angles, EPS, 0.5, *qkv)
+    of.attention_inputs(x_TD, *matrix, norms, *angles, EPS, True, 0.5, *qkv)
     return torch.cat([part.flatten(1) for part in qkv], dim=1)
 
 
@@ -122,7 +133,7 @@ def attention(of: ModuleType, data: Data, rows: Rows, window: int = UNLIMITED) -
     keys, values = (data.tensor(name, ROWS * most * BLOCK, KV_HEADS, HEAD) for name in ("keys", "values"))
     lengths = [LENGTHS[row] for row in rows]
     places = [most * number for number in range(len(rows))]
-    table = torch.tensor([*lengths, *places, *scattered[[*rows]].flatten().tolist()])
+    table = data.numbers([*lengths, *places, *scattered[[*rows]].flatten().tolist()])
     parts = -(-max(lengths) // SPLIT)
     sums, peaks = (data.out(len(rows), HEADS, parts, dtype=torch.float32) for _ in range(2))
     weighted, out_SX = (
@@ -143,6 +154,27 @@ def attention(of: ModuleType, data: Data, rows: Rows, window: int = UNLIMITED) -
 
 def attention_in_a_window(of: ModuleType, data: Data, rows: Rows) -> Tensor:
     return attention(of, data, rows, window=20)
+
+
+def attention_of_prompts(of: ModuleType, data: Data, rows: Rows, window: int = UNLIMITED) -> Tensor:
+    """The last tokens of sequences, of which some are cached already: rows are sequences, not tokens."""
+    most = max(LENGTHS) // BLOCK + 1
+    scattered = torch.randperm(ROWS * most, generator=torch.Generator().manual_seed(3)).view(ROWS, most)
+    keys, values = (data.tensor(name, ROWS * most * BLOCK, KV_HEADS, HEAD) for name in ("keys", "values"))
+    lengths = [LENGTHS[row] for row in rows]
+    new = [max(1, length - row % 3 * 7) for row, length in zip(rows, lengths, strict=True)]
+    queries = [data.tensor(f"q {row}", tokens, HEADS, HEAD) for row, tokens in zip(rows, new, strict=True)]
+    places = [most * number for number in range(len(rows))]
+    table = data.numbers([*lengths, *places, *scattered[[*rows]].flatten().tolist()])
+    starts, tiles = data.numbers([0, *accumulate(new)]), sum(map(tiles_of_queries, new))
+    out_TX = data.out(sum(new), HEADS * HEAD)
+    of.attend_prompts(torch.cat(queries), starts, tiles, table, BLOCK, window, keys, values, out_TX)
+    padded = [part.flatten() for part in out_TX.split(new)]
+    return torch.nn.utils.rnn.pad_sequence(padded, batch_first=True)
+
+
+def attention_of_prompts_in_a_window(of: ModuleType, data: Data, rows: Rows) -> Tensor:
+    return attention_of_prompts(of, data, rows, window=20)
 
 
 def output_projection(of: ModuleType, data: Data, rows: Rows) -> Tensor:
@@ -171,7 +203,7 @@ def route_with_layer_norm(of: ModuleType, data: Data, rows: Rows) -> Tensor:
 def experts(of: ModuleType, data: Data, rows: Rows) -> Tensor:
     """All experts but one, which has no rows, and the sum of their outputs."""
     chosen = [(row % 2, 2 + row % (EXPERTS - 3)) for row in rows]
-    experts_Tk, x_TD = torch.tensor(chosen), data.tensor("x", ROWS, WIDTH)[[*rows]]
+    experts_Tk, x_TD = data.numbers(chosen), data.tensor("x", ROWS, WIDTH)[[*rows]]
     rows_Tk, starts_E = torch.empty_like(experts_Tk), experts_Tk.new_empty(EXPERTS + 1)
     pairs_n = data.out(experts_Tk.numel(), dtype=torch.int32)
     of.sort_rows(experts_Tk, rows_Tk, pairs_n, starts_E)
@@ -185,7 +217,7 @@ def experts(of: ModuleType, data: Data, rows: Rows) -> Tensor:
 
 
 def one_expert(of: ModuleType, data: Data, rows: Rows) -> Tensor:
-    x_nD, starts = data.tensor("x", ROWS, WIDTH)[[*rows]], torch.tensor([0, len(rows)])
+    x_nD, starts = data.tensor("x", ROWS, WIDTH)[[*rows]], data.numbers([0, len(rows)])
     gate, up = (data.stack(name, INNER, WIDTH) for name in ("gate", "up"))
     inner_nI = data.out(len(rows), INNER)
     of.gate_and_up(x_nD, None, starts, *gate, *up, inner_nI)
@@ -201,9 +233,11 @@ def logits(of: ModuleType, data: Data, rows: Rows) -> Tensor:
 CASES = (
     embed,
     attention_inputs,
-    attention_inputs_with_norms,
+    interleaved_attention_inputs_with_norms,
     attention,
     attention_in_a_window,
+    attention_of_prompts,
+    attention_of_prompts_in_a_window,
     output_projection,
     route,
     route_with_layer_norm,
@@ -224,8 +258,8 @@ def data(request: pytest.FixtureRequest) -> Data:
 @pytest.mark.parametrize("case", CASES)
 def test_a_kernel_computes_what_its_reference_does(data: Data, case: Case) -> None:
     digits = {torch.float32: 1e-4, torch.bfloat16: 4e-2, torch.float16: 5e-3}[data.dtype]
-    own, expected = (case(of, data, EVERYTHING).float() for of in (triton_launches, operators))
-    assert torch.allclose(own, expected, rtol=digits, atol=digits)
+    own = case(triton_launches, data, EVERYTHING).float().cpu()
+    assert torch.allclose(own, case(operators, data.on_cpu(), EVERYTHING).float(), rtol=digits, atol=digits)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -233,7 +267,8 @@ def test_a_row_alone_has_the_bits_that_it_has_among_others(case: Case) -> None:
     data = Data(torch.bfloat16, blocks=2)
     among = case(triton_launches, data, EVERYTHING)
     for row in (0, 6, ROWS - 1):
-        assert torch.equal(case(triton_launches, data, [row])[0], among[row])
+        alone = case(triton_launches, data, [row])[0]
+        assert torch.equal(alone, among[row][: len(alone)])
 
 
 @pytest.mark.parametrize("case", [attention_inputs, output_projection, route, experts, logits])
@@ -246,40 +281,64 @@ def test_of_equal_logits_the_first_is_the_likeliest_and_bad_ones_have_none() -> 
     logits_SV = torch.randn(6, 3000, generator=torch.Generator().manual_seed(1))
     logits_SV[0, [7, 1500, 2900]] = 9.0
     logits_SV[1, 5], logits_SV[2, 5], logits_SV[3], logits_SV[4, 2048] = torch.nan, torch.inf, -torch.inf, 9.0
-    own, expected = (torch.empty(6, dtype=torch.int64) for _ in range(2))
-    triton_launches.likeliest(logits_SV, own)
+    own, expected = (torch.empty(6, dtype=torch.int64, device=device) for device in (HERE, "cpu"))
+    triton_launches.likeliest(logits_SV.to(HERE), own)
     operators.likeliest(logits_SV, expected)
     assert own.tolist() == expected.tolist()
     assert own.tolist()[:5] == [7, -1, -1, -1, 2048]
 
 
-@given(
-    st.integers(1, 40).flatmap(
-        lambda rows: st.lists(
-            st.sets(st.integers(0, 6), min_size=2, max_size=2), min_size=rows, max_size=rows
-        )
-    )
-)
+@given(st.integers(1, 700), st.integers(2, 40), st.integers(0, 9))
 @settings(max_examples=15)
-def test_rows_are_sorted_by_expert_and_then_by_token(chosen: list[set[int]]) -> None:
-    experts_Tk = torch.tensor([sorted(each) for each in chosen])
-    shapes = experts_Tk.shape, (experts_Tk.numel(),), (8,)
+def test_rows_are_sorted_by_expert_and_then_by_token(tokens: int, experts: int, seed: int) -> None:
+    drawn = torch.rand(tokens, experts, generator=torch.Generator().manual_seed(seed))
+    experts_Tk = drawn.topk(2).indices.sort().values
+    shapes = experts_Tk.shape, (experts_Tk.numel(),), (experts + 1,)
     dtypes = torch.int64, torch.int32, torch.int64
     own, expected = (
-        [torch.empty(shape, dtype=dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
-        for _ in range(2)
+        [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in zip(shapes, dtypes, strict=True)]
+        for device in (HERE, "cpu")
     )
-    triton_launches.sort_rows(experts_Tk, *own)
+    triton_launches.sort_rows(experts_Tk.to(HERE), *own)
     operators.sort_rows(experts_Tk, *expected)
-    assert all(map(torch.equal, own, expected))
+    assert all(torch.equal(each.cpu(), wanted) for each, wanted in zip(own, expected, strict=True))
 
 
 @pytest.mark.parametrize("case", [attention_inputs, output_projection, experts, logits])
 def test_wide_tiles_of_many_rows_compute_what_the_reference_does(case: Case) -> None:
     data, many = Data(torch.bfloat16, blocks=2), [row % ROWS for row in range(16 * ROWS)]
-    own, expected = (case(of, data, many).float() for of in (triton_launches, operators))
-    assert torch.allclose(own, expected, rtol=4e-2, atol=4e-2)
+    own = case(triton_launches, data, many).float().cpu()
+    assert torch.allclose(own, case(operators, data.on_cpu(), many).float(), rtol=4e-2, atol=4e-2)
     assert torch.equal(own, own[:ROWS].repeat(16, 1))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_bits_of_tensor_cores_depend_on_no_tile(dtype: torch.dtype) -> None:
+    data, width, most = Data(dtype, blocks=2), 2048, 600
+    x_TD, projection = data.tensor("x", most, width), data.stack("o", width, width)
+    gate, up = (data.stack(name, width, width) for name in ("gate", "up"))
+
+    def results(rows: int) -> list[Tensor]:
+        projected, inner, y = (data.out(rows, width) for _ in range(3))
+        starts = data.numbers([0, rows])
+        triton_launches.output_projection(x_TD[:rows], *projection, x_TD[:rows], projected)
+        triton_launches.gate_and_up(x_TD[:rows], None, starts, *gate, *up, inner)
+        triton_launches.down(inner, starts, *projection, y)
+        return [projected, inner, y]
+
+    whole = results(most)
+    for rows in (1, 16, 17, 33, 65, 300):
+        for few, many in zip(results(rows), whole, strict=True):
+            assert torch.equal(few, many[:rows])
+
+
+def test_a_sweep_prints_a_table_of_tiles_to_paste(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = dict(TILES)
+    assert tile_sweep.main(["--small", "--only", "down", "--out", str(tmp_path / "sweep.json")]) == 0
+    table = capsys.readouterr().out.partition("TILES: ")[2].partition("}")[0]
+    assert '"down": (Tile(16, ' in table
+    assert before == TILES
 
 
 @pytest.mark.parametrize(("capability", "kilobytes"), [("80", 99), ("90", 227)])
@@ -295,6 +354,6 @@ def test_every_tile_fits_into_the_shared_memory_of_a_gpu_and_reads_weights_in_wi
         cwd=script.parent.parent,
     )
     compiled = [line.split() for line in said.stdout.splitlines()]
-    assert len({name for name, *_ in compiled}) == 13
+    assert len({name for name, *_ in compiled}) == 14
     assert max(int(shared) for *_, shared, _ in compiled) <= kilobytes * 1024
     assert {name for name, *_, single in compiled if int(single)} <= WITH_SINGLE_LOADS

@@ -1,4 +1,4 @@
-"""The operators of a decode step, `torch.ops.moesched`: each writes to tensors that it is given, and is one launch.
+"""The operators of a step, `torch.ops.moesched`: each writes to tensors that it is given, and is one launch.
 
 Here are their schemas, and what each computes in plain torch with sums in float64. That is the reference for kernels,
 and runs on the host's tensors. A kernel for a GPU registers itself beside it.
@@ -23,6 +23,8 @@ Tensor = torch.Tensor
 
 UNLIMITED = 2**30
 """The window of attention that sees all earlier tokens."""
+QUERIES = 64
+"""New tokens of a sequence that a program attends from."""
 
 
 Operator = Callable[..., None]
@@ -82,12 +84,18 @@ def attention_inputs(
     cosines_T1d: Tensor,
     sines_T1d: Tensor,
     eps: float,
+    interleaved: bool,
     clip: float | None,
     q_THd: Tensor,
     k_TKd: Tensor,
     v_TKd: Tensor,
 ) -> None:
-    """Projection and rotation; `head_norms` are those of queries and keys, if the layer has them."""
+    """Projection and rotation.
+
+    Args:
+        head_norms: those of queries and keys, if the layer has them.
+        interleaved: whether the rows of a pair are neighbours in the matrix; in q and k they are in both halves.
+    """
     x_TX = _product(x_TD, torch.cat(blocks))
     out = q_THd, k_TKd, v_TKd
     parts = x_TX.unflatten(1, (-1, q_THd.shape[2])).split([each.shape[1] for each in out], dim=1)
@@ -97,6 +105,7 @@ def attention_inputs(
     if clip is not None:
         parts = tuple(part.clamp(-clip, clip) for part in parts)
     for part, rotated in zip(parts[:2], out, strict=False):
+        part = functions.in_halves(part) if interleaved else part
         rotated.copy_(functions.apply_rotary(part, cosines_T1d.double(), sines_T1d.double()))
     v_TKd.copy_(parts[2])
 
@@ -141,6 +150,43 @@ def attend(
             sums_SHP[s, :, part] = powers_KGl.sum(2).flatten()
             peaks_SHP[s, :, part] = peaks_KG.flatten()
             parts_SHPd[s, :, part] = (powers_KGl @ own_values).flatten(0, 1)
+
+
+@_operator("out_TX")
+def attend_prompts(
+    q_THd: Tensor,
+    starts_S: Tensor,
+    tiles: int,
+    table: Tensor,
+    block: int,
+    window: int,
+    keys_NKd: Tensor,
+    values_NKd: Tensor,
+    out_TX: Tensor,
+) -> None:
+    """Attend from all new tokens of sequences, which are in the KV cache; other arguments as for `attend`.
+
+    Args:
+        starts_S: the first row of each sequence, and the number of rows.
+        tiles: tiles of `QUERIES` rows of all sequences.
+    """
+    kv_heads = keys_NKd.shape[1]
+    rows = [*_rows(starts_S)]
+    for own, slots in zip(rows, _slots(table, len(rows), block), strict=True):
+        keys_KLd, values_KLd = (each[slots].double().transpose(0, 1) for each in (keys_NKd, values_NKd))
+        q_KGTd = q_THd[own].double().unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)
+        scores_KGTL = q_KGTd @ keys_KLd.mT[:, None] * q_THd.shape[2] ** -0.5
+        tokens, length = scores_KGTL.shape[2:]
+        position_T1 = torch.arange(length - tokens, length)[:, None]
+        before_TL = position_T1 - torch.arange(length)
+        scores_KGTL.masked_fill_((before_TL < 0) | (before_TL >= window), -torch.inf)
+        attended_KGTd = scores_KGTL.softmax(3) @ values_KLd[:, None]
+        out_TX[own] = attended_KGTd.permute(2, 0, 1, 3).flatten(1).to(out_TX.dtype)
+
+
+def tiles_of_queries(tokens: int) -> int:
+    """The number of tiles that a sequence's new tokens make."""
+    return -(-tokens // QUERIES)
 
 
 @_operator("out_SX")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_tiles import dot, normed, rounded, statistics, tile_of, two_products
+from .triton_tiles import dot, group_of, normed, rounded, statistics, tile_of, two_products
 
 
 @triton.jit
@@ -36,34 +36,38 @@ def attention_inputs(
     KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
     BLOCKS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     HEAD_NORM: tl.constexpr,
     CLIPS: tl.constexpr,
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Projection and rotation of some pairs (i, i + d/2) of one head."""
+    """Projection and rotation of some pairs of one head: rows i and i + d/2 of its matrix, or 2i and 2i + 1."""
     dtype: tl.constexpr = x_TD.dtype.element_ty
     parts: tl.constexpr = (HALF + OUTPUTS - 1) // OUTPUTS
     tile, part = tile_of(tl.program_id(0), tl.cdiv(tokens, ROWS), (HEADS + 2 * KV_HEADS) * parts)
     t = tile * ROWS + tl.arange(0, ROWS)
     head = part // parts
     i = part % parts * OUTPUTS + tl.arange(0, OUTPUTS)
-    first = head * 2 * HALF + part % parts * OUTPUTS
-    middle = head * 2 * HALF + HALF
+    step: tl.constexpr = 2 if INTERLEAVED else 1
+    apart: tl.constexpr = 1 if INTERLEAVED else HALF
+    first = head * 2 * HALF + part % parts * OUTPUTS * step
+    stop = (head + 1) * 2 * HALF
     low, high = two_products(
         x_TD,
         t,
         t < tokens,
         table,
         first,
-        middle,
+        stop - apart,
         table,
-        first + HALF,
-        middle + HALF,
+        first + apart,
+        stop,
         width,
         BLOCKS,
         BLOCKS,
+        step,
         ROWS,
         OUTPUTS,
         COLUMNS,
@@ -74,8 +78,9 @@ def attention_inputs(
         squares = tl.sum(low * low, 0) + tl.sum(high * high, 0)
         scale = 1.0 / tl.sqrt(squares / (2 * HALF) + eps)
         weight_d = q_norm_d if head < HEADS else k_norm_d
-        low = low * scale[None, :] * tl.load(weight_d + i, there, 0.0).to(tl.float32)[:, None]
-        high = high * scale[None, :] * tl.load(weight_d + HALF + i, there, 0.0).to(tl.float32)[:, None]
+        low = low * scale[None, :] * tl.load(weight_d + i * step, there, 0.0).to(tl.float32)[:, None]
+        weight_d += apart
+        high = high * scale[None, :] * tl.load(weight_d + i * step, there, 0.0).to(tl.float32)[:, None]
     if CLIPS:
         low, high = tl.clamp(low, -clip, clip), tl.clamp(high, -clip, clip)
     inside = (t[None, :] < tokens) & there[:, None]
@@ -94,8 +99,21 @@ def attention_inputs(
         out = k_TKd + (t * KV_HEADS + head - HEADS) * 2 * HALF
     else:
         out = v_TKd + (t * KV_HEADS + head - HEADS - KV_HEADS) * 2 * HALF
-    tl.store(out[None, :] + i[:, None], rounded(low, dtype), inside)
-    tl.store(out[None, :] + HALF + i[:, None], rounded(high, dtype), inside)
+    low_at, high_at = i, HALF + i
+    if INTERLEAVED:  # values keep their order
+        low_at, high_at = tl.where(turns, low_at, 2 * i), tl.where(turns, high_at, 2 * i + 1)
+    tl.store(out[None, :] + low_at[:, None], rounded(low, dtype), inside)
+    tl.store(out[None, :] + high_at[:, None], rounded(high, dtype), inside)
+
+
+@triton.jit
+def added(scores, value, peak, total, attended):
+    """The largest score of each query, the sum of powers of e and that of weighted values, with more tokens added."""
+    higher = tl.maximum(peak, tl.max(scores, 1))
+    powers = tl.exp(scores - tl.where(higher == float("-inf"), 0.0, higher)[:, None])
+    shrink = tl.exp(peak - tl.where(higher == float("-inf"), 0.0, higher))
+    weighted = dot(rounded(powers, value.dtype), value, attended * shrink[:, None])
+    return higher, total * shrink + tl.sum(powers, 1), weighted
 
 
 @triton.jit
@@ -125,7 +143,6 @@ def attend(
 
     Parts begin at multiples of SPLIT, so that their bits depend on the sequence alone.
     """
-    dtype: tl.constexpr = q_SHd.dtype.element_ty
     group: tl.constexpr = HEADS // KV_HEADS
     sequence, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length = tl.load(table + sequence)
@@ -161,17 +178,63 @@ def attend(
         scores = dot(queries, tl.trans(key), tl.zeros((GROUP_TILE, TOKENS), dtype=tl.float32)) * scale
         seen = (token < stop) & (token >= length - window)
         scores = tl.where(seen[None, :], scores, float("-inf"))
-        higher = tl.maximum(peak, tl.max(scores, 1))
-        base = tl.where(higher == float("-inf"), 0.0, higher)
-        powers = tl.exp(scores - base[:, None])
-        shrink = tl.exp(peak - base)
-        total = total * shrink + tl.sum(powers, 1)
-        attended = dot(rounded(powers, dtype), value, attended * shrink[:, None])
-        peak = higher
+        peak, total, attended = added(scores, value, peak, total, attended)
     place = (sequence * HEADS + head * group + g) * tl.num_programs(2) + part
     tl.store(sums_SHP + place, total, g < group)
     tl.store(peaks_SHP + place, peak, g < group)
     tl.store(parts_SHPd + place[:, None] * HEAD + i[None, :], attended, grouped)
+
+
+@triton.jit
+def attend_prompts(
+    q_THd,
+    starts_S,
+    table,
+    keys_NKd,
+    values_NKd,
+    out_TX,
+    sequences,
+    block,
+    scale,
+    window,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD: tl.constexpr,
+    HEAD_TILE: tl.constexpr,
+    SEQUENCES: tl.constexpr,
+    QUERIES: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    """Attention of some new tokens of one sequence, for one head, over its cached tokens, which include them.
+
+    Tiles of cached tokens begin at multiples of TOKENS, and those that a query does not see add nothing to it.
+    """
+    head = tl.program_id(0)
+    sequence, row, stop = group_of(starts_S, tl.program_id(1), sequences, QUERIES, SEQUENCES)
+    length = tl.load(table + sequence)
+    blocks = table + 2 * sequences + tl.load(table + sequences + sequence)
+    t = row + tl.arange(0, QUERIES)
+    i = tl.arange(0, HEAD_TILE)
+    position = length - stop + t
+    wanted = (t[:, None] < stop) & (i[None, :] < HEAD)
+    at = (t.to(tl.int64)[:, None] * HEADS + head) * HEAD + i[None, :]
+    queries = tl.load(q_THd + at, wanted, 0.0)
+    peak = tl.full((QUERIES,), float("-inf"), dtype=tl.float32)
+    total = tl.zeros((QUERIES,), dtype=tl.float32)
+    attended = tl.zeros((QUERIES, HEAD_TILE), dtype=tl.float32)
+    first = tl.maximum(length - stop + row - window + 1, 0) // TOKENS * TOKENS
+    for start in range(first, tl.minimum(length - stop + row + QUERIES, length), TOKENS):
+        token = start + tl.arange(0, TOKENS)
+        slot = tl.load(blocks + token // block, token < length, 0) * block + token % block
+        cached = (slot[:, None] * KV_HEADS + head // (HEADS // KV_HEADS)) * HEAD + i[None, :]
+        inside = (token < length)[:, None] & (i[None, :] < HEAD)
+        key = tl.load(keys_NKd + cached, inside, 0.0)
+        value = tl.load(values_NKd + cached, inside, 0.0)
+        scores = dot(queries, tl.trans(key), tl.zeros((QUERIES, TOKENS), dtype=tl.float32)) * scale
+        before = position[:, None] - token[None, :]
+        scores = tl.where((before >= 0) & (before < window), scores, float("-inf"))
+        peak, total, attended = added(scores, value, peak, total, attended)
+    tl.store(out_TX + at, rounded(attended / total[:, None], out_TX.dtype.element_ty), wanted)
 
 
 @triton.jit

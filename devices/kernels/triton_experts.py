@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from .triton_tiles import (
+    group_of,
     normed,
     passes_over,
     product,
@@ -130,23 +131,6 @@ def sort_rows(
 
 
 @triton.jit
-def expert_of(starts_E, tile, experts, ROWS: tl.constexpr, EXPERTS: tl.constexpr):
-    """The expert of a tile of rows, the tile's first row, and the end of the expert's rows; zeros if there is none."""
-    e = tl.arange(0, EXPERTS)
-    first = tl.load(starts_E + e, e < experts, 0).to(tl.int32)
-    stop = tl.load(starts_E + e + 1, e < experts, 0).to(tl.int32)
-    tiles = (stop - first + ROWS - 1) // ROWS
-    before = tl.cumsum(tiles, 0) - tiles
-    found = (before <= tile) & (tile < before + tiles)
-    row = first + (tile - before) * ROWS
-    return (
-        tl.sum(tl.where(found, e, 0), 0),
-        tl.sum(tl.where(found, row, 0), 0),
-        tl.sum(tl.where(found, stop, 0), 0),
-    )
-
-
-@triton.jit
 def gate_and_up(
     x_TD,
     pairs_n,
@@ -169,7 +153,7 @@ def gate_and_up(
 ):
     """silu(gate x) * up x of some rows of one expert, for some of its outputs."""
     tile, part = tile_of(tl.program_id(0), row_tiles, tl.cdiv(intermediate, OUTPUTS))
-    expert, row, stop = expert_of(starts_E, tile, experts, ROWS, EXPERTS)
+    expert, row, stop = group_of(starts_E, tile, experts, ROWS, EXPERTS)
     if row >= stop:
         return
     r = row + tl.arange(0, ROWS)
@@ -188,6 +172,7 @@ def gate_and_up(
         width,
         GATE_BLOCKS,
         UP_BLOCKS,
+        1,
         ROWS,
         OUTPUTS,
         COLUMNS,
@@ -215,7 +200,7 @@ def down(
 ):
     """The product of some rows of one expert with its matrix down, for some outputs."""
     tile, part = tile_of(tl.program_id(0), row_tiles, tl.cdiv(width, OUTPUTS))
-    expert, row, stop = expert_of(starts_E, tile, experts, ROWS, EXPERTS)
+    expert, row, stop = group_of(starts_E, tile, experts, ROWS, EXPERTS)
     if row >= stop:
         return
     r = row + tl.arange(0, ROWS)

@@ -1,4 +1,4 @@
-"""The operators of a decode step on a GPU: each launches its kernel in Triton, and waits for nothing."""
+"""The operators of a step on a GPU: each launches its kernel in Triton, and waits for nothing."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import triton
 from . import triton_attention as attention
 from . import triton_ends as ends
 from . import triton_experts as experts
-from .operators import on_gpu
+from .operators import QUERIES, on_gpu
 from .triton_sizes import Tile, tile_for
 
 Tensor = torch.Tensor
 
 TOKENS = 64
 """Tokens of the cache that a program reads at once."""
-QUERIES = 16
-"""Queries of a tile, at least: the fewest that tensor cores take."""
+LEAST_HEADS = 16
+"""Heads of a tile, at least: the fewest that tensor cores take."""
 PAIRS, READ = 128, 1024
 """Pairs of token and expert that a program sorts, and that it counts at once."""
 COPIED_AT_ONCE = 1024
@@ -73,6 +73,7 @@ def attention_inputs(
     cosines_T1d: Tensor,
     sines_T1d: Tensor,
     eps: float,
+    interleaved: bool,
     clip: float | None,
     q_THd: Tensor,
     k_TKd: Tensor,
@@ -102,6 +103,7 @@ def attention_inputs(
         KV_HEADS=kv_heads,
         HALF=half,
         BLOCKS=table.shape[1],
+        INTERLEAVED=interleaved,
         HEAD_NORM=bool(head_norms),
         CLIPS=clip is not None,
         **tile.launch,
@@ -139,10 +141,46 @@ def attend(
         head_dim**-0.5,
         window,
         KV_HEADS=kv_heads,
-        GROUP_TILE=triton.next_power_of_2(max(heads // kv_heads, QUERIES)),
+        GROUP_TILE=triton.next_power_of_2(max(heads // kv_heads, LEAST_HEADS)),
         BLOCK=block,
         TOKENS=TOKENS,
         **_heads(heads, head_dim, split),
+    )
+
+
+@on_gpu
+def attend_prompts(
+    q_THd: Tensor,
+    starts_S: Tensor,
+    tiles: int,
+    table: Tensor,
+    block: int,
+    window: int,
+    keys_NKd: Tensor,
+    values_NKd: Tensor,
+    out_TX: Tensor,
+) -> None:
+    """Launch attention of prompts."""
+    heads, head_dim = q_THd.shape[1:]
+    sequences = len(starts_S) - 1
+    attention.attend_prompts[heads, tiles](
+        q_THd,
+        starts_S,
+        table,
+        keys_NKd,
+        values_NKd,
+        out_TX,
+        sequences,
+        block,
+        head_dim**-0.5,
+        window,
+        HEADS=heads,
+        KV_HEADS=keys_NKd.shape[1],
+        HEAD=head_dim,
+        HEAD_TILE=triton.next_power_of_2(max(head_dim, 16)),
+        SEQUENCES=triton.next_power_of_2(sequences),
+        QUERIES=QUERIES,
+        TOKENS=TOKENS,
     )
 
 

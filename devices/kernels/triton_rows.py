@@ -1,4 +1,4 @@
-"""The operators of a decode step as rows of the table: on GPUs by kernels in Triton, whose rows depend on no others.
+"""The operators of a step as rows of the table: on GPUs by kernels in Triton, whose rows depend on no others.
 
 Results stay in the memory of the micro-batch, which later layers and steps use again.
 """
@@ -13,6 +13,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from moesched.models.layers import FeedForward
+
 from . import functions, operators
 from .kernel_weights import EXPERT_PARTS
 from .layer_weights import Blocks, Tensor, Weights
@@ -24,8 +26,8 @@ T = TypeVar("T")
 
 ALIGNED_BYTES = 16
 """Rows of matrices begin at multiples of this, so that a GPU reads them in its widest loads."""
-MOST_ROWS = 512
-"""Most rows: each tile of 16 reads the weights again, so that torch's products are faster for a prompt."""
+GROUPED_BYTES = 1 << 13
+"""Bytes of one column of the experts' rows in a grouped call: their results fit into the plan's workspace."""
 DTYPES = {"bfloat16": 2, "float16": 2, "float32": 4}
 SPLIT = 512
 """Tokens of a part of a sequence, each of which a program attends over."""
@@ -41,10 +43,10 @@ class Matrix(NamedTuple):
 
 
 class TritonKernel(Kernel):
-    """A kernel whose rows depend on no others: its tiles are fixed, and every sum has one order."""
+    """A kernel whose rows depend on no others: every sum has one order."""
 
     name = "triton"
-    takes = f"up to {MOST_ROWS} rows by plain weights on GPUs of compute capability 8.0 and above"
+    takes = "plain weights on GPUs of compute capability 8.0 and above"
     independent = True
     uses_memory = True
 
@@ -62,8 +64,6 @@ class TritonKernel(Kernel):
         """Refuses the CPU, other formats than row blocks, and rows that are not aligned."""
         if case.device == "cpu":
             return "it is for GPUs"
-        if case.rows > MOST_ROWS:
-            return f"it takes up to {MOST_ROWS} rows"
         if not case.formats <= {ROWS}:
             return "it takes row blocks"
         if case.dtype not in DTYPES:
@@ -149,12 +149,9 @@ class TritonAttentionInputs(TritonKernel):
     operation = "attention_inputs"
 
     def refusal(self, case: Case) -> str:
-        """Refuses norms of whole projections, and pairs of neighbours, as well."""
+        """Refuses norms of whole projections as well."""
         assert case.layer is not None, "it is in a layer"
-        attention = case.layer.grouped
-        if attention.interleaved:
-            return super().refusal(case) or "it rotates the halves of a head"
-        whole = attention.qk_norm not in (None, "head")
+        whole = case.layer.grouped.qk_norm not in (None, "head")
         return super().refusal(case) or ("it norms heads one by one" if whole else "")
 
     def bind(self, case: Case, weights: Weights, memory: Memory) -> Bound:
@@ -171,7 +168,7 @@ class TritonAttentionInputs(TritonKernel):
         )
 
         def project(hidden_TD: Tensor, angles: Sequence[Tensor]) -> tuple[Tensor, ...]:
-            settings = self._config.norm_eps, attention.clip
+            settings = self._config.norm_eps, attention.interleaved, attention.clip
             operators.attention_inputs(normed(hidden_TD), *matrix, head_norms, *angles, *settings, *qkv)
             return qkv
 
@@ -179,17 +176,35 @@ class TritonAttentionInputs(TritonKernel):
 
 
 class TritonAttention(TritonKernel):
-    """Attention of one new token for each sequence, over a KV cache in blocks."""
+    """Attention of new tokens over a KV cache in blocks."""
 
     operation = "attention"
-    takes = "decode steps on GPUs of compute capability 8.0 and above"
-
-    def refusal(self, case: Case) -> str:
-        """Refuses prompts as well."""
-        return super().refusal(case) or ("" if case.decodes else "it takes one new token for each sequence")
+    takes = "GPUs of compute capability 8.0 and above"
 
     def bind(self, case: Case, weights: object, memory: Memory) -> Bound:
         """Bind attention over the KV cache: (qkv, cached, step) -> attended_TX."""
+        return (self._decode_step if case.decodes else self._prompts)(case, memory)
+
+    def _prompts(self, case: Case, memory: Memory) -> Bound:
+        """Bind attention of any number of new tokens for each sequence."""
+        assert case.layer is not None, "it is in a layer"
+        attention = case.layer.grouped
+        window = attention.window or operators.UNLIMITED
+        attended_TX = self._result(memory, "attended", case.rows, attention.attended_width)
+
+        def attend(qkv: Sequence[Tensor], cached: Any, step: Any) -> Tensor:
+            q_THd, *new = qkv
+            cached.append(step, *new)
+            tiles = sum(map(operators.tiles_of_queries, step.new))
+            table = step.table(self._indices)
+            places = cached.block_size, window, cached.keys, cached.values
+            operators.attend_prompts(q_THd, step.starts, tiles, table, *places, attended_TX)
+            return attended_TX
+
+        return attend
+
+    def _decode_step(self, case: Case, memory: Memory) -> Bound:
+        """Bind attention of one new token for each sequence."""
         assert case.layer is not None, "it is in a layer"
         attention = case.layer.grouped
         heads, head_dim = attention.heads, attention.head_dim
@@ -225,6 +240,41 @@ class TritonAttention(TritonKernel):
         table = self._result(memory, "blocks", _power_of_two(len(numbers)), dtype=torch.int64)
         self._upload(numbers, table)
         return table
+
+
+class TritonPromptAttention(TritonKernel):
+    """Attention of new tokens over views of keys and values, with the bits that it has over a KV cache."""
+
+    operation = "prompt_attention"
+    takes = "GPUs of compute capability 8.0 and above"
+    uses_memory = False
+
+    def bind(self, case: Case, weights: object, memory: object) -> Bound:
+        """Bind attention of prompts: (q_THd, views) -> attended_TX."""
+        assert case.layer is not None, "it is in a layer"
+        return partial(self._attend, case.layer.grouped.window or operators.UNLIMITED)
+
+    def _attend(self, window: int, q_THd: Tensor, views: Sequence[functions.KVView]) -> Tensor:
+        out_TX = q_THd.new_empty(len(q_THd), q_THd[0].numel())
+        parts = [len(view.keys_SLKd) * view.queries for view in views]
+        for view, *part in zip(views, q_THd.split(parts), out_TX.split(parts), strict=True):
+            self._attend_view(window, view, *part)
+        return out_TX
+
+    def _attend_view(self, window: int, view: functions.KVView, q_THd: Tensor, out_TX: Tensor) -> None:
+        """Attend over a view as over a cache in which each sequence has one block."""
+        sequences, length, kv_heads, head_dim = view.keys_SLKd.shape
+        block = view.keys_SLKd.stride(0) // (kv_heads * head_dim) if sequences > 1 else length
+        slots = (sequences - 1) * block + length
+        keys, values = (
+            each.as_strided((slots, kv_heads, head_dim), (kv_heads * head_dim, head_dim, 1))
+            for each in (view.keys_SLKd, view.values_SLKd)
+        )
+        starts = range(0, sequences * view.queries + 1, view.queries)
+        numbers = self._indices([*[length] * sequences, *range(sequences), *range(sequences), *starts])
+        table, starts_S = numbers.split([3 * sequences, sequences + 1])
+        tiles = sequences * operators.tiles_of_queries(view.queries)
+        operators.attend_prompts(q_THd, starts_S, tiles, table, block, window, keys, values, out_TX)
 
 
 def _power_of_two(least: int) -> int:
@@ -317,7 +367,10 @@ class TritonCombine(TritonKernel):
 
 
 class TritonMoELayer(TritonKernel):
-    """All that follows attention, in six launches; the host need not know the routing before its end."""
+    """All that follows attention, in six launches; the host need not know the routing before its end.
+
+    The experts of many tokens are computed for one part of the tokens after the other, as memory is limited.
+    """
 
     operation = "moe_layer"
 
@@ -326,7 +379,6 @@ class TritonMoELayer(TritonKernel):
         parts = replace(resources, captured=as_it_is)
         self._project = TritonOutputProjection(parts)
         self._route = TritonRoute(parts)
-        self._combine = TritonCombine(parts)
 
     def refusal(self, case: Case) -> str:
         """Refuses what the router's kernel does."""
@@ -336,30 +388,47 @@ class TritonMoELayer(TritonKernel):
         """Bind all that follows attention: (attended_TX, hidden_TD) -> hidden_TD, experts_Tk, None."""
         assert case.layer is not None, "it is in a layer"
         network = case.layer.feed_forward
-        rows = case.rows * network.top_k
         shared = SharedMemory(case.rows, memory.scratch)
         project, route = (part.bind(case, weights, shared) for part in (self._project, self._route))
-        combine = self._combine.bind(case, weights, memory)
+        tokens = min(case.rows, max(1, GROUPED_BYTES // DTYPES[case.dtype] // network.top_k))
+        add_experts = self._experts(tokens, network, weights, memory)
+        out_TD = self._result(memory, "hidden", case.rows, self._config.hidden)
+
+        def run(attended_TX: Tensor, hidden_TD: Tensor) -> tuple[Tensor, Tensor, None]:
+            projected_TD = project(attended_TX, hidden_TD)
+            routed = route(projected_TD)
+            whole = routed.x_TD, routed.experts_Tk, routed.weights_Tk, projected_TD, out_TD
+            for part in zip(*(each.split(tokens) for each in whole), strict=True):
+                add_experts(*part)
+            return out_TD, routed.experts_Tk, None
+
+        return self._captured(run)
+
+    def _experts(
+        self, tokens: int, network: FeedForward, weights: Weights, memory: Memory
+    ) -> Callable[..., None]:
+        """Bind the experts of up to so many tokens: (x_TD, experts_Tk, weights_Tk, residual_TD, out_TD) -> None."""
         gates, ups, downs = (
             self._matrix(*(weights[f"experts.{expert}.{part}"] for expert in range(network.experts)))
             for part in EXPERT_PARTS
         )
-        rows_Tk = self._scratch(memory, "rows", case.rows, network.top_k, dtype=torch.int64)
+        rows = tokens * network.top_k
+        most_Tk = self._scratch(memory, "rows", tokens, network.top_k, dtype=torch.int64)
         pairs_n = self._scratch(memory, "pairs", rows, dtype=torch.int32)
         starts_E = self._scratch(memory, "starts", network.experts + 1, dtype=torch.int64)
         inner_nI = self._scratch(memory, "inner", rows, network.intermediate)
         y_nD = self._scratch(memory, "outputs", rows, self._config.hidden)
 
-        def run(attended_TX: Tensor, hidden_TD: Tensor) -> tuple[Tensor, Tensor, None]:
-            projected_TD = project(attended_TX, hidden_TD)
-            routed = route(projected_TD)
-            operators.sort_rows(routed.experts_Tk, rows_Tk, pairs_n, starts_E)
-            operators.gate_and_up(routed.x_TD, pairs_n, starts_E, *gates, *ups, inner_nI)
-            operators.down(inner_nI, starts_E, *downs, y_nD)
-            out_TD = combine(y_nD, rows_Tk, routed.weights_Tk, projected_TD)
-            return out_TD, routed.experts_Tk, None
+        def add(
+            x_TD: Tensor, experts_Tk: Tensor, weights_Tk: Tensor, residual_TD: Tensor, out_TD: Tensor
+        ) -> None:
+            rows_Tk, n = most_Tk[: len(x_TD)], experts_Tk.numel()
+            operators.sort_rows(experts_Tk, rows_Tk, pairs_n[:n], starts_E)
+            operators.gate_and_up(x_TD, pairs_n[:n], starts_E, *gates, *ups, inner_nI[:n])
+            operators.down(inner_nI[:n], starts_E, *downs, y_nD[:n])
+            operators.combine(y_nD[:n], rows_Tk, weights_Tk, residual_TD, out_TD)
 
-        return self._captured(run)
+        return add
 
 
 class TritonLogits(TritonKernel):
@@ -416,6 +485,7 @@ TRITON = (
     TritonEmbed,
     TritonAttentionInputs,
     TritonAttention,
+    TritonPromptAttention,
     TritonOutputProjection,
     TritonRoute,
     TritonExpert,

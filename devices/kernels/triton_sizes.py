@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -39,7 +39,7 @@ class Tile(NamedTuple):
 _TWO = Tile(16, 64, 64, 4, 4), Tile(32, 64, 64, 4, 4), Tile(64, 64, 64, 4, 4), Tile(128, 128, 64, 8, 3)
 _ONE = Tile(16, 64, 128, 4, 4), Tile(32, 64, 128, 4, 4), Tile(64, 64, 128, 4, 3), Tile(128, 256, 64, 8, 3)
 
-TILES: Mapping[str, Sequence[Tile]] = {
+TILES: dict[str, Sequence[Tile]] = {
     "attention_inputs": (Tile(16, 32, 64, 4, 4), *_TWO[1:3], Tile(128, 64, 64, 8, 3)),
     "output_projection": (Tile(16, 32, 128, 4, 4), *_ONE[1:]),
     "gate_and_up": _TWO,

@@ -49,6 +49,26 @@ def tile_of(program, row_tiles, output_tiles):
 
 
 @triton.jit
+def group_of(starts, tile, groups, ROWS: tl.constexpr, GROUPS: tl.constexpr):
+    """The group of a tile of rows, the tile's first row, and the end of the group's rows; zeros if there is none.
+
+    Groups are an expert's rows, or those of a sequence; `starts` has the first row of each, and the number of rows.
+    """
+    g = tl.arange(0, GROUPS)
+    first = tl.load(starts + g, g < groups, 0).to(tl.int32)
+    stop = tl.load(starts + g + 1, g < groups, 0).to(tl.int32)
+    tiles = (stop - first + ROWS - 1) // ROWS
+    before = tl.cumsum(tiles, 0) - tiles
+    found = (before <= tile) & (tile < before + tiles)
+    row = first + (tile - before) * ROWS
+    return (
+        tl.sum(tl.where(found, g, 0), 0),
+        tl.sum(tl.where(found, row, 0), 0),
+        tl.sum(tl.where(found, stop, 0), 0),
+    )
+
+
+@triton.jit
 def statistics(row_D, width, eps, LAYER: tl.constexpr, WIDTH: tl.constexpr):
     """The mean of a row, 0 for a root mean square, and the reciprocal of its deviation."""
     d = tl.arange(0, WIDTH)
@@ -83,14 +103,22 @@ def passes_over(table, first, stop, BLOCKS: tl.constexpr):
 
 @triton.jit
 def rows_in(
-    table, block, first, stop, width, BLOCKS: tl.constexpr, OUTPUTS: tl.constexpr, DTYPE: tl.constexpr
+    table,
+    block,
+    first,
+    stop,
+    width,
+    BLOCKS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    DTYPE: tl.constexpr,
+    STEP: tl.constexpr = 1,
 ):
-    """Pointers to a tile's rows of a matrix, from `first` to `stop`, and which of them a block has."""
+    """Pointers to a tile's rows of a matrix, every STEP-th from `first` to `stop`, and which of them a block has."""
     begin = tl.load(table + 2 * block, block < BLOCKS, stop)
     end = tl.load(table + 2 * block + 2, block + 1 < BLOCKS, stop)
     address = tl.load(table + 2 * block + 1, block < BLOCKS, 0).to(tl.pointer_type(DTYPE), bitcast=True)
     tile = tl.multiple_of(address + (first - begin) * width, 16)
-    i = tl.arange(0, OUTPUTS)
+    i = tl.arange(0, OUTPUTS) * STEP
     n = first + i
     return tile + i[:, None] * width, (n >= begin) & (n < tl.minimum(end, stop))
 
@@ -147,22 +175,30 @@ def two_products(
     width,
     A_BLOCKS: tl.constexpr,
     B_BLOCKS: tl.constexpr,
+    STEP: tl.constexpr,
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """The products of two matrices with the same rows of x, which are read once."""
+    """The products of every STEP-th row of two matrices with the same rows of x, which are read once."""
     dtype: tl.constexpr = x_TD.dtype.element_ty
     a_total = tl.zeros((OUTPUTS, ROWS), dtype=tl.float32)
     b_total = tl.zeros((OUTPUTS, ROWS), dtype=tl.float32)
-    a_stop, b_stop = tl.minimum(a_first + OUTPUTS, a_rows), tl.minimum(b_first + OUTPUTS, b_rows)
+    a_stop, b_stop = (
+        tl.minimum(a_first + OUTPUTS * STEP, a_rows),
+        tl.minimum(b_first + OUTPUTS * STEP, b_rows),
+    )
     a_block, b_block = block_of(a_table, a_first, A_BLOCKS), block_of(b_table, b_first, B_BLOCKS)
     passes = tl.maximum(
         passes_over(a_table, a_first, a_stop, A_BLOCKS), passes_over(b_table, b_first, b_stop, B_BLOCKS)
     )
     for number in range(passes):
-        a, a_there = rows_in(a_table, a_block + number, a_first, a_stop, width, A_BLOCKS, OUTPUTS, dtype)
-        b, b_there = rows_in(b_table, b_block + number, b_first, b_stop, width, B_BLOCKS, OUTPUTS, dtype)
+        a, a_there = rows_in(
+            a_table, a_block + number, a_first, a_stop, width, A_BLOCKS, OUTPUTS, dtype, STEP
+        )
+        b, b_there = rows_in(
+            b_table, b_block + number, b_first, b_stop, width, B_BLOCKS, OUTPUTS, dtype, STEP
+        )
         for start in range(0, width, COLUMNS):
             d = start + tl.arange(0, COLUMNS)
             x = x_tile(x_TD, t, wanted, d, width)

@@ -111,6 +111,11 @@ class KVStep:
         return self._indices(self.slots)
 
     @cached_property
+    def starts(self) -> Tensor:
+        """The first of each sequence's new tokens among all of them, and their number, on the cache's device."""
+        return self._indices([*accumulate(self.new, initial=0)])
+
+    @cached_property
     def parts(self) -> list[Run | Gather]:
         """The step's sequences in order, grouped where one view or one copy shows several."""
         parts: list[Run | Gather] = []
