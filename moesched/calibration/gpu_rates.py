@@ -14,7 +14,7 @@ from moesched.calibration.task_times import LEAST_SECONDS, point, rounded
 from moesched.errors import BadInput
 from moesched.machines import CostPoint
 from moesched.machines.estimates import Estimate
-from moesched.machines.gpu_cost import PRODUCT
+from moesched.machines.product_times import PRODUCT
 from moesched.models.config import ITEM_BYTES
 
 MEASURED = "measured by `moesched calibrate`"

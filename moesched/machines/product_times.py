@@ -56,8 +56,7 @@ class ProductTimes:
         surface = next(
             self._surfaces[kind, dtype, stored] for kind in kinds if (kind, dtype, stored) in self._surfaces
         )
-        each = STORED_FORMATS[stored].bytes_per_weight if stored else ITEM_BYTES[dtype]
-        return surface(weights * each, rows)
+        return surface(weights * STORED_FORMATS[stored or dtype].bytes_per_weight, rows)
 
 
 class CodedCosts:
