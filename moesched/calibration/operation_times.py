@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 
 from msgspec.structs import replace
 
-from moesched.calibration.extent import OperationExtent
+from moesched.calibration.extent import CODED, OperationExtent
 from moesched.calibration.task_times import point
 from moesched.calibration.timing import Call, Step, measure
 from moesched.errors import BadInput
@@ -26,8 +26,6 @@ from moesched.units import format_bytes
 DISK = "disk->host"
 READ, STREAM = "read", "stream"
 DTYPES: tuple[DType, ...] = ("bfloat16", "float32")
-CODED = ("q8_0", "q4_k", "q6_k", "mxfp4")
-"""Coded storage formats whose products are timed; predictions take the nearest one of these for the others."""
 LINEAR = "float32"
 """The dtype in which products with coded weights take a time linear in their rows; the two smallest numbers suffice."""
 SCRATCH_BLOCK = 16 << 20
