@@ -73,10 +73,11 @@ class TorchProbe:
         """
         kind = DTYPES[dtype]
         if stored:
-            return self._products.of_coded_rows(_coded(stored, outputs, inputs), inputs, kind)
-        copies = _copies(outputs * inputs * kind.itemsize)
-        matrices = [torch.full((outputs, inputs), 0.01, dtype=kind) for _ in range(copies)]
-        return self._products.of_rows(matrices, packed=packed)
+            row = coded_block(torch.full((1, inputs), 0.01), STORED_FORMATS[stored])
+            coded = [Coded(raw_NB, row.format) for raw_NB in _cold_matrices(row.raw_NB, outputs)]
+            return self._products.of_coded_rows(coded, inputs, kind)
+        row_1D = torch.full((1, inputs), 0.01, dtype=kind)
+        return self._products.of_rows(_cold_matrices(row_1D, outputs), packed=packed)
 
     def read(self, path: Path, nbytes: int, pieces: int) -> Call:
         """Concurrent reads of `pieces` pieces of a file, as in a transfer of pages, into memory like that of slots."""
@@ -99,11 +100,13 @@ class TorchProbe:
         return lambda: next(targets).copy_(next(sources))
 
 
-def _coded(stored: str, outputs: int, inputs: int) -> list[Coded]:
-    """Cold matrices of equal rows."""
-    row = coded_block(torch.full((1, inputs), 0.01), STORED_FORMATS[stored])
-    copies = _copies(outputs * row.nbytes)
-    return [Coded(row.raw_NB.repeat(outputs, 1), row.format) for _ in range(copies)]
+def _cold_matrices(row_1D: torch.Tensor, outputs: int) -> list[torch.Tensor]:
+    """Matrices of equal rows in huge pages, like a model's weights; too many for the caches."""
+    nbytes = outputs * row_1D.nbytes
+    shape = outputs, row_1D.shape[1]
+    return [
+        aligned_bytes(nbytes).view(row_1D.dtype).view(shape).copy_(row_1D) for _ in range(_copies(nbytes))
+    ]
 
 
 def _copies(nbytes: int) -> int:

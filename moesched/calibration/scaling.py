@@ -12,10 +12,12 @@ from msgspec.structs import replace
 
 from moesched.calibration.task_times import point
 from moesched.machines import CostPoint
-from moesched.machines.product_times import RESIDENT, ProductTimes, matrices_of
+from moesched.machines.product_times import RESIDENT, ProductTimes
 from moesched.models.config import ITEM_BYTES, DType
 
 SOURCE: DType = "bfloat16"
+MATRICES = {"pre_attention": 1, "route": 1, "sample": 1, "expert": 3, "experts": 3}
+"""Number of matrices that each kind of work on weights multiplies with."""
 
 
 def scaled_points(
@@ -34,7 +36,7 @@ def scaled_points(
 def _scaled(each: CostPoint, products: ProductTimes, dtype: DType) -> CostPoint:
     size, seconds = each.size, each.seconds
     wider = ITEM_BYTES[dtype] / ITEM_BYTES[SOURCE]
-    matrices = matrices_of(each.operation)
+    matrices = MATRICES.get(each.operation.removeprefix(RESIDENT))
     if matrices is not None:
         weights = size / ITEM_BYTES[SOURCE] / matrices
         resident = each.operation.startswith(RESIDENT)

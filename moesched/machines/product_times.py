@@ -13,13 +13,6 @@ from moesched.tasks import WorkPart
 PRODUCT, RESIDENT_PRODUCT = "product", "resident product"
 RESIDENT = "resident "
 """Begins the names of operations on weights that stay in memory."""
-MATRICES = {"pre_attention": 1, "route": 1, "sample": 1, "expert": 3, "experts": 3}
-"""Number of matrices that each kind of work on weights multiplies with."""
-
-
-def matrices_of(operation: str) -> int | None:
-    """Return the number of matrices that an operation multiplies with; None if it uses no weights."""
-    return MATRICES.get(operation.removeprefix(RESIDENT))
 
 
 class ProductTimes:
@@ -62,6 +55,8 @@ class ProductTimes:
 class CodedCosts:
     """Costs of work on coded weights: those of as many plain weights, by the measured times of products in both.
 
+    The matrices of a part count as one, since a call of the native kernels multiplies by all of them.
+
     A format that was not measured takes the times of the one with the nearest number of bits per weight.
 
     Args:
@@ -79,8 +74,7 @@ class CodedCosts:
 
         Without measured products of coded weights, the part is returned as it is.
         """
-        matrices = matrices_of(part.operation)
-        if not part.coded or not self._measured or matrices is None:
+        if not part.coded or not self._measured:
             return part, 1.0
         weights = {stored: nbytes / STORED_FORMATS[stored].bytes_per_weight for stored, nbytes in part.coded}
         each = ITEM_BYTES[self._dtype]
@@ -88,7 +82,7 @@ class CodedCosts:
         total = plain + sum(weights.values())
         resident = part.operation.startswith(RESIDENT)
         ratio = plain / total + sum(
-            count / total * self._ratio(stored, total / matrices, part.rows, resident=resident)
+            count / total * self._ratio(stored, total, part.rows, resident=resident)
             for stored, count in weights.items()
         )
         return part._replace(size=total * each, coded=()), ratio
