@@ -99,8 +99,8 @@ class GpuExtent(msgspec.Struct, frozen=True, kw_only=True):
                 for each in (rows[0], rows[-1]) if dtype == FULL else rows:
                     yield Product(processor, dtype, outputs, inputs, each)
         for stored, (outputs, inputs) in product(CODED, self.matrices):
-            for processor, rows in product((GPU, CPU), self.coded_rows):
-                yield Product(processor, self.dtypes[0], outputs, inputs, rows, stored)
+            for processor, count in product((GPU, CPU), self.coded_rows):
+                yield Product(processor, self.dtypes[0], outputs, inputs, count, stored)
         yield Stream(GPU, self.stream)
         yield Stream(HOST, self.stream)
         for source, destination in LINKS:
