@@ -153,12 +153,14 @@ class WorkPart(NamedTuple):
         rows: the rows that the weights are multiplied with (tokens; for experts the mean over experts), the pages of a
             transfer, or the KV heads of a decode step's attention.
         times: the number of operations; a fraction where it is an expectation.
+        coded: bytes of its weights in each coded storage format, as pairs of name and bytes; other weights are plain.
     """
 
     operation: str
     size: float
     rows: float = 1.0
     times: float = 1.0
+    coded: tuple[tuple[str, int], ...] = ()
 
 
 class RowRange(NamedTuple):

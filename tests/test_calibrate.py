@@ -59,7 +59,7 @@ QUICKEST = Extent(
         rounds=1,
         seconds=0.0,
         rows=(1, 2),
-        matrices=((32, 48),),
+        matrices=((32, 256),),
         copies=(4096,),
         reads=(4096, 8192),
         pieces=(1, 2),
@@ -198,6 +198,9 @@ def test_a_quick_calibration_measures_bfloat16_scales_float32_and_says_so(tmp_pa
     assert {(point.dtype, point.scaled_from) for point in scaled} == {("float32", "bfloat16")}
     by_themselves = {point.operation for point in machine.cost_table if point.dtype == "float32"}
     assert by_themselves - {point.operation for point in scaled} == {"product"}
+    for dtype in ("bfloat16", "float32"):
+        timed = {point.format for point in machine.cost_table if point.dtype == dtype}
+        assert timed == {"", "q8_0", "q4_k", "q6_k", "mxfp4"}
     measured = len(machine.cost_table) - len(scaled)
     assert f"{measured} costs measured, {len(scaled)} in float32 scaled from those in" in machine.description
     assert predicts(machine, "bfloat16") and predicts(machine, "float32")

@@ -32,7 +32,7 @@ from moesched.system.cores import divided_cores
 
 TINY = GpuExtent(
     rounds=1,
-    matrices=((32, 64),),
+    matrices=((32, 256),),
     rows=(1, 8),
     host_rows=(1, 8),
     small=1 << 12,

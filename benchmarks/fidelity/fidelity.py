@@ -4,15 +4,18 @@ A setting is a model of random weights, a machine, a budget and a batch. In each
 times, in turn with the others, and is simulated. Runs during which other processes took more than a tenth of a core are
 done again, up to twice as many. Settings `disk-...` run on this machine, weights coming from its disk; the simulation
 uses a calibration made in turn with the runs, since a shared machine's speed drifts by more than a prediction may be
-off. It sees neither models nor policies nor budgets. Settings `emulated-...` run on the emulated accelerator, a T4 with
-lower rates; their durations are those of the cost model that the simulation uses: they test schedules, not costs.
+off. It sees neither models nor policies nor budgets. With coded weights, it takes the choices of experts from a run:
+single sequences of a random model choose the same ones again and again. Settings `emulated-...` run on the emulated
+accelerator, a T4 with lower rates; their durations are those of the cost model that the simulation uses: they test
+schedules, not costs.
 
 Three things come of it:
 
 * replays: each measured run's graph and durations go through the virtual clock, which finds the start times anew. How
   far the time that it comes to is from the measured one, loading left out.
 * predictions, on the disk: whether the time of the decode steps is within 10 % and inside the band that the prediction
-  has, and the busy time of each lane in them within 15 %, in medians over the runs.
+  has, and the busy time of each lane in them within 15 %, in medians over the runs. By coded weights: whether the time
+  of the decode steps is within 15 %.
 * ranking: pairs of schedules whose measured medians are further apart than their interquartile ranges together; how
   many of them the simulator puts in the same order; and how much slower than the fastest the schedule is that the
   simulator would choose. Policies with the same schedule count once, with all their runs.
@@ -31,7 +34,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import mean, median
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -47,12 +50,14 @@ from moesched.machines import Machine, Tier, load_machine
 from moesched.machines.local import local_machine
 from moesched.machines.staging import staged
 from moesched.models.checkpoint import Checkpoint, open_checkpoint
+from moesched.models.coded_models import coded_as
 from moesched.models.config import DType, ModelConfig
 from moesched.models.layout import WeightLayout, weight_layout
 from moesched.models.random_model import write_random_model
 from moesched.models.shapes import SHAPES
 from moesched.planner.uncertainty import Figures, uncertainty
 from moesched.requests.batch import split_batch
+from moesched.routing.observed import ObservedRouting
 from moesched.runs.hardware import run
 from moesched.runs.planning import plan_run
 from moesched.runs.ranks import Rank
@@ -74,8 +79,16 @@ MEASURES = ("decode", "total")
 EMULATED = "moesched.devices.emulated.device:EmulatedDevice"
 LANE = "lane "
 """Before the name of a lane, in a run's figures."""
-DECODE_BAR, LANE_BAR = 10.0, 15.0
+DECODE_BAR, LANE_BAR, CODED_BAR = 10.0, 15.0, 15.0
 """Percent."""
+
+
+class Case(NamedTuple):
+    """A policy with room for a share of the weights, and a number of requests."""
+
+    policy: str
+    share: float
+    batch_size: int
 
 
 class Setting(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -83,19 +96,36 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     shape: dict[str, Any]
     dtype: DType
-    share: float
-    batch_size: int
+    share: float | dict[str, float]
+    batch_size: int | list[int]
     micro_batch_size: int
     new_tokens: int
     prompts: tuple[int, int]
+    weights: str = ""
 
     @property
     def config(self) -> ModelConfig:
         """The model."""
-        return SHAPES["mixtral-0.8b"].varied(**self.shape)
+        config = SHAPES["mixtral-0.8b"].varied(**self.shape)
+        return coded_as(config, self.weights) if self.weights else config
+
+    def cases(self, policies: Sequence[str]) -> list[Case]:
+        """Every policy with every batch size; only those policies that have a share of their own, where any has."""
+        shares = self.share if isinstance(self.share, dict) else dict.fromkeys(policies, self.share)
+        return [Case(name, share, size) for name, share in shares.items() for size in self.batch_sizes]
+
+    @property
+    def batch_sizes(self) -> list[int]:
+        """Numbers of requests."""
+        return self.batch_size if isinstance(self.batch_size, list) else [self.batch_size]
+
+    def name_of(self, case: Case) -> str:
+        """The name of a case in the result file."""
+        return case.policy if isinstance(self.batch_size, int) else f"{case.policy}, batch {case.batch_size}"
 
 
 SETTINGS = msgspec.toml.decode(Path(__file__).with_suffix(".toml").read_bytes(), type=dict[str, Setting])
+CODED = [name for name, setting in SETTINGS.items() if setting.weights]
 
 
 class BusyLanes:
@@ -123,10 +153,11 @@ class Bench:
         chance = random.Random(1)
         self.prompts = [
             [chance.randrange(setting.config.vocabulary) for _ in range(chance.randrange(*setting.prompts))]
-            for _ in range(setting.batch_size)
+            for _ in range(max(setting.batch_sizes))
         ]
+        self._routing: dict[Case, ObservedRouting] = {}
 
-    def plan(self, name: str, device: Any, machine: Machine) -> tuple[Plan, Policy]:
+    def plan(self, case: Case, device: Any, machine: Machine) -> tuple[Plan, Policy]:
         """A policy made anew, and its plan.
 
         Raises:
@@ -134,10 +165,12 @@ class Bench:
         """
         weights = self.layout.globals_bytes + sum(map(device.slot_bytes, self.layout.pages))
         batch = split_batch(
-            [len(prompt) for prompt in self.prompts], self.setting.new_tokens, self.setting.micro_batch_size
+            [len(prompt) for prompt in self.prompts[: case.batch_size]],
+            self.setting.new_tokens,
+            self.setting.micro_batch_size,
         )
-        policy = plugins.make_policy(name)
-        budgets = {machine.accelerator.memory: int(self.setting.share * weights)}
+        policy = plugins.make_policy(case.policy)
+        budgets = {machine.accelerator.memory: int(case.share * weights)}
         return plan_run(machine, self.layout, batch, policy, budgets, device.slot_bytes), policy
 
     def device(self) -> Any:
@@ -146,13 +179,17 @@ class Bench:
         name = EMULATED if self.emulated else "torch"
         return plugins.find("devices", name)(self.checkpoint, self.layout)
 
-    def measure(self, name: str) -> dict[str, float]:
+    def measure(self, case: Case) -> dict[str, float]:
         """One run and its replay, in seconds."""
         device = self.device()
-        plan, policy = self.plan(name, device, self.machine)
+        plan, policy = self.plan(case, device, self.machine)
         recorder, lanes = Recorder(), BusyLanes()
         observers: list[Observer] = [lanes]
-        report = run(plan, policy, device, self.prompts, recorder=recorder, observers=observers)
+        if self.setting.weights:
+            self._routing[case] = ObservedRouting(self.setting.new_tokens)
+            observers.append(self._routing[case])
+        prompts = self.prompts[: case.batch_size]
+        report = run(plan, policy, device, prompts, recorder=recorder, observers=observers)
         recording = without_loading(recorder.recording())
         return {
             **times(report.step_seconds),
@@ -163,15 +200,17 @@ class Bench:
             "wall": report.wall_seconds,
         }
 
-    def predict(self, name: str, machine: Machine) -> dict[str, float]:
-        """The run on the virtual clock, in seconds; on the disk with the band of the decode steps."""
+    def predict(self, case: Case, machine: Machine) -> dict[str, float]:
+        """The run on the virtual clock, in seconds; of plain weights on the disk with the band of the decode steps."""
         device, lanes = self.device(), BusyLanes()
-        report = simulate(*self.plan(name, device, machine), observers=[lanes])
+        report = simulate(
+            *self.plan(case, device, machine), observers=[lanes], routing=self._routing.get(case)
+        )
         found = {**times(report.step_seconds), **lanes.seconds}
-        if not self.emulated:
+        if not self.emulated and not self.setting.weights:
             steps = report.step_seconds[1:]
             expected = Figures(report.throughput_tokens_per_second, mean(steps), report.prefill_seconds)
-            band = uncertainty(lambda: [Rank(*self.plan(name, device, machine))], expected).band
+            band = uncertainty(lambda: [Rank(*self.plan(case, device, machine))], expected).band
             low, _, high = band["decode_step_seconds"]
             found |= {"low": low * len(steps), "high": high * len(steps)}
         return found
@@ -192,18 +231,19 @@ def measure(setting: str, names: Sequence[str], repeats: int) -> dict[str, Any]:
     left_out: dict[str, str] = {}
     with tempfile.TemporaryDirectory(dir=cache_folder()) as folder:
         bench = Bench(setting, Path(folder))
-        for name in names:
+        cases = {bench.setting.name_of(case): case for case in bench.setting.cases(names)}
+        for name, case in cases.items():
             try:
-                bench.plan(name, bench.device(), bench.machine)
+                bench.plan(case, bench.device(), bench.machine)
             except BadInput as error:
                 left_out[name] = str(error)
-        fit = [name for name in names if name not in left_out]
+        fit = [name for name in cases if name not in left_out]
         if not bench.emulated:  # the first run of a process prepares products, and is not counted
-            bench.measure(fit[0])
-        in_turn = InTurn({name: partial(bench.measure, name) for name in fit}, repeats)
+            bench.measure(cases[fit[0]])
+        in_turn = InTurn({name: partial(bench.measure, cases[name]) for name in fit}, repeats)
         machine = bench.machine if bench.emulated else calibrate_in_turn(in_turn, repeats)
         taken = in_turn.up_to(2 * repeats)
-        policies = [policy_result(name, taken[name], bench.predict(name, machine)) for name in fit]
+        policies = [policy_result(name, taken[name], bench.predict(cases[name], machine)) for name in fit]
     runs = [each for done in taken.values() for each in done]
     return {
         **described(bench),
@@ -212,7 +252,7 @@ def measure(setting: str, names: Sequence[str], repeats: int) -> dict[str, Any]:
         "wall_seconds": round(sum(each.figures["wall"] for each in runs), 1),
         "left_out": left_out,
         "policies": [{key: each[key] for key in each if key != "runs"} for each in policies],
-        "ranking": rankings(policies),
+        **({} if bench.setting.weights else {"ranking": rankings(policies)}),
     }
 
 
@@ -242,7 +282,7 @@ def described(bench: Bench) -> dict[str, Any]:
     setting, config = bench.setting, bench.setting.config
     return {
         "model": f"{config.name}: {config.layers} layers, {config.hidden} / {config.routed.intermediate}, "
-        f"{config.routed.experts} experts, {setting.dtype}",
+        f"{config.routed.experts} experts, {setting.weights or setting.dtype}",
         "machine": "emulated, a T4 with lower rates" if bench.emulated else "this one, weights on its disk",
         "share_of_weights": setting.share,
         "batch_size": setting.batch_size,
@@ -335,8 +375,14 @@ def claims(result: Result) -> Iterator[Claim]:
         yield all_of("unseen runs whose decode time is inside its band", inside, len(told))
         lanes = sum(abs(worst_lane(each)[1]) <= LANE_BAR for each in told)
         yield all_of("unseen runs whose lanes are all within 15 %", lanes, len(told))
+    coded = [each for name in CODED for each in settings.get(name, {"policies": ()})["policies"]]
+    if coded:
+        near = sum(abs(each["error_percent"]["decode"]) <= CODED_BAR for each in coded)
+        yield all_of("runs by coded weights whose decode time is predicted within 15 %", near, len(coded))
     for place, words in (("disk", "real disk"), ("emulated", "emulated, durations from the cost model")):
-        if there := [one["ranking"] for name, one in settings.items() if name.startswith(place)]:
+        if there := [
+            one["ranking"] for name, one in settings.items() if name.startswith(place) and "ranking" in one
+        ]:
             yield from _order(words, there)
 
 
@@ -378,11 +424,24 @@ PREDICTION = {
     "inside its band": "{band}",
     "lane that is off the most": "{worst}",
 }
+CODED_PREDICTION = {
+    "weights": "{weights}",
+    "policy": "{policy}",
+    "decode measured, s": "{measured[decode]:.3f}",
+    "predicted, s": "{predicted[decode]:.3f}",
+    "error": "{error_percent[decode]:+.1f} %",
+}
 
 
 def tables(result: Result) -> dict[str, str]:
     """The tables of docs/fidelity.md."""
-    named = [{**each, "setting": name} for name, each in result["settings"].items()]
+    settings = result["settings"]
+    named = [{**each, "setting": name} for name, each in settings.items() if name not in CODED]
+    coded = [
+        {**each, "weights": SETTINGS[name].weights}
+        for name in CODED
+        for each in settings.get(name, {"policies": ()})["policies"]
+    ]
     policies = [{**each, "setting": one["setting"]} for one in named for each in one["policies"]]
     told = [
         {**each, "band": shown(each["inside"]), "worst": "{} {:+.1f} %".format(*worst_lane(each))}
@@ -396,6 +455,7 @@ def tables(result: Result) -> dict[str, str]:
         "replays": across(policies, ["setting"], "{policy}", "{replay_error_percent:+.2f}"),
         "bare_replays": across(policies, ["setting"], "{policy}", "{bare_replay_error_percent:+.2f}"),
         "predictions": table_of(told, PREDICTION),
+        "coded": table_of(coded, CODED_PREDICTION),
         "ranks": ranks(named),
     }
 

@@ -41,7 +41,6 @@ from moesched.models.tensors import count_weights
 from moesched.system.cache import cache_folder
 
 MODEL = "mixtral-0.8b"
-BUDGET_SHARE = 0.4
 LIBRARY_BYTES = 450_000_000
 
 Options = argparse.Namespace
@@ -171,7 +170,7 @@ def is_named(name: str, wanted: Sequence[str] | None) -> bool:
 def budget_of(model: Path) -> int:
     """Bytes of memory for weights that do not fit."""
     config = open_checkpoint(model).config
-    return int(BUDGET_SHARE * count_weights(config) * ITEM_BYTES[config.dtype])
+    return int(comparison.BUDGET_SHARE * count_weights(config) * ITEM_BYTES[config.dtype])
 
 
 def compared(field: Field, cases: Sequence[comparison.Case], options: Options) -> dict[str, Any]:

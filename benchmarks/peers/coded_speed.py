@@ -3,6 +3,9 @@
 A random mixtral-0.8b is written to the cache folder in bfloat16, and from it a GGUF file in each format, which ours and
 llama.cpp read. Each program is a process that stays; in every round each request is run by all of them in turn. Ratios
 are medians over the rounds in which nothing else ran, or over all where there was none.
+
+The part `disk` has ours alone, with 40 % of the bytes of a Q4_K_M file as memory for weights, reading past the page
+cache: a decode step over the time in which the disk gives the bytes that it reads.
 """
 
 from __future__ import annotations
@@ -14,13 +17,15 @@ from typing import Any
 
 from gguf import GGMLQuantizationType
 
-from benchmarks.peers.comparison import Case, ratio, seconds_of
+from benchmarks.peers.comparison import BUDGET_SHARE, Case, ratio, seconds_of
+from benchmarks.peers.disk import against_disk
 from benchmarks.peers.environment import Peer
 from benchmarks.peers.protocol import Worker
-from benchmarks.peers.registry import LLAMA_CPP, OURS
+from benchmarks.peers.registry import LLAMA_CPP, OURS, OURS_ON_DISK
 from benchmarks.peers.rounds import Contestant, Field, Results, add_patience, turned
 from benchmarks.record.benchmark import Benchmark, progress
-from benchmarks.record.claims import Claim, Result, at_least
+from benchmarks.record.claims import Claim, Result, at_least, at_most
+from benchmarks.shared.decoding import Model
 from benchmarks.shared.gguf_files import q4_k_m, quantized, write_gguf
 from moesched.models.checkpoint import open_checkpoint
 from moesched.models.random_model import write_random_model
@@ -38,15 +43,18 @@ DECODE_BARS = {
 """Of decode steps of 1, 4 and 16 sequences."""
 PREFILL_BAR = 1.5
 """Of prefill beside llama.cpp."""
+DISK, DISK_FORMAT, DISK_CASE, DISK_BAR = "disk", "q4_k_m", Case(16, 16, 9), 1.10
+"""The part that reads from the disk, and its bar: the fastest policy's step over (bytes read / disk bandwidth)."""
+PARTS = (*TYPES, DISK)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and write the JSON after each format."""
     options = BENCHMARK.parse(arguments)
-    found = {name: figures for name, figures in BENCHMARK.stored().items() if name in TYPES}
+    found = {name: figures for name, figures in BENCHMARK.stored().items() if name in PARTS}
     for name in options.only:
         progress.print(f"[bold]{name}[/bold]")
-        found[name] = measured(name, options)
+        found[name] = disk_steps(options) if name == DISK else measured(name, options)
         BENCHMARK.write(found)
 
 
@@ -67,6 +75,15 @@ def measured(name: str, options: argparse.Namespace) -> Result:
                 results.run(field, turned(contestants, number), case.name, case.request(vocabulary))
         cases = {case.name: figures(case, results, contestants) for case in CASES}
         return {"peers": field.about, "rounds": options.rounds, "cases": cases}
+
+
+def disk_steps(options: argparse.Namespace) -> Result:
+    """Rounds of every policy with weights that come from the disk."""
+    _, coded = models(DISK_FORMAT)
+    budget = int(BUDGET_SHARE * Model.opened(coded).weight_bytes)
+    with Field([OURS_ON_DISK], str(coded), str(budget), patience=options.patience) as field:
+        cases = against_disk(field, coded, [DISK_CASE], options.rounds)
+        return {"peers": field.about, "rounds": options.rounds, "budget_bytes": budget, "cases": cases}
 
 
 def models(name: str) -> tuple[Path, Path]:
@@ -121,13 +138,18 @@ def claims(result: Result) -> Iterator[Claim]:
             if peer in over:
                 words = f"weights in {name}, {case.name}: {phase} over {peer}"
                 yield at_least(words, over[peer]["median"], bar, "{:.2f}")
+    if DISK in result:
+        policies = result[DISK]["cases"][DISK_CASE.name]
+        policy, row = min(policies.items(), key=lambda each: float(each[1]["step_seconds"]))
+        words = f"weights in {DISK_FORMAT} on the disk, {policy}: step over (bytes read / disk bandwidth)"
+        yield at_most(words, row["over_disk"], DISK_BAR, "{:.3f}")
 
 
 BENCHMARK = Benchmark(
     __file__,
     __doc__,
     claims=claims,
-    parts=TYPES,
+    parts=PARTS,
     rounds=5,
     rounds_help="rounds of every request",
     keeps_parts=True,

@@ -53,6 +53,8 @@ RESIDENT = (
     Case(4, 1024, 1),
     Case(16, 1024, 1),
 )
+BUDGET_SHARE = 0.4
+"""Memory for weights where they do not fit, as a share of their bytes."""
 STREAMED = (Case(1, 16, 9), Case(16, 16, 9))
 CAPPED = (Case(1, 16, 5), Case(16, 16, 5))
 

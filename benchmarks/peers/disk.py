@@ -3,7 +3,7 @@
 Each request lies between two measurements of the disk: the same pages read into the same sort of memory, with nothing
 else to do, by one thread and by two; the better counts. The bytes of a step are those that the schedule fetched in it,
 in whole blocks of the disk. The first decode step finds pages that prefill fetched, and the last fetches none ahead:
-they do not count.
+they do not count. Policies that do not fit are left out.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.peers.comparison import Case
+from benchmarks.peers.protocol import PeerFailed
 from benchmarks.peers.rounds import Field, wait_for_quiet
 from benchmarks.record.benchmark import progress
 from benchmarks.shared.decoding import Model
@@ -35,7 +36,11 @@ def against_disk(field: Field, folder: Path, cases: Sequence[Case], rounds: int)
             for contestant in field.contestants():
                 wait_for_quiet(field.patience)
                 request = case.request(model.checkpoint.config.vocabulary)
-                answer = field.ask(contestant, {**request, "count_bytes": True})
+                try:
+                    answer = field.ask(contestant, {**request, "count_bytes": True})
+                except PeerFailed as reason:
+                    progress.print(f"{case.name}: {contestant.setting} is left out: {reason}", soft_wrap=True)
+                    continue
                 after = max(disk_bandwidth(model))
                 seconds = [answer["prefill_seconds"], *answer["step_seconds"]][COUNTED]
                 figures = {

@@ -7,10 +7,12 @@ from itertools import cycle
 
 import torch
 
-from ..native.compiled import AUTO
+from ..native.compiled import AUTO, formats
+from ..products.coded_linear import coded_linear
 from ..products.crossover import Shape
 from ..products.linear import linear
 from ..products.packed_weights import pack, packing_pays
+from ..shared.coded import Coded
 from .torch_kernels import open_native, rows_for_native
 
 Call = Callable[[], object]
@@ -54,5 +56,23 @@ class TimedProducts:
             if native is not None:
                 return lambda: native.linear(x_TD, next(plain))
             return lambda: linear(x_TD, next(arranged))
+
+        return of_rows
+
+    def of_coded_rows(self, matrices: list[Coded], inputs: int, dtype: torch.dtype) -> Callable[[int], Call]:
+        """A function that makes the call for products of a number of rows with coded matrices of one shape and format.
+
+        dtype: dtype of the rows.
+        """
+        turns = cycle(matrices)
+        native = self._native if dtype == torch.bfloat16 else None
+        if native is not None and matrices[0].format.name not in formats():
+            native = None
+
+        def of_rows(rows: int) -> Call:
+            x_TD = torch.full((rows, inputs), 0.01, dtype=dtype)
+            if native is not None:
+                return lambda: native.linear(x_TD, [next(turns)])
+            return lambda: coded_linear(x_TD, next(turns))
 
         return of_rows

@@ -22,10 +22,14 @@ from moesched.calibration.gpu_probe import (
     Product,
     Stream,
 )
+from moesched.models.stored_formats import STORED_FORMATS
 from moesched.system.cores import CorePlan
 
+from ..kernels.samples import coded_block
 from ..native.copy_team import CopyTeam
+from ..products.coded_linear import unpacked_linear
 from ..products.linear import linear
+from ..shared.coded import Coded
 from ..shared.page_reader import DTYPES
 from .locked_memory import locked_bytes
 from .probe import TorchProbe
@@ -143,18 +147,25 @@ class GpuOperations:
 
     def _product(self, product: Product) -> Call:
         if product.processor != GPU:
-            of_rows = self._host.product(product.dtype, product.outputs, product.inputs, packed=False)
+            of_rows = self._host.product(
+                product.dtype, product.outputs, product.inputs, stored=product.format
+            )
             return of_rows(product.rows)
         dtype = DTYPES[product.dtype]
-        shape = product.outputs, product.inputs
-        matrices = cycle(
-            [
-                torch.full(shape, 0.01, dtype=dtype, device=self._device)
-                for _ in range(self._buffers(product.outputs * product.inputs * dtype.itemsize))
-            ]
-        )
         x_TD = torch.full((product.rows, product.inputs), 0.01, dtype=dtype, device=self._device)
-        return lambda: linear(x_TD, [next(matrices)])
+        row_1D = torch.full((1, product.inputs), 0.01, dtype=dtype)
+        if not product.format:
+            plain = self._copies_of(row_1D, product.outputs)
+            return lambda: linear(x_TD, [next(plain)])
+        row = coded_block(row_1D, STORED_FORMATS[product.format])
+        coded = self._copies_of(row.raw_NB, product.outputs)
+        return lambda: unpacked_linear(x_TD, Coded(next(coded), row.format))
+
+    def _copies_of(self, row_1D: torch.Tensor, outputs: int) -> Iterator[torch.Tensor]:
+        """Matrices of equal rows on the accelerator, in turn."""
+        count = self._buffers(outputs * row_1D.nbytes)
+        row_1D = row_1D.to(self._device)
+        return cycle([row_1D.repeat(outputs, 1) for _ in range(count)])
 
     def _stream(self, stream: Stream) -> Call:
         if stream.memory == HOST:

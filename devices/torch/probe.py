@@ -10,10 +10,14 @@ from pathlib import Path
 
 import torch
 
+from moesched.models.stored_formats import STORED_FORMATS
+
+from ..kernels.samples import coded_block
 from ..kernels.timed_products import TimedProducts
 from ..products.crossover import forget
 from ..products.team import Team
 from ..shared.arena import aligned_bytes, round_down
+from ..shared.coded import Coded
 from ..shared.direct_file import DirectFile
 from ..shared.page_reader import DTYPES
 from .weights import READS_IN_FLIGHT
@@ -57,15 +61,23 @@ class TorchProbe:
         """True if the device packs resident weights of this dtype."""
         return dtype == "bfloat16" and self._products.packing_pays
 
-    def product(self, dtype: str, outputs: int, inputs: int, *, packed: bool) -> Callable[[int], Call]:
+    def product(
+        self, dtype: str, outputs: int, inputs: int, *, stored: str = "", packed: bool = False
+    ) -> Callable[[int], Call]:
         """A function that returns the call for a number of rows: a product with cold matrices of (outputs, inputs).
 
-        packed: use packed matrices, except for as few rows as the expert kernel takes, which multiplies plain ones.
+        Args:
+            dtype: dtype of rows and of plain matrices.
+            stored: coded storage format of the matrices; empty for plain ones.
+            packed: use packed matrices, except for as few rows as the expert kernel takes, which multiplies plain ones.
         """
         kind = DTYPES[dtype]
-        copies = _copies(outputs * inputs * kind.itemsize)
-        matrices = [torch.full((outputs, inputs), 0.01, dtype=kind) for _ in range(copies)]
-        return self._products.of_rows(matrices, packed=packed)
+        if stored:
+            row = coded_block(torch.full((1, inputs), 0.01), STORED_FORMATS[stored])
+            coded = [Coded(raw_NB, row.format) for raw_NB in _cold_matrices(row.raw_NB, outputs)]
+            return self._products.of_coded_rows(coded, inputs, kind)
+        row_1D = torch.full((1, inputs), 0.01, dtype=kind)
+        return self._products.of_rows(_cold_matrices(row_1D, outputs), packed=packed)
 
     def read(self, path: Path, nbytes: int, pieces: int) -> Call:
         """Concurrent reads of `pieces` pieces of a file, as in a transfer of pages, into memory like that of slots."""
@@ -86,6 +98,15 @@ class TorchProbe:
         sources = cycle([torch.ones(nbytes, dtype=torch.uint8) for _ in range(_copies(2 * nbytes))])
         targets = cycle([torch.ones(nbytes, dtype=torch.uint8) for _ in range(_copies(2 * nbytes))])
         return lambda: next(targets).copy_(next(sources))
+
+
+def _cold_matrices(row_1D: torch.Tensor, outputs: int) -> list[torch.Tensor]:
+    """Matrices of equal rows in huge pages, like a model's weights; too many for the caches."""
+    nbytes = outputs * row_1D.nbytes
+    shape = outputs, row_1D.shape[1]
+    return [
+        aligned_bytes(nbytes).view(row_1D.dtype).view(shape).copy_(row_1D) for _ in range(_copies(nbytes))
+    ]
 
 
 def _copies(nbytes: int) -> int:

@@ -27,9 +27,7 @@ from moesched.calibration.model_runs import ModelRuns
 from moesched.calibration.operation_times import (
     DISK,
     DTYPES,
-    PRODUCT,
     READ,
-    RESIDENT_PRODUCT,
     STREAM,
     DeviceProbe,
     OperationTimes,
@@ -41,6 +39,7 @@ from moesched.calibration.timing import Step, undisturbed
 from moesched.errors import BadInput
 from moesched.machines import COST_FORMAT, Contention, CostPoint, Machine
 from moesched.machines.local import calibrated_file, this_processor, unified_machine
+from moesched.machines.product_times import PRODUCT, RESIDENT_PRODUCT
 from moesched.machines.surfaces import Surface
 from moesched.machines.toml_text import machine_toml
 from moesched.models.config import ITEM_BYTES
@@ -216,6 +215,6 @@ def _best_flops(points: Sequence[CostPoint], dtype: str) -> float:
     rates = [
         2.0 * each.rows * each.size / ITEM_BYTES[dtype] / each.seconds
         for each in points
-        if each.operation in (PRODUCT, RESIDENT_PRODUCT) and each.dtype == dtype
+        if each.operation in (PRODUCT, RESIDENT_PRODUCT) and each.dtype == dtype and not each.format
     ]
     return rounded(max(rates))

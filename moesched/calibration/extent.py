@@ -7,6 +7,9 @@ import msgspec
 from moesched.models.config import DType, ModelConfig
 from moesched.models.shapes import SHAPES
 
+CODED = ("q8_0", "q4_k", "q6_k", "mxfp4")
+"""Coded storage formats whose products are timed; predictions for the others take the nearest of these."""
+
 
 class OperationExtent(msgspec.Struct, frozen=True, kw_only=True):
     """Operations that are timed by themselves.

@@ -7,7 +7,7 @@ from itertools import product
 
 import msgspec
 
-from moesched.calibration.extent import small_model
+from moesched.calibration.extent import CODED, small_model
 from moesched.calibration.gpu_probe import (
     CPU,
     GPU,
@@ -48,6 +48,7 @@ class GpuExtent(msgspec.Struct, frozen=True, kw_only=True):
         matrices: (outputs, inputs) of products, from an expert of a small model to one of a large model.
         rows: numbers of rows of products on the GPU; in float32 only the fewest and the most.
         host_rows: numbers of rows of products on the CPU.
+        coded_rows: numbers of rows of products with coded matrices, on either.
         small, large: bytes of a small and a large copy, from which latency and bandwidth follow; a page is about as
             large as the large one.
         stream: bytes of a pass over memory.
@@ -65,6 +66,7 @@ class GpuExtent(msgspec.Struct, frozen=True, kw_only=True):
     matrices: tuple[tuple[int, int], ...] = ((1536, 2048), (2048, 4096), (4096, 4096), (14336, 4096))
     rows: tuple[int, ...] = (1, 8, 16, 64, 512, 4096)
     host_rows: tuple[int, ...] = (1, 8, 16, 64, 256)
+    coded_rows: tuple[int, ...] = (1, 8, 64)
     small: int = 64 << 10
     large: int = 64 << 20
     stream: int = 512 << 20
@@ -91,11 +93,14 @@ class GpuExtent(msgspec.Struct, frozen=True, kw_only=True):
         return self.rounds * (each + 3) + 1
 
     def operations(self) -> Iterator[Operation]:
-        """Yield every operation that is timed alone."""
+        """Yield every operation that is timed alone; products with coded matrices only in the 16-bit dtype."""
         for dtype, (outputs, inputs) in product(self.dtypes, self.matrices):
             for processor, rows in ((GPU, self.rows), (CPU, self.host_rows)):
                 for each in (rows[0], rows[-1]) if dtype == FULL else rows:
                     yield Product(processor, dtype, outputs, inputs, each)
+        for stored, (outputs, inputs) in product(CODED, self.matrices):
+            for processor, count in product((GPU, CPU), self.coded_rows):
+                yield Product(processor, self.dtypes[0], outputs, inputs, count, stored)
         yield Stream(GPU, self.stream)
         yield Stream(HOST, self.stream)
         for source, destination in LINKS:

@@ -28,10 +28,11 @@ from moesched.errors import BadInput
 from moesched.machines import COST_FORMAT, Contention, Link, Machine, Processor, Roles, Tier
 from moesched.machines.calibrated import DISPATCH
 from moesched.machines.estimates import Estimate
-from moesched.machines.gpu_cost import PRODUCT, GpuCosts
+from moesched.machines.gpu_cost import GpuCosts
 from moesched.machines.local import processor_with
 from moesched.machines.machine import Staging
 from moesched.machines.part_names import find_gpu
+from moesched.machines.product_times import PRODUCT
 from moesched.machines.staging import staged
 from moesched.system.cores import divided_cores, usable_cores
 from moesched.tasks import Task

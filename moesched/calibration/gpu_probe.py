@@ -15,13 +15,19 @@ HOST, PINNED = "host", "pinned"
 
 
 class Product(NamedTuple):
-    """A product of rows with a matrix (outputs, inputs) that lies in a processor's memory but not in its caches."""
+    """A product of rows with a matrix (outputs, inputs) that lies in a processor's memory but not in its caches.
+
+    Attributes:
+        dtype: dtype of the rows and of a plain matrix.
+        format: coded storage format of the matrix; empty for a plain one.
+    """
 
     processor: str
     dtype: str
     outputs: int
     inputs: int
     rows: int
+    format: str = ""
 
 
 class Stream(NamedTuple):

@@ -14,8 +14,9 @@ from moesched.calibration.task_times import LEAST_SECONDS, point, rounded
 from moesched.errors import BadInput
 from moesched.machines import CostPoint
 from moesched.machines.estimates import Estimate
-from moesched.machines.gpu_cost import PRODUCT
+from moesched.machines.product_times import PRODUCT
 from moesched.models.config import ITEM_BYTES
+from moesched.models.stored_formats import STORED_FORMATS
 
 MEASURED = "measured by `moesched calibrate`"
 LAUNCHES_OF_A_KERNEL = 1.5
@@ -145,10 +146,11 @@ def table(times: Times, dtype: str) -> list[CostPoint]:
                 PRODUCT,
                 dtype,
                 each.rows,
-                each.outputs * each.inputs * ITEM_BYTES[each.dtype],
+                each.outputs * STORED_FORMATS[each.format or each.dtype].row_bytes(each.inputs),
                 median(rounds),
             ),
             resource=each.processor,
+            format=each.format,
         )
         for each, rounds in times.items()
         if isinstance(each, Product) and each.dtype == dtype
@@ -191,8 +193,8 @@ def estimate(figures: Sequence[float]) -> Estimate:
 
 
 def _products(times: Times, processor: str, dtype: str) -> Iterator[tuple[Product, float]]:
-    """Yield each product with its seconds in each round."""
+    """Yield each product with a plain matrix, with its seconds in each round."""
     for each, rounds in times.items():
-        if isinstance(each, Product) and (each.processor, each.dtype) == (processor, dtype):
+        if isinstance(each, Product) and (each.processor, each.dtype, each.format) == (processor, dtype, ""):
             for seconds in rounds:
                 yield each, seconds

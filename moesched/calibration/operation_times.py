@@ -11,18 +11,23 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple, Protocol
 
-from moesched.calibration.extent import OperationExtent
+from msgspec.structs import replace
+
+from moesched.calibration.extent import CODED, OperationExtent
 from moesched.calibration.task_times import point
 from moesched.calibration.timing import Call, Step, measure
 from moesched.errors import BadInput
 from moesched.machines import CostPoint
-from moesched.models.config import ITEM_BYTES, DType
+from moesched.machines.product_times import PRODUCT, RESIDENT_PRODUCT
+from moesched.models.config import DType
+from moesched.models.stored_formats import STORED_FORMATS
 from moesched.units import format_bytes
 
 DISK = "disk->host"
 READ, STREAM = "read", "stream"
-PRODUCT, RESIDENT_PRODUCT = "product", "resident product"
 DTYPES: tuple[DType, ...] = ("bfloat16", "float32")
+LINEAR = "float32"
+"""The dtype in which products with coded weights take a time linear in their rows; the two smallest numbers suffice."""
 SCRATCH_BLOCK = 16 << 20
 
 
@@ -31,7 +36,9 @@ class DeviceProbe(Protocol):
 
     def ready(self) -> AbstractContextManager[object]: ...
     def packs(self, dtype: str) -> bool: ...
-    def product(self, dtype: str, outputs: int, inputs: int, *, packed: bool) -> Callable[[int], Call]: ...
+    def product(
+        self, dtype: str, outputs: int, inputs: int, *, stored: str = "", packed: bool = False
+    ) -> Callable[[int], Call]: ...
     def read(self, path: Path, nbytes: int, pieces: int) -> Call: ...
     def stream(self, nbytes: int) -> Call: ...
     def copy(self, nbytes: int) -> Call: ...
@@ -39,12 +46,13 @@ class DeviceProbe(Protocol):
 
 
 class Operation(NamedTuple):
-    """Key of a timed operation: its name, dtype, rows and size."""
+    """Key of a timed operation, as in `CostPoint`."""
 
     name: str
-    dtype: str
-    rows: float
     size: float
+    dtype: str = ""
+    format: str = ""
+    rows: float = 1
 
 
 class OperationTimes:
@@ -86,13 +94,18 @@ class OperationTimes:
         yield self._reads
         for dtype in DTYPES:
             for matrix in self._extent.matrices:
-                yield partial(self._products, dtype, matrix, packed=False)
+                yield partial(self._products, dtype, matrix)
                 if self._probe.packs(dtype):
                     yield partial(self._products, dtype, matrix, packed=True)
+                for stored in CODED:
+                    yield partial(self._products, dtype, matrix, stored)
 
     def points(self) -> list[CostPoint]:
         """Return a point of the cost table for each operation: its median over rounds."""
-        return [point(*operation, median(times)) for operation, times in sorted(self._times.items())]
+        return [
+            replace(point(each.name, each.dtype, each.rows, each.size, median(times)), format=each.format)
+            for each, times in sorted(self._times.items())
+        ]
 
     def speeds(self, name: str) -> list[float]:
         """Return the speeds of an operation in all rounds and sizes, relative to the median of the same size."""
@@ -105,32 +118,41 @@ class OperationTimes:
 
     def _memory(self) -> Call:
         nbytes = self._extent.stream
-        streamed = self._measure(STREAM, nbytes, self._probe.stream(nbytes))
-        copied = [self._measure("copy", size, self._probe.copy(size)) for size in self._extent.copies]
+        streamed = self._measure(Operation(STREAM, nbytes), self._probe.stream(nbytes))
+        copied = [
+            self._measure(Operation("copy", size), self._probe.copy(size)) for size in self._extent.copies
+        ]
         return partial(self._record_times, [streamed, *copied])
 
     def _reads(self) -> Call:
         found = [
-            self._measure(READ, nbytes, self._probe.read(self._scratch, nbytes, pieces), rows=pieces)
+            self._measure(
+                Operation(READ, nbytes, rows=pieces), self._probe.read(self._scratch, nbytes, pieces)
+            )
             for nbytes in self._extent.reads
             for pieces in self._extent.pieces
         ]
         return partial(self._record_times, found)
 
-    def _products(self, dtype: str, matrix: tuple[int, int], *, packed: bool) -> Call:
+    def _products(
+        self, dtype: str, matrix: tuple[int, int], stored: str = "", *, packed: bool = False
+    ) -> Call:
         outputs, inputs = matrix
         with self._probe.ready():
-            of_rows = self._probe.product(dtype, outputs, inputs, packed=packed)
-        nbytes = outputs * inputs * ITEM_BYTES[dtype]
-        name = RESIDENT_PRODUCT if packed else PRODUCT
-        found = [self._measure(name, nbytes, of_rows(rows), dtype, rows) for rows in self._extent.rows]
+            of_rows = self._probe.product(dtype, outputs, inputs, stored=stored, packed=packed)
+        rows = self._extent.rows[:2] if stored and dtype == LINEAR else self._extent.rows
+        product = Operation(
+            RESIDENT_PRODUCT if packed else PRODUCT,
+            outputs * STORED_FORMATS[stored or dtype].row_bytes(inputs),
+            dtype,
+            stored,
+        )
+        found = [self._measure(product._replace(rows=count), of_rows(count)) for count in rows]
         return partial(self._record_times, found)
 
-    def _measure(
-        self, name: str, size: float, call: Call, dtype: str = "", rows: float = 1
-    ) -> tuple[Operation, float]:
+    def _measure(self, operation: Operation, call: Call) -> tuple[Operation, float]:
         with self._probe.ready():
-            return Operation(name, dtype, rows, size), measure(call, self._extent.seconds)
+            return operation, measure(call, self._extent.seconds)
 
     def _record_times(self, found: Iterable[tuple[Operation, float]]) -> None:
         for operation, seconds in found:

@@ -10,38 +10,14 @@ from collections.abc import Iterable, Sequence
 
 from msgspec.structs import replace
 
-from moesched.calibration.operation_times import PRODUCT, RESIDENT_PRODUCT
 from moesched.calibration.task_times import point
 from moesched.machines import CostPoint
-from moesched.machines.surfaces import Surface
+from moesched.machines.product_times import RESIDENT, ProductTimes
 from moesched.models.config import ITEM_BYTES, DType
 
 SOURCE: DType = "bfloat16"
 MATRICES = {"pre_attention": 1, "route": 1, "sample": 1, "expert": 3, "experts": 3}
 """Number of matrices that each kind of work on weights multiplies with."""
-RESIDENT = "resident "
-
-
-class ProductRatio:
-    """Time of products in one dtype over that in bfloat16, by the weights' bytes and the rows."""
-
-    def __init__(self, operations: Iterable[CostPoint], dtype: DType) -> None:
-        found: dict[tuple[str, str], list[CostPoint]] = {}
-        for each in operations:
-            found.setdefault((each.operation, each.dtype), []).append(each)
-        self._surfaces = {key: Surface(points) for key, points in found.items()}
-        self._dtype = dtype
-        self._wider = ITEM_BYTES[dtype] / ITEM_BYTES[SOURCE]
-
-    def __call__(self, nbytes: float, rows: float, *, resident: bool) -> float:
-        """Return the ratio for a matrix of `nbytes` bytes in bfloat16; a device may have rearranged resident ones."""
-        scaled = self._surface(self._dtype, resident)(nbytes * self._wider, rows)
-        return scaled / self._surface(SOURCE, resident)(nbytes, rows)
-
-    def _surface(self, dtype: str, resident: bool) -> Surface:
-        """Return the times of products; of rearranged weights if `resident` and the device rearranges them."""
-        plain = self._surfaces[PRODUCT, dtype]
-        return self._surfaces.get((RESIDENT_PRODUCT, dtype), plain) if resident else plain
 
 
 def scaled_points(
@@ -53,17 +29,19 @@ def scaled_points(
         points: measured costs of tasks.
         operations: measured times of products, in both dtypes.
     """
-    ratio = ProductRatio(operations, dtype)
-    return [_scaled(each, ratio, dtype) for each in points if each.dtype == SOURCE]
+    products = ProductTimes(operations)
+    return [_scaled(each, products, dtype) for each in points if each.dtype == SOURCE]
 
 
-def _scaled(each: CostPoint, ratio: ProductRatio, dtype: DType) -> CostPoint:
+def _scaled(each: CostPoint, products: ProductTimes, dtype: DType) -> CostPoint:
     size, seconds = each.size, each.seconds
     wider = ITEM_BYTES[dtype] / ITEM_BYTES[SOURCE]
     matrices = MATRICES.get(each.operation.removeprefix(RESIDENT))
     if matrices is not None:
+        weights = size / ITEM_BYTES[SOURCE] / matrices
         resident = each.operation.startswith(RESIDENT)
-        seconds *= ratio(size / matrices, each.rows, resident=resident)
+        seconds *= products.seconds(dtype, weights, each.rows, resident=resident)
+        seconds /= products.seconds(SOURCE, weights, each.rows, resident=resident)
         size *= wider
     elif each.operation == "step attention":
         size *= wider

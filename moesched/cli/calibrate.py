@@ -47,8 +47,9 @@ def calibrate(
     """Measure the speed of this machine: memory, disk, matrix products, attention and experts.
 
     Predictions for any model, policy and budget use this file. A calibration takes about half a minute: it measures
-    costs in bfloat16 and scales those in float32 from them. With --thorough it measures both, takes three to four
-    minutes, and is more exact. Close other programs if you can. Ctrl-C keeps the old file.
+    costs in bfloat16, scales those in float32 from them, and times products with coded weights. With --thorough it
+    measures both dtypes, takes three to four minutes, and is more exact. Close other programs if you can. Ctrl-C keeps
+    the old file.
 
     With --device cuda it measures the GPU and its host instead: matrix products by number of rows, copies of pages
     alone and several at once, the time to start each kind of task, and attention on the host beside copies.

@@ -14,6 +14,7 @@ from moesched.machines.machine import (
     CostPoint,
     Machine,
 )
+from moesched.machines.product_times import CodedCosts
 from moesched.machines.roofline import NO_LEVELS, Roofline, slowed_beside
 from moesched.machines.surfaces import Surface
 from moesched.machines.sustained import Levels
@@ -44,7 +45,7 @@ class Calibrated:
         self._speeds = {sort: machine.spread[sort].at(level) for sort, level in levels.items()}
         points: dict[str, list[CostPoint]] = {}
         for point in machine.cost_table:
-            if point.dtype in ("", dtype):
+            if point.dtype in ("", dtype) and not point.format:
                 points.setdefault(point.operation, []).append(point)
         if not any(point.dtype == dtype for point in machine.cost_table):
             raise BadInput(
@@ -52,6 +53,7 @@ class Calibrated:
                 "or choose another --dtype"
             )
         self._surfaces = {operation: Surface(measured) for operation, measured in points.items()}
+        self._coded = CodedCosts(machine.cost_table, dtype)
         self._slowed = slowed_beside(machine)
 
     def work(self, work: Work) -> Demand:
@@ -80,13 +82,14 @@ class Calibrated:
         Raises:
             BadInput: the operation was not measured.
         """
+        part, longer = self._coded.plain(part)
         surface = self._surfaces.get(part.operation)
         if surface is None:
             raise BadInput(
                 f"machine {self.machine.name} has no cost for {part.operation!r} in {self.dtype}: "
                 "run `moesched calibrate`"
             )
-        return surface(part.size, part.rows)
+        return longer * surface(part.size, part.rows)
 
 
 def sort_of(work: Work) -> str:

@@ -10,12 +10,12 @@ from moesched.machines.calibrated import CACHE_WRITING, DISPATCH, sort_of
 from moesched.machines.demand import Demand
 from moesched.machines.kernel_times import EXPERTS, is_product
 from moesched.machines.machine import ATTENTION, ATTENTION_CALLS, CACHE_WRITE, CostPoint, Machine
+from moesched.machines.product_times import PRODUCT, CodedCosts
 from moesched.machines.roofline import NO_LEVELS, Roofline, slowed_beside
 from moesched.machines.surfaces import Surface
 from moesched.machines.sustained import Levels
 from moesched.tasks import Work
 
-PRODUCT = "product"
 CALLS = (*EXPERTS, "attention call", "attention prompt")
 """Operations of which a task may make any number of calls."""
 
@@ -39,9 +39,13 @@ class GpuCosts:
         }
         points: dict[tuple[str, str], list[CostPoint]] = {}
         for point in machine.cost_table:
-            if point.dtype in ("", dtype):
+            if point.dtype in ("", dtype) and not point.format:
                 points.setdefault((point.resource, point.operation), []).append(point)
         self._surfaces = {key: Surface(measured) for key, measured in points.items()}
+        self._coded = {
+            name: CodedCosts((point for point in machine.cost_table if point.resource == name), dtype)
+            for name in machine.processors
+        }
 
     def work(self, work: Work) -> Demand:
         """Return the time of a work alone, and its speeds beside other work.
@@ -69,7 +73,9 @@ class GpuCosts:
         if surface is None or not products:
             rated = self._rated.work(work)
             return rated.seconds - rated.fixed
-        seconds = sum(part.times * surface(part.size, part.rows) for part in products)
+        coded = self._coded[work.resource]
+        alike = ((part.times * longer, plain) for part in products for plain, longer in (coded.plain(part),))
+        seconds = sum(times * surface(plain.size, plain.rows) for times, plain in alike)
         return seconds / self._speeds.get(PRODUCT, 1.0)
 
     def _starting(self, work: Work, rated: Demand) -> float:

@@ -189,7 +189,8 @@ class CostPoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         size: bytes of weights; bytes moved where there are no weights; FLOPs of a prompt's attention; bytes of a KV
             head in a decode step's attention.
         seconds: time of the operation; of a copy's dispatch, the time in addition to that of its link.
-        dtype: dtype of weights and activations; empty if it does not matter.
+        dtype: dtype of activations and of plain weights; empty if it does not matter.
+        format: storage format of coded weights; empty for plain ones.
         rows: rows that the weights are multiplied with; the number of reads or transfers of that size; the number of
             KV heads of a decode step's attention; the number of calls that a task's dispatch makes.
         resource: the processor or link that it was measured on; empty on a machine with one processor.
@@ -200,6 +201,7 @@ class CostPoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     size: Amount
     seconds: Seconds
     dtype: str = ""
+    format: str = ""
     rows: Amount = 1
     resource: str = ""
     scaled_from: str = ""

@@ -125,7 +125,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
         """
         if name.startswith("layers."):
             layer = self.pattern[int(name.split(".", 2)[1])]
-        formats = self.formats if layer is None else layer.formats
+        formats = self.formats if layer is None else (*layer.formats, *self.formats)
         if not formats:
             return None
         tensor = tensor_in_layer(name)

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from moesched.models.formats import role_of
 from moesched.models.layers import GroupedAttention, Layer, LinearAttention, Shape, elements
-from moesched.models.tensor_sizes import TensorSizes
+from moesched.models.tensor_sizes import BytesByFormat, TensorSizes
 from moesched.tasks import WorkPart
 
 _ATTENTION = WorkPart("attention", 0)
@@ -45,11 +45,30 @@ class Amount(NamedTuple):
 
 
 class Product(NamedTuple):
-    """Products of each row with some matrices: elements and bytes of these, and the kernel rate of their format."""
+    """Products of each row with some matrices: elements and bytes of these, and the kernel rate of their format.
+
+    Attributes:
+        coded: bytes of the matrices in coded storage formats.
+    """
 
     elements: int
     nbytes: int
     kernel_rate: float
+    coded: BytesByFormat
+
+    def parts(self, operation: str, rows: float, resident: float, times: float = 1) -> tuple[WorkPart, ...]:
+        """The products as parts of a work, split by residency, since either part has measured costs.
+
+        Args:
+            rows: rows of each product.
+            resident: share of the weights that stay in memory.
+            times: number of equal products.
+        """
+        parts = (
+            WorkPart(f"resident {operation}", self.nbytes, rows, times * resident, self.coded),
+            WorkPart(operation, self.nbytes, rows, times * (1.0 - resident), self.coded),
+        )
+        return tuple(part for part in parts if part.times)
 
 
 class Products(TensorSizes):
@@ -57,13 +76,14 @@ class Products(TensorSizes):
 
     def _product(self, shapes: Mapping[str, Shape]) -> Product:
         """The matrices among these tensors; vectors are left out, as their costs are small."""
-        matrices = {name: elements([shape]) for name, shape in shapes.items() if len(shape) > 1}
-        nbytes = sum(
-            count * self.config.tensor_bytes(name, shapes[name], self.dtype, self.layer)
-            for name, count in matrices.items()
-        )
+        matrices = {name: shape for name, shape in shapes.items() if len(shape) > 1}
         rates = [self.config.kernel_rate(role_of(name)) for name in matrices]
-        return Product(sum(matrices.values()), round(nbytes), min(rates, default=1.0))
+        return Product(
+            elements(matrices.values()),
+            self.bytes_of(matrices),
+            min(rates, default=1.0),
+            self.coded_bytes(matrices),
+        )
 
     def _times(self, product: Product, tokens: int, width: int) -> tuple[float, float]:
         """FLOPs and bytes of a product with `tokens` rows, whose inputs and outputs have `width` elements per token."""
@@ -87,7 +107,7 @@ class AttentionOperations(Products):
         """Norm, QKV projection and rotary embedding."""
         product = self.before_attention
         flops, nbytes = self._times(product, tokens, self.config.hidden + self.layer.attention.qkv_width)
-        parts = _by_residency("pre_attention", product.nbytes, tokens, 1, self.resident.dense)
+        parts = product.parts("pre_attention", tokens, self.resident.dense)
         return Amount(flops, nbytes, parts, product.kernel_rate)
 
     def attention(self, lengths: Sequence[tuple[int, int]]) -> Amount:
@@ -162,7 +182,7 @@ class AttentionOperations(Products):
         """Projection of the attention output to the hidden size, and the residual."""
         product = self.after_attention
         flops, nbytes = self._times(product, tokens, self.query_width + self.config.hidden)
-        parts = _by_residency("route", product.nbytes, tokens, 1, self.resident.dense)
+        parts = product.parts("route", tokens, self.resident.dense)
         return Amount(flops, nbytes, parts, product.kernel_rate)
 
 
@@ -173,6 +193,11 @@ class ExpertOperations(Products):
     def routing(self) -> Product:
         """The router's matrix; none in a dense layer."""
         return self._product({"router": (self.layer.feed_forward.experts, self.config.hidden)})
+
+    @cached_property
+    def expert_product(self) -> Product:
+        """The matrices of one expert."""
+        return self._product(self.expert_shapes)
 
     @cached_property
     def shared_experts(self) -> Product:
@@ -187,14 +212,14 @@ class ExpertOperations(Products):
         if not feed_forward.shared:
             return Amount(flops, nbytes)
         more, moved = self._times(self.shared_experts, tokens, 2 * hidden + 3 * feed_forward.shared)
-        parts = _by_residency("route", self.shared_experts.nbytes, tokens, 1, self.resident.dense)
+        parts = self.shared_experts.parts("route", tokens, self.resident.dense)
         return _sum(Amount(flops, nbytes), Amount(more, moved, parts, self.shared_experts.kernel_rate))
 
     def preview_route(self, tokens: int) -> Amount:
         """Norm and router of a later layer, on their own; priced as a small `route`."""
         product = self.routing
         flops, nbytes = self._times(product, tokens, self.config.hidden + self.layer.feed_forward.experts)
-        return Amount(flops, nbytes, _by_residency("route", product.nbytes, tokens, 1, self.resident.dense))
+        return Amount(flops, nbytes, product.parts("route", tokens, self.resident.dense))
 
     def expert(self, tokens: int) -> Amount:
         """The feed-forward network of one expert for `tokens` tokens, with the mean share of resident weights."""
@@ -216,7 +241,7 @@ class ExpertOperations(Products):
         used = network.experts * (1 - (1 - network.top_k / network.experts) ** tokens)
         each = self.expert(tokens * network.top_k) if used else Amount(0, 0)
         rows = tokens * network.top_k / used if used else 0
-        parts = _by_residency("experts", self.expert_bytes, rows, used, self.resident.experts)
+        parts = self.expert_product.parts("experts", rows, self.resident.experts, used)
         nbytes = each.nbytes + (used - 1) * self.expert_bytes
         return Amount(each.flops, nbytes, parts, each.kernel_rate)
 
@@ -239,7 +264,7 @@ class ExpertOperations(Products):
     def _expert(self, tokens: int, resident: float) -> Amount:
         hidden, width = self.config.hidden, self.layer.feed_forward.intermediate
         activations = tokens * (2 * hidden + 3 * width) * self.element
-        parts = _by_residency("expert", self.expert_bytes, tokens, 1, resident)
+        parts = self.expert_product.parts("expert", tokens, resident)
         nbytes = self.expert_bytes + activations
         return Amount(6.0 * tokens * hidden * width, nbytes, parts, self.config.kernel_rate("expert"))
 
@@ -300,25 +325,15 @@ class Operations(AttentionOperations, ExpertOperations):
         """Final norm, LM head, and the choice of a token."""
         config = self.config
         rows = config.vocabulary // config.ranks
-        product = self._product({"lm_head": (rows, config.hidden)})
+        head = "embedding" if config.tied_embeddings else "lm_head"
+        product = self._product({head: (rows, config.hidden)})
         flops, nbytes = self._times(product, sequences, config.hidden + rows)
-        parts = _by_residency("sample", product.nbytes, sequences, 1, not config.tied_embeddings)
+        parts = product.parts("sample", sequences, not config.tied_embeddings)
         return Amount(flops, nbytes, parts, product.kernel_rate)
 
     def choice(self, sequences: int) -> Amount:
         """Choice of a token from finished logits."""
         return Amount(0, sequences * self.logits_bytes)
-
-
-def _by_residency(
-    operation: str, weights: int, rows: float, times: float, resident: float
-) -> tuple[WorkPart, ...]:
-    """`times` operations on `weights` bytes of weights, split by residency, since either part has measured costs."""
-    parts = (
-        WorkPart(f"resident {operation}", weights, rows, times * resident),
-        WorkPart(operation, weights, rows, times * (1.0 - resident)),
-    )
-    return tuple(part for part in parts if part.times)
 
 
 def _sum(*amounts: Amount) -> Amount:

@@ -6,7 +6,7 @@ code, a small whole number, times the scale of its group, plus the group's minim
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
@@ -159,3 +159,9 @@ STORED_FORMATS: Mapping[str, StoredFormat] = MappingProxyType({each.name: each f
 
 PLAIN = tuple(each.name for each in _FORMATS if each.codes is None)
 CODED = tuple(each.name for each in _FORMATS if each.codes is not None)
+
+
+def nearest_by_bits(stored: str, among: Iterable[str]) -> str:
+    """The format, by name, whose number of bits per weight is nearest to that of a format."""
+    bits = STORED_FORMATS[stored].bytes_per_weight
+    return min(among, key=lambda name: abs(STORED_FORMATS[name].bytes_per_weight - bits))

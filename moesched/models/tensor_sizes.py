@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 from moesched.models.config import ITEM_BYTES, ModelConfig
-from moesched.models.layers import GroupedAttention, Layer
+from moesched.models.layers import GroupedAttention, Layer, Shape, elements
+
+BytesByFormat = tuple[tuple[str, int], ...]
+"""Names of coded storage formats, each with a number of bytes."""
 
 
 class ResidentShare(NamedTuple):
@@ -56,15 +60,37 @@ class TensorSizes:
         return (self.layer.attention.qkv_width - self.query_width) // 2
 
     @cached_property
+    def expert_shapes(self) -> Mapping[str, Shape]:
+        """The shapes of the matrices of one expert."""
+        hidden, width = self.config.hidden, self.layer.feed_forward.intermediate
+        return {
+            "experts.gate": (width, hidden),
+            "experts.up": (width, hidden),
+            "experts.down": (hidden, width),
+        }
+
+    @cached_property
     def expert_bytes(self) -> int:
         """Bytes of the weights of one expert."""
-        hidden, width = self.config.hidden, self.layer.feed_forward.intermediate
-        shapes = {"gate": (width, hidden), "up": (width, hidden), "down": (hidden, width)}
-        each = (
-            self.config.tensor_bytes(f"experts.{name}", shape, self.dtype, self.layer)
-            for name, shape in shapes.items()
+        return self.bytes_of(self.expert_shapes)
+
+    def bytes_of(self, shapes: Mapping[str, Shape]) -> int:
+        """Bytes of tensors, given by their names in a layer or outside the layers."""
+        return round(
+            sum(
+                elements([shape]) * self.config.tensor_bytes(name, shape, self.dtype, self.layer)
+                for name, shape in shapes.items()
+            )
         )
-        return round(hidden * width * sum(each))
+
+    def coded_bytes(self, shapes: Mapping[str, Shape]) -> BytesByFormat:
+        """Bytes of tensors in each coded storage format, as pairs; those of plain tensors are left out."""
+        found: Counter[str] = Counter()
+        for name, shape in shapes.items():
+            kept = self.config.kept_format(name, self.layer)
+            if kept is not None and kept.codes is not None:
+                found[kept.name] += round(elements([shape]) * kept.bytes_per_weight)
+        return tuple(found.items())
 
     @cached_property
     def hidden_bytes(self) -> int:

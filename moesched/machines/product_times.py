@@ -1,0 +1,94 @@
+"""Measured times of products, by dtype, storage format, weights and rows, and the costs of coded weights by them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from moesched.machines.machine import CostPoint
+from moesched.machines.surfaces import Surface
+from moesched.models.config import ITEM_BYTES
+from moesched.models.stored_formats import STORED_FORMATS, nearest_by_bits
+from moesched.tasks import WorkPart
+
+PRODUCT, RESIDENT_PRODUCT = "product", "resident product"
+RESIDENT = "resident "
+"""Begins the names of operations on weights that stay in memory."""
+
+
+class ProductTimes:
+    """Times of products, interpolated between the measured ones.
+
+    Args:
+        points: costs measured on one processor; other operations are ignored.
+    """
+
+    def __init__(self, points: Iterable[CostPoint]) -> None:
+        found: dict[tuple[str, str, str], list[CostPoint]] = {}
+        for each in points:
+            if each.operation in (PRODUCT, RESIDENT_PRODUCT):
+                found.setdefault((each.operation, each.dtype, each.format), []).append(each)
+        self._surfaces = {key: Surface(measured) for key, measured in found.items()}
+
+    def formats(self, dtype: str) -> list[str]:
+        """Return the coded formats whose products in a dtype were measured; none if those of plain weights were not."""
+        found = [stored for kind, measured, stored in self._surfaces if (kind, measured) == (PRODUCT, dtype)]
+        return [stored for stored in found if stored] if "" in found else []
+
+    def seconds(
+        self, dtype: str, weights: float, rows: float, *, stored: str = "", resident: bool = False
+    ) -> float:
+        """Return the seconds of a product.
+
+        Args:
+            dtype: of activations and of plain weights.
+            weights: number of weights of the matrix.
+            stored: coded format of the weights; empty for plain ones.
+            resident: whether the weights stay in memory, where a device may have rearranged them.
+        """
+        kinds = (RESIDENT_PRODUCT, PRODUCT) if resident else (PRODUCT,)
+        surface = next(
+            self._surfaces[kind, dtype, stored] for kind in kinds if (kind, dtype, stored) in self._surfaces
+        )
+        return surface(weights * STORED_FORMATS[stored or dtype].bytes_per_weight, rows)
+
+
+class CodedCosts:
+    """Costs of work on coded weights: those of as many plain weights, by the measured times of products in both.
+
+    The matrices of a part count as one, since a call of the native kernels multiplies by all of them.
+
+    A format that was not measured takes the times of the one with the nearest number of bits per weight.
+
+    Args:
+        points: costs measured on one processor.
+        dtype: dtype of the computation.
+    """
+
+    def __init__(self, points: Iterable[CostPoint], dtype: str) -> None:
+        self._times = ProductTimes(points)
+        self._dtype = dtype
+        self._measured = self._times.formats(dtype)
+
+    def plain(self, part: WorkPart) -> tuple[WorkPart, float]:
+        """Return a part with all its weights plain, and the time of the part over that of the plain one.
+
+        Without measured products of coded weights, the part is returned as it is.
+        """
+        if not part.coded or not self._measured:
+            return part, 1.0
+        weights = {stored: nbytes / STORED_FORMATS[stored].bytes_per_weight for stored, nbytes in part.coded}
+        each = ITEM_BYTES[self._dtype]
+        plain = (part.size - sum(nbytes for _, nbytes in part.coded)) / each
+        total = plain + sum(weights.values())
+        resident = part.operation.startswith(RESIDENT)
+        ratio = plain / total + sum(
+            count / total * self._ratio(stored, total, part.rows, resident=resident)
+            for stored, count in weights.items()
+        )
+        return part._replace(size=total * each, coded=()), ratio
+
+    def _ratio(self, stored: str, weights: float, rows: float, *, resident: bool) -> float:
+        """Return the time of a product with coded weights over that with plain ones."""
+        measured = nearest_by_bits(stored, self._measured)
+        coded = self._times.seconds(self._dtype, weights, rows, stored=measured, resident=resident)
+        return coded / self._times.seconds(self._dtype, weights, rows, resident=resident)

@@ -1,0 +1,118 @@
+"""Costs of coded weights: from the formats of a model's tensors to the measured products in these formats."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec.structs import replace
+
+from moesched.machines import CostPoint, Machine, load_machine
+from moesched.machines.calibrated import Calibrated
+from moesched.machines.gpu_cost import GpuCosts
+from moesched.models.coded_models import coded_as
+from moesched.models.operations import Operations
+from moesched.models.shapes import SHAPES
+from moesched.models.stored_formats import CODED, STORED_FORMATS, nearest_by_bits
+from moesched.tasks import Work, WorkPart
+
+MODEL = SHAPES["mixtral-0.8b"]
+WEIGHTS = 25_600
+PLAIN = 2 * WEIGHTS
+SLOWER = {"": 1.0, "q8_0": 0.75, "q4_k": 0.5, "q6_k": 2.0}
+"""Time of a product by weights in each format, over that by plain ones."""
+
+
+def product(stored: str, slower: float) -> CostPoint:
+    """A product with as many weights in any format."""
+    nbytes = WEIGHTS * STORED_FORMATS[stored or "bfloat16"].bytes_per_weight
+    return CostPoint(operation="product", size=nbytes, seconds=slower, dtype="bfloat16", format=stored)
+
+
+ROUTES = [
+    CostPoint(operation="resident route", size=PLAIN * times, seconds=3.0 * times, dtype="bfloat16")
+    for times in (1, 2)
+]
+PRODUCTS = [product(stored, slower) for stored, slower in SLOWER.items()]
+
+
+def measured(*table: CostPoint) -> Machine:
+    return replace(load_machine("cpu-nvme"), cost_table=list(table))
+
+
+def part(*formats: str, plain: int = 0) -> WorkPart:
+    """A route with equal shares of weights in coded formats, of `WEIGHTS` in all, and bytes of plain ones."""
+    coded = tuple(
+        (stored, round(WEIGHTS / len(formats) * STORED_FORMATS[stored].bytes_per_weight))
+        for stored in formats
+    )
+    return WorkPart("resident route", plain + sum(nbytes for _, nbytes in coded), coded=coded)
+
+
+@pytest.mark.parametrize(
+    ("weights", "seconds"),
+    [
+        (part("q8_0"), 3 * 0.75),
+        (part("q4_k"), 3 * 0.5),
+        (part("q4_k", "q6_k"), 3 * (0.5 + 2.0) / 2),
+        (part("q8_0", plain=PLAIN), 6 * (0.75 + 1.0) / 2),
+        (part("q5_k"), 3 * 0.5),
+    ],
+    ids=["one format", "another", "two by halves", "plain ones beside", "not measured: the nearest"],
+)
+def test_coded_weights_take_the_time_of_plain_ones_times_the_ratio_of_their_products(
+    weights: WorkPart, seconds: float
+) -> None:
+    costs = Calibrated(measured(*ROUTES, *PRODUCTS), "bfloat16")
+    assert costs.seconds(weights) == pytest.approx(seconds)
+
+
+def test_a_machine_measured_without_coded_weights_takes_the_time_of_as_many_plain_bytes() -> None:
+    costs = Calibrated(measured(*ROUTES, PRODUCTS[0]), "bfloat16")
+    coded = part("q8_0", plain=PLAIN)
+    assert costs.seconds(coded) == costs.seconds(WorkPart("resident route", coded.size))
+
+
+def test_products_on_a_gpu_and_on_its_host_are_told_apart() -> None:
+    machine = replace(
+        load_machine("t4-nvme"),
+        cost_table=[
+            replace(each, resource=processor, seconds=each.seconds * times)
+            for processor, faster in (("gpu", 0.1), ("cpu", 1.0))
+            for each, times in zip(PRODUCTS, (faster, 1.0, 1.0, 1.0), strict=True)
+        ],
+    )
+    costs = GpuCosts(machine, "bfloat16")
+    for processor, plain in (("gpu", 0.1), ("cpu", 1.0)):
+        assert costs.running(Work("route", processor, parts=(WorkPart("route", PLAIN),))) == pytest.approx(
+            plain
+        )
+        assert costs.running(Work("route", processor, parts=(part("q6_k"),))) == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize(
+    ("stored", "nearest"),
+    [("q8_0", "q8_0"), ("q4_0", "q4_k"), ("q5_0", "q4_k"), ("q5_1", "q6_k"), ("q5_k", "q4_k")],
+)
+def test_a_format_that_was_not_measured_takes_the_nearest_by_bits(stored: str, nearest: str) -> None:
+    assert nearest_by_bits(stored, ("q8_0", "q4_k", "q6_k", "mxfp4")) == nearest
+
+
+@pytest.mark.parametrize("stored", CODED)
+def test_all_work_on_weights_says_how_many_bytes_of_them_are_coded(stored: str) -> None:
+    operations = Operations(coded_as(MODEL, stored), "bfloat16")
+    for amount in (operations.pre_attention(4), operations.post_attention(4), operations.sample(4)):
+        weighing = [each for each in amount.parts if each.operation != "combine"]
+        assert [each.coded for each in weighing] == [((stored, each.size),) for each in weighing]
+
+
+def test_layers_of_q4_k_m_cost_what_their_formats_cost() -> None:
+    layers = Operations(coded_as(MODEL, "q4_k_m"), "bfloat16").by_layer
+    formats = {tuple(name for name, _ in each.expert_product.coded) for each in layers}
+    assert formats == {("q4_k",), ("q4_k", "q6_k")}
+    assert dict(layers[0].sample(1).parts[0].coded).keys() == {"q6_k"}
+    table = [replace(each, operation="resident expert", size=3 * each.size) for each in ROUTES]
+    costs = Calibrated(measured(*table, *PRODUCTS), "bfloat16")
+    [few], [more] = (
+        {each.resident_expert(1).parts for each in layers if len(each.expert_product.coded) == count}
+        for count in (1, 2)
+    )
+    assert costs.seconds(more[0]) / costs.seconds(few[0]) == pytest.approx((2 * 0.5 + 2.0) / 3 / 0.5)
