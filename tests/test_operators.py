@@ -15,14 +15,12 @@ from benchmarks.shared.small_runs import TWO_MEMORIES, Generated, generate, same
 from moesched.devices.kernels.check import check_kernel, cpu_resources
 from moesched.devices.kernels.memory import KEPT_ROWS, Memory
 from moesched.devices.kernels.seam import Case
+from moesched.devices.kernels.triton_attention_rows import SPLIT, TritonAttention, TritonAttentionInputs
+from moesched.devices.kernels.triton_kernel import TritonKernel
 from moesched.devices.kernels.triton_rows import (
     GROUPED_BYTES,
-    SPLIT,
-    TritonAttention,
-    TritonAttentionInputs,
     TritonCombine,
     TritonExpert,
-    TritonKernel,
     TritonLogits,
     TritonOutputProjection,
     TritonRoute,

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from benchmarks.gpu import tile_sweep
 from moesched.devices.kernels import operators
 from moesched.devices.kernels.operators import UNLIMITED, tiles_of_queries
-from moesched.devices.kernels.triton_rows import Matrix
+from moesched.devices.kernels.triton_kernel import Matrix
 from moesched.devices.kernels.triton_sizes import TILES
 
 pytest.importorskip("triton", reason="needs triton, which is not installed: make test-triton")

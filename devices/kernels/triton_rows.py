@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
-from itertools import chain
-from typing import Any, NamedTuple, TypeVar
+from functools import partial
+from typing import TypeVar
 
 import torch
 
@@ -17,103 +16,17 @@ from moesched.models.layers import FeedForward
 
 from . import functions, operators
 from .kernel_weights import EXPERT_PARTS
-from .layer_weights import Blocks, Tensor, Weights
+from .layer_weights import Tensor, Weights
 from .memory import Memory, SharedMemory
 from .resources import Resources, as_it_is
-from .seam import ROWS, Bound, Case, Kernel, Routed
+from .seam import Bound, Case, Routed
+from .triton_attention_rows import TritonAttention, TritonAttentionInputs, TritonPromptAttention
+from .triton_kernel import DTYPES, TritonKernel
 
 T = TypeVar("T")
 
-ALIGNED_BYTES = 16
-"""Rows of matrices begin at multiples of this, so that a GPU reads them in its widest loads."""
 GROUPED_BYTES = 1 << 13
 """Bytes of one column of the experts' rows in a grouped call: their results fit into the plan's workspace."""
-DTYPES = {"bfloat16": 2, "float16": 2, "float32": 4}
-SPLIT = 512
-"""Tokens of a part of a sequence, each of which a program attends over."""
-MOST_TABLES = 1024
-"""Tables of row blocks that are kept on the GPU. Streamed weights come back to the same addresses."""
-
-
-class Matrix(NamedTuple):
-    """A matrix, or a stack of one for each expert, as operators take it: its table and its row blocks."""
-
-    table: Tensor
-    blocks: list[Tensor]
-
-
-class TritonKernel(Kernel):
-    """A kernel whose rows depend on no others: every sum has one order."""
-
-    name = "triton"
-    takes = "plain weights on GPUs of compute capability 8.0 and above"
-    independent = True
-    uses_memory = True
-
-    def __init__(self, resources: Resources) -> None:
-        self._config = resources.config
-        self._dtype = resources.dtype
-        self._device = resources.device
-        self._indices = resources.indices
-        self._upload = resources.upload
-        self._captured = resources.captured
-        self._layer_norm = self._config.norm == "layer"
-        self._tables: dict[tuple[int, ...], Tensor] = {}
-
-    def refusal(self, case: Case) -> str:
-        """Refuses the CPU, other formats than row blocks, and rows that are not aligned."""
-        if case.device == "cpu":
-            return "it is for GPUs"
-        if not case.formats <= {ROWS}:
-            return "it takes row blocks"
-        if case.dtype not in DTYPES:
-            return f"it computes in {', '.join(DTYPES)}"
-        widths = [self._config.hidden]
-        if case.layer is not None:
-            widths += case.layer.attention.attended_width, case.layer.feed_forward.intermediate
-        if any(width * DTYPES[case.dtype] % ALIGNED_BYTES for width in widths):
-            return f"its rows are multiples of {ALIGNED_BYTES} bytes"
-        return ""
-
-    def _result(self, memory: Memory, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """The memory for a result, by default of the hidden states' dtype."""
-        return memory.tensor(name, *shape, dtype=dtype or self._dtype, device=self._device)
-
-    def _scratch(self, memory: Memory, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """The memory for an intermediate result, by default of the hidden states' dtype."""
-        return memory.scratch.tensor(name, *shape, dtype=dtype or self._dtype, device=self._device)
-
-    def _normed(self, norm_D: Tensor, rows: int, memory: Memory) -> Callable[[Tensor], Tensor]:
-        """Bind a norm, whose result no other task reads."""
-        x_TD = self._scratch(memory, "normed", rows, self._config.hidden)
-        settings = self._config.norm_eps, self._layer_norm
-
-        def normed(hidden_TD: Tensor) -> Tensor:
-            operators.norm(hidden_TD, norm_D, *settings, x_TD)
-            return x_TD
-
-        return normed
-
-    def _matrix(self, *matrices: Blocks) -> Matrix:
-        """Describe a matrix or a stack for the operators."""
-        most = max(map(len, matrices))
-        numbers: list[int] = []
-        for blocks in matrices:
-            first = 0
-            for block in blocks:
-                numbers += first, block.data_ptr()
-                first += len(block)
-            numbers += [first, blocks[-1].data_ptr()] * (most - len(blocks))
-        padded = (chain(blocks, [blocks[-1]] * (most - len(blocks))) for blocks in matrices)
-        return Matrix(self._table(tuple(numbers)).view(-1, most, 2), [*chain.from_iterable(padded)])
-
-    def _table(self, numbers: tuple[int, ...]) -> Tensor:
-        table = self._tables.get(numbers)
-        if table is None:
-            if len(self._tables) == MOST_TABLES:
-                self._tables.clear()
-            table = self._tables[numbers] = self._indices(numbers)
-        return table
 
 
 class TritonEmbed(TritonKernel):
@@ -141,145 +54,6 @@ class TritonEmbed(TritonKernel):
             return hidden_TD, angles
 
         return embed
-
-
-class TritonAttentionInputs(TritonKernel):
-    """Norm, projection and rotation."""
-
-    operation = "attention_inputs"
-
-    def refusal(self, case: Case) -> str:
-        """Refuses norms of whole projections as well."""
-        assert case.layer is not None, "it is in a layer"
-        whole = case.layer.grouped.qk_norm not in (None, "head")
-        return super().refusal(case) or ("it norms heads one by one" if whole else "")
-
-    def bind(self, case: Case, weights: Weights, memory: Memory) -> Bound:
-        """Bind norm, projection and rotation: (hidden_TD, angles) -> q_THd, k_TKd, v_TKd."""
-        assert case.layer is not None, "it is in a layer"
-        attention = case.layer.grouped
-        normed = self._normed(weights["attention_norm"][0], case.rows, memory)
-        matrix = self._matrix(weights["qkv"])
-        head_norms = [weights[name][0] for name in ("q_norm", "k_norm") if attention.qk_norm]
-        numbers = {"q": attention.heads, "k": attention.kv_heads, "v": attention.kv_heads}
-        qkv = tuple(
-            self._result(memory, name, case.rows, heads, attention.head_dim)
-            for name, heads in numbers.items()
-        )
-
-        def project(hidden_TD: Tensor, angles: Sequence[Tensor]) -> tuple[Tensor, ...]:
-            settings = self._config.norm_eps, attention.interleaved, attention.clip
-            operators.attention_inputs(normed(hidden_TD), *matrix, head_norms, *angles, *settings, *qkv)
-            return qkv
-
-        return self._captured(project)
-
-
-class TritonAttention(TritonKernel):
-    """Attention of new tokens over a KV cache in blocks."""
-
-    operation = "attention"
-    takes = "GPUs of compute capability 8.0 and above"
-
-    def bind(self, case: Case, weights: object, memory: Memory) -> Bound:
-        """Bind attention over the KV cache: (qkv, cached, step) -> attended_TX."""
-        return (self._decode_step if case.decodes else self._prompts)(case, memory)
-
-    def _prompts(self, case: Case, memory: Memory) -> Bound:
-        """Bind attention of any number of new tokens for each sequence."""
-        assert case.layer is not None, "it is in a layer"
-        attention = case.layer.grouped
-        window = attention.window or operators.UNLIMITED
-        attended_TX = self._result(memory, "attended", case.rows, attention.attended_width)
-
-        def attend(qkv: Sequence[Tensor], cached: Any, step: Any) -> Tensor:
-            q_THd, *new = qkv
-            cached.append(step, *new)
-            tiles = sum(map(operators.tiles_of_queries, step.new))
-            table = step.table(self._indices)
-            places = cached.block_size, window, cached.keys, cached.values
-            operators.attend_prompts(q_THd, step.starts, tiles, table, *places, attended_TX)
-            return attended_TX
-
-        return attend
-
-    def _decode_step(self, case: Case, memory: Memory) -> Bound:
-        """Bind attention of one new token for each sequence."""
-        assert case.layer is not None, "it is in a layer"
-        attention = case.layer.grouped
-        heads, head_dim = attention.heads, attention.head_dim
-        window = attention.window or operators.UNLIMITED
-        # Another layer may be in another cache, with another table.
-        upload = partial(self._uploaded, Memory(case.rows))
-        attended_SX = self._result(memory, "attended", case.rows, heads * head_dim)
-
-        @lru_cache(maxsize=1)
-        def parts(count: int) -> list[Tensor]:
-            """Memory for the sums, peaks and values of that many parts."""
-            return [
-                self._scratch(memory, name, case.rows, heads, count, *width, dtype=torch.float32)
-                for name, width in (("sums", ()), ("peaks", ()), ("parts", (head_dim,)))
-            ]
-
-        def launch(qkv: Blocks, table: Tensor, block: int, cached: Blocks, *parts: Tensor) -> Tensor:
-            operators.attend(*qkv, table, block, window, SPLIT, *cached, *parts)
-            operators.join_parts(*parts, table, SPLIT, attended_SX)
-            return attended_SX
-
-        launch = self._captured(launch)
-
-        def attend(qkv: Sequence[Tensor], cached: Any, step: Any) -> Tensor:
-            own = parts(_power_of_two(-(-max(step.in_blocks.lengths) // SPLIT)))
-            table = step.table(upload)
-            return launch(qkv, table, cached.block_size, (cached.keys, cached.values), *own)
-
-        return attend
-
-    def _uploaded(self, memory: Memory, numbers: Sequence[int]) -> Tensor:
-        """The numbers on the accelerator, in memory that lasts while sequences grow."""
-        table = self._result(memory, "blocks", _power_of_two(len(numbers)), dtype=torch.int64)
-        self._upload(numbers, table)
-        return table
-
-
-class TritonPromptAttention(TritonKernel):
-    """Attention of new tokens over views of keys and values, with the bits that it has over a KV cache."""
-
-    operation = "prompt_attention"
-    takes = "GPUs of compute capability 8.0 and above"
-    uses_memory = False
-
-    def bind(self, case: Case, weights: object, memory: object) -> Bound:
-        """Bind attention of prompts: (q_THd, views) -> attended_TX."""
-        assert case.layer is not None, "it is in a layer"
-        return partial(self._attend, case.layer.grouped.window or operators.UNLIMITED)
-
-    def _attend(self, window: int, q_THd: Tensor, views: Sequence[functions.KVView]) -> Tensor:
-        out_TX = q_THd.new_empty(len(q_THd), q_THd[0].numel())
-        parts = [len(view.keys_SLKd) * view.queries for view in views]
-        for view, *part in zip(views, q_THd.split(parts), out_TX.split(parts), strict=True):
-            self._attend_view(window, view, *part)
-        return out_TX
-
-    def _attend_view(self, window: int, view: functions.KVView, q_THd: Tensor, out_TX: Tensor) -> None:
-        """Attend over a view as over a cache in which each sequence has one block."""
-        sequences, length, kv_heads, head_dim = view.keys_SLKd.shape
-        block = view.keys_SLKd.stride(0) // (kv_heads * head_dim) if sequences > 1 else length
-        slots = (sequences - 1) * block + length
-        keys, values = (
-            each.as_strided((slots, kv_heads, head_dim), (kv_heads * head_dim, head_dim, 1))
-            for each in (view.keys_SLKd, view.values_SLKd)
-        )
-        starts = range(0, sequences * view.queries + 1, view.queries)
-        numbers = self._indices([*[length] * sequences, *range(sequences), *range(sequences), *starts])
-        table, starts_S = numbers.split([3 * sequences, sequences + 1])
-        tiles = sequences * operators.tiles_of_queries(view.queries)
-        operators.attend_prompts(q_THd, starts_S, tiles, table, block, window, keys, values, out_TX)
-
-
-def _power_of_two(least: int) -> int:
-    """The smallest power of two that is not less."""
-    return 1 << (least - 1).bit_length()
 
 
 class TritonOutputProjection(TritonKernel):

@@ -36,26 +36,33 @@ class Tile(NamedTuple):
         }
 
 
-_TWO = Tile(16, 64, 64, 4, 4), Tile(32, 64, 64, 4, 4), Tile(64, 64, 64, 4, 4), Tile(128, 128, 64, 8, 3)
+_NARROW = Tile(16, 32, 128, 4, 4), Tile(32, 32, 128, 4, 4)
 _ONE = Tile(16, 64, 128, 4, 4), Tile(32, 64, 128, 4, 4), Tile(64, 64, 128, 4, 3), Tile(128, 256, 64, 8, 3)
 
 TILES: dict[str, Sequence[Tile]] = {
-    "attention_inputs": (Tile(16, 32, 64, 4, 4), *_TWO[1:3], Tile(128, 64, 64, 8, 3)),
-    "output_projection": (Tile(16, 32, 128, 4, 4), *_ONE[1:]),
-    "gate_and_up": _TWO,
+    "attention_inputs": (*_NARROW, Tile(64, 32, 128, 4, 3), Tile(128, 64, 64, 8, 3)),
+    "output_projection": (*_NARROW, Tile(64, 32, 128, 4, 4), _ONE[3]),
+    "gate_and_up": (
+        Tile(16, 64, 64, 4, 4),
+        Tile(32, 64, 64, 4, 4),
+        Tile(64, 64, 64, 4, 4),
+        Tile(128, 128, 64, 8, 3),
+    ),
     "down": _ONE,
     "logits": _ONE,
 }
 """The tiles of each product by ascending number of rows, chosen by what the compiler says of registers and memory: no
-GPU has timed them. `python -m benchmarks.gpu.tile_sweep` finds the fastest of a GPU."""
+GPU has timed them. Projections have few outputs, and narrow tiles keep more processors busy with few rows.
+`python -m benchmarks.gpu.tile_sweep` finds the fastest of a GPU.
+"""
 
 
 def tile_for(product: str, rows: int, dtype: torch.dtype) -> Tile:
     """The tile of a product of so many rows: the first one that takes them all, or the last.
 
-    Float32 has no tensor cores, and twice the bytes: always the first, with half of the inputs.
+    Float32 has no tensor cores, and twice the bytes: tiles of up to 32 rows, with half of the inputs.
     """
     tiles = TILES[product]
     if dtype == torch.float32:
-        return tiles[0]._replace(inputs=tiles[0].inputs // 2)
+        tiles = [tile._replace(inputs=tile.inputs // 2) for tile in tiles if tile.rows <= 32]
     return next((tile for tile in tiles if rows <= tile.rows), tiles[-1])

@@ -1,0 +1,103 @@
+"""The base of rows by kernels in Triton: the cases that they take, their memory, and tables of row blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import chain
+from typing import NamedTuple
+
+import torch
+
+from . import operators
+from .layer_weights import Blocks, Tensor
+from .memory import Memory
+from .resources import Resources
+from .seam import ROWS, Case, Kernel
+
+ALIGNED_BYTES = 16
+"""Rows of matrices begin at multiples of this, so that a GPU reads them in its widest loads."""
+DTYPES = {"bfloat16": 2, "float16": 2, "float32": 4}
+"""The dtypes of weights and hidden states that the kernels take, with their bytes."""
+MOST_TABLES = 1024
+"""Tables of row blocks that are kept on the GPU. Streamed weights come back to the same addresses."""
+
+
+class Matrix(NamedTuple):
+    """A matrix, or a stack of one for each expert, as operators take it: its table and its row blocks."""
+
+    table: Tensor
+    blocks: list[Tensor]
+
+
+class TritonKernel(Kernel):
+    """A kernel whose rows depend on no others: every sum has one order."""
+
+    name = "triton"
+    takes = "plain weights on GPUs of compute capability 8.0 and above"
+    independent = True
+    uses_memory = True
+
+    def __init__(self, resources: Resources) -> None:
+        self._config = resources.config
+        self._dtype = resources.dtype
+        self._device = resources.device
+        self._indices = resources.indices
+        self._upload = resources.upload
+        self._captured = resources.captured
+        self._layer_norm = self._config.norm == "layer"
+        self._tables: dict[tuple[int, ...], Tensor] = {}
+
+    def refusal(self, case: Case) -> str:
+        """Refuses the CPU, other formats than row blocks, and rows that are not aligned."""
+        if case.device == "cpu":
+            return "it is for GPUs"
+        if not case.formats <= {ROWS}:
+            return "it takes row blocks"
+        if case.dtype not in DTYPES:
+            return f"it computes in {', '.join(DTYPES)}"
+        widths = [self._config.hidden]
+        if case.layer is not None:
+            widths += case.layer.attention.attended_width, case.layer.feed_forward.intermediate
+        if any(width * DTYPES[case.dtype] % ALIGNED_BYTES for width in widths):
+            return f"its rows are multiples of {ALIGNED_BYTES} bytes"
+        return ""
+
+    def _result(self, memory: Memory, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """The memory for a result, by default of the hidden states' dtype."""
+        return memory.tensor(name, *shape, dtype=dtype or self._dtype, device=self._device)
+
+    def _scratch(self, memory: Memory, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """The memory for an intermediate result, by default of the hidden states' dtype."""
+        return memory.scratch.tensor(name, *shape, dtype=dtype or self._dtype, device=self._device)
+
+    def _normed(self, norm_D: Tensor, rows: int, memory: Memory) -> Callable[[Tensor], Tensor]:
+        """Bind a norm, whose result no other task reads."""
+        x_TD = self._scratch(memory, "normed", rows, self._config.hidden)
+        settings = self._config.norm_eps, self._layer_norm
+
+        def normed(hidden_TD: Tensor) -> Tensor:
+            operators.norm(hidden_TD, norm_D, *settings, x_TD)
+            return x_TD
+
+        return normed
+
+    def _matrix(self, *matrices: Blocks) -> Matrix:
+        """Describe a matrix or a stack for the operators."""
+        most = max(map(len, matrices))
+        numbers: list[int] = []
+        for blocks in matrices:
+            first = 0
+            for block in blocks:
+                numbers += first, block.data_ptr()
+                first += len(block)
+            numbers += [first, blocks[-1].data_ptr()] * (most - len(blocks))
+        padded = (chain(blocks, [blocks[-1]] * (most - len(blocks))) for blocks in matrices)
+        return Matrix(self._table(tuple(numbers)).view(-1, most, 2), [*chain.from_iterable(padded)])
+
+    def _table(self, numbers: tuple[int, ...]) -> Tensor:
+        table = self._tables.get(numbers)
+        if table is None:
+            if len(self._tables) == MOST_TABLES:
+                self._tables.clear()
+            table = self._tables[numbers] = self._indices(numbers)
+        return table
