@@ -121,11 +121,16 @@ class TritonEmbed(TritonKernel):
 
     operation = "embed"
 
+    def refusal(self, case: Case) -> str:
+        """Refuses angles with a magnitude as well."""
+        plain = self._config.attention.rotary.magnitude == 1
+        return super().refusal(case) or ("" if plain else "its cosines and sines have magnitude 1")
+
     def bind(self, case: Case, weights: Weights, memory: Memory) -> Bound:
         """Bind the lookup of embeddings: (ids, positions) -> hidden_TD, angles."""
         attention = self._config.attention
         numbers = self._result(memory, "ids and positions", 2, case.rows, dtype=torch.int64)
-        frequencies_h = functions.rotary_frequencies(attention.head_dim, attention.rope_theta, self._device)
+        frequencies_h = functions.rotary_frequencies(attention, self._device)
         hidden_TD = self._result(memory, "hidden", case.rows, self._config.hidden)
         shape = case.rows, 1, attention.head_dim
         angles = tuple(
@@ -149,9 +154,14 @@ class TritonAttentionInputs(TritonKernel):
     operation = "attention_inputs"
 
     def refusal(self, case: Case) -> str:
-        """Refuses norms of whole projections as well."""
+        """Refuses norms of whole projections, and heads that rotate in part, as well."""
         assert case.layer is not None, "it is in a layer"
-        whole = case.layer.grouped.qk_norm not in (None, "head")
+        attention = case.layer.grouped
+        if attention.rotary.width is not None:
+            return super().refusal(case) or "it rotates whole heads"
+        if attention.biases:
+            return super().refusal(case) or "it adds no biases"
+        whole = attention.qk_norm not in (None, "head")
         return super().refusal(case) or ("it norms heads one by one" if whole else "")
 
     def bind(self, case: Case, weights: Weights, memory: Memory) -> Bound:
@@ -168,7 +178,7 @@ class TritonAttentionInputs(TritonKernel):
         )
 
         def project(hidden_TD: Tensor, angles: Sequence[Tensor]) -> tuple[Tensor, ...]:
-            settings = self._config.norm_eps, attention.interleaved, attention.clip
+            settings = self._config.norm_eps, attention.rotary.interleaved, attention.clip
             operators.attention_inputs(normed(hidden_TD), *matrix, head_norms, *angles, *settings, *qkv)
             return qkv
 
@@ -307,7 +317,9 @@ class TritonRoute(TritonKernel):
     def refusal(self, case: Case) -> str:
         """Refuses a network without a router as well."""
         assert case.layer is not None, "it is in a layer"
-        return super().refusal(case) or ("" if case.layer.feed_forward.experts > 1 else "it takes a router")
+        network = case.layer.feed_forward
+        plain = network.experts > 1 and network.router.score == "softmax" and not network.router.corrected
+        return super().refusal(case) or ("" if plain else "it takes a router with softmax")
 
     def bind(self, case: Case, weights: Weights, memory: Memory) -> Bound:
         """Bind norm, router and the choice of experts: (hidden_TD) -> Routed."""
@@ -320,7 +332,7 @@ class TritonRoute(TritonKernel):
             self._result(memory, "weights", rows, network.top_k, dtype=torch.float32),
             self._result(memory, "router logits", rows, network.experts, dtype=torch.float32),
         )
-        settings = self._config.norm_eps, self._layer_norm, network.weights_sum_to_one
+        settings = self._config.norm_eps, self._layer_norm, network.router.normalised
 
         def route(hidden_TD: Tensor) -> Routed:
             operators.route(hidden_TD, norm_D, *matrix, *settings, *routed)
