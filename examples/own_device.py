@@ -59,7 +59,7 @@ class NumpyDevice:
         stored_as = {stored.format.name for stored in checkpoint.tensors.values()}
         if layout.dtype != "float32" or stored_as != {"float32"}:
             raise BadInput("device NumpyDevice computes in float32: give a float32 model and --dtype float32")
-        if checkpoint.config.attention.interleaved:
+        if checkpoint.config.attention.rotary.interleaved:
             raise BadInput(
                 "device NumpyDevice rotates halves of heads: give a folder in place of the GGUF file"
             )
@@ -232,7 +232,7 @@ class NumpyDevice:
     def _turned(self, x_THd: Array, positions_T: npt.NDArray[np.int64]) -> Array:
         """Rotary embedding: heads rotated by the angles of their positions; entries i and i + d/2 are a pair."""
         half = self.config.attention.head_dim // 2
-        angles = positions_T[:, None] / self.config.attention.rope_theta ** (np.arange(half) / half)
+        angles = positions_T[:, None] / self.config.attention.rotary.theta ** (np.arange(half) / half)
         cos, sin = (f(angles).astype(np.float32)[:, None] for f in (np.cos, np.sin))
         first, second = x_THd[..., :half], x_THd[..., half:]
         return np.concatenate((first * cos - second * sin, second * cos + first * sin), axis=-1)

@@ -10,6 +10,7 @@ from moesched.devices.mlx.device import MlxDevice
 from moesched.models.checkpoint import open_checkpoint
 from moesched.models.config import ModelConfig
 from moesched.models.layout import weight_layout
+from moesched.models.rotary import Rotary
 from moesched.models.shapes import SHAPES
 from moesched.plugins import make_policy
 from moesched.requests.batch import split_batch
@@ -20,7 +21,7 @@ from moesched.runs.ranks import Rank
 from moesched.transports.inproc import InprocTransport
 
 TOY_DBRX: ModelConfig = SHAPES["mixtral-0.8b"].varied(
-    name="dbrx", form="dbrx", transposed_down=True, norm="layer", clip=8.0, rope_theta=5e5,
+    name="dbrx", form="dbrx", transposed_down=True, norm="layer", clip=8.0, rotary=Rotary(theta=5e5),
     layers=40, hidden=64, intermediate=96, heads=4, kv_heads=2, head_dim=16, experts=16, top_k=4, vocabulary=512,
     stop_tokens=(),
 )  # fmt: skip

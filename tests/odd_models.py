@@ -6,14 +6,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
 from benchmarks.shared.small_runs import ONE_MEMORY, Generated, generate
 from moesched.devices.torch.device import TorchDevice
 from moesched.models.checkpoint import Checkpoint, open_checkpoint
 from moesched.models.coded_models import coded_as
 from moesched.models.config import ModelConfig
-from moesched.models.layers import FeedForward, GroupedAttention, Layer
+from moesched.models.layers import FeedForward, GroupedAttention, Layer, Router
 from moesched.models.layout import WeightLayout, weight_layout
 from moesched.models.random_model import write_random_model
+from moesched.models.rotary import Rotary
 from moesched.plugins import make_policy
 from moesched.seams import LaneKind, Streams
 from streams import FakeStreams
@@ -55,9 +58,37 @@ OLMOE = MIXTRAL.varied(
     hidden=90,
     window=None,
     qk_norm="projection",
-    weights_sum_to_one=False,
+    router=Router(normalised=False),
     form="olmoe",
 )
+MINIMAX = MIXTRAL.varied(
+    name="minimax",
+    layers=4,
+    experts=7,
+    top_k=4,
+    hidden=90,
+    window=None,
+    qk_norm="projection",
+    rotary=Rotary(width=10),
+    router=Router(score="sigmoid", corrected=True),
+    form="minimax_m2",
+)
+# A dense layer, then layers with a network that every token uses.
+_GLM = MIXTRAL.varied(
+    name="glm",
+    experts=7,
+    top_k=3,
+    intermediate=25,
+    shared=50,
+    hidden=90,
+    window=None,
+    biases="qkv",
+    rotary=Rotary(width=10),
+    router=Router(score="sigmoid", corrected=True, scale=1.5),
+    form="glm4_moe",
+)
+_DENSE = replace(_GLM.typical_layer, feed_forward=FeedForward(shared=70))
+GLM = replace(_GLM, pattern=(_DENSE, *_GLM.pattern, _GLM.typical_layer))
 # Heads as attention kernels of GPUs take them.
 WIDE = MIXTRAL.varied(
     name="wide",
@@ -79,7 +110,7 @@ def coded(name: str, layers: int = 5) -> ModelConfig:
 # Layers have four coded formats each, and plain matrices.
 CODED, CODED_IN_FIVE_BITS = coded("q4_k_m"), coded("q5_k_m")
 # Small pages hold a few rows each: matrices come in several blocks, those that lie transposed too.
-PAGE_BYTES = {"mixtral": None, "even": None, "wide": None, "dbrx": 12_000, "olmoe": 12_000}
+PAGE_BYTES = {"mixtral": None, "even": None, "wide": None, "dbrx": 12_000, "olmoe": 12_000, "minimax": 12_000}
 PROMPTS = [[5, 6, 7], [90], [1, 2, 3, 4, 5, 6, 7], [8, 9]]
 
 

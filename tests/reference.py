@@ -69,8 +69,7 @@ class Reference:
         config = self.config
         step = cache.extend(sequences, [len(new) for new in tokens])
         ids_T = torch.tensor([token for new in tokens for token in new])
-        rotary = config.attention.head_dim, config.attention.rope_theta
-        angles = functions.rotary(torch.tensor(step.positions), *rotary)
+        angles = functions.rotary_angles(torch.tensor(step.positions), config.attention)
         hidden_TD = functions.embed(ids_T, self.weights["embedding"])
         for layer in range(config.layers):
             hidden_TD = self.layer(layer, hidden_TD, cache, step, angles)
@@ -103,9 +102,7 @@ class Reference:
     def experts(self, layer: int, x_TD: Tensor, residual_TD: Tensor) -> Tensor:
         """Route, run each chosen expert on its rows, combine."""
         network = self.config.layer(layer).feed_forward
-        experts_Tk, weights_Tk = functions.route(
-            x_TD, self.blocks[f"layers.{layer}.router"], network.top_k, network.weights_sum_to_one
-        )
+        experts_Tk, weights_Tk = functions.route(x_TD, self.blocks[f"layers.{layer}.router"], network)
         tokens_n, rows_Tk = functions.sorted_by_expert(experts_Tk)
         counts = experts_Tk.flatten().bincount(minlength=network.experts).tolist()
         x_nD = x_TD.index_select(0, tokens_n)

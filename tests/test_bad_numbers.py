@@ -112,7 +112,7 @@ def test_whoever_only_watches_a_run_is_told(model: Path) -> None:
 
 def first_bad(checkpoint: Checkpoint, prompt: list[int], *, fused: bool) -> str:
     """The first bad tensor of a prefill step, searched in memory of its own."""
-    from moesched.devices.kernels.functions import rotary
+    from moesched.devices.kernels.functions import rotary_angles
     from moesched.devices.runner.micro_batch import MicroBatchState
     from moesched.devices.shared.page_reader import PageReader
     from moesched.devices.torch.first_bad_tensor import FirstBadTensor
@@ -124,9 +124,7 @@ def first_bad(checkpoint: Checkpoint, prompt: list[int], *, fused: bool) -> str:
     state.add_cache(BlockedKV(config, -(-len(prompt) // KV_BLOCK_TOKENS)))
     state.caches[0].table.open(0)
     state.extend()
-    state.angles = rotary(
-        torch.tensor(state.step.positions), config.attention.head_dim, config.attention.rope_theta
-    )
+    state.angles = rotary_angles(torch.tensor(state.step.positions), config.attention)
     layout = weight_layout(config)
     with PageReader(checkpoint, layout) as reader:
         return FirstBadTensor(reader, layout, torch.device("cpu"), fused=fused).name(state)

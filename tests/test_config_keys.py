@@ -63,6 +63,7 @@ DERIVED = {
 """Keys that a family computes from others, or has no use for."""
 
 SHOWING: dict[str, dict[str, Any]] = {
+    "glm4_moe": {"head_dim": 128},
     "qwen3_moe": {"use_sliding_window": True, "sliding_window": 64},
     "deepseek_v2": {"first_k_dense_replace": 1, "num_experts_per_tok": 6},
     "llama4_text": {"interleave_moe_layer_step": 2},

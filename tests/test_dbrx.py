@@ -163,7 +163,11 @@ def test_a_missing_tensor_is_told_with_what_it_would_hold_and_a_bias_is_refused(
             {"rope_theta": 1e4},
             "rope_theta is 10000 in attn_config and 500000 in rope_parameters",
         ),
-        (None, {"rope_parameters": {"rope_type": "yarn"}}, "rope_type is 'yarn'"),
+        (
+            None,
+            {"rope_parameters": {"rope_type": "yarn"}},
+            "of type yarn: Object missing required field `factor`",
+        ),
         (None, {"quantization_config": {"quant_method": "exl2"}}, "quant_method is 'exl2'"),
         (None, {"n_layers": 0}, "layers is 0"),
     ],

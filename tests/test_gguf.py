@@ -156,7 +156,10 @@ def test_random_models_are_written_to_files_too(stored_as: str | None, tmp_path:
         file = write_random_model(config, tmp_path / f"{config.name}.gguf", stored_as=stored_as)
         checkpoint = open_checkpoint(file)
         assert_complete(checkpoint)
-        wanted = config.varied(interleaved=config.form == "mixtral", transposed_down=False).pattern
+        wanted = config.varied(
+            rotary=replace(config.attention.rotary, interleaved=config.form == "mixtral"),
+            transposed_down=False,
+        ).pattern
         assert [replace(each, formats=()) for each in checkpoint.config.pattern] == [*wanted]
         for each in GGUFReader(file).tensors:
             values = quants.dequantize(each.data, each.tensor_type)

@@ -14,8 +14,10 @@ from moesched.errors import BadInput
 from moesched.machines import Machine
 from moesched.models.checkpoint import Checkpoint
 from moesched.models.config import ModelConfig
+from moesched.models.layers import Router
 from moesched.models.layout import weight_layout
 from moesched.models.reading import require_runs
+from moesched.models.rotary import Rotary
 from moesched.plugins import make_policy
 from odd_models import OLMOE, PROMPTS, stored
 from reference import Reference
@@ -28,7 +30,7 @@ STEPS = 4
 VARIANTS: list[dict[str, Any]] = [
     {"window": 2},
     {"qk_norm": None, "clip": 0.05},
-    {"weights_sum_to_one": True},
+    {"router": Router()},
     {},
 ]
 
@@ -89,9 +91,10 @@ def device_of(name: str, checkpoint: Checkpoint, dtype: str) -> TorchDevice | Ml
     return MlxDevice(checkpoint, layout, keep_logits=True)
 
 
-@pytest.mark.parametrize("setting", ["heads", "rope_theta", "intermediate", "top_k"])
-def test_what_devices_keep_alike_in_all_layers_may_not_differ(setting: str) -> None:
+@pytest.mark.parametrize(
+    ("setting", "value"), [("heads", 10), ("rotary", Rotary(theta=7.0)), ("intermediate", 88), ("top_k", 2)]
+)
+def test_what_devices_keep_alike_in_all_layers_may_not_differ(setting: str, value: Any) -> None:
     first, *others = OLMOE.pattern
-    value = getattr(first.grouped if hasattr(first.grouped, setting) else first.feed_forward, setting)
     with pytest.raises(BadInput, match=f"its layers differ in {setting}, .*moesched simulate"):
-        require_runs(replace(OLMOE, pattern=(first.varied(**{setting: value * 2}), *others)))
+        require_runs(replace(OLMOE, pattern=(first.varied(**{setting: value}), *others)))

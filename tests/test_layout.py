@@ -177,6 +177,10 @@ def test_the_named_shapes_have_the_parameters_that_they_are_known_for() -> None:
         "dbrx": pytest.approx(131.6, abs=0.1),
         "qwen3-30b-a3b": pytest.approx(30.5, abs=0.05),
         "olmoe-1b-7b": pytest.approx(6.92, abs=0.005),
+        "minimax-m2": pytest.approx(229, abs=0.5),
+        "glm-4.5": pytest.approx(353, abs=0.5),
+        "glm-4.5-air": pytest.approx(107, abs=0.5),
+        "glm-4.7": pytest.approx(353, abs=0.5),
     }
 
 

@@ -21,6 +21,7 @@ from benchmarks.shared.random_models import (
     prompts_of,
     qwen,
     random_dbrx,
+    random_minimax,
     random_olmoe,
     random_qwen,
 )
@@ -30,6 +31,7 @@ from moesched.devices.torch.device import TorchDevice
 from moesched.errors import BadInput
 from moesched.models.checkpoint import open_checkpoint
 from moesched.models.config import ModelConfig
+from moesched.models.layers import FeedForward, Router
 from moesched.models.layout import weight_layout
 from moesched.models.random_model import write_random_model
 from moesched.models.reading import read_config
@@ -66,7 +68,10 @@ SMALL = {"qwen3_moe": small("qwen3-30b-a3b", head_dim=10), "olmoe": small("olmoe
 # ---------------------------------------------------------------- Hugging Face
 
 
-@pytest.mark.parametrize(("seed", "make"), [*zip(range(9), cycle([random_qwen, random_olmoe, random_dbrx]))])
+FAMILIES = [random_qwen, random_olmoe, random_dbrx, random_minimax]
+
+
+@pytest.mark.parametrize(("seed", "make"), [*zip(range(12), cycle(FAMILIES))])
 def test_tokens_of_a_random_model_cut_into_small_pages_equal_those_of_hugging_face(
     tmp_path: Path, make: Any, seed: int
 ) -> None:
@@ -140,7 +145,9 @@ def test_a_router_large_enough_to_be_packed_is_kept_as_it_is_computed_with(
 def test_weights_that_need_not_sum_to_one_are_shares_of_a_softmax_over_all_experts() -> None:
     torch.manual_seed(3)
     x_TD, router = torch.randn(30, 16), torch.randn(9, 16)
-    experts_Tk, weights_Tk = functions.route(x_TD, [router], 4, sum_to_one=False)
+    experts_Tk, weights_Tk = functions.route(
+        x_TD, [router], FeedForward(experts=9, top_k=4, router=Router(normalised=False))
+    )
     shares_TE = (x_TD @ router.T).softmax(-1)
     assert torch.equal(experts_Tk, shares_TE.topk(4).indices.sort(-1).values)
     assert torch.allclose(weights_Tk, shares_TE.gather(-1, experts_Tk), atol=1e-6)

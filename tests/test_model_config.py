@@ -13,6 +13,7 @@ from moesched.models.checkpoint import open_checkpoint
 from moesched.models.headers import header_copy
 from moesched.models.layers import FeedForward, GroupedAttention
 from moesched.models.reading import read_config
+from moesched.models.rotary import Rotary
 from moesched.models.shapes import SHAPES
 from stored_checkpoints import (
     published,
@@ -44,7 +45,9 @@ def test_every_setting_reaches_the_configuration(tmp_path: Path) -> None:
         torch_dtype="bfloat16",
     )
     assert (config.name, config.layers, config.hidden, config.vocabulary) == (tmp_path.name, 2, 6, 11)
-    assert config.attention == GroupedAttention(heads=3, kv_heads=1, head_dim=4, rope_theta=5e5, window=8)
+    assert config.attention == GroupedAttention(
+        heads=3, kv_heads=1, head_dim=4, rotary=Rotary(theta=5e5), window=8
+    )
     assert config.routed == FeedForward(experts=3, top_k=2, intermediate=5)
     assert (config.norm_eps, config.max_positions, config.tied_embeddings) == (1e-4, 99, True)
     assert (config.stop_tokens, config.dtype) == ((3, 4), "bfloat16")
@@ -61,7 +64,7 @@ def test_every_setting_reaches_the_configuration(tmp_path: Path) -> None:
     ],
 )
 def test_rope_settings_are_read_in_either_spelling(tmp_path: Path, rope: dict[str, Any]) -> None:
-    assert config_of(tmp_path, **rope).attention.rope_theta == 77.0
+    assert config_of(tmp_path, **rope).attention.rotary.theta == 77.0
 
 
 def test_a_null_means_the_default_of_hugging_face(tmp_path: Path) -> None:
@@ -77,7 +80,7 @@ def test_a_null_means_the_default_of_hugging_face(tmp_path: Path) -> None:
     )
     attention = config.attention
     assert (attention.head_dim, attention.kv_heads) == (2, 3)  # hidden_size // heads, as many as heads
-    assert (attention.rope_theta, config.norm_eps) == (1e4, 1e-6)
+    assert (attention.rotary.theta, config.norm_eps) == (1e4, 1e-6)
     assert (attention.window, config.stop_tokens) == (None, ())  # null switches these off
 
 

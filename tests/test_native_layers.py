@@ -34,6 +34,7 @@ from moesched.devices.native.kernels import NativeKernels
 from moesched.devices.products.crossover import Shape
 from moesched.errors import BadInput
 from moesched.models.config import ModelConfig
+from moesched.models.layers import Router
 from moesched.models.stored_formats import CODED
 from small_models import SMALL
 
@@ -47,7 +48,7 @@ MODELS = {
     "norms of heads": PLAIN.varied(qk_norm="head"),
     "norms of projections": PLAIN.varied(qk_norm="projection"),
     "LayerNorm and clipping": PLAIN.varied(norm="layer", clip=0.5),
-    "weights of all experts": PLAIN.varied(weights_sum_to_one=False, top_k=4),
+    "weights of all experts": PLAIN.varied(router=Router(normalised=False), top_k=4),
     "one expert": PLAIN.varied(experts=1, top_k=1),
 }
 
@@ -141,7 +142,7 @@ def test_embeddings_are_copied_and_angles_are_those_of_torch(native: NativeKerne
     embed = kernels_of(PLAIN, native).bound("embed", weights, Memory(3))
     hidden_TD, angles = embed(ids, positions)
     assert torch.equal(hidden_TD, embedding_VD[ids])
-    expected = functions.rotary(torch.tensor(positions), PLAIN.attention.head_dim, PLAIN.attention.rope_theta)
+    expected = functions.rotary_angles(torch.tensor(positions), PLAIN.attention)
     for ours, theirs in zip(angles, expected, strict=True):
         assert torch.allclose(ours, theirs, atol=1e-6)
 
@@ -222,7 +223,7 @@ def test_a_token_has_the_same_bits_alone_and_beside_few_or_many_others(
     kernels, weights = kernels_of(config, native), weights_of(config)
     hidden_TD = random(tokens, config.hidden, seed=64)
     attended_TX = random(tokens, config.attention.query_width, seed=65)
-    angles = functions.rotary(torch.arange(tokens), config.attention.head_dim, config.attention.rope_theta)
+    angles = functions.rotary_angles(torch.arange(tokens), config.attention)
     together = inputs(kernels, hidden_TD, weights, angles)
     out_TD, _, counts = after_attention(kernels, hidden_TD, attended_TX, weights)
     assert sum(counts.values()) == tokens * config.routed.top_k
@@ -279,7 +280,7 @@ def test_norms_and_a_router_may_be_in_float32(native: NativeKernels, config: Mod
         random(9, config.hidden, seed=62),
         random(9, config.attention.query_width, seed=63),
     )
-    angles = functions.rotary(torch.arange(9), config.attention.head_dim, config.attention.rope_theta)
+    angles = functions.rotary_angles(torch.arange(9), config.attention)
     assert torch.equal(*(inputs(kernels, hidden_TD, each, angles) for each in (weights, wide)))
     (routed, wide_routed) = (kernels.bound("route", each, Memory(9))(hidden_TD) for each in (weights, wide))
     assert torch.equal(routed.x_TD, wide_routed.x_TD)

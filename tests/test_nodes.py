@@ -16,6 +16,7 @@ from moesched.errors import TaskFailed, TransportError
 from moesched.machines.networks import NETWORK
 from moesched.models.checkpoint import open_checkpoint
 from moesched.models.layout import weight_layout
+from moesched.models.rotary import Rotary
 from moesched.plugins import make_policy
 from moesched.requests.batch import split_batch
 from moesched.runs.hardware import run
@@ -31,7 +32,7 @@ from small_models import SMALL, small_model
 
 MIXTRAL = SMALL.varied(layers=3, name="mixtral")
 DBRX = SMALL.varied(
-    layers=3, name="dbrx", form="dbrx", transposed_down=True, norm="layer", clip=8.0, rope_theta=5e5,
+    layers=3, name="dbrx", form="dbrx", transposed_down=True, norm="layer", clip=8.0, rotary=Rotary(theta=5e5),
     experts=5, top_k=3,
 )  # fmt: skip
 MODELS = {config.name: config for config in (MIXTRAL, DBRX)}

@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from against_hugging_face import assert_same_tokens, generated
-from benchmarks.shared.random_models import COMMON, dbrx, mixtral, olmoe, qwen, ready
+from benchmarks.shared.random_models import COMMON, dbrx, glm, minimax, mixtral, olmoe, qwen, ready
 from tables import table
 
 DEVICES = {
@@ -50,6 +50,8 @@ MODELS: dict[str, Callable[..., Any]] = {
     "dbrx": dbrx,
     "olmoe": olmoe,
     "qwen": qwen,
+    "minimax": minimax,
+    "glm": glm,
     "llama": partial(dense, LlamaForCausalLM, LlamaConfig),
     "mistral": partial(dense, MistralForCausalLM, MistralConfig),
     "ministral": partial(dense, MinistralForCausalLM, MinistralConfig),

@@ -18,13 +18,14 @@ from against_hugging_face import assert_same_tokens, generated
 from benchmarks.gpu._peers import hugging_face
 from moesched.errors import BadInput
 from moesched.models.config import ModelConfig
+from moesched.models.layers import Router
 from moesched.models.random_model import write_random_model
 from moesched.models.reading import read_config
 from small_models import SMALL_DBRX, TINY
 
 DENSE = TINY.varied(experts=1, top_k=1, window=16, tied_embeddings=True, form="llama")
-QWEN = TINY.varied(form="qwen3_moe", qk_norm="head", tied_embeddings=True, weights_sum_to_one=False)
-OLMOE = TINY.varied(form="olmoe", head_dim=16, qk_norm="projection", weights_sum_to_one=False)
+QWEN = TINY.varied(form="qwen3_moe", qk_norm="head", tied_embeddings=True, router=Router(normalised=False))
+OLMOE = TINY.varied(form="olmoe", head_dim=16, qk_norm="projection", router=Router(normalised=False))
 SOME_WINDOWS = msgspec.structs.replace(DENSE, pattern=(DENSE.layer(0), DENSE.layer(1).varied(window=None)))
 
 

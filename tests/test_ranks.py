@@ -21,6 +21,7 @@ from moesched.machines.roofline import Roofline
 from moesched.models.checkpoint import Checkpoint, open_checkpoint
 from moesched.models.config import ModelConfig
 from moesched.models.layout import Page, WeightLayout, weight_layout
+from moesched.models.rotary import Rotary
 from moesched.models.tensor_parallel import cut_checkpoint
 from moesched.plugins import make_policy
 from moesched.requests.batch import split_batch
@@ -43,7 +44,7 @@ DBRX = SMALL.varied(
     transposed_down=True,
     norm="layer",
     clip=8.0,
-    rope_theta=5e5,
+    rotary=Rotary(theta=5e5),
 )
 QWEN = SMALL.varied(layers=3, name="qwen", form="qwen3_moe", qk_norm="head")
 TIED = SMALL.varied(layers=2, name="tied", tied_embeddings=True)

@@ -26,6 +26,7 @@ from moesched.cli.logs import send_logs_to_stderr
 from moesched.cluster.cluster_jobs import run_local
 from moesched.models.config import ModelConfig
 from moesched.models.random_model import write_random_model
+from moesched.models.rotary import Rotary
 from moesched.models.shapes import SHAPES
 
 GAP = 1e-4
@@ -60,7 +61,7 @@ MIXTRAL = SHAPES["mixtral-0.8b"].varied(
     experts=8, top_k=2, vocabulary=512, stop_tokens=(),
 )  # fmt: skip
 DBRX = MIXTRAL.varied(
-    name="dbrx", form="dbrx", transposed_down=True, norm="layer", clip=8.0, rope_theta=5e5, experts=16,
+    name="dbrx", form="dbrx", transposed_down=True, norm="layer", clip=8.0, rotary=Rotary(theta=5e5), experts=16,
     top_k=4,
 )  # fmt: skip
 

@@ -29,6 +29,7 @@ from moesched.devices.shared.coded import Coded
 from moesched.devices.torch.device import TorchDevice
 from moesched.models.checkpoint import Checkpoint, open_checkpoint
 from moesched.models.coded_models import MIXES
+from moesched.models.layers import Router
 from moesched.models.layout import weight_layout
 from moesched.models.random_model import write_random_model
 from moesched.models.stored_formats import CODED, STORED_FORMATS
@@ -47,7 +48,9 @@ FAMILIES = {
     "mixtral": MIXTRAL,
     "dbrx": DBRX,
     "olmoe": OLMOE,
-    "qwen3_moe": MIXTRAL.varied(form="qwen3_moe", window=None, qk_norm="head", weights_sum_to_one=False),
+    "qwen3_moe": MIXTRAL.varied(
+        form="qwen3_moe", window=None, qk_norm="head", router=Router(normalised=False)
+    ),
     "llama": MIXTRAL.varied(form="llama", window=None, experts=1, top_k=1),
 }
 

@@ -41,6 +41,7 @@ from benchmarks.shared.random_models import (
     load_model,
     prompts_of,
     random_dbrx,
+    random_minimax,
     random_mixtral,
     random_olmoe,
     random_qwen,
@@ -69,6 +70,7 @@ MAKERS: dict[str, Callable[[int], Any]] = {
     "dbrxs": random_dbrx,
     "qwens": random_qwen,
     "olmoes": random_olmoe,
+    "minimaxes": random_minimax,
 }
 
 

@@ -16,7 +16,19 @@ from moesched.devices.torch.device import TorchDevice
 from moesched.machines import Machine
 from moesched.models.config import ModelConfig
 from moesched.plugins import make_policy
-from odd_models import CODED, CODED_IN_FIVE_BITS, DBRX, MIXTRAL, OLMOE, PROMPTS, Reference, Streamed, name_of
+from odd_models import (
+    CODED,
+    CODED_IN_FIVE_BITS,
+    DBRX,
+    GLM,
+    MINIMAX,
+    MIXTRAL,
+    OLMOE,
+    PROMPTS,
+    Reference,
+    Streamed,
+    name_of,
+)
 
 Model = tuple[ModelConfig, str]
 """A config and the dtype of the run."""
@@ -111,6 +123,8 @@ SCHEDULES = Grid(
         (CODED, "bfloat16"),
         (DBRX, "bfloat16"),
         (OLMOE, "bfloat16"),
+        (MINIMAX, "bfloat16"),
+        (GLM, "bfloat16"),
     ],
     ways=[
         Way("one memory", TorchDevice, ONE_MEMORY),

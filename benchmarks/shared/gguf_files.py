@@ -170,7 +170,7 @@ def _describe(writer: Any, config: ModelConfig) -> None:
     else:
         writer.add_layer_norm_eps(config.norm_eps)
     writer.add_rope_dimension_count(attention.head_dim)
-    writer.add_rope_freq_base(attention.rope_theta)
+    writer.add_rope_freq_base(attention.rotary.theta)
     if attention.clip is not None:
         writer.add_clamp_kqv(attention.clip)
     if attention.window is not None:

@@ -12,6 +12,10 @@ from transformers import (
     AutoModelForCausalLM,
     DbrxConfig,
     DbrxForCausalLM,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
+    MiniMaxM2Config,
+    MiniMaxM2ForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
     OlmoeConfig,
@@ -27,6 +31,20 @@ DECISIVE = 1e-4
 """A smaller gap between the first and the second logit may fall either way."""
 NO_CLIP = 1e9
 """Hugging Face's code accepts no clip_qkv of null, though its configuration does; this one clips nothing."""
+
+SCALINGS: tuple[dict[str, Any], ...] = (
+    {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
+    {
+        "rope_type": "llama3",
+        "rope_theta": 100.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+    {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 64},
+)
+"""Rotary embeddings for longer contexts."""
 
 COMMON: dict[str, Any] = {
     "vocab_size": 97,
@@ -75,6 +93,40 @@ def qwen(**changes: Any) -> Qwen3MoeForCausalLM:
         **changes,
     }
     model: Qwen3MoeForCausalLM = ready(with_norms(Qwen3MoeForCausalLM(Qwen3MoeConfig(**settings))))
+    return model
+
+
+def minimax(**changes: Any) -> MiniMaxM2ForCausalLM:
+    """A small random MiniMax-M2 whose norms differ from each other, and whose router's corrections matter."""
+    settings = {
+        **COMMON,
+        "intermediate_size": 24,
+        "head_dim": 8,
+        "rotary_dim": 4,
+        "num_local_experts": 12,
+        "num_experts_per_tok": 3,
+        **changes,
+    }
+    model: MiniMaxM2ForCausalLM = with_corrections(MiniMaxM2ForCausalLM(MiniMaxM2Config(**settings)))
+    return model
+
+
+def glm(**changes: Any) -> Glm4MoeForCausalLM:
+    """A small random GLM-4.5 with a dense layer, whose norms and biases differ, and whose corrections matter."""
+    settings = {
+        **COMMON,
+        "num_hidden_layers": 3,
+        "intermediate_size": 40,
+        "moe_intermediate_size": 24,
+        "head_dim": 8,
+        "n_routed_experts": 12,
+        "num_experts_per_tok": 3,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "routed_scaling_factor": 1.5,
+        **changes,
+    }
+    model: Glm4MoeForCausalLM = with_corrections(Glm4MoeForCausalLM(Glm4MoeConfig(**settings)))
     return model
 
 
@@ -164,6 +216,25 @@ def random_qwen(seed: int) -> Qwen3MoeForCausalLM:
     )
 
 
+def random_minimax(seed: int) -> MiniMaxM2ForCausalLM:
+    """Odd and even head counts and sizes, 3 to 64 experts, top-1 to top-8, parts of heads that rotate, and scalings."""
+    chosen, kv_heads, heads = _heads(seed)
+    experts, half = chosen.choice([3, 7, 16, 64]), chosen.randint(1, 9)
+    torch.manual_seed(seed)
+    return minimax(
+        hidden_size=chosen.randint(9, 70),
+        head_dim=2 * half,
+        rotary_dim=2 * chosen.randint(1, half),
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        intermediate_size=chosen.randint(5, 90),
+        num_local_experts=experts,
+        num_experts_per_tok=chosen.randint(1, min(8, experts)),
+        rope_parameters=chosen.choice([None, *SCALINGS]),
+        tie_word_embeddings=chosen.random() < 0.3,
+    )
+
+
 def random_dbrx(seed: int) -> DbrxForCausalLM:
     """Odd and even head counts and sizes, 3 to 16 experts, top-1 to top-4, clips that bite, hardly bite or never do."""
     chosen, kv_heads, heads = _heads(seed)
@@ -201,6 +272,15 @@ def ready(model: Any) -> Any:
     """The model as it can be compared."""
     model.set_experts_implementation("eager")  # the others take no sizes that are odd
     return model.eval()
+
+
+def with_corrections(model: Any) -> Any:
+    """The model with norms and biases that differ, and corrections of its routers."""
+    with torch.no_grad():
+        for name, weight in [*model.named_parameters(), *model.named_buffers()]:
+            if name.endswith("bias"):
+                weight.copy_(0.2 * torch.randn(weight.shape))
+    return ready(with_norms(model))
 
 
 def with_norms(model: Any) -> Any:

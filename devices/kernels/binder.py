@@ -73,7 +73,7 @@ class Binder:
         )
 
     def expert(
-        self, weights: Weights, expert: int, rows: int, *, on_host: bool = False
+        self, weights: Weights, expert: int | None, rows: int, *, on_host: bool = False
     ) -> tuple[Kernel, Bound]:
         """The kernel for an expert on a number of rows, and that kernel bound to the expert's weights."""
         part = weights.expert(expert)

@@ -12,7 +12,8 @@ import torch
 from moesched import plugins
 from moesched.errors import KernelFailed
 from moesched.models.config import ModelConfig
-from moesched.models.layers import FeedForward, GroupedAttention, Layer
+from moesched.models.layers import FeedForward, GroupedAttention, Layer, Router
+from moesched.models.rotary import Rotary
 from moesched.models.stored_formats import CODED, STORED_FORMATS, StoredFormat
 
 from ..native.compiled import instruction_sets
@@ -81,7 +82,7 @@ def check_kernel(
 def _configs() -> Iterator[ModelConfig]:
     """Small models: a plain one; norms of heads, clipping and weights that do not sum to one; one expert; wide rows.
 
-    The last rotates neighbours.
+    The third rotates a part of each head. The last has biases, rotates neighbours, and its router is corrected.
     """
     attention = GroupedAttention(heads=4, kv_heads=2, head_dim=24)
     network = FeedForward(experts=6, top_k=2, intermediate=72)
@@ -97,9 +98,16 @@ def _configs() -> Iterator[ModelConfig]:
         dtype="bfloat16",
     )
     yield plain
-    yield plain.varied(qk_norm="head", clip=0.5, weights_sum_to_one=False, norm="layer")
-    yield plain.varied(qk_norm="projection", experts=1, top_k=1)
-    yield plain.varied(hidden=256, intermediate=256, head_dim=64, interleaved=True)
+    yield plain.varied(qk_norm="head", clip=0.5, router=Router(normalised=False), norm="layer")
+    yield plain.varied(qk_norm="projection", experts=1, top_k=1, rotary=Rotary(width=16))
+    yield plain.varied(
+        hidden=256,
+        intermediate=256,
+        head_dim=64,
+        rotary=Rotary(interleaved=True),
+        router=Router(score="sigmoid", corrected=True, scale=1.5),
+        biases="qkv",
+    )
 
 
 def cpu_resources(config: ModelConfig, dtype: torch.dtype, threads: NativeKernels | None) -> Resources:

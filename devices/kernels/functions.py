@@ -21,7 +21,7 @@ import torch.nn.functional as F
 
 from moesched.models.config import ModelConfig, NormKind
 from moesched.models.footprint import QUERY_TILE
-from moesched.models.layers import GroupedAttention
+from moesched.models.layers import FeedForward, GroupedAttention
 
 from ..products.linear import Blocks, Tensor, linear
 from .fused_attention import queries_in_a_piece
@@ -77,34 +77,43 @@ def embed(tokens_T: Tensor, embedding_VD: Tensor) -> Tensor:
 # ---------------------------------------------------------------- attention
 
 
-def rotary(positions_T: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """Cosines and signed sines (T, 1, d), float32, that rotate queries and keys by their positions."""
-    return angles(positions_T, rotary_frequencies(head_dim, theta, positions_T.device))
+def rotary_angles(positions_T: Tensor, attention: GroupedAttention) -> tuple[Tensor, Tensor]:
+    """Cosines and signed sines (T, 1, w), float32, that rotate w entries of queries and keys by their positions."""
+    frequencies_h = rotary_frequencies(attention, positions_T.device)
+    return angles(positions_T, frequencies_h, attention.rotary.magnitude)
 
 
-def rotary_frequencies(head_dim: int, theta: float, device: torch.device) -> Tensor:
-    """The angle by which each pair of a head's entries turns from one position to the next: (d / 2), float32."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
-    return 1.0 / theta**exponents
+def rotary_frequencies(attention: GroupedAttention, device: torch.device) -> Tensor:
+    """The angle by which each pair of a head's entries turns from one position to the next: (w / 2), float32."""
+    rotary, head_dim = attention.rotary, attention.head_dim
+    width = rotary.turning(head_dim)
+    exponents = torch.arange(0, width, 2, dtype=torch.float32, device=device) / width
+    frequencies_h = 1.0 / rotary.theta**exponents
+    slowed = rotary.slowed(head_dim)
+    return frequencies_h * torch.tensor(slowed, device=device) if slowed else frequencies_h
 
 
-def angles(positions_T: Tensor, frequencies_h: Tensor) -> tuple[Tensor, Tensor]:
-    """As `rotary`, by the frequencies."""
+def angles(positions_T: Tensor, frequencies_h: Tensor, magnitude: float = 1.0) -> tuple[Tensor, Tensor]:
+    """As `rotary_angles`, by the frequencies."""
     angles_Th = positions_T[:, None].float() * frequencies_h
-    cos_T1d, sin_T1d = (half.repeat(1, 2)[:, None] for half in (angles_Th.cos(), angles_Th.sin()))
-    sin_T1d[..., : len(frequencies_h)].neg_()
-    return cos_T1d, sin_T1d
+    halves = angles_Th.cos() * magnitude, angles_Th.sin() * magnitude
+    cos_T1w, sin_T1w = (half.repeat(1, 2)[:, None] for half in halves)
+    sin_T1w[..., : len(frequencies_h)].neg_()
+    return cos_T1w, sin_T1w
 
 
-def apply_rotary(x_THd: Tensor, cos_T1d: Tensor, sin_T1d: Tensor) -> Tensor:
-    """Heads rotated by `rotary`'s angles; entries i and i + d/2 of a head make a pair."""
-    swapped = x_THd.roll(x_THd.shape[-1] // 2, dims=-1)
-    return torch.addcmul(x_THd * cos_T1d, swapped, sin_T1d).to(x_THd.dtype)
+def apply_rotary(x_THd: Tensor, cos_T1w: Tensor, sin_T1w: Tensor, *, interleaved: bool = False) -> Tensor:
+    """Heads whose first w entries are rotated by `rotary_angles`; entries i and i + w/2 of a head make a pair.
 
-
-def in_halves(x_THd: Tensor) -> Tensor:
-    """Heads with entries 2i and 2i + 1 moved to i and i + d/2."""
-    return x_THd.view(*x_THd.shape[:-1], -1, 2).mT.flatten(-2)
+    interleaved: entries 2i and 2i + 1 make a pair instead, and go to i and i + w/2.
+    """
+    width = cos_T1w.shape[-1]
+    turning = x_THd[..., :width]
+    if interleaved:
+        turning = turning.unflatten(-1, (-1, 2)).mT.flatten(-2)
+    swapped = turning.roll(width // 2, dims=-1)
+    turned = torch.addcmul(turning * cos_T1w, swapped, sin_T1w).to(x_THd.dtype)
+    return turned if width == x_THd.shape[-1] else torch.cat([turned, x_THd[..., width:]], dim=-1)
 
 
 def project_qkv(
@@ -118,11 +127,21 @@ def project_qkv(
 
     Args:
         weights: a layer's row blocks by name: attention_norm, qkv, and q_norm and k_norm where it has them.
-        angles: cosines and signed sines as `rotary` gives them.
+        angles: cosines and signed sines as `rotary_angles` gives them.
         attention: the description of the layer's attention.
     """
     x_TD = norm(hidden_TD, weights["attention_norm"][0], config.norm_eps, config.norm)
     return rotated_heads(linear(x_TD, weights["qkv"]), weights, angles, config, attention)
+
+
+def qkv_bias(weights: Mapping[str, Blocks], attention: GroupedAttention) -> Tensor | None:
+    """The bias of queries, keys and values (X), with zeros for projections that have none; None if none has one."""
+    widths = {"q": attention.query_width, "k": attention.key_width, "v": attention.key_width}
+    biases = {name: weights[f"{name}_bias"][0] for name in widths if name in attention.biases}
+    if not biases:
+        return None
+    like = next(iter(biases.values()))
+    return torch.cat([biases.get(name, like.new_zeros(width)) for name, width in widths.items()])
 
 
 def rotated_heads(
@@ -132,16 +151,21 @@ def rotated_heads(
     config: ModelConfig,
     attention: GroupedAttention,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Split, normalise, clip and rotate projected queries, keys and values (T, X); returned as by `project_qkv`."""
+    """Add biases to projected queries, keys and values (T, X), split, normalise, clip and rotate them.
+
+    They are returned as by `project_qkv`.
+    """
     heads, kv_heads = attention.heads, attention.kv_heads
+    bias_X = qkv_bias(weights, attention)
+    if bias_X is not None:
+        x_TX = x_TX + bias_X.to(x_TX.dtype)
     if attention.qk_norm:
         qk_norms = weights["q_norm"][0], weights["k_norm"][0]
         _normalise_heads(x_TX, heads, kv_heads, qk_norms, config.norm_eps)
     if attention.clip is not None:
         x_TX = x_TX.clamp(-attention.clip, attention.clip)
     x_TXd = x_TX.view(x_TX.shape[0], heads + 2 * kv_heads, -1)
-    turning_TXd = x_TXd[:, : heads + kv_heads]
-    turned = apply_rotary(in_halves(turning_TXd) if attention.interleaved else turning_TXd, *angles)
+    turned = apply_rotary(x_TXd[:, : heads + kv_heads], *angles, interleaved=attention.rotary.interleaved)
     parts = turned[:, :heads], turned[:, heads:], x_TXd[:, heads + kv_heads :]
     q_THd, k_TKd, v_TKd = (part.contiguous() for part in parts)  # copies, so that the whole can be freed
     return q_THd, k_TKd, v_TKd
@@ -271,21 +295,29 @@ def scores(logits_TE: Tensor) -> Tensor:
     return logits_TE.softmax(dim=-1).mean(dim=0)
 
 
-def route(x_TD: Tensor, router: Blocks, top_k: int, sum_to_one: bool = True) -> tuple[Tensor, Tensor]:
+def route(
+    x_TD: Tensor, router: Blocks, network: FeedForward, bias_E: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """The experts of each token and their weights, as `choose_experts` gives them; x is the router's input."""
-    return choose_experts(router_logits(x_TD, router), top_k, sum_to_one)
+    return choose_experts(router_logits(x_TD, router), network, bias_E)
 
 
-def choose_experts(logits_TE: Tensor, top_k: int, sum_to_one: bool = True) -> tuple[Tensor, Tensor]:
+def choose_experts(
+    logits_TE: Tensor, network: FeedForward, bias_E: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """The experts of each token (int64, ascending) and their weights (float32), both (T, k).
 
-    With `sum_to_one`, weights are a softmax of the top-k logits, as in Mixtral; that equals a softmax over all experts
-    whose top k are divided by their sum. Otherwise they are taken from the softmax over all experts.
+    bias_E: what the choice adds to the scores of a corrected router, but not the weights.
     """
-    top_Tk, experts_Tk = logits_TE.topk(top_k, dim=-1)
-    experts_Tk, order_Tk = experts_Tk.sort(dim=-1)
-    chosen_Tk = top_Tk.gather(-1, order_Tk)
-    if sum_to_one:
+    router = network.router
+    scores_TE = logits_TE if router.score == "softmax" else logits_TE.sigmoid()
+    choice_TE = scores_TE if bias_E is None else scores_TE + bias_E
+    experts_Tk = choice_TE.topk(network.top_k, dim=-1).indices.sort(dim=-1).values
+    chosen_Tk = scores_TE.gather(-1, experts_Tk)
+    if router.score == "sigmoid":
+        weights_Tk = chosen_Tk / chosen_Tk.sum(-1, keepdim=True) if router.normalised else chosen_Tk
+        return experts_Tk, weights_Tk * router.scale
+    if router.normalised:  # equals the chosen of a softmax over all, divided by their sum
         return experts_Tk, chosen_Tk.softmax(dim=-1)
     return experts_Tk, (chosen_Tk - logits_TE.logsumexp(dim=-1, keepdim=True)).exp()
 
@@ -293,7 +325,7 @@ def choose_experts(logits_TE: Tensor, top_k: int, sum_to_one: bool = True) -> tu
 def sorted_by_expert(experts_Tk: Tensor) -> Order:
     """Sort the (token, expert) pairs by expert."""
     order_n = experts_Tk.view(-1).argsort(stable=True)
-    return Order(order_n // experts_Tk.shape[1], order_n.argsort().view_as(experts_Tk))
+    return Order(order_n // max(1, experts_Tk.shape[1]), order_n.argsort().view_as(experts_Tk))
 
 
 def sum_experts(y_nD: Tensor, rows_Tk: Tensor, weights_Tk: Tensor) -> Tensor:

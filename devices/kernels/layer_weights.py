@@ -19,7 +19,7 @@ from .seam import COLUMNS, PACKED, ROWS, Operation
 Tensor = torch.Tensor
 Blocks = Sequence[Tensor]
 A = TypeVar("A", bound=ctypes.Structure)
-Held = list["array[int]"]
+Held = list["array[int] | array[float]"]
 """Arrays that a native call's arguments point to."""
 
 
@@ -51,8 +51,10 @@ class Weights(KernelWeights[Any]):
             for rows in map(rows_of, blocks)
         )
 
-    def expert(self, number: int) -> Weights:
-        """The matrices of one expert: gate, up, down."""
+    def expert(self, number: int | None) -> Weights:
+        """The matrices of one expert: gate, up, down; None for those of the network that every token uses."""
+        if number is None:
+            return self._part("shared", {part: f"shared_{part}" for part in EXPERT_PARTS})
         return self._part(str(number), {part: f"experts.{number}.{part}" for part in EXPERT_PARTS})
 
     def matrix(self, name: str) -> Weights:

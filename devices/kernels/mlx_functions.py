@@ -17,7 +17,7 @@ import mlx.core as mx
 
 from moesched.models.config import ModelConfig, NormKind
 from moesched.models.footprint import EXPERT_TILE, EXPERTS_AT_ONCE, QUERY_TILE
-from moesched.models.layers import GroupedAttention
+from moesched.models.layers import FeedForward, GroupedAttention
 
 from . import mlx_elements
 
@@ -88,19 +88,31 @@ def _joined(parts: list[Array], axis: int) -> Array:
 # ---------------------------------------------------------------- attention
 
 
-def rotary(positions_T: Array, head_dim: int, theta: float) -> tuple[Array, Array]:
-    """Cosines and signed sines (T, 1, d), float32, that rotate queries and keys by their positions."""
-    exponents = mx.arange(0, head_dim, 2, dtype=mx.float32) / head_dim
-    angles = positions_T[:, None].astype(mx.float32) * (1.0 / theta**exponents)
-    cos, sin = mx.cos(angles), mx.sin(angles)
+def rotary_angles(positions_T: Array, attention: GroupedAttention) -> tuple[Array, Array]:
+    """Cosines and signed sines (T, 1, w), float32, that rotate w entries of queries and keys by their positions."""
+    rotary, head_dim = attention.rotary, attention.head_dim
+    width = rotary.turning(head_dim)
+    frequencies_h = 1.0 / rotary.theta ** (mx.arange(0, width, 2, dtype=mx.float32) / width)
+    if slowed := rotary.slowed(head_dim):
+        frequencies_h = frequencies_h * mx.array(slowed)
+    angles = positions_T[:, None].astype(mx.float32) * frequencies_h
+    cos, sin = mx.cos(angles) * rotary.magnitude, mx.sin(angles) * rotary.magnitude
     return mx.concatenate([cos, cos], -1)[:, None], mx.concatenate([-sin, sin], -1)[:, None]
 
 
-def apply_rotary(x_THd: Array, cos_T1d: Array, sin_T1d: Array) -> Array:
-    """Heads rotated by `rotary`'s angles; entries i and i + d/2 of a head make a pair."""
-    first, second = mx.split(x_THd, 2, axis=-1)
+def apply_rotary(x_THd: Array, cos_T1w: Array, sin_T1w: Array, *, interleaved: bool = False) -> Array:
+    """Heads whose first w entries are rotated by `rotary_angles`; entries i and i + w/2 of a head make a pair.
+
+    interleaved: entries 2i and 2i + 1 make a pair instead, and go to i and i + w/2.
+    """
+    width = cos_T1w.shape[-1]
+    turning = x_THd[..., :width]
+    if interleaved:
+        turning = turning.reshape(*x_THd.shape[:-1], -1, 2).swapaxes(-1, -2).reshape(turning.shape)
+    first, second = mx.split(turning, 2, axis=-1)
     swapped = mx.concatenate([second, first], axis=-1)
-    return mlx_elements.turned(x_THd, swapped, cos_T1d, sin_T1d)
+    turned = mlx_elements.turned(turning, swapped, cos_T1w, sin_T1w)
+    return _joined([turned, x_THd[..., width:]] if width < x_THd.shape[-1] else [turned], axis=-1)
 
 
 def project_qkv(
@@ -113,7 +125,7 @@ def project_qkv(
     """Queries (T, H, d), keys and values (T, K, d) of tokens, normalised, clipped and rotated as the model requires.
 
     Args:
-        angles: cosines and signed sines as `rotary` gives them.
+        angles: cosines and signed sines as `rotary_angles` gives them.
         weights: `attention_norm` and `qkv`, and where the model has them `q_norm` and `k_norm`.
     """
     x_TX = linear(norm(hidden_TD, weights["attention_norm"][0], config.norm_eps, config.norm), weights["qkv"])
@@ -128,9 +140,8 @@ def project_qkv(
         x_TX = mlx_elements.clipped(x_TX, attention.clip)
     qk_TX, v_TX = mx.split(x_TX, (keys,), axis=-1)
     tokens = len(x_TX)
-    if attention.interleaved:
-        qk_TX = qk_TX.reshape(-1, head_dim // 2, 2).swapaxes(1, 2)  # entries 2i and 2i + 1 to i and i + d/2
-    qk_THd = apply_rotary(qk_TX.reshape(tokens, -1, head_dim), *angles)
+    interleaved = attention.rotary.interleaved
+    qk_THd = apply_rotary(qk_TX.reshape(tokens, -1, head_dim), *angles, interleaved=interleaved)
     q_THd, k_TKd = mx.split(qk_THd, (attention.heads,), axis=1)
     return q_THd, k_TKd, v_TX.reshape(tokens, -1, head_dim)
 
@@ -201,18 +212,26 @@ def scores(logits_TE: Array) -> Array:
     return mx.softmax(logits_TE, axis=-1).mean(axis=0)
 
 
-def choose_experts(logits_TE: Array, top_k: int, sum_to_one: bool = True) -> tuple[Array, Array]:
+def choose_experts(
+    logits_TE: Array, network: FeedForward, bias_E: Array | None = None
+) -> tuple[Array, Array]:
     """The experts of each token (uint32, ascending) and their weights (float32), both (T, k).
 
-    With `sum_to_one`, weights are a softmax of the top-k logits; otherwise they are taken from one over all experts.
+    bias_E: what the choice adds to the scores of a corrected router, but not the weights.
     """
+    router, top_k = network.router, network.top_k
+    scores_TE = logits_TE if router.score == "softmax" else mx.sigmoid(logits_TE)
+    choice_TE = scores_TE if bias_E is None else scores_TE + bias_E
     if top_k < logits_TE.shape[-1]:
-        experts_Tk = mx.argpartition(-logits_TE, kth=top_k - 1, axis=-1)[:, :top_k]
+        experts_Tk = mx.argpartition(-choice_TE, kth=top_k - 1, axis=-1)[:, :top_k]
     else:
         experts_Tk = mx.broadcast_to(mx.arange(top_k), logits_TE.shape)
     experts_Tk = mx.sort(experts_Tk.astype(mx.uint32), axis=-1)
-    chosen_Tk = mx.take_along_axis(logits_TE, experts_Tk, axis=-1)
-    if sum_to_one:
+    chosen_Tk = mx.take_along_axis(scores_TE, experts_Tk, axis=-1)
+    if router.score == "sigmoid":
+        weights_Tk = chosen_Tk / chosen_Tk.sum(-1, keepdims=True) if router.normalised else chosen_Tk
+        return experts_Tk, weights_Tk * router.scale
+    if router.normalised:
         return experts_Tk, mx.softmax(chosen_Tk, axis=-1)
     return experts_Tk, mlx_elements.probability(chosen_Tk, mx.logsumexp(logits_TE, axis=-1, keepdims=True))
 

@@ -50,8 +50,7 @@ class MlxEmbed(MlxKernel):
     def _embed(
         self, embedding_VD: Array, ids: list[int], positions: npt.NDArray[np.int64]
     ) -> tuple[Array, tuple[Array, Array]]:
-        attention = self._config.attention
-        angles = functions.rotary(mx.array(positions), attention.head_dim, attention.rope_theta)
+        angles = functions.rotary_angles(mx.array(positions), self._config.attention)
         return embedding_VD[mx.array(ids)], angles
 
 
@@ -113,7 +112,9 @@ class MlxRoute(MlxKernel):
         norm = partial(functions.norm, weight_D=weights["ffn_norm"][0], eps=config.norm_eps, kind=config.norm)
         if network.experts == 1:
             return partial(_route_to_one, norm)
-        return partial(_route, norm, weights["router"], network.top_k, network.weights_sum_to_one)
+        bias_E = weights["router_bias"][0] if network.router.corrected else None
+        choose = partial(functions.choose_experts, network=network, bias_E=bias_E)
+        return partial(_route, norm, weights["router"], choose)
 
 
 def _route_to_one(norm: Callable[[Array], Array], hidden_TD: Array) -> Routed:
@@ -123,11 +124,14 @@ def _route_to_one(norm: Callable[[Array], Array], hidden_TD: Array) -> Routed:
 
 
 def _route(
-    norm: Callable[[Array], Array], router: Sequence[Array], top_k: int, sum_to_one: bool, hidden_TD: Array
+    norm: Callable[[Array], Array],
+    router: Sequence[Array],
+    choose: Callable[[Array], tuple[Array, Array]],
+    hidden_TD: Array,
 ) -> Routed:
     x_TD = norm(hidden_TD)
     logits_TE = functions.router_logits(x_TD, router)
-    return Routed(x_TD, *functions.choose_experts(logits_TE, top_k, sum_to_one), logits_TE)
+    return Routed(x_TD, *choose(logits_TE), logits_TE)
 
 
 class GatheredExperts(MlxKernel):

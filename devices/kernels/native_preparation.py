@@ -11,6 +11,7 @@ from moesched.models.config import ModelConfig, NormKind
 
 from ..native.arguments import Head, Inputs, Layer, Norm
 from ..native.kernels import address, matrix_of
+from .functions import qkv_bias
 from .layer_weights import Blocks, Held, Tensor, Weights, format_of
 
 
@@ -29,13 +30,18 @@ class Preparation:
             heads=attention.heads,
             kv_heads=attention.kv_heads,
             head_dim=attention.head_dim,
-            interleaved=attention.interleaved,
+            turning=attention.rotary.turning(attention.head_dim),
+            interleaved=attention.rotary.interleaved,
             norm=self._norm(weights["attention_norm"][0], self._config.norm),
             clip=attention.clip or 0.0,
         )
         matrices = [list(blocks) for _, blocks in groupby(weights["qkv"], format_of)]
         held.append(array("q", chain(*((_held(blocks, held), sum(map(len, blocks))) for blocks in matrices))))
         inputs.projections, inputs.weights = len(matrices), address(held[-1])
+        bias_X = qkv_bias(weights, attention)
+        if bias_X is not None:
+            held.append(array("f", bias_X.bfloat16().tolist()))
+            inputs.bias = address(held[-1])
         if attention.qk_norm:
             query, key = weights["q_norm"][0], weights["k_norm"][0]
             inputs.query_norm, inputs.query_normed = self._norm(query, "rms"), len(query)
@@ -52,9 +58,13 @@ class Preparation:
             experts=network.experts,
             top_k=network.top_k,
             width=network.intermediate,
-            sum_to_one=network.weights_sum_to_one,
+            sum_to_one=network.router.normalised,
+            scale=network.router.scale,
             norm=self._norm(weights["ffn_norm"][0], self._config.norm),
         )
+        if network.router.corrected:
+            held.append(array("f", weights["router_bias"][0].float().tolist()))
+            layer.correction = address(held[-1])
         if "o" in weights:
             layer.output_weights = _held(weights["o"], held)
         if "router" in weights:

@@ -17,6 +17,7 @@ from moesched.models.config import ModelConfig
 from ..native.arguments import Head, Inputs, Layer, Tokens
 from ..native.compiled import formats, library, why_unusable
 from ..native.kernels import NativeKernels, address, check, matrix_of, numbers
+from . import functions
 from .layer_weights import Tensor, Weights
 from .memory import Memory
 from .native_preparation import Preparation
@@ -80,14 +81,13 @@ class NativeEmbed(NativeMemoryKernel):
 
     def bind(self, case: Case, weights: Weights, memory: Memory) -> Bound:
         """Bind the lookup of embeddings: (ids, positions) -> hidden_TD, angles."""
-        head_dim = self._config.attention.head_dim
+        attention = self._config.attention
+        turning = attention.rotary.turning(attention.head_dim)
         hidden_TD = hidden_states(memory, self._config)
         cosines, sines = (
-            memory.tensor(name, memory.rows, 1, head_dim, dtype=torch.float32)
-            for name in ("cosines", "sines")
+            memory.tensor(name, memory.rows, 1, turning, dtype=torch.float32) for name in ("cosines", "sines")
         )
-        exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-        frequencies = 1.0 / self._config.attention.rope_theta**exponents
+        frequencies = functions.rotary_frequencies(attention, torch.device("cpu"))
         ids, positions, embedding = (
             numbers(memory.rows),
             numbers(memory.rows),
@@ -96,7 +96,8 @@ class NativeEmbed(NativeMemoryKernel):
         arguments = Tokens(
             tokens=memory.rows,
             hidden=self._config.hidden,
-            head_dim=head_dim,
+            turning=turning,
+            magnitude=attention.rotary.magnitude,
             ids=address(ids),
             positions=address(positions),
             embedding=address(embedding),
@@ -173,16 +174,24 @@ class NativeRoute(NativeMemoryKernel):
 
     operation = "route"
 
+    def refusal(self, case: Case) -> str:
+        """Refuses layers without experts, too."""
+        assert case.layer is not None, "it is in a layer"
+        return super().refusal(case) or ("" if case.layer.feed_forward.experts else "it chooses experts")
+
     def bind(self, case: Case, weights: Weights, memory: Memory) -> Bound:
         """Bind norm, router and the choice of experts: (hidden_TD) -> Routed."""
         choices = choices_in(memory, self._config)
         layer = weights.arguments(Layer, self._prepare.layer)
         layer.tokens, layer.output_weights = memory.rows, None
-        _write_choices(layer, choices)
-        return partial(_route, self._bound(library().moesched_route, layer), layer, choices)
+        scores_TE = _write_choices(layer, choices, memory, case)
+        run = self._bound(library().moesched_route, layer)
+        return partial(_route, run, layer, choices, scores_TE)
 
 
-def _route(run: Callable[[], int], layer: Layer, choices: Routed, hidden_TD: Tensor) -> Routed:
+def _route(
+    run: Callable[[], int], layer: Layer, choices: Routed, held: Tensor | None, hidden_TD: Tensor
+) -> Routed:
     layer.residual = hidden_TD.data_ptr()
     check(run())
     return choices
@@ -225,6 +234,11 @@ class NativeMoELayer(NativeMemoryKernel):
 
     operation = "moe_layer"
 
+    def refusal(self, case: Case) -> str:
+        """Refuses networks that every token uses, too."""
+        assert case.layer is not None, "it is in a layer"
+        return super().refusal(case) or ("it runs routed experts" if case.layer.feed_forward.shared else "")
+
     def bind(self, case: Case, weights: Weights, memory: Memory) -> Bound:
         """Bind all that follows attention: (attended_TX, hidden_TD) -> hidden_TD, experts_Tk, counts."""
         hidden_TD, choices = hidden_states(memory, self._config), choices_in(memory, self._config)
@@ -233,9 +247,9 @@ class NativeMoELayer(NativeMemoryKernel):
         layer = weights.arguments(Layer, self._prepare.layer)
         layer.tokens, layer.projected = memory.rows, projected_TD.data_ptr()
         layer.out, layer.counts = hidden_TD.data_ptr(), address(counts)
-        _write_choices(layer, choices)
+        scores_TE = _write_choices(layer, choices, memory, case)
         run = self._bound(library().moesched_moe_layer, layer)
-        return _MoELayer(run, layer, hidden_TD, (choices, projected_TD), counts)
+        return _MoELayer(run, layer, hidden_TD, choices, (projected_TD, scores_TE), counts)
 
 
 class _MoELayer:
@@ -257,14 +271,15 @@ class _MoELayer:
         run: Callable[[], int],
         layer: Layer,
         out_TD: Tensor,
-        between: tuple[Routed, Tensor],
+        choices: Routed,
+        between: tuple[Tensor | None, ...],
         counts: array[int],
     ) -> None:
         self._run = run
         self._layer = layer
         self._out_TD = out_TD
-        self._between = between  # which C writes
-        self._experts_Tk = between[0].experts_Tk
+        self._between = choices, between  # which C writes
+        self._experts_Tk = choices.experts_Tk
         self._counts = counts
         self._attended_TX: Tensor | None = None
         self._residual_TD: Tensor | None = None
@@ -381,10 +396,18 @@ def choices_in(memory: Memory, config: ModelConfig) -> Routed:
     )
 
 
-def _write_choices(layer: Layer, choices: Routed) -> None:
+def _write_choices(layer: Layer, choices: Routed, memory: Memory, case: Case) -> Tensor | None:
+    """Write the addresses of a router's result; returns the tensor for its scores, which only C reads."""
+    assert case.layer is not None, "it is in a layer"
     layer.x, layer.chosen, layer.weights, layer.logits = (
         each.data_ptr() for each in choices if each is not None
     )
+    network = case.layer.feed_forward
+    if network.router.score == "softmax":
+        return None
+    scores_TE = memory.tensor("router scores", memory.rows, network.experts, dtype=torch.float32)
+    layer.scores = scores_TE.data_ptr()
+    return scores_TE
 
 
 NATIVE = (

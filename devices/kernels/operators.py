@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch.library import Library, infer_schema
 
+from moesched.models.layers import FeedForward, Router
+
 from . import functions
 
 Tensor = torch.Tensor
@@ -105,8 +107,8 @@ def attention_inputs(
     if clip is not None:
         parts = tuple(part.clamp(-clip, clip) for part in parts)
     for part, rotated in zip(parts[:2], out, strict=False):
-        part = functions.in_halves(part) if interleaved else part
-        rotated.copy_(functions.apply_rotary(part, cosines_T1d.double(), sines_T1d.double()))
+        angles = cosines_T1d.double(), sines_T1d.double()
+        rotated.copy_(functions.apply_rotary(part, *angles, interleaved=interleaved))
     v_TKd.copy_(parts[2])
 
 
@@ -227,7 +229,8 @@ def route(
     """Norm, router, and the choice of experts."""
     norm(hidden_TD, norm_D, eps, layer_norm, x_TD)
     logits_TE.copy_(_product(x_TD, torch.cat(blocks)))
-    chosen = functions.choose_experts(logits_TE, experts_Tk.shape[1], sum_to_one)
+    network = FeedForward(top_k=experts_Tk.shape[1], router=Router(normalised=sum_to_one))
+    chosen = functions.choose_experts(logits_TE, network)
     for out, values in zip((experts_Tk, weights_Tk), chosen, strict=True):
         out.copy_(values)
 

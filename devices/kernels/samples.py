@@ -128,11 +128,13 @@ def _attention_inputs(config: ModelConfig, dtype: torch.dtype, rows: int, cut: C
         "attention_norm": (config.hidden,),
         "qkv": (attention.qkv_width, config.hidden),
     }
+    widths = {"q": attention.query_width, "k": attention.key_width, "v": attention.key_width}
+    shapes |= {f"{name}_bias": (width,) for name, width in widths.items() if name in attention.biases}
     if attention.qk_norm:
         shapes |= dict.fromkeys(("q_norm", "k_norm"), (attention.head_dim,))
     weights = _weights(config, dtype, cut, shapes)
     hidden_TD = _random(dtype, rows, config.hidden, seed=9)
-    angles = functions.rotary(torch.arange(rows) * 3, attention.head_dim, attention.rope_theta)
+    angles = functions.rotary_angles(torch.arange(rows) * 3, attention)
     exact_angles = angles[0].double(), angles[1].double()
     exact = functions.project_qkv(hidden_TD.double(), _doubled(weights), exact_angles, config, attention)
 
@@ -165,14 +167,19 @@ def _output_projection(config: ModelConfig, dtype: torch.dtype, rows: int, cut: 
 
 def _route(config: ModelConfig, dtype: torch.dtype, rows: int, cut: Cut) -> Sample:
     network = config.routed
-    weights = _weights(
-        config, dtype, cut, {"ffn_norm": (config.hidden,), "router": (network.experts, config.hidden)}
-    )
+    shapes: dict[str, tuple[int, ...]] = {
+        "ffn_norm": (config.hidden,),
+        "router": (network.experts, config.hidden),
+    }
+    if network.router.corrected:
+        shapes["router_bias"] = (network.experts,)
+    weights = _weights(config, dtype, cut, shapes)
     hidden_TD = _random(dtype, rows, config.hidden, seed=12)
     norm_D = weights["ffn_norm"][0].double()
     x_TD = functions.norm(hidden_TD.double(), norm_D, config.norm_eps, config.norm)
     logits_TE = linear(x_TD, _doubled(weights)["router"])
-    chosen = functions.choose_experts(logits_TE, network.top_k, network.weights_sum_to_one)
+    bias_E = weights["router_bias"][0].double() if network.router.corrected else None
+    chosen = functions.choose_experts(logits_TE, network, bias_E)
 
     def call(bound: Bound, part: range) -> Tensor:
         return _by_expert(network.experts, *list(bound(_rows_of(hidden_TD, part)))[:3])

@@ -83,8 +83,8 @@ class TorchEmbed(PlainKernel):
         self, look_up: Callable[[Tensor], Tensor], ids: Sequence[int], positions: Sequence[int]
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         use_cores(1)
-        attention, indices = self._config.attention, self._resources.indices
-        angles = functions.rotary(indices(positions), attention.head_dim, attention.rope_theta)
+        indices = self._resources.indices
+        angles = functions.rotary_angles(indices(positions), self._config.attention)
         return look_up(indices(ids)), angles
 
 
@@ -95,7 +95,7 @@ class TorchAttentionInputs(TorchKernel):
 
     def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
         """Bind norm, projection and rotation: (hidden_TD, angles) -> q_THd, k_TKd, v_TKd."""
-        names = ("attention_norm", "qkv", "q_norm", "k_norm")
+        names = ("attention_norm", "qkv", "q_norm", "k_norm", "q_bias", "k_bias", "v_bias")
         tensors = {name: weights[name] for name in names if name in weights}
         product = self._product(case, weights.matrix("qkv"))
         assert case.layer is not None, "it is in a layer"
@@ -183,23 +183,29 @@ class TorchRoute(TorchKernel):
             eps=self._config.norm_eps,
             kind=self._config.norm,
         )
-        if network.experts == 1:
-            return partial(_route_to_one, norm)
-        return partial(_route, norm, weights["router"], network.top_k, network.weights_sum_to_one)
+        if network.experts <= 1:
+            return partial(_route_to_all, network.experts, norm)
+        bias_E = weights["router_bias"][0] if network.router.corrected else None
+        choose = partial(functions.choose_experts, network=network, bias_E=bias_E)
+        return partial(_route, norm, weights["router"], choose)
 
 
-def _route_to_one(norm: Callable[[Tensor], Tensor], hidden_TD: Tensor) -> Routed:
+def _route_to_all(experts: int, norm: Callable[[Tensor], Tensor], hidden_TD: Tensor) -> Routed:
+    """Choose the only expert, or none."""
     x_TD = norm(hidden_TD)
-    ones_T1 = x_TD.new_ones((len(x_TD), 1), dtype=torch.float32)
-    return Routed(x_TD, x_TD.new_zeros((len(x_TD), 1), dtype=torch.int64), ones_T1, ones_T1)
+    ones_Tk = x_TD.new_ones((len(x_TD), experts), dtype=torch.float32)
+    return Routed(x_TD, x_TD.new_zeros((len(x_TD), experts), dtype=torch.int64), ones_Tk, ones_Tk)
 
 
 def _route(
-    norm: Callable[[Tensor], Tensor], router: Blocks, top_k: int, sum_to_one: bool, hidden_TD: Tensor
+    norm: Callable[[Tensor], Tensor],
+    router: Blocks,
+    choose: Callable[[Tensor], tuple[Tensor, Tensor]],
+    hidden_TD: Tensor,
 ) -> Routed:
     x_TD = norm(hidden_TD)
     logits_TE = functions.router_logits(x_TD, router)
-    return Routed(x_TD, *functions.choose_experts(logits_TE, top_k, sum_to_one), logits_TE)
+    return Routed(x_TD, *choose(logits_TE), logits_TE)
 
 
 class TorchExpert(PlainKernel):

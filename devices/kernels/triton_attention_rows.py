@@ -24,10 +24,15 @@ class TritonAttentionInputs(TritonKernel):
     operation = "attention_inputs"
 
     def refusal(self, case: Case) -> str:
-        """Refuses norms of whole projections as well."""
+        """Refuses norms of whole projections, heads that rotate in part, and biases as well."""
         assert case.layer is not None, "it is in a layer"
-        whole = case.layer.grouped.qk_norm not in (None, "head")
-        return super().refusal(case) or ("it norms heads one by one" if whole else "")
+        attention = case.layer.grouped
+        refusals = {
+            "it norms heads one by one": attention.qk_norm not in (None, "head"),
+            "it rotates whole heads": attention.rotary.width is not None,
+            "it adds no biases": bool(attention.biases),
+        }
+        return super().refusal(case) or next((reason for reason, true in refusals.items() if true), "")
 
     def bind(self, case: Case, weights: Weights, memory: Memory) -> Bound:
         """Bind norm, projection and rotation: (hidden_TD, angles) -> q_THd, k_TKd, v_TKd."""
@@ -43,7 +48,7 @@ class TritonAttentionInputs(TritonKernel):
         )
 
         def project(hidden_TD: Tensor, angles: Sequence[Tensor]) -> tuple[Tensor, ...]:
-            settings = self._config.norm_eps, attention.interleaved, attention.clip
+            settings = self._config.norm_eps, attention.rotary.interleaved, attention.clip
             operators.attention_inputs(normed(hidden_TD), *matrix, head_norms, *angles, *settings, *qkv)
             return qkv
 

@@ -34,13 +34,18 @@ class TritonEmbed(TritonKernel):
 
     operation = "embed"
 
+    def refusal(self, case: Case) -> str:
+        """Refuses angles with a magnitude as well."""
+        plain = self._config.attention.rotary.magnitude == 1
+        return super().refusal(case) or ("" if plain else "its cosines and sines have magnitude 1")
+
     def bind(self, case: Case, weights: Weights, memory: Memory) -> Bound:
         """Bind the lookup of embeddings: (ids, positions) -> hidden_TD, angles."""
         attention = self._config.attention
         numbers = self._result(memory, "ids and positions", 2, case.rows, dtype=torch.int64)
-        frequencies_h = functions.rotary_frequencies(attention.head_dim, attention.rope_theta, self._device)
+        frequencies_h = functions.rotary_frequencies(attention, self._device)
         hidden_TD = self._result(memory, "hidden", case.rows, self._config.hidden)
-        shape = case.rows, 1, attention.head_dim
+        shape = case.rows, 1, attention.rotary.turning(attention.head_dim)
         angles = tuple(
             self._result(memory, name, *shape, dtype=torch.float32) for name in ("cosines", "sines")
         )
@@ -81,7 +86,9 @@ class TritonRoute(TritonKernel):
     def refusal(self, case: Case) -> str:
         """Refuses a network without a router as well."""
         assert case.layer is not None, "it is in a layer"
-        return super().refusal(case) or ("" if case.layer.feed_forward.experts > 1 else "it takes a router")
+        network = case.layer.feed_forward
+        plain = network.experts > 1 and network.router.score == "softmax" and not network.router.corrected
+        return super().refusal(case) or ("" if plain else "it takes a router with softmax")
 
     def bind(self, case: Case, weights: Weights, memory: Memory) -> Bound:
         """Bind norm, router and the choice of experts: (hidden_TD) -> Routed."""
@@ -94,7 +101,7 @@ class TritonRoute(TritonKernel):
             self._result(memory, "weights", rows, network.top_k, dtype=torch.float32),
             self._result(memory, "router logits", rows, network.experts, dtype=torch.float32),
         )
-        settings = self._config.norm_eps, self._layer_norm, network.weights_sum_to_one
+        settings = self._config.norm_eps, self._layer_norm, network.router.normalised
 
         def route(hidden_TD: Tensor) -> Routed:
             operators.route(hidden_TD, norm_D, *matrix, *settings, *routed)
@@ -111,8 +118,7 @@ class TritonExpert(TritonKernel):
 
     def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
         """Bind one expert: (x_nD, y_nD) -> None."""
-        assert case.layer is not None, "it is in a layer"
-        intermediate = case.layer.feed_forward.intermediate
+        intermediate = sum(map(len, weights["gate"]))
         gate, up, down = (self._matrix(weights[part]) for part in EXPERT_PARTS)
 
         def run(x_nD: Tensor, y_nD: Tensor) -> None:
@@ -155,8 +161,10 @@ class TritonMoELayer(TritonKernel):
         self._route = TritonRoute(parts)
 
     def refusal(self, case: Case) -> str:
-        """Refuses what the router's kernel does."""
-        return self._route.refusal(case)
+        """Refuses what the router's kernel does, and networks that every token uses."""
+        assert case.layer is not None, "it is in a layer"
+        shared = "it runs routed experts" if case.layer.feed_forward.shared else ""
+        return self._route.refusal(case) or shared
 
     def bind(self, case: Case, weights: Weights, memory: Memory) -> Bound:
         """Bind all that follows attention: (attended_TX, hidden_TD) -> hidden_TD, experts_Tk, None."""
@@ -181,7 +189,7 @@ class TritonMoELayer(TritonKernel):
     def _experts(
         self, tokens: int, network: FeedForward, weights: Weights, memory: Memory
     ) -> Callable[..., None]:
-        """Bind the experts of up to so many tokens: (x_TD, experts_Tk, weights_Tk, residual_TD, out_TD) -> None."""
+        """Bind the experts of up to `tokens` tokens: (x_TD, experts_Tk, weights_Tk, residual_TD, out_TD) -> None."""
         gates, ups, downs = (
             self._matrix(*(weights[f"experts.{expert}.{part}"] for expert in range(network.experts)))
             for part in EXPERT_PARTS

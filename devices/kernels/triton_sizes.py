@@ -58,7 +58,7 @@ GPU has timed them. Projections have few outputs, and narrow tiles keep more pro
 
 
 def tile_for(product: str, rows: int, dtype: torch.dtype) -> Tile:
-    """The tile of a product of so many rows: the first one that takes them all, or the last.
+    """The tile of a product of this number of rows: the first one that takes all of them, or the last.
 
     Float32 has no tensor cores, and twice the bytes: tiles of up to 32 rows, with half of the inputs.
     """

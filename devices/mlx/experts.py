@@ -60,6 +60,9 @@ class MlxExperts:
         for expert in counts:
             self._apply(rows, rows.span(expert), weights)
 
+    def run_shared(self, task: Task, weights: Arrays) -> None:
+        """Do nothing: models with a network that every token uses are refused."""
+
     def run_expert(self, task: Task) -> None:
         """Run one expert on its rows of one or several micro-batches, each as if it ran alone."""
         weights = self._weights(task.operands)

@@ -22,7 +22,8 @@ class Tokens(ctypes.Structure):
     """Tokens to look up, and where their embeddings and angles go (`Tokens` of embedding.c)."""
 
     _fields_ = (
-        *((name, _NUMBER) for name in ("tokens", "hidden", "head_dim")),
+        *((name, _NUMBER) for name in ("tokens", "hidden", "turning")),
+        ("magnitude", _REAL),
         *(
             (name, _POINTER)
             for name in ("ids", "positions", "embedding", "frequencies", "x", "cosines", "sines")
@@ -34,13 +35,15 @@ class Inputs(ctypes.Structure):
     """Norm, projection and rotation of some rows (`Inputs` of attention_inputs.c)."""
 
     _fields_ = (
-        *((name, _NUMBER) for name in ("tokens", "hidden", "heads", "kv_heads", "head_dim", "interleaved")),
+        *((name, _NUMBER) for name in ("tokens", "hidden", "heads", "kv_heads", "head_dim")),
+        *((name, _NUMBER) for name in ("turning", "interleaved")),
         ("x", _POINTER),
         ("norm", Norm),
         ("projections", _NUMBER),
         ("weights", _POINTER),
         *((name, Norm) for name in ("query_norm", "key_norm")),
         *((name, _NUMBER) for name in ("query_normed", "key_normed")),
+        ("bias", _POINTER),
         ("clip", _REAL),
         *((name, _POINTER) for name in ("cosines", "sines", "queries", "keys", "values")),
     )
@@ -87,10 +90,11 @@ class Layer(ctypes.Structure):
     _fields_ = (
         *((name, _NUMBER) for name in ("tokens", "hidden", "attended_width", "experts", "top_k", "width")),
         ("sum_to_one", _NUMBER),
-        *((name, _POINTER) for name in ("attended", "residual", "output_weights")),
+        ("scale", _REAL),
+        *((name, _POINTER) for name in ("correction", "attended", "residual", "output_weights")),
         ("norm", Norm),
-        *((name, _POINTER) for name in ("router", "expert_weights", "projected", "x", "logits", "chosen")),
-        *((name, _POINTER) for name in ("weights", "counts", "out")),
+        *((name, _POINTER) for name in ("router", "expert_weights", "projected", "x")),
+        *((name, _POINTER) for name in ("logits", "scores", "chosen", "weights", "counts", "out")),
     )
 
 

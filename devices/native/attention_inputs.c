@@ -13,17 +13,19 @@ typedef struct {
 } Projection;
 
 /* Numbers that Python prepares. Hidden states (tokens, hidden), queries (tokens, heads, head_dim), keys and values
- * (tokens, kv_heads, head_dim), all bfloat16; cosines and signed sines (tokens, head_dim), float32.
+ * (tokens, kv_heads, head_dim), all bfloat16; cosines and signed sines (tokens, turning), float32.
  * query_norm, key_norm: of `query_normed` and `key_normed` numbers each, one head or all; without a weight for none.
- * clip: 0 for none. interleaved: whether rows 2i and 2i + 1 of a head make a pair, instead of i and i + head_dim / 2. */
+ * clip: 0 for none. turning: numbers of a head that are rotated, the first ones. interleaved: whether 2i and 2i + 1 of
+ * them make a pair, instead of i and i + turning / 2. */
 typedef struct {
-    int64_t tokens, hidden, heads, kv_heads, head_dim, interleaved;
+    int64_t tokens, hidden, heads, kv_heads, head_dim, turning, interleaved;
     const uint16_t *x;
     Norm norm;
     int64_t projections;
     const Projection *weights; /* up to MOST_PROJECTIONS */
     Norm query_norm, key_norm;
     int64_t query_normed, key_normed;
+    const float *bias; /* (queries, keys, values): of the projections; NULL for none */
     double clip;
     const float *cosines, *sines;
     uint16_t *queries, *keys, *values;
@@ -65,6 +67,10 @@ static void normalise_heads(const Norm *norm, int64_t normed, int64_t count, uin
     for (int64_t i = 0; norm->weight && i + normed <= count; i += normed) normalise(norm, normed, x + i, x + i);
 }
 
+ANY_WIDTH static void add_bias(const float *bias, int64_t count, uint16_t *x) {
+    for (int64_t i = 0; i < count; i++) x[i] = rounded(widened(x[i]) + bias[i]);
+}
+
 static void clip(double most, int64_t count, uint16_t *x) {
     const float limit = (float)most;
     for (int64_t i = 0; i < count; i++) {
@@ -73,17 +79,19 @@ static void clip(double most, int64_t count, uint16_t *x) {
     }
 }
 
-/* Pairs are written as numbers i and i + head_dim / 2 of a head. */
+/* Pairs are written as numbers i and i + turning / 2 of a head; the numbers behind them stay. */
 ANY_WIDTH static void rotate(const Inputs *inputs, int64_t token, int64_t heads, const uint16_t *x, uint16_t *y) {
-    const int64_t size = inputs->head_dim, half = size / 2;
+    const int64_t size = inputs->head_dim, turning = inputs->turning, half = turning / 2;
     const int64_t step = inputs->interleaved ? 2 : 1, apart = inputs->interleaved ? 1 : half;
-    const float *cosines = inputs->cosines + token * size, *sines = inputs->sines + token * size;
-    for (int64_t head = 0; head < heads; head++, x += size, y += size)
+    const float *cosines = inputs->cosines + token * turning, *sines = inputs->sines + token * turning;
+    for (int64_t head = 0; head < heads; head++, x += size, y += size) {
         for (int64_t i = 0; i < half; i++) {
             const float low = widened(x[i * step]), high = widened(x[i * step + apart]);
             y[i] = rounded(low * cosines[i] + high * sines[i]);
             y[i + half] = rounded(high * cosines[i + half] + low * sines[i + half]);
         }
+        memcpy(y + turning, x + turning, (size_t)(size - turning) * sizeof *y);
+    }
 }
 
 static void finish_part(void *argument, int64_t first, int64_t last) {
@@ -92,6 +100,7 @@ static void finish_part(void *argument, int64_t first, int64_t last) {
     const int64_t queries = inputs->heads * inputs->head_dim, keys = inputs->kv_heads * inputs->head_dim;
     for (int64_t t = first; t < last; t++) {
         uint16_t *row = job->projected + t * (queries + 2 * keys);
+        if (inputs->bias) add_bias(inputs->bias, queries + 2 * keys, row);
         normalise_heads(&inputs->query_norm, inputs->query_normed, queries, row);
         normalise_heads(&inputs->key_norm, inputs->key_normed, keys, row + queries);
         if (inputs->clip > 0) clip(inputs->clip, queries + 2 * keys, row);

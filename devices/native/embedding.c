@@ -6,9 +6,10 @@
 #include "product.h"
 
 /* Numbers that Python prepares. embedding (any, hidden), one row block; x (tokens, hidden), bfloat16; frequencies
- * (head_dim / 2), cosines and signed sines (tokens, head_dim), float32. */
+ * (turning / 2), cosines and signed sines (tokens, turning) times the magnitude, float32. */
 typedef struct {
-    int64_t tokens, hidden, head_dim;
+    int64_t tokens, hidden, turning;
+    double magnitude;
     const int64_t *ids, *positions;
     const Matrix *embedding;
     const float *frequencies;
@@ -25,14 +26,15 @@ static void look_up(const Matrix *embedding, int64_t hidden, int64_t row, uint16
 
 static void embed_part(void *argument, int64_t first, int64_t last) {
     const Tokens *tokens = argument;
-    const int64_t hidden = tokens->hidden, size = tokens->head_dim, half = size / 2;
+    const float magnitude = (float)tokens->magnitude;
+    const int64_t hidden = tokens->hidden, size = tokens->turning, half = size / 2;
     for (int64_t t = first; t < last; t++) {
         look_up(tokens->embedding, hidden, tokens->ids[t], tokens->x + t * hidden);
         float *cosines = tokens->cosines + t * size, *sines = tokens->sines + t * size;
         for (int64_t i = 0; i < half; i++) {
             const float angle = (float)tokens->positions[t] * tokens->frequencies[i];
-            cosines[i] = cosines[i + half] = cosf(angle);
-            sines[i + half] = sinf(angle);
+            cosines[i] = cosines[i + half] = cosf(angle) * magnitude;
+            sines[i + half] = sinf(angle) * magnitude;
             sines[i] = -sines[i + half];
         }
     }

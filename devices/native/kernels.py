@@ -125,7 +125,7 @@ def numbers(count: int) -> array[int]:
     return array("q", bytes(8 * count))
 
 
-def address(numbers: array[int]) -> int:
+def address(numbers: array[int] | array[float]) -> int:
     """The address of an array of numbers; keep the array alive while C uses it."""
     return numbers.buffer_info()[0]
 

@@ -11,6 +11,8 @@
 typedef struct {
     int64_t tokens, hidden, attended_width, experts, top_k, width;
     int64_t sum_to_one; /* the weights of a token's experts */
+    double scale; /* of these weights, for sigmoids */
+    const float *correction; /* (experts): added to scores for the choice; NULL for none */
     const uint16_t *attended; /* (tokens, attended_width) */
     const uint16_t *residual; /* (tokens, hidden) */
     const Matrix *output_weights; /* NULL: x is the residual */
@@ -20,6 +22,7 @@ typedef struct {
     uint16_t *projected; /* (tokens, hidden): the residual plus the output projection */
     uint16_t *x; /* (tokens, hidden): its norm, the experts' input */
     float *logits; /* (tokens, experts) */
+    float *scores; /* (tokens, experts): their sigmoids; NULL for a softmax */
     int64_t *chosen; /* (tokens, top_k): ascending */
     float *weights; /* (tokens, top_k) */
     int64_t *counts; /* rows of each expert */
@@ -95,20 +98,36 @@ static void router_part(void *argument, int64_t first, int64_t last) {
 /* NaN counts as the greatest, as in torch; of equal logits the first one is chosen. */
 static int is_greater(float a, float b) { return a > b || (a != a && b == b); }
 
-static void choose(const Layer *layer, const float *logits, int64_t *chosen, float *weights) {
-    float greatest = 0, sum = 0;
+/* The experts of a token by their scores, ascending. */
+static void choose(const Layer *layer, const float *scores, int64_t *chosen) {
+    const float *correction = layer->correction;
     for (int64_t choice = 0; choice < layer->top_k; choice++) {
         int64_t best = -1;
+        float greatest = 0;
         for (int64_t e = 0; e < layer->experts; e++) {
             int taken = 0;
             for (int64_t i = 0; i < choice; i++) taken |= chosen[i] == e;
-            if (!taken && (best < 0 || is_greater(logits[e], logits[best]))) best = e;
+            if (taken) continue;
+            const float score = correction ? scores[e] + correction[e] : scores[e];
+            if (best < 0 || is_greater(score, greatest)) best = e, greatest = score;
         }
-        if (!choice) greatest = logits[best];
         int64_t at = choice;
         for (; at && chosen[at - 1] > best; at--) chosen[at] = chosen[at - 1];
         chosen[at] = best;
     }
+}
+
+static void weigh_by_sigmoid(const Layer *layer, const float *scores, const int64_t *chosen, float *weights) {
+    float sum = 0;
+    for (int64_t i = 0; i < layer->top_k; i++) sum += weights[i] = scores[chosen[i]];
+    for (int64_t i = 0; i < layer->top_k; i++)
+        weights[i] = (layer->sum_to_one ? weights[i] / sum : weights[i]) * (float)layer->scale;
+}
+
+static void weigh_by_softmax(const Layer *layer, const float *logits, const int64_t *chosen, float *weights) {
+    float greatest = logits[chosen[0]], sum = 0;
+    for (int64_t i = 1; i < layer->top_k; i++)
+        if (is_greater(logits[chosen[i]], greatest)) greatest = logits[chosen[i]];
     for (int64_t i = 0; i < layer->top_k; i++) weights[i] = exponential(logits[chosen[i]] - greatest);
     if (layer->sum_to_one)
         for (int64_t i = 0; i < layer->top_k; i++) sum += weights[i];
@@ -120,9 +139,19 @@ static void choose(const Layer *layer, const float *logits, int64_t *chosen, flo
 static void choose_part(void *argument, int64_t first, int64_t last) {
     const Job *job = argument;
     const Layer *layer = job->layer;
-    for (int64_t t = first; t < last; t++)
-        choose(layer, layer->logits + t * layer->experts, layer->chosen + t * layer->top_k,
-               layer->weights + t * layer->top_k);
+    for (int64_t t = first; t < last; t++) {
+        const float *logits = layer->logits + t * layer->experts;
+        int64_t *chosen = layer->chosen + t * layer->top_k;
+        float *weights = layer->weights + t * layer->top_k, *scores = layer->scores + t * layer->experts;
+        if (!layer->scores) {
+            choose(layer, logits, chosen);
+            weigh_by_softmax(layer, logits, chosen, weights);
+            continue;
+        }
+        for (int64_t e = 0; e < layer->experts; e++) scores[e] = 1.0f / (1.0f + exponential(-logits[e]));
+        choose(layer, scores, chosen);
+        weigh_by_sigmoid(layer, scores, chosen, weights);
+    }
 }
 
 /* Begins the next wave: its experts, and the items of its phases. */

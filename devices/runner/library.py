@@ -54,6 +54,9 @@ class Experts(Protocol):
     def run_all(self, task: Task, counts: Mapping[int, int], weights: Any) -> None:
         """Run all experts of a layer that have rows; `counts` has the rows of each, as `group` returned them."""
 
+    def run_shared(self, task: Task, weights: Any) -> None:
+        """Run the network of a layer that every token uses, if it has one."""
+
     def run_expert(self, task: Task) -> None:
         """Run one expert on its rows of one or several micro-batches, each as if it ran alone."""
 

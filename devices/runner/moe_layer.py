@@ -77,16 +77,22 @@ class MoELayer:
 
     def run_all(self, task: Task) -> dict[int, int]:
         """Run router, experts and combine; returns each expert's number of rows."""
-        counts = self.group(task, self.route(task))
-        self._experts.run_all(task, counts, self._weights(task.operands))
+        counts, weights = self.group(task, self.route(task)), self._weights(task.operands)
+        self._experts.run_shared(task, weights)
+        self._experts.run_all(task, counts, weights)
         self.combine(task)
         self._library.settle(task.micro_batch, self._states[task.micro_batch].hidden_TD)
         return counts
 
     def choose_experts(self, task: Task) -> Any:
-        """Run norm and router; returns each expert's number of rows, with router scores if the plan requests them."""
+        """Run norm and router, and the network that every token uses.
+
+        Returns each expert's number of rows, with router scores if the plan requests them.
+        """
         routed = self.route(task)
-        return self._experts.group(task, routed, self._reader(task), *self._scores_of(routed))
+        value = self._experts.group(task, routed, self._reader(task), *self._scores_of(routed))
+        self._experts.run_shared(task, self._weights(task.operands))
+        return value
 
     def route(self, task: Task) -> Routed:
         """Run norm and router."""
@@ -120,8 +126,9 @@ class MoELayer:
     def _reader(self, task: Task) -> Callable[..., Mapping[int, int]]:
         """A function that reports a router's choices, and makes the value of the router's task of them."""
         spans = self._observers.spans(self._states[task.micro_batch])
-        report = partial(self._observers.routed, task.layer, spans)
-        return partial(_read, report, self._experts_of(task))
+        experts = self._experts_of(task)
+        report = partial(self._observers.routed, task.layer, spans) if experts else _ignore
+        return partial(_read, report, experts)
 
     def _experts_of(self, task: Task) -> int:
         return self._config.layer(task.layer).feed_forward.experts

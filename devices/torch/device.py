@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from msgspec.structs import replace
 
 from moesched.errors import BadInput
 from moesched.machines import Machine, machine_names
@@ -17,6 +18,7 @@ from moesched.machines.local import this_processor
 from moesched.machines.weights_home import WeightsHome
 from moesched.models.checkpoint import Checkpoint
 from moesched.models.layout import Page, WeightLayout
+from moesched.models.reading import require_routed_alone
 from moesched.requests.sampling import Sampling
 from moesched.seams import (
     ActivationObserver,
@@ -189,7 +191,11 @@ class TorchDevice(ChoosesDtype):
 
         They are ranks, each with its share of every matrix, if the model was cut; otherwise nodes, each with the
         experts that a batch's plan gives it.
+
+        Raises:
+            BadInput: the model has parts that only a device alone computes.
         """
+        require_routed_alone(self.layout.config, "one of several ranks or nodes")
         self._rank = rank if self.layout.config.ranks > 1 else 0
         self._transport = transport
 
@@ -246,7 +252,8 @@ class TorchDevice(ChoosesDtype):
             self._verbs["load"] = after(ended, self._verbs["load"])
 
     def _warm_up(self, weights: Weights, kv: Tensor | None) -> ExpertWarmUp:
-        config, compute = self.layout.config, self._compute
+        assert weights.layer is not None, "they are those of a layer"
+        config, compute = replace(self.layout.config, pattern=(weights.layer,)), self._compute
         if self._global_weights is None:
             return ExpertWarmUp(config, compute, weights)
         return WarmUp(config, compute, weights, self._global_weights, self._rank, kv)

@@ -66,13 +66,15 @@ class ExpertRunner:
         *,
         on_host: bool = False,
     ) -> None:
-        self._expert_weights = config.hidden * config.routed.intermediate
+        self._hidden = config.hidden
         self._use_cores_for = use_cores_for
         self._kernels = kernels
         self._on_host = on_host
 
-    def apply(self, parts: Sequence[Part], expert: int, weights: Weights) -> None:
+    def apply(self, parts: Sequence[Part], expert: int | None, weights: Weights) -> None:
         """Run an expert on parts of one micro-batch, or on all rows of several, each as if it ran alone.
+
+        expert: its number; None for the network that every token uses.
 
         A kernel whose rows are independent computes all of them in one call, which reads the weights once.
         """
@@ -85,7 +87,7 @@ class ExpertRunner:
             ):
                 few.append(part)
             else:
-                self._use_cores_for(len(part.rows), self._expert_weights)
+                self._use_cores_for(len(part.rows), self._size(expert, weights))
                 self.apply_part(part, expert, weights)
         for group in self._groups(few, expert, weights):
             if len(group) == 1:
@@ -97,7 +99,7 @@ class ExpertRunner:
             for part, output_nD in zip(group, y_nD.split([len(part.rows) for part in group]), strict=True):
                 part.y_nD[part.rows.start : part.rows.stop] = output_nD
 
-    def apply_part(self, part: Part, expert: int, weights: Weights) -> None:
+    def apply_part(self, part: Part, expert: int | None, weights: Weights) -> None:
         """Run an expert on the wanted rows of `part.x_nD`, and write its outputs to the same rows of `part.y_nD`."""
         x_nD, y_nD, rows, wanted = part
         for tile, kept in tiles_of(rows, wanted):
@@ -111,13 +113,19 @@ class ExpertRunner:
                 run(x_nD[tile], whole_nD)
                 y_nD[tile][kept] = whole_nD[kept]
 
-    def _bound(self, expert: int, rows: int, weights: Weights) -> tuple[Kernel, Bound]:
+    def _size(self, expert: int | None, weights: Weights) -> int:
+        """Number of elements of one of the expert's matrices."""
+        assert weights.layer is not None, "an expert is in a layer"
+        network = weights.layer.feed_forward
+        return self._hidden * (network.shared if expert is None else network.intermediate)
+
+    def _bound(self, expert: int | None, rows: int, weights: Weights) -> tuple[Kernel, Bound]:
         return self._kernels.expert(weights, expert, rows, on_host=self._on_host)
 
-    def _kernel(self, expert: int, rows: int, weights: Weights) -> Kernel:
+    def _kernel(self, expert: int | None, rows: int, weights: Weights) -> Kernel:
         return self._bound(expert, rows, weights)[0]
 
-    def _groups(self, parts: Sequence[Part], expert: int, weights: Weights) -> Iterator[list[Part]]:
+    def _groups(self, parts: Sequence[Part], expert: int | None, weights: Weights) -> Iterator[list[Part]]:
         """Groups of parts, in their order, that one call of the kernel computes together."""
         group: list[Part] = []
         for part in parts:

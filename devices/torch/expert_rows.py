@@ -37,24 +37,35 @@ class ExpertRows:
     Args:
         x_TD: the experts' input.
         experts_Tk, weights_Tk: the experts of each token, and their weights.
+        shared: whether there is a network that every token uses, whose outputs lie behind those of the experts.
 
     Attributes:
         order: the token of each row, and the row of each pair of token and expert.
         x_nD, y_nD: the experts' input and output rows.
+        shared: rows of the network that every token uses; None if there is none.
         on_host: rows of experts on the host; None if none were copied there.
     """
 
-    def __init__(self, x_TD: Tensor, experts_Tk: Tensor, weights_Tk: Tensor) -> None:
+    def __init__(self, x_TD: Tensor, experts_Tk: Tensor, weights_Tk: Tensor, *, shared: bool = False) -> None:
         self.order = sorted_by_expert(experts_Tk)
         self.x_nD = x_TD.index_select(0, self.order.tokens_n)
-        self.y_nD = torch.empty_like(self.x_nD)
+        rows, tokens = len(self.x_nD), len(x_TD) if shared else 0
+        self._outputs = x_TD.new_empty(rows + tokens, x_TD.shape[1])
+        self.y_nD = self._outputs[:rows]
+        self.shared = Part(x_TD, self._outputs[rows:], range(tokens), range(tokens)) if shared else None
         self.weights_Tk = weights_Tk
         self.on_host: HostRows | None = None
         self._rows: dict[int, range] = {}
 
     def outputs(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The experts' outputs, the row of each token's choices, and their weights."""
-        return self.y_nD, self.order.rows_Tk, self.weights_Tk
+        """All outputs, the row of each token's choices, and their weights; the network of every token comes last."""
+        rows_Tk, weights_Tk = self.order.rows_Tk, self.weights_Tk
+        if self.shared is not None:
+            first, last = len(self.y_nD), len(self._outputs)
+            own_T1 = torch.arange(first, last, device=rows_Tk.device)[:, None]
+            rows_Tk = torch.cat([rows_Tk, own_T1], dim=1)
+            weights_Tk = torch.cat([weights_Tk, weights_Tk.new_ones(len(own_T1), 1)], dim=1)
+        return self._outputs, rows_Tk, weights_Tk
 
     def count(self, counts: Mapping[int, int]) -> None:
         """Take the number of rows of each expert that has any, ascending, once the host knows them."""

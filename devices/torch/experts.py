@@ -54,7 +54,8 @@ class TorchExperts:
 
     def group(self, task: Task, routed: Routed, read: Callable[..., Any], *tensors: Tensor) -> Any:
         """Keep the rows of each expert in the micro-batch's state; returns the task's value, as `read` makes it."""
-        rows = ExpertRows(routed.x_TD, routed.experts_Tk, routed.weights_Tk)
+        shared = bool(self._config.layer(task.layer).feed_forward.shared)
+        rows = ExpertRows(routed.x_TD, routed.experts_Tk, routed.weights_Tk, shared=shared)
         self._states[task.micro_batch].rows = rows
         return self._library.value(task, partial(_counting, rows, read), routed.experts_Tk, *tensors)
 
@@ -82,6 +83,12 @@ class TorchExperts:
             self._team.run(
                 [partial(self._runner.apply_part, rows.part(expert), expert, weights) for expert in shared]
             )
+
+    def run_shared(self, task: Task, weights: Weights) -> None:
+        """Run the network that every token uses."""
+        rows: ExpertRows = self._states[task.micro_batch].rows
+        if rows.shared is not None:
+            self._runner.apply([rows.shared], None, weights)
 
     def run_expert(self, task: Task) -> None:
         """Run one expert on its rows of one or several micro-batches, each as if it ran alone."""

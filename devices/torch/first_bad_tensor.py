@@ -12,12 +12,15 @@ from moesched.models.layout import Page, WeightLayout
 
 from ..kernels import functions
 from ..kernels.functions import KVView
+from ..kernels.kernel_weights import EXPERT_PARTS
 from ..products.linear import Tensor, expert_ffn
+from ..runner.library import with_rows
 from ..runner.micro_batch import MicroBatchState
 from ..shared.arena import aligned_bytes
 from ..shared.bad_weights import describe_first_bad_weight, first_bad
 from ..shared.coded import Block, plain_block
 from ..shared.page_reader import PageReader
+from .expert_rows import ExpertRows
 
 PlainBlocks = dict[str, list[Tensor]]
 """Tensors by name, as row blocks, of which coded ones were brought to the dtype of the computation."""
@@ -87,21 +90,13 @@ class FirstBadTensor:
             x_TD = functions.norm(hidden_TD, weights["ffn_norm"][0], config.norm_eps, config.norm)
             experts_Tk, weights_Tk = _route(x_TD, weights, network)
             yield f"the router's weights in layer {layer}", weights_Tk
-            order = functions.sorted_by_expert(experts_Tk)
-            counts = experts_Tk.view(-1).bincount(minlength=network.experts).tolist()
-            outputs = []
-            groups = torch.split(x_TD[order.tokens_n], counts)
-            for expert, x_nD in enumerate(groups):
-                if not len(x_nD):
-                    continue
-                mine = self._weights(self._layout.expert(layer, expert))
-                yield from _named(mine)
-                gate, up, down = (
-                    mine[f"layers.{layer}.experts.{expert}.{p}"] for p in ("gate", "up", "down")
-                )
-                outputs.append(expert_ffn(x_nD, gate, up, down))
-                yield f"the output of expert {expert} of layer {layer}", outputs[-1]
-            hidden_TD = functions.combine(torch.cat(outputs), order.rows_Tk, weights_Tk, hidden_TD)
+            rows = ExpertRows(x_TD, experts_Tk, weights_Tk, shared=bool(network.shared))
+            yield from self._experts(layer, network, experts_Tk, rows)
+            if rows.shared is not None:
+                gate, up, down = (weights[f"shared_{part}"] for part in EXPERT_PARTS)
+                y_TD = rows.shared.y_nD.copy_(expert_ffn(x_TD, gate, up, down))
+                yield f"the output in layer {layer} of the network that every token uses", y_TD
+            hidden_TD = functions.combine(*rows.outputs(), hidden_TD)
             yield f"the hidden states after layer {layer}", hidden_TD
         final_norm = self._global("final_norm")
         yield "weight final_norm", final_norm
@@ -110,6 +105,20 @@ class FirstBadTensor:
         yield f"weight {head_name}", head
         last_SD = hidden_TD[torch.tensor(state.step.last).to(self._accelerator)]
         yield "the logits", functions.lm_head(last_SD, final_norm, [head], config.norm_eps, config.norm)
+
+    def _experts(
+        self, layer: int, network: FeedForward, experts_Tk: Tensor, rows: ExpertRows
+    ) -> Iterator[tuple[str, Tensor]]:
+        """The weights and outputs of the experts that have rows; the outputs are kept in these."""
+        counts = with_rows(experts_Tk.view(-1).bincount(minlength=network.experts).tolist())
+        rows.count(counts)
+        for expert in counts:
+            mine = self._weights(self._layout.expert(layer, expert))
+            yield from _named(mine)
+            gate, up, down = (mine[f"layers.{layer}.experts.{expert}.{part}"] for part in EXPERT_PARTS)
+            span, part = rows.of(expert), rows.part(expert)
+            rows.y_nD[span.start : span.stop] = expert_ffn(part.input, gate, up, down)
+            yield f"the output of expert {expert} of layer {layer}", rows.y_nD[span.start : span.stop]
 
     def _cached(self, state: MicroBatchState, layer: int, k_TKd: Tensor, v_TKd: Tensor) -> Sequence[KVView]:
         """Copies of the cached keys and values of the step's sequences, with the new tokens' ones added.
@@ -146,10 +155,11 @@ class FirstBadTensor:
 
 
 def _route(x_TD: Tensor, weights: PlainBlocks, network: FeedForward) -> tuple[Tensor, Tensor]:
-    if network.experts == 1:
-        tokens = (len(x_TD), 1)
+    if network.experts <= 1:
+        tokens = (len(x_TD), network.experts)
         return x_TD.new_zeros(tokens, dtype=torch.int64), x_TD.new_ones(tokens, dtype=torch.float32)
-    return functions.route(x_TD, weights["router"], network.top_k, network.weights_sum_to_one)
+    bias_E = weights["router_bias"][0] if network.router.corrected else None
+    return functions.route(x_TD, weights["router"], network, bias_E)
 
 
 def _named(weights: PlainBlocks) -> Iterator[tuple[str, Tensor]]:

@@ -51,6 +51,8 @@ class HostExperts:
     def offload_routed(self, task: Task) -> None:
         """Copy each token's hidden state to the host once, and the token of each of the experts' rows."""
         rows = self._states[task.micro_batch].rows
+        if not len(rows.x_nD):  # the layer has no experts
+            return
         x_TD = rows.x_nD.index_select(0, rows.order.rows_Tk[:, 0])
         on_host = self._exchanged.routed(task.micro_batch, len(x_TD))
         on_host.x_TD.copy_(x_TD, non_blocking=True)

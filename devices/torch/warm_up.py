@@ -88,7 +88,8 @@ class ExpertWarmUp:
     """Runs the kernels of experts once at a plan's shapes; the results are dropped.
 
     Args:
-        weights: the tensors of a layer, in memory with any contents.
+        config: a model of one layer.
+        weights: the tensors of that layer, in memory with any contents.
     """
 
     def __init__(self, config: ModelConfig, compute: Compute, weights: Weights) -> None:
@@ -277,7 +278,9 @@ class WarmUps:
 
 
 def stand_in(layout: WeightLayout, store: WeightStore) -> Weights | None:
-    """The tensors of a layer, with any contents, in memory for pages that are not loaded yet; None if there is none.
+    """The tensors of a layer with experts, with any contents, in memory for pages that are not loaded yet.
+
+    It is None if there is no such memory.
 
     Resident pages have the memory that they will have, so that their matrices are whole; the others all share one slot.
     """
@@ -286,7 +289,9 @@ def stand_in(layout: WeightLayout, store: WeightStore) -> Weights | None:
     slot = next((arena.slot(0) for arena in arenas if arena.slot_bytes >= size), None)
     if slot is None and not store.resident.awaited:
         return None
-    for layer in range(layout.config.layers):
+    for layer, described in enumerate(layout.config.pattern):
+        if not described.feed_forward.experts:
+            continue
         pages = layout.layer(layer)
         memory = [store.resident.memory(page, slot) for page in pages]
         shown = [
@@ -295,7 +300,7 @@ def stand_in(layout: WeightLayout, store: WeightStore) -> Weights | None:
             if each is not None
         ]
         if len(shown) == len(pages):
-            return merged_tensors(shown, joins=True, layer=layout.config.layer(layer))
+            return merged_tensors(shown, joins=True, layer=described)
     return None
 
 

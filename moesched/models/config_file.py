@@ -13,6 +13,7 @@ import msgspec
 from moesched.errors import BadInput
 from moesched.models.config import DType, ModelConfig
 from moesched.models.layers import Attention, GroupedAttention, Layer
+from moesched.models.rotary import Rotary
 from moesched.models.shards import stored_dtype
 from moesched.system.decoding import convert_value, decode_json, reason
 from moesched.system.input_file import is_file, read_input
@@ -33,7 +34,7 @@ LEAST = {"rope_theta": 1.0}
 """Limits of single numbers: with a smaller base, angles of the rotary embedding overflow."""
 MAY_BE_ZERO = ("unused_weights", "shared")
 """Numbers of which 0 says that a model lacks a part."""
-_KEYS = {"window": "sliding_window", "clip": "clip_qkv"}
+_KEYS = {"window": "sliding_window", "clip": "clip_qkv", "theta": "rope_theta"}
 """Names of numbers in config.json, where they differ."""
 RESTORE = "restore the file that came with the checkpoint"
 
@@ -51,23 +52,14 @@ NULL_SAYS_SOMETHING = (
 _DTYPES: dict[str, DType] = {"float32": "float32", "bfloat16": "bfloat16", "float16": "float32"}
 
 
-class Rope(msgspec.Struct):
-    """Settings of the rotary embedding; `rope_type` and `type` are spellings of the same key."""
-
-    rope_theta: float | None = None
-    rope_type: str | None = None
-    type: str | None = None
-    partial_rotary_factor: float = 1.0
-
-
 class Keys(msgspec.Struct, kw_only=True):
     """Keys common to all models, with Hugging Face's defaults; architectures add keys and override defaults."""
 
     vocab_size: int = 32000
     rope_theta: float = 1e4
-    rope_parameters: Rope | None = None
-    rope_scaling: Rope | None = None
-    partial_rotary_factor: float = 1.0
+    rope_parameters: dict[str, Any] | None = None
+    rope_scaling: dict[str, Any] | None = None
+    partial_rotary_factor: float | None = None
     tie_word_embeddings: bool = False
     eos_token_id: int | list[int] | None = 2
     hidden_act: str = "silu"
@@ -220,13 +212,6 @@ class ConfigFile:
         return BadInput(f"{self.path}: {what}, but {why}; {RESTORE}")
 
     def _refuse_unknown_features(self, keys: Keys) -> None:
-        for rope in (keys.rope_parameters, keys.rope_scaling):
-            if rope is not None:
-                rope_type = rope.rope_type or rope.type or "default"
-                if rope_type != "default":
-                    raise self.unsupported("rope_type", rope_type, "rope_type 'default'")
-                self.require("partial_rotary_factor", rope.partial_rotary_factor, 1.0)
-        self.require("partial_rotary_factor", keys.partial_rotary_factor, 1.0)
         self.require("hidden_act", keys.hidden_act, "silu", "swish")
         self.require("attention_bias", keys.attention_bias, False)
         self.require("mlp_bias", keys.mlp_bias, False)
@@ -279,15 +264,21 @@ class ConfigFile:
         if attention.heads % attention.cached_heads:
             what = f"{attention.heads} attention heads and {attention.cached_heads} key-value heads"
             raise self.impossible(what, "the second must divide the first")
-        if isinstance(attention, GroupedAttention) and attention.head_dim % 2:
-            what = f"head_dim is {attention.head_dim}"
+        if isinstance(attention, GroupedAttention):
+            self._check_rotary(attention.rotary, attention.head_dim)
+
+    def _check_rotary(self, rotary: Rotary, head_dim: int) -> None:
+        self._require_numbers(rotary)
+        if rotary.scaling is not None:
+            self._require_numbers(rotary.scaling)
+        width = rotary.turning(head_dim)
+        if width % 2:
+            what = (
+                f"head_dim is {head_dim}" if width == head_dim else f"the rotary width of a head is {width}"
+            )
             raise self.impossible(what, "rotary embedding needs an even number")
-
-
-def rope_theta(keys: Keys) -> float:
-    """The base of the rotary embedding's frequencies."""
-    nested = [rope.rope_theta for rope in (keys.rope_scaling, keys.rope_parameters) if rope is not None]
-    return next((theta for theta in nested if theta is not None), keys.rope_theta)
+        if width > head_dim:
+            raise self.impossible(f"the rotary width of a head is {width}", f"head_dim is {head_dim}")
 
 
 def _generation_stops(path: Path) -> tuple[int, ...] | None:

@@ -34,8 +34,10 @@ def staying_bytes(operations: Operations, tokens: int) -> int:
 
 def layer_bytes(operations: Operations, tokens: int) -> int:
     """Bytes that a micro-batch needs within a layer: queries, keys, values, attention output, the experts' rows."""
-    top_k = operations.config.routed.top_k
+    top_k, shared = operations.config.routed.top_k, _shared(operations)
     rows = top_k * (2 * operations.hidden_bytes + 3 * 8)
+    if shared:
+        rows += operations.hidden_bytes + (top_k + 2) * (8 + _FLOAT)
     widest = max(kind.qkv_bytes + kind.attention_bytes for kind in operations.kinds.values())
     return tokens * (widest + rows)
 
@@ -58,7 +60,8 @@ def workspace_bytes(operations: Operations, tokens: int, sequences: int) -> int:
     rotate = projected * element + (query + keys) * (2 * _FLOAT + 2 * element)
     attend = 2 * query * element + projected * element
     output = (query + hidden) * mixed
-    combine = hidden * (config.routed.top_k * element + _FLOAT + element)
+    choices = config.routed.top_k + bool(_shared(operations))
+    combine = hidden * (choices * element + _FLOAT + element)
     by_token = tokens * max(norm, project, rotate, attend, output + norm, combine)
     logits = sequences * config.vocabulary * (2 * _FLOAT + mixed)
     return max(by_token, _expert_rows_bytes(operations, tokens), logits) + _coded_bytes(operations)
@@ -82,7 +85,12 @@ def unpacked_bytes(operations: Operations) -> int:
 def _widest(operations: Operations) -> int:
     """Weights of the longest row."""
     return max(
-        max(operations.config.hidden, kind.query_width, kind.layer.feed_forward.intermediate)
+        max(
+            operations.config.hidden,
+            kind.query_width,
+            kind.layer.feed_forward.intermediate,
+            kind.layer.feed_forward.shared,
+        )
         for kind in operations.kinds.values()
     )
 
@@ -97,9 +105,14 @@ def expert_workspace_bytes(operations: Operations, tokens: int) -> int:
     return _expert_rows_bytes(operations, tokens) + _coded_bytes(operations)
 
 
+def _shared(operations: Operations) -> int:
+    """The inner width of the widest network that every token uses; 0 if there is none."""
+    return max(kind.layer.feed_forward.shared for kind in operations.kinds.values())
+
+
 def _expert_rows_bytes(operations: Operations, tokens: int) -> int:
     config, element = operations.config, operations.element
     rows = min(tokens * config.routed.top_k, EXPERTS_AT_ONCE * EXPERT_TILE)
     networks = [kind.layer.feed_forward for kind in operations.kinds.values()]
-    width = max(max(each.intermediate, each.shared) for each in networks)
+    width = max(_shared(operations), *(each.intermediate for each in networks))
     return rows * (2 * config.hidden * (_FLOAT + element) + width * (_FLOAT + 2 * element))

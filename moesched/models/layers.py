@@ -13,8 +13,11 @@ from typing import Any, Literal
 import msgspec
 from msgspec.structs import replace
 
+from moesched.models.rotary import Rotary
+
 Shape = tuple[int, ...]
 HeadNorm = Literal["head", "projection"]
+Score = Literal["softmax", "sigmoid"]
 
 FLOAT_BYTES = 4
 
@@ -28,8 +31,7 @@ class GroupedAttention(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         window: most tokens that a token attends to; None for all before it.
         rolling: whether the cache drops tokens that have left the window.
-        rope_theta: base of the rotary embedding's frequencies; only kernels need it.
-        interleaved: whether rows 2i and 2i + 1 of a head of q and k make a rotary pair, instead of i and i + d/2.
+        rotary: the rotary embedding of queries and keys.
         qk_norm: RMS norm of queries and keys: of each head, or of the whole projection; None for none.
         clip: the largest magnitude of queries, keys and values; None does not clip.
         biases: the projections that have a bias: those of the letters "qkvo" that it contains.
@@ -43,8 +45,7 @@ class GroupedAttention(msgspec.Struct, frozen=True, kw_only=True):
     head_dim: int
     window: int | None = None
     rolling: bool = False
-    rope_theta: float = 1e4
-    interleaved: bool = False
+    rotary: Rotary = Rotary()
     qk_norm: HeadNorm | None = None
     clip: float | None = None
     biases: str = ""
@@ -283,6 +284,22 @@ class LinearAttention(msgspec.Struct, frozen=True, kw_only=True):
 Attention = GroupedAttention | LatentAttention | LinearAttention
 
 
+class Router(msgspec.Struct, frozen=True, kw_only=True):
+    """The choice of a token's experts: those with the highest scores.
+
+    Attributes:
+        score: the function that makes scores of the router's logits.
+        corrected: whether a bias per expert is added for the choice, but not for the weights of the experts.
+        normalised: whether the weights of a token's experts are their scores divided by the sum of these.
+        scale: multiplies the weights.
+    """
+
+    score: Score = "softmax"
+    corrected: bool = False
+    normalised: bool = True
+    scale: float = 1.0
+
+
 class FeedForward(msgspec.Struct, frozen=True, kw_only=True):
     """The feed-forward network of a layer: routed experts, a part that every token uses, or both.
 
@@ -291,11 +308,9 @@ class FeedForward(msgspec.Struct, frozen=True, kw_only=True):
         intermediate: inner width of each expert.
         shared: inner width of the part that every token uses: shared experts, or a dense layer's network.
         biases: whether matrices and router have biases.
-        weights_sum_to_one: whether the weights of a token's experts are a softmax over those experts; otherwise they
-            are taken from a softmax over all experts.
         transposed_down: whether checkpoints store the experts' down matrices as (inputs, outputs).
         weighted: whether the shared part's output is weighted by a gate of its own.
-        router_bias: whether the router's choice has a bias per expert, which the weights of experts do not include.
+        router: the choice of experts.
     """
 
     experts: int = 0
@@ -303,17 +318,16 @@ class FeedForward(msgspec.Struct, frozen=True, kw_only=True):
     intermediate: int = 0
     shared: int = 0
     biases: bool = False
-    weights_sum_to_one: bool = True
     transposed_down: bool = False
     weighted: bool = False
-    router_bias: bool = False
+    router: Router = Router()
 
     def shapes(self, hidden: int) -> dict[str, Shape]:
         """Shapes of the tensors that every token uses, by name."""
         shapes: dict[str, Shape] = {}
         if self.experts > 1:
             shapes["router"] = (self.experts, hidden)
-            if self.biases or self.router_bias:
+            if self.biases or self.router.corrected:
                 shapes["router_bias"] = (self.experts,)
         if self.shared:
             shapes |= {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 
 from msgspec.structs import asdict, replace
@@ -20,8 +21,10 @@ from moesched.models.shards import stored_names
 HEAD = "lm_head.weight"
 """The LM head in files of all families. Where there is one it is used, whatever config.json says of tied embeddings."""
 
-ALIKE = ("heads", "kv_heads", "head_dim", "rope_theta", "experts", "top_k", "intermediate", "transposed_down")
-"""Settings that are the same in all layers of a model that runs."""
+ALIKE = ("heads", "kv_heads", "head_dim", "rotary")
+"""Settings of attention that are the same in all layers of a model that runs."""
+ALIKE_OF_EXPERTS = ("experts", "top_k", "intermediate", "transposed_down")
+"""Settings that are the same in all of its layers with experts."""
 
 
 def read_config(model: Path | str, stored_as: str | None = None) -> ModelConfig:
@@ -79,6 +82,17 @@ def runs(config: ModelConfig) -> bool:
     return ARCHITECTURES[config.form].runs
 
 
+def require_routed_alone(config: ModelConfig, who: str) -> None:
+    """Raise BadInput if layers have biases, or networks that every token uses, for which `who` has no kernels."""
+    attention = [f"biases of {layer.grouped.biases}" for layer in config.kinds if layer.grouped.biases]
+    shared = ["networks that every token uses" for layer in config.kinds if layer.feed_forward.shared]
+    if parts := sorted({*attention, *shared}):
+        raise BadInput(
+            f"{config.name} has {' and '.join(parts)}, which {who} does not compute: use --device torch, or cuda, on "
+            "one machine and one accelerator"
+        )
+
+
 def require_runs(config: ModelConfig) -> None:
     """Raise BadInput if no device has kernels for the model's family, its layers, or the format of its weights."""
     family = [] if runs(config) else [f"the family {config.form}"]
@@ -89,8 +103,10 @@ def require_runs(config: ModelConfig) -> None:
             "use `moesched simulate` or `moesched plan`, or a model in bfloat16, float16 or float32 of "
             + ", ".join(name for name, each in ARCHITECTURES.items() if each.runs)
         )
-    kinds = [asdict(layer.attention) | asdict(layer.feed_forward) for layer in config.kinds]
-    if differing := [name for name in ALIKE if len({kind[name] for kind in kinds}) > 1]:
+    attentions = [asdict(layer.attention) for layer in config.kinds]
+    networks = [asdict(layer.feed_forward) for layer in config.kinds if layer.feed_forward.experts]
+    names = [*product(ALIKE, [attentions]), *product(ALIKE_OF_EXPERTS, [networks])]
+    if differing := [name for name, kinds in names if len({kind[name] for kind in kinds}) > 1]:
         raise BadInput(
             f"{config.name}: its layers differ in {', '.join(differing)}, for which devices keep the same memory or "
             "angles in all layers: use `moesched simulate` or `moesched plan`"

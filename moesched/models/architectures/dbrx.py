@@ -11,6 +11,8 @@ from moesched.models.architectures.architecture import Architecture, Stored
 from moesched.models.config import ModelConfig
 from moesched.models.config_file import ConfigFile, Keys
 from moesched.models.layers import FeedForward, GroupedAttention, Layer
+from moesched.models.rotary import Rotary
+from moesched.models.rotary_keys import read_rotary
 
 
 class AttentionKeys(msgspec.Struct):
@@ -56,12 +58,13 @@ def read(file: ConfigFile) -> ModelConfig:
     file.require("hidden_act", feed_forward.ffn_act_fn.name, "silu", "swish")
     # Normalised weights equal a softmax over the chosen experts alone, which is what the kernel computes.
     file.require("moe_normalize_expert_weights", feed_forward.moe_normalize_expert_weights, 1.0)
+    head_dim = keys.d_model // max(keys.n_heads, 1)
     layer = Layer(
         attention=GroupedAttention(
             heads=keys.n_heads,
             kv_heads=attention.kv_n_heads,
-            head_dim=keys.d_model // max(keys.n_heads, 1),
-            rope_theta=_rope_theta(file, keys),
+            head_dim=head_dim,
+            rotary=_rotary(file, keys, head_dim),
             clip=attention.clip_qkv,
         ),
         feed_forward=FeedForward(
@@ -83,12 +86,13 @@ def read(file: ConfigFile) -> ModelConfig:
     )
 
 
-def _rope_theta(file: ConfigFile, keys: DbrxKeys) -> float:
-    published, newer = keys.attn_config.rope_theta, keys.rope_parameters and keys.rope_parameters.rope_theta
-    if published and newer and published != newer:
-        what = f"rope_theta is {published:g} in attn_config and {newer:g} in rope_parameters"
+def _rotary(file: ConfigFile, keys: DbrxKeys, head_dim: int) -> Rotary:
+    published = keys.attn_config.rope_theta
+    rotary = read_rotary(file, keys, head_dim=head_dim, max_positions=keys.max_seq_len, theta=published)
+    if published not in (None, rotary.theta):
+        what = f"rope_theta is {published:g} in attn_config and {rotary.theta:g} in rope_parameters"
         raise file.impossible(what, "they must agree")
-    return newer or published or keys.rope_theta
+    return rotary
 
 
 def config_json(config: ModelConfig) -> dict[str, Any]:
@@ -101,7 +105,7 @@ def config_json(config: ModelConfig) -> dict[str, Any]:
             "clip_qkv": config.attention.clip,
             "kv_n_heads": config.attention.kv_heads,
             "model_type": "",
-            "rope_theta": config.attention.rope_theta,
+            "rope_theta": config.attention.rotary.theta,
         },
         "d_model": config.hidden,
         "emb_pdrop": 0.0,
@@ -119,7 +123,7 @@ def config_json(config: ModelConfig) -> dict[str, Any]:
         "n_layers": config.layers,
         "output_router_logits": False,
         "resid_pdrop": 0.0,
-        "rope_parameters": {"rope_theta": config.attention.rope_theta, "rope_type": "default"},
+        "rope_parameters": {"rope_theta": config.attention.rotary.theta, "rope_type": "default"},
     }
 
 
@@ -154,7 +158,9 @@ SHAPES = (
         name="dbrx",
         pattern=(
             Layer(
-                attention=GroupedAttention(heads=48, kv_heads=8, head_dim=128, rope_theta=5e5, clip=8.0),
+                attention=GroupedAttention(
+                    heads=48, kv_heads=8, head_dim=128, rotary=Rotary(theta=5e5), clip=8.0
+                ),
                 feed_forward=FeedForward(experts=16, top_k=4, intermediate=10752, transposed_down=True),
             ),
         )

@@ -7,7 +7,7 @@ from typing import Any
 
 from moesched.models.architectures.simulated import Family, SimulatedKeys, prediction_layer
 from moesched.models.config import ModelConfig
-from moesched.models.layers import FeedForward, LatentAttention, Layer
+from moesched.models.layers import FeedForward, LatentAttention, Layer, Router
 
 
 class DeepSeekKeys(SimulatedKeys, kw_only=True):
@@ -71,7 +71,7 @@ def _pattern(keys: DeepSeekKeys) -> Iterator[Layer]:
         top_k=keys.num_experts_per_tok,
         intermediate=keys.moe_intermediate_size,
         shared=keys.n_shared_experts * keys.moe_intermediate_size,
-        router_bias=keys.topk_method == "noaux_tc",
+        router=Router(corrected=keys.topk_method == "noaux_tc"),
     )
     for number in range(keys.num_hidden_layers):
         network = dense if number < keys.first_k_dense_replace else routed

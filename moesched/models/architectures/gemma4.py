@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from moesched.models.architectures.simulated import Family, SimulatedKeys
 from moesched.models.config import ModelConfig
-from moesched.models.layers import FeedForward, GroupedAttention, Layer
+from moesched.models.layers import FeedForward, GroupedAttention, Layer, Router
 
 LayerNumber = Annotated[str, msgspec.Meta(pattern="^[0-9]{1,5}$")]
 
@@ -106,7 +106,7 @@ def _network(keys: Gemma4Keys) -> tuple[FeedForward, int]:
         top_k=keys.top_k_experts,
         intermediate=keys.moe_intermediate_size,
         shared=keys.intermediate_size,
-        router_bias=True,
+        router=Router(corrected=True),
     )
     return network, NORMS + EXPERT_NORMS
 

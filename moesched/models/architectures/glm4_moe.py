@@ -2,92 +2,197 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from moesched.models.architectures.simulated import Family, SimulatedKeys, prediction_layer
-from moesched.models.config import ModelConfig
-from moesched.models.layers import FeedForward, GroupedAttention, Layer
+from msgspec.structs import replace
 
+from moesched.models.architectures import llama_like
+from moesched.models.architectures.architecture import Architecture, Stored
+from moesched.models.architectures.llama_like import ExpertNames, LlamaLikeKeys
+from moesched.models.architectures.simulated import prediction_layer
+from moesched.models.config import ModelConfig
+from moesched.models.config_file import ConfigFile
+from moesched.models.layers import FeedForward, GroupedAttention, Layer, Router
+from moesched.models.rotary import Rotary
+
+NAMES = ExpertNames("mlp", gate="gate_proj", down="down_proj", up="up_proj")
 STOP = 151336
 """The token that ends the text of the published models."""
 
 
-class Glm4MoeKeys(SimulatedKeys, kw_only=True):
+class Glm4MoeKeys(LlamaLikeKeys, kw_only=True):
     """The keys of config.json."""
 
     vocab_size: int = 151552
     hidden_size: int = 4096
     num_hidden_layers: int = 46
-    max_position_embeddings: int = 131072
     eos_token_id: int | list[int] | None = None
     intermediate_size: int = 10944
     moe_intermediate_size: int = 1408
     num_attention_heads: int = 96
-    num_key_value_heads: int = 8
-    head_dim: int = 128
-    attention_bias: bool = False
+    rms_norm_eps: float = 1e-5
+    partial_rotary_factor: float | None = 0.5
     use_qk_norm: bool = False
     n_routed_experts: int = 128
     n_shared_experts: int = 1
     num_experts_per_tok: int = 8
     first_k_dense_replace: int = 1
+    n_group: int = 1
+    topk_group: int = 1
+    routed_scaling_factor: float = 1.0
+    norm_topk_prob: bool = True
     num_nextn_predict_layers: int = 1
 
 
-def _pattern(keys: Glm4MoeKeys) -> Iterator[Layer]:
-    attention = GroupedAttention(
-        heads=keys.num_attention_heads,
-        kv_heads=keys.num_key_value_heads,
-        head_dim=keys.head_dim,
-        qk_norm="head" if keys.use_qk_norm else None,
-        biases="qkv" if keys.attention_bias else "",
-    )
-    dense = FeedForward(shared=keys.intermediate_size)
+def read(file: ConfigFile) -> ModelConfig:
+    """Convert config.json to a ModelConfig."""
+    keys = file.keys(Glm4MoeKeys)
+    file.require("n_group", keys.n_group, 1)
+    file.require("topk_group", keys.topk_group, 1)
+    if keys.first_k_dense_replace >= keys.num_hidden_layers:
+        what = f"first_k_dense_replace is {keys.first_k_dense_replace:,}"
+        raise file.impossible(what, f"num_hidden_layers is {keys.num_hidden_layers:,}")
+    for key in ("first_k_dense_replace", "num_nextn_predict_layers"):
+        file.require_size(key, getattr(keys, key), least=0)
+    for key in ("n_shared_experts", "moe_intermediate_size", "intermediate_size"):
+        file.require_size(key, getattr(keys, key))
     routed = FeedForward(
         experts=keys.n_routed_experts,
         top_k=keys.num_experts_per_tok,
         intermediate=keys.moe_intermediate_size,
         shared=keys.n_shared_experts * keys.moe_intermediate_size,
-        router_bias=True,
+        router=_router(normalised=keys.norm_topk_prob, scale=keys.routed_scaling_factor),
     )
-    for number in range(keys.num_hidden_layers):
-        network = dense if number < keys.first_k_dense_replace else routed
-        yield Layer(attention=attention, feed_forward=network)
+    kinds = [
+        llama_like.layer(
+            file,
+            keys,
+            network,
+            partial=True,
+            qk_norm="head" if keys.use_qk_norm else None,
+            biases="qkv" if keys.attention_bias else "",
+        )
+        for network in (FeedForward(shared=keys.intermediate_size), routed)
+    ]
+    pattern = _pattern(kinds, keys.first_k_dense_replace, keys.num_hidden_layers)
+    config = llama_like.build(file, replace(keys, attention_bias=False), "glm4_moe", *pattern)
+    return _with_prediction(config, keys.num_nextn_predict_layers)
 
 
-def _unused(config: ModelConfig, keys: Glm4MoeKeys) -> int:
-    return keys.num_nextn_predict_layers * prediction_layer(config, copies=2)
-
-
-FAMILY = Family("glm4_moe", {"glm4_moe": Glm4MoeKeys}, _pattern, _unused)
-
-
-def _large(name: str, **sizes: Any) -> ModelConfig:
-    keys = {
-        "hidden_size": 5120,
-        "num_hidden_layers": 92,
-        "eos_token_id": STOP,
-        "intermediate_size": 12288,
-        "moe_intermediate_size": 1536,
-        "attention_bias": True,
-        "use_qk_norm": True,
-        "n_routed_experts": 160,
-        "first_k_dense_replace": 3,
+def config_json(config: ModelConfig) -> dict[str, Any]:
+    """The keys of config.json that are particular to the architecture."""
+    attention, routed, first = config.attention, config.routed, config.layer(0).feed_forward
+    return llama_like.config_json(config) | {
+        "architectures": ["Glm4MoeForCausalLM"],
+        "model_type": "glm4_moe",
+        "attention_bias": bool(attention.biases),
+        "first_k_dense_replace": sum(not layer.feed_forward.experts for layer in config.pattern),
+        "head_dim": attention.head_dim,
+        "intermediate_size": first.shared if not first.experts else routed.intermediate,
+        "moe_intermediate_size": routed.intermediate,
+        "n_group": 1,
+        "n_routed_experts": routed.experts,
+        "n_shared_experts": routed.shared // routed.intermediate,
+        "norm_topk_prob": routed.router.normalised,
+        "num_experts_per_tok": routed.top_k,
+        "num_nextn_predict_layers": 0,
+        "partial_rotary_factor": attention.rotary.turning(attention.head_dim) / attention.head_dim,
+        "routed_scaling_factor": routed.router.scale,
+        "topk_group": 1,
+        "use_qk_norm": attention.qk_norm is not None,
     }
-    return FAMILY.model(name, Glm4MoeKeys(**(keys | sizes)))
 
 
-GLM4_MOE = FAMILY.architecture(
-    [
-        _large("glm-4.5"),
-        FAMILY.model("glm-4.5-air", Glm4MoeKeys(eos_token_id=STOP, attention_bias=True)),
-        _large("glm-4.7", max_position_embeddings=202752),
-    ],
-    [
-        "huggingface.co/zai-org/GLM-4.5",
-        "huggingface.co/zai-org/GLM-4.5-Air",
-        "huggingface.co/zai-org/GLM-4.7",
-    ],
-    left_out=["embedding", "lm_head"],
+def tensors(config: ModelConfig) -> Iterator[Stored]:
+    """The tensors of published checkpoints, without prediction layers."""
+    yield from llama_like.tensors(config, NAMES)
+    yield from _beside_experts(config)
+
+
+def fused_tensors(config: ModelConfig) -> Iterator[Stored]:
+    """The tensors that replace some of these in the form that Hugging Face uses in memory."""
+    yield from llama_like.fused_tensors(config)
+
+
+def extra_tensors(config: ModelConfig) -> Iterator[str]:
+    """The names of prediction layers, which follow the others, and of rotary frequencies."""
+    yield from llama_like.extra_tensors(config)
+    yield f"model.layers.{config.layers}.*"
+
+
+def _beside_experts(config: ModelConfig) -> Iterator[Stored]:
+    for number, layer in enumerate(config.pattern):
+        block, ours = f"model.layers.{number}.mlp.", f"layers.{number}."
+        shared = block
+        if layer.feed_forward.experts:
+            shared += "shared_experts."
+            yield Stored(block + "gate.e_score_correction_bias", [ours + "router_bias"])
+        for part in ("gate", "up", "down"):
+            yield Stored(f"{shared}{part}_proj.weight", [f"{ours}shared_{part}"])
+
+
+def _router(*, normalised: bool = True, scale: float = 1.0) -> Router:
+    return Router(score="sigmoid", corrected=True, normalised=normalised, scale=scale)
+
+
+def _pattern(kinds: Sequence[Layer], dense: int, layers: int) -> list[Layer]:
+    return [kinds[0]] * dense + [kinds[1]] * (layers - dense)
+
+
+def _with_prediction(config: ModelConfig, layers: int) -> ModelConfig:
+    return replace(config, unused_weights=layers * prediction_layer(config, copies=2))
+
+
+def _model(
+    name: str, network: FeedForward, *, dense: tuple[int, int], layers: int, **settings: Any
+) -> ModelConfig:
+    """A published model. dense: how many of its first layers are dense, and their inner width."""
+    attention = GroupedAttention(
+        heads=96,
+        kv_heads=8,
+        head_dim=128,
+        rotary=Rotary(theta=1e6, width=64),
+        qk_norm=settings.pop("qk_norm", None),
+        biases="qkv",
+    )
+    kinds = [
+        Layer(attention=attention, feed_forward=each) for each in (FeedForward(shared=dense[1]), network)
+    ]
+    common: dict[str, Any] = {
+        "vocabulary": 151552,
+        "norm_eps": 1e-5,
+        "max_positions": 131072,
+        "tied_embeddings": False,
+        "stop_tokens": (STOP,),
+        "dtype": "bfloat16",
+        "form": "glm4_moe",
+    }
+    pattern = tuple(_pattern(kinds, dense[0], layers))
+    return _with_prediction(ModelConfig(name=name, pattern=pattern, **(common | settings)), 1)
+
+
+_LARGE = FeedForward(experts=160, top_k=8, intermediate=1536, shared=1536, router=_router(scale=2.5))
+_AIR = FeedForward(experts=128, top_k=8, intermediate=1408, shared=1408, router=_router())
+_SIZES: dict[str, Any] = {"dense": (3, 12288), "layers": 92, "hidden": 5120, "qk_norm": "head"}
+SHAPES = (
+    _model("glm-4.5", _LARGE, **_SIZES),
+    _model("glm-4.5-air", _AIR, dense=(1, 10944), layers=46, hidden=4096),
+    _model("glm-4.7", _LARGE, max_positions=202752, **_SIZES),
+)
+
+GLM4_MOE = Architecture(
+    model_types=("glm4_moe",),
+    shapes=SHAPES,
+    sources={
+        "glm-4.5": "huggingface.co/zai-org/GLM-4.5",
+        "glm-4.5-air": "huggingface.co/zai-org/GLM-4.5-Air",
+        "glm-4.7": "huggingface.co/zai-org/GLM-4.7",
+    },
+    read=read,
+    left_out=("embedding", "lm_head"),
+    config_json=config_json,
+    tensors=tensors,
+    other_tensors=fused_tensors,
+    extra_tensors=extra_tensors,
 )

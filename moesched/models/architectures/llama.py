@@ -53,7 +53,7 @@ def _windows(file: ConfigFile, keys: MistralKeys) -> Iterator[int | None]:
 
 def _build(file: ConfigFile, keys: LlamaLikeKeys, *windows: int | None) -> ModelConfig:
     network = FeedForward(experts=1, top_k=1, intermediate=keys.intermediate_size)
-    layers = (llama_like.layer(keys, network, window=window) for window in windows)
+    layers = (llama_like.layer(file, keys, network, window=window) for window in windows)
     return llama_like.build(file, keys, "llama", *layers)
 
 

@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 
 from moesched.models.architectures.architecture import Stored
 from moesched.models.config import ModelConfig
-from moesched.models.config_file import ConfigFile, Keys, rope_theta
+from moesched.models.config_file import ConfigFile, Keys
 from moesched.models.layers import FeedForward, GroupedAttention, Layer
+from moesched.models.rotary_keys import read_rotary, rotary_json
 
 
 class LlamaLikeKeys(Keys, kw_only=True):
@@ -24,15 +25,28 @@ class LlamaLikeKeys(Keys, kw_only=True):
     max_position_embeddings: int = 131072
 
 
-def layer(keys: LlamaLikeKeys, feed_forward: FeedForward, **attention: Any) -> Layer:
-    """Make a layer from these keys, a feed-forward network, and other settings of its attention."""
+def layer(
+    file: ConfigFile,
+    keys: LlamaLikeKeys,
+    feed_forward: FeedForward,
+    *,
+    partial: bool = False,
+    **attention: Any,
+) -> Layer:
+    """Make a layer from these keys, a feed-forward network, and other settings of its attention.
+
+    partial: whether a part of each head may be rotated.
+    """
     heads = keys.num_attention_heads
+    head_dim = keys.hidden_size // max(heads, 1) if keys.head_dim is None else keys.head_dim
     return Layer(
         attention=GroupedAttention(
             heads=heads,
             kv_heads=heads if keys.num_key_value_heads is None else keys.num_key_value_heads,
-            head_dim=keys.hidden_size // max(heads, 1) if keys.head_dim is None else keys.head_dim,
-            rope_theta=rope_theta(keys),
+            head_dim=head_dim,
+            rotary=read_rotary(
+                file, keys, head_dim=head_dim, max_positions=keys.max_position_embeddings, partial=partial
+            ),
             **attention,
         ),
         feed_forward=feed_forward,
@@ -67,8 +81,7 @@ def config_json(config: ModelConfig) -> dict[str, Any]:
         "num_hidden_layers": config.layers,
         "num_key_value_heads": config.attention.kv_heads,
         "rms_norm_eps": config.norm_eps,
-        "rope_theta": config.attention.rope_theta,
-    }
+    } | rotary_json(config.attention.rotary)
 
 
 # ---------------------------------------------------------------- tensors
@@ -89,7 +102,8 @@ def tensors(config: ModelConfig, names: ExpertNames) -> Iterator[Stored]:
     for layer in range(config.layers):
         block, ours = f"model.layers.{layer}.{names.block}.", f"layers.{layer}."
         yield from attention_tensors(config, layer)
-        yield Stored(block + "gate.weight", [ours + "router"])
+        if config.layer(layer).feed_forward.experts:
+            yield Stored(block + "gate.weight", [ours + "router"])
         for expert in range(config.layer(layer).feed_forward.experts):
             for part, name in (("gate", names.gate), ("down", names.down), ("up", names.up)):
                 yield Stored(f"{block}experts.{expert}.{name}.weight", [f"{ours}experts.{expert}.{part}"])
@@ -97,9 +111,11 @@ def tensors(config: ModelConfig, names: ExpertNames) -> Iterator[Stored]:
 
 def fused_tensors(config: ModelConfig) -> Iterator[Stored]:
     """Yield routers, and the experts of each layer in two tensors: the form that Hugging Face uses in memory."""
-    for layer in range(config.layers):
+    for layer, described in enumerate(config.pattern):
+        if not described.feed_forward.experts:
+            continue
         block, ours = f"model.layers.{layer}.mlp.", f"layers.{layer}."
-        experts = [f"{ours}experts.{expert}." for expert in range(config.layer(layer).feed_forward.experts)]
+        experts = [f"{ours}experts.{expert}." for expert in range(described.feed_forward.experts)]
         gate_up = [expert + part for expert in experts for part in ("gate", "up")]
         yield Stored(block + "gate.weight", [ours + "router"])
         yield Stored(block + "experts.gate_up_proj", gate_up, stacks=len(experts))
@@ -107,7 +123,7 @@ def fused_tensors(config: ModelConfig) -> Iterator[Stored]:
 
 
 def extra_tensors(config: ModelConfig) -> Iterator[str]:
-    """Yield the names of the rotary frequencies, which are computed from rope_theta."""
+    """Yield the names of the rotary frequencies, which are computed."""
     yield "model.layers.*.self_attn.rotary_emb.inv_freq"
 
 
@@ -123,9 +139,12 @@ def attention_tensors(config: ModelConfig, layer: int) -> Iterator[Stored]:
     """Yield the attention of a layer, and the norms before and after it."""
     theirs, ours = f"model.layers.{layer}.", f"layers.{layer}."
     yield Stored(theirs + "input_layernorm.weight", [ours + "attention_norm"])
+    attention = config.layer(layer).grouped
     for part in "qkv":
         yield Stored(f"{theirs}self_attn.{part}_proj.weight", [ours + part])
-    if config.layer(layer).grouped.qk_norm:
+    for part in attention.biases:
+        yield Stored(f"{theirs}self_attn.{part}_proj.bias", [f"{ours}{part}_bias"])
+    if attention.qk_norm:
         for part in ("q_norm", "k_norm"):
             yield Stored(f"{theirs}self_attn.{part}.weight", [ours + part])
     yield Stored(theirs + "self_attn.o_proj.weight", [ours + "o"])

@@ -1,52 +1,128 @@
-"""MiniMax-M2: many small experts without a shared one, queries and keys normalised over all heads."""
+"""MiniMax-M2: many small experts chosen by corrected sigmoids, heads that rotate by half, norms over all heads."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
-from moesched.models.architectures.simulated import Family, SimulatedKeys
-from moesched.models.layers import FeedForward, GroupedAttention, Layer
+from msgspec.structs import replace
+
+from moesched.models.architectures import llama_like
+from moesched.models.architectures.architecture import Architecture, Stored
+from moesched.models.architectures.llama_like import ExpertNames, LlamaLikeKeys
+from moesched.models.config import ModelConfig
+from moesched.models.config_file import ConfigFile
+from moesched.models.layers import FeedForward, GroupedAttention, Layer, Router
+from moesched.models.rotary import Rotary
+
+ROUTER = Router(score="sigmoid", corrected=True)
+BIAS = "e_score_correction_bias"
 
 
-class MiniMaxM2Keys(SimulatedKeys, kw_only=True):
+class MiniMaxM2Keys(LlamaLikeKeys, kw_only=True):
     """The keys of config.json."""
 
     vocab_size: int = 200064
     hidden_size: int = 3072
     num_hidden_layers: int = 62
+    num_attention_heads: int = 48
+    head_dim: int | None = 128
     max_position_embeddings: int = 196608
     eos_token_id: int | list[int] | None = 200020
     intermediate_size: int = 1536
-    num_attention_heads: int = 48
-    num_key_value_heads: int = 8
-    head_dim: int = 128
+    rope_theta: float = 5e6
+    rotary_dim: int | None = None
     use_qk_norm: bool = True
     use_routing_bias: bool = True
+    scoring_func: str = "sigmoid"
+    shared_intermediate_size: int = 0
     num_local_experts: int = 256
     num_experts_per_tok: int = 8
 
 
-def _pattern(keys: MiniMaxM2Keys) -> Iterator[Layer]:
-    attention = GroupedAttention(
-        heads=keys.num_attention_heads,
-        kv_heads=keys.num_key_value_heads,
-        head_dim=keys.head_dim,
-        qk_norm="projection" if keys.use_qk_norm else None,
-    )
+def read(file: ConfigFile) -> ModelConfig:
+    """Convert config.json to a ModelConfig."""
+    keys = file.keys(MiniMaxM2Keys)
+    file.require("use_qk_norm", keys.use_qk_norm, True)
+    file.require("use_routing_bias", keys.use_routing_bias, True)
+    file.require("scoring_func", keys.scoring_func, "sigmoid")
+    file.require("shared_intermediate_size", keys.shared_intermediate_size, 0)
+    if keys.rotary_dim is not None and keys.head_dim:
+        keys = replace(keys, partial_rotary_factor=keys.rotary_dim / keys.head_dim)
     network = FeedForward(
         experts=keys.num_local_experts,
         top_k=keys.num_experts_per_tok,
         intermediate=keys.intermediate_size,
-        router_bias=keys.use_routing_bias,
+        router=ROUTER,
     )
-    for _ in range(keys.num_hidden_layers):
-        yield Layer(attention=attention, feed_forward=network)
+    layer = llama_like.layer(file, keys, network, partial=True, qk_norm="projection")
+    return llama_like.build(file, keys, "minimax_m2", layer)
 
 
-FAMILY = Family("minimax_m2", {"minimax_m2": MiniMaxM2Keys}, _pattern)
+def config_json(config: ModelConfig) -> dict[str, Any]:
+    """The keys of config.json that are particular to the architecture."""
+    attention = config.attention
+    return llama_like.config_json(config) | {
+        "architectures": ["MiniMaxM2ForCausalLM"],
+        "model_type": "minimax_m2",
+        "head_dim": attention.head_dim,
+        "intermediate_size": config.routed.intermediate,
+        "num_experts_per_tok": config.routed.top_k,
+        "num_local_experts": config.routed.experts,
+        "rotary_dim": attention.rotary.turning(attention.head_dim),
+    }
 
-MINIMAX_M2 = FAMILY.architecture(
-    [FAMILY.model("minimax-m2", MiniMaxM2Keys(), "fp8")],
-    ["huggingface.co/MiniMaxAI/MiniMax-M2"],
-    left_out=["embedding"],
+
+def tensors(config: ModelConfig) -> Iterator[Stored]:
+    """The tensors of published checkpoints."""
+    yield from llama_like.tensors(config, ExpertNames("block_sparse_moe", gate="w1", down="w2", up="w3"))
+    for layer in range(config.layers):
+        yield Stored(f"model.layers.{layer}.block_sparse_moe.{BIAS}", [f"layers.{layer}.router_bias"])
+
+
+def fused_tensors(config: ModelConfig) -> Iterator[Stored]:
+    """The tensors that replace some of these in the form that Hugging Face uses in memory."""
+    yield from llama_like.fused_tensors(config)
+    for layer in range(config.layers):
+        yield Stored(f"model.layers.{layer}.mlp.{BIAS}", [f"layers.{layer}.router_bias"])
+
+
+SHAPES = (
+    ModelConfig(
+        name="minimax-m2",
+        pattern=(
+            Layer(
+                attention=GroupedAttention(
+                    heads=48,
+                    kv_heads=8,
+                    head_dim=128,
+                    rotary=Rotary(theta=5e6, width=64),
+                    qk_norm="projection",
+                ),
+                feed_forward=FeedForward(experts=256, top_k=8, intermediate=1536, router=ROUTER),
+            ),
+        )
+        * 62,
+        hidden=3072,
+        vocabulary=200064,
+        norm_eps=1e-6,
+        max_positions=196608,
+        tied_embeddings=False,
+        stop_tokens=(200020,),
+        dtype="bfloat16",
+        form="minimax_m2",
+        format="fp8",
+    ),
+)
+
+MINIMAX_M2 = Architecture(
+    model_types=("minimax_m2",),
+    shapes=SHAPES,
+    sources={"minimax-m2": "huggingface.co/MiniMaxAI/MiniMax-M2"},
+    read=read,
+    left_out=("embedding",),
+    config_json=config_json,
+    tensors=tensors,
+    other_tensors=fused_tensors,
+    extra_tensors=llama_like.extra_tensors,
 )

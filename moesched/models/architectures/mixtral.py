@@ -11,6 +11,7 @@ from moesched.models.architectures.llama_like import ExpertNames, LlamaLikeKeys
 from moesched.models.config import ModelConfig
 from moesched.models.config_file import ConfigFile
 from moesched.models.layers import FeedForward, GroupedAttention, Layer
+from moesched.models.rotary import Rotary
 
 
 class MixtralKeys(LlamaLikeKeys, kw_only=True):
@@ -30,7 +31,7 @@ def read(file: ConfigFile) -> ModelConfig:
     network = FeedForward(
         experts=keys.num_local_experts, top_k=keys.num_experts_per_tok, intermediate=keys.intermediate_size
     )
-    layer = llama_like.layer(keys, network, window=window(file, keys.sliding_window, keys.layer_types))
+    layer = llama_like.layer(file, keys, network, window=window(file, keys.sliding_window, keys.layer_types))
     return llama_like.build(file, keys, "mixtral", layer)
 
 
@@ -64,7 +65,7 @@ _8X7B = ModelConfig(
     name="mixtral-8x7b",
     pattern=(
         Layer(
-            attention=GroupedAttention(heads=32, kv_heads=8, head_dim=128, rope_theta=1e6),
+            attention=GroupedAttention(heads=32, kv_heads=8, head_dim=128, rotary=Rotary(theta=1e6)),
             feed_forward=FeedForward(experts=8, top_k=2, intermediate=14336),
         ),
     )

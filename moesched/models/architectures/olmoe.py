@@ -10,7 +10,7 @@ from moesched.models.architectures.architecture import Architecture, Stored
 from moesched.models.architectures.llama_like import ExpertNames, LlamaLikeKeys
 from moesched.models.config import ModelConfig
 from moesched.models.config_file import ConfigFile
-from moesched.models.layers import FeedForward, GroupedAttention, Layer
+from moesched.models.layers import FeedForward, GroupedAttention, Layer, Router
 
 
 class OlmoeKeys(LlamaLikeKeys, kw_only=True):
@@ -39,9 +39,9 @@ def read(file: ConfigFile) -> ModelConfig:
         experts=keys.num_local_experts if keys.num_experts is None else keys.num_experts,
         top_k=keys.num_experts_per_tok,
         intermediate=keys.intermediate_size,
-        weights_sum_to_one=keys.norm_topk_prob,
+        router=Router(normalised=keys.norm_topk_prob),
     )
-    layer = llama_like.layer(keys, network, clip=keys.clip_qkv, qk_norm="projection")
+    layer = llama_like.layer(file, keys, network, clip=keys.clip_qkv, qk_norm="projection")
     return llama_like.build(file, keys, "olmoe", layer)
 
 
@@ -52,7 +52,7 @@ def config_json(config: ModelConfig) -> dict[str, Any]:
         "model_type": "olmoe",
         "clip_qkv": config.attention.clip,
         "intermediate_size": config.routed.intermediate,
-        "norm_topk_prob": config.routed.weights_sum_to_one,
+        "norm_topk_prob": config.routed.router.normalised,
         "num_experts": config.routed.experts,
         "num_experts_per_tok": config.routed.top_k,
         "output_router_logits": False,
@@ -70,7 +70,9 @@ SHAPES = (
         pattern=(
             Layer(
                 attention=GroupedAttention(heads=16, kv_heads=16, head_dim=128, qk_norm="projection"),
-                feed_forward=FeedForward(experts=64, top_k=8, intermediate=1024, weights_sum_to_one=False),
+                feed_forward=FeedForward(
+                    experts=64, top_k=8, intermediate=1024, router=Router(normalised=False)
+                ),
             ),
         )
         * 16,

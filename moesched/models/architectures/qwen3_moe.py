@@ -10,7 +10,8 @@ from moesched.models.architectures.architecture import Architecture, Stored
 from moesched.models.architectures.llama_like import ExpertNames, LlamaLikeKeys
 from moesched.models.config import ModelConfig
 from moesched.models.config_file import ConfigFile
-from moesched.models.layers import FeedForward, GroupedAttention, Layer
+from moesched.models.layers import FeedForward, GroupedAttention, Layer, Router
+from moesched.models.rotary import Rotary
 
 
 class Qwen3MoeKeys(LlamaLikeKeys, kw_only=True):
@@ -42,10 +43,10 @@ def read(file: ConfigFile) -> ModelConfig:
         experts=keys.num_local_experts if keys.num_experts is None else keys.num_experts,
         top_k=keys.num_experts_per_tok,
         intermediate=keys.moe_intermediate_size,
-        weights_sum_to_one=keys.norm_topk_prob,
+        router=Router(normalised=keys.norm_topk_prob),
     )
     window = keys.sliding_window if keys.use_sliding_window else None
-    layer = llama_like.layer(keys, network, window=window, qk_norm="head")
+    layer = llama_like.layer(file, keys, network, window=window, qk_norm="head")
     return llama_like.build(file, keys, "qwen3_moe", layer)
 
 
@@ -58,7 +59,7 @@ def config_json(config: ModelConfig) -> dict[str, Any]:
         "head_dim": config.attention.head_dim,
         "mlp_only_layers": [],
         "moe_intermediate_size": config.routed.intermediate,
-        "norm_topk_prob": config.routed.weights_sum_to_one,
+        "norm_topk_prob": config.routed.router.normalised,
         "num_experts": config.routed.experts,
         "num_experts_per_tok": config.routed.top_k,
         "output_router_logits": False,
@@ -78,7 +79,7 @@ SHAPES = (
         pattern=(
             Layer(
                 attention=GroupedAttention(
-                    heads=32, kv_heads=4, head_dim=128, rope_theta=1e6, qk_norm="head"
+                    heads=32, kv_heads=4, head_dim=128, rotary=Rotary(theta=1e6), qk_norm="head"
                 ),
                 feed_forward=FeedForward(experts=128, top_k=8, intermediate=768),
             ),

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
+from msgspec.structs import replace
+
 from moesched.errors import BadInput
 from moesched.models.architectures import BY_MODEL_TYPE
 from moesched.models.config import ModelConfig
@@ -58,7 +60,8 @@ def gguf_config(parts: GgufParts) -> ModelConfig:
         parts.path, values, gguf_name(parts.path), lambda: _dtype(tensors.values()), vocabulary.stop_tokens
     )
     config = BY_MODEL_TYPE[values["model_type"]].read(file)
-    return config.varied(interleaved=family.interleaved, transposed_down=False)
+    rotary = replace(config.attention.rotary, interleaved=family.interleaved)
+    return config.varied(rotary=rotary, transposed_down=False)
 
 
 def _keys(parts: GgufParts, tensors: Mapping[str, Found]) -> GgufKeys:

@@ -199,7 +199,7 @@ def gguf_keys(config: ModelConfig) -> GgufKeys:
         attention__clamp_kqv=attention.clip,
         attention__sliding_window=attention.window,
         rope__dimension_count=attention.head_dim,
-        rope__freq_base=attention.rope_theta,
+        rope__freq_base=attention.rotary.theta,
         expert_count=network.experts if network.experts > 1 else 0,
         expert_used_count=network.top_k if network.experts > 1 else 0,
         expert_feed_forward_length=network.intermediate,

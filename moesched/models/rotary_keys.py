@@ -1,0 +1,81 @@
+"""The rotary embedding in config.json, in the spellings of old and of new files."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+import msgspec
+
+from moesched.models.config_file import RESTORE, ConfigFile, Keys
+from moesched.models.rotary import Rotary, Scaling
+from moesched.system.decoding import convert_value
+from moesched.system.near_names import nearest_of
+
+DEFAULT = "default"
+KINDS = (DEFAULT, *(str(each.__struct_config__.tag) for each in get_args(Scaling)))
+"""Values of `rope_type`."""
+
+
+class RopeKeys(msgspec.Struct):
+    """What all types have; `rope_type` and `type` are spellings of the same key."""
+
+    rope_theta: float | None = None
+    rope_type: str | None = None
+    type: str | None = None
+    partial_rotary_factor: float | None = None
+
+
+def read_rotary(
+    file: ConfigFile,
+    keys: Keys,
+    *,
+    head_dim: int,
+    max_positions: int,
+    theta: float | None = None,
+    partial: bool = False,
+) -> Rotary:
+    """The rotary embedding that config.json describes.
+
+    Args:
+        max_positions: the longest context, which is that of the training where a scaling names none.
+        theta: base of the frequencies where the keys for all types have none; None for that of `keys`.
+        partial: whether models of this family may rotate a part of each head.
+
+    Raises:
+        BadInput: the type is unknown, a value is impossible, or the family rotates whole heads.
+    """
+    nested = {**(keys.rope_parameters or {}), **(keys.rope_scaling or {})}
+    rope = convert_value(nested, RopeKeys, str(file.path), RESTORE)
+    share = keys.partial_rotary_factor if rope.partial_rotary_factor is None else rope.partial_rotary_factor
+    if not partial:
+        file.require("partial_rotary_factor", share, None, 1.0)
+    bases = (rope.rope_theta, theta, keys.rope_theta)
+    rotary = Rotary(
+        theta=next(each for each in bases if each is not None),
+        width=None if share in (None, 1.0) else int(head_dim * share),
+        scaling=_scaling(file, rope, {"original_max_position_embeddings": max_positions} | nested),
+    )
+    if rotary.scaling is not None and rotary.theta == 1:
+        raise file.impossible("rope_theta is 1", "frequencies that are scaled need a larger base")
+    return rotary
+
+
+def rotary_json(rotary: Rotary) -> dict[str, Any]:
+    """The keys of config.json that describe a rotary embedding of whole heads."""
+    scaling = {} if rotary.scaling is None else {"rope_scaling": msgspec.to_builtins(rotary.scaling)}
+    return {"rope_theta": rotary.theta, **scaling}
+
+
+def _scaling(file: ConfigFile, rope: RopeKeys, values: dict[str, Any]) -> Scaling | None:
+    kind = rope.rope_type or rope.type or DEFAULT
+    if kind == DEFAULT:
+        return None
+    if kind not in KINDS:
+        near = nearest_of(kind, KINDS)
+        raise file.unsupported("rope_type", kind, f"rope_type {', '.join(KINDS) if near is None else near}")
+    values = {key: value for key, value in values.items() if value is not None}
+    where = f"{file.path}: rotary embedding of type {kind}"
+    scaling: Scaling = convert_value(values | {"rope_type": kind}, Scaling, where, RESTORE)  # type: ignore[arg-type]  # a union is no type to mypy
+    if scaling.problem:
+        raise file.impossible(scaling.problem, "the first must be smaller")
+    return scaling
