@@ -1,9 +1,9 @@
 """Check results against Hugging Face, and from policy to policy to the bit.
 
 Against Hugging Face: the tiny Mixtral that ships and random models of every shape (Mixtral, DBRX, Qwen3-MoE with up
-to 128 experts, OLMoE) generate greedily from prompts of mixed length in one batch. Hugging Face is given the same text
-at once. In float32 a token counts as wrong where it is
-not the first choice of Hugging Face, unless its first two logits are at most 1e-4 apart.
+to 128 experts, OLMoE, MiniMax-M2, GLM-4.5) generate greedily from prompts of mixed length in one batch. Hugging Face is
+given the same text at once. In float32 a token counts as wrong where it is not the first choice of Hugging Face, unless
+its first two logits are at most 1e-4 apart.
 
 In bfloat16 our error and Hugging Face's own bfloat16 error are both taken against Hugging Face in float32 with the
 same (rounded) weights, over all logits, in units of the spread of the model's logits, so that all models weigh the
@@ -41,6 +41,7 @@ from benchmarks.shared.random_models import (
     load_model,
     prompts_of,
     random_dbrx,
+    random_glm,
     random_minimax,
     random_mixtral,
     random_olmoe,
@@ -71,6 +72,7 @@ MAKERS: dict[str, Callable[[int], Any]] = {
     "qwens": random_qwen,
     "olmoes": random_olmoe,
     "minimaxes": random_minimax,
+    "glms": random_glm,
 }
 
 

@@ -230,8 +230,33 @@ def random_minimax(seed: int) -> MiniMaxM2ForCausalLM:
         intermediate_size=chosen.randint(5, 90),
         num_local_experts=experts,
         num_experts_per_tok=chosen.randint(1, min(8, experts)),
-        rope_parameters=chosen.choice([None, *SCALINGS]),
+        rope_parameters=_rope(chosen),
         tie_word_embeddings=chosen.random() < 0.3,
+    )
+
+
+def random_glm(seed: int) -> Glm4MoeForCausalLM:
+    """Odd and even head counts and sizes, 3 to 40 experts, top-1 to top-8, dense layers or none, shared experts."""
+    chosen, kv_heads, heads = _heads(seed)
+    experts, layers = chosen.choice([3, 7, 16, 40]), chosen.randint(2, 4)
+    torch.manual_seed(seed)
+    return glm(
+        hidden_size=chosen.randint(9, 70),
+        num_hidden_layers=layers,
+        first_k_dense_replace=chosen.randint(0, layers - 1),
+        head_dim=4 * chosen.randint(1, 5),
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        intermediate_size=chosen.randint(5, 90),
+        moe_intermediate_size=chosen.randint(5, 60),
+        n_shared_experts=chosen.randint(1, 2),
+        n_routed_experts=experts,
+        num_experts_per_tok=chosen.randint(1, min(8, experts)),
+        norm_topk_prob=chosen.random() < 0.7,
+        routed_scaling_factor=chosen.choice([1.0, 2.5]),
+        attention_bias=chosen.random() < 0.6,
+        use_qk_norm=chosen.random() < 0.5,
+        rope_parameters=_rope(chosen),
     )
 
 
@@ -251,6 +276,12 @@ def random_dbrx(seed: int) -> DbrxForCausalLM:
             "moe_top_k": chosen.randint(1, min(4, experts)),
         },
     )
+
+
+def _rope(chosen: random.Random) -> dict[str, Any] | None:
+    """Settings of a rotary embedding, to which a configuration may add; None for those of the family."""
+    scaling = chosen.choice([None, *SCALINGS])
+    return scaling and dict(scaling)
 
 
 def _heads(seed: int) -> tuple[random.Random, int, int]:
