@@ -57,7 +57,8 @@ class TritonKernel(Kernel):
             return f"it computes in {', '.join(DTYPES)}"
         widths = [self._config.hidden]
         if case.layer is not None:
-            widths += case.layer.attention.attended_width, case.layer.feed_forward.intermediate
+            network = case.layer.feed_forward
+            widths += case.layer.attention.attended_width, network.intermediate, network.shared
         if any(width * DTYPES[case.dtype] % ALIGNED_BYTES for width in widths):
             return f"its rows are multiples of {ALIGNED_BYTES} bytes"
         return ""
