@@ -9,7 +9,7 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from msgspec.structs import replace
@@ -37,6 +37,7 @@ from moesched.models.checkpoint import open_checkpoint
 from moesched.models.headers import header_copy
 from moesched.models.published import published_config
 from moesched.models.reading import read_config
+from moesched.models.rotary import Rotary, Yarn
 from moesched.models.shapes import SHAPES
 from moesched.models.tensors import tensor_shapes
 from moesched.plugins import make_policy
@@ -121,8 +122,16 @@ def _profile(package: str, name: str) -> Callable[[Path], Path]:
     return _text("profile.toml", lambda: profile_text(package, "profile", name))
 
 
-def _config(shape: str) -> Callable[[Path], Path]:
-    return _text("config.json", lambda: json.dumps(published_config(SHAPES[shape]), indent=1))
+YARN = Rotary(
+    theta=1e6,
+    width=64,
+    scaling=Yarn(factor=4.0, original_max_position_embeddings=32768, mscale=1.0, mscale_all_dim=0.7),
+)
+
+
+def _config(shape: str, **settings: Any) -> Callable[[Path], Path]:
+    config = SHAPES[shape].varied(**settings)
+    return _text("config.json", lambda: json.dumps(published_config(config), indent=1))
 
 
 def _generation(folder: Path) -> Path:
@@ -131,7 +140,9 @@ def _generation(folder: Path) -> Path:
 
 
 def _read_config(file: Path) -> None:
-    tensor_shapes(read_config(file.parent))
+    config = read_config(file.parent)
+    tensor_shapes(config)
+    config.attention.rotary.slowed(config.attention.head_dim)
 
 
 def _index(folder: Path) -> Path:
@@ -268,6 +279,7 @@ def _read_results(file: Path) -> None:
 PARSERS: dict[str, Parser] = {
     "config.json": Parser(_config("mixtral-8x7b"), _read_config),
     "config.json of dbrx": Parser(_config("dbrx"), _read_config),
+    "config.json of glm-4.5, YaRN": Parser(_config("glm-4.5", rotary=YARN), _read_config),
     "generation_config.json": Parser(_generation, _read_config),
     "index of shards": Parser(_index, lambda file: open_checkpoint(file.parent)),
     "header of an absent file": Parser(_header_copy, lambda file: open_checkpoint(file.parent, partial=True)),

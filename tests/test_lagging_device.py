@@ -33,7 +33,7 @@ from moesched.plugins import make_policy
 from moesched.requests.batch import split_batch
 from moesched.runs.hardware import run
 from moesched.runs.planning import plan_run
-from odd_models import MIXTRAL, PROMPTS, WIDE, coded, layout_of, stored
+from odd_models import GLM, MIXTRAL, PROMPTS, WIDE, coded, layout_of, stored
 from odd_runs import generated, two_batches
 from policies_for_two_memories import STREAM_MOST
 
@@ -162,6 +162,20 @@ def test_coded_weights_are_unpacked_with_the_same_bits_resident_and_streamed(tmp
         (logits - exact[sequence]).abs().max() <= 1e-5 * exact[sequence].abs().max()
         for sequence, logits in resident.logits.items()
     )
+
+
+@pytest.mark.parametrize("policy", ["cgopipe", "cpu_ffn"])
+def test_dense_layers_and_networks_of_every_token_have_the_bits_of_the_cpu(
+    policy: str, tmp_path: Path
+) -> None:
+    checkpoint = stored(GLM, tmp_path)
+    models, way, gpu = Models(checkpoint, checkpoint), WAYS["whole prompts"], LaggingGpu(seed=1)
+    team = on_gpu(models, way, gpu)
+    ended = team.run(policy, {}, SHORT)
+    team.close()
+    assert ended.streamed_pages > 0
+    assert [*over_budget(ended, gpu)] == []
+    assert ended.has_bits_of(expected_of_cpu(models, NAMED["resident, whole prompts"], SHORT))
 
 
 def test_keys_and_values_of_sequences_of_one_length_are_loaded_in_whole_pieces(

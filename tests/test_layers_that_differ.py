@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,10 +17,12 @@ from moesched.models.checkpoint import Checkpoint
 from moesched.models.config import ModelConfig
 from moesched.models.layers import Router
 from moesched.models.layout import weight_layout
+from moesched.models.prestack import prestack_model
 from moesched.models.reading import require_runs
 from moesched.models.rotary import Rotary
 from moesched.plugins import make_policy
-from odd_models import OLMOE, PROMPTS, stored
+from moesched.transports.inproc import InprocTransport
+from odd_models import GLM, OLMOE, PROMPTS, stored
 from reference import Reference
 from reference import generate as by_plain_loops
 
@@ -98,3 +101,24 @@ def test_what_devices_keep_alike_in_all_layers_may_not_differ(setting: str, valu
     first, *others = OLMOE.pattern
     with pytest.raises(BadInput, match=f"its layers differ in {setting}, .*moesched simulate"):
         require_runs(replace(OLMOE, pattern=(first.varied(**{setting: value}), *others)))
+
+
+def _on_mlx(model: Checkpoint, folder: Path) -> object:
+    return device_of("mlx", model, "float32")
+
+
+def _one_of_two(model: Checkpoint, folder: Path) -> object:
+    return device_of("torch", model, "float32").join(0, InprocTransport(2), None)
+
+
+def _stacked(model: Checkpoint, folder: Path) -> object:
+    return prestack_model(model.path, folder / "stacked")
+
+
+@pytest.mark.parametrize("use", [_on_mlx, _one_of_two, _stacked])
+def test_what_cannot_run_biases_and_networks_of_every_token_says_so(use: Any, tmp_path: Path) -> None:
+    model = stored(GLM, tmp_path)
+    with pytest.raises(
+        BadInput, match=r"glm has biases of qkv and networks that every token uses, which .* does not"
+    ):
+        use(model, tmp_path)

@@ -38,6 +38,7 @@ from moesched.models.reading import read_config
 from moesched.models.shapes import SHAPES
 from moesched.models.tensor_parallel import cut_config
 from moesched.plugins import make_policy
+from odd_models import GLM, MINIMAX
 from reference import read_weights
 from stored_checkpoints import refusal
 from tables import table
@@ -177,14 +178,17 @@ def test_heads_are_normalised_as_many_together_as_the_weight_is_long(together: i
 # ---------------------------------------------------------------- configurations
 
 
+REFUSED = {"Qwen3-MoE": SMALL["qwen3_moe"], "GLM-4.5": GLM, "MiniMax-M2": MINIMAX}
+
+
 @pytest.mark.parametrize(
-    ("changes", "complaint"),
-    table("broken_files.md", "Configurations of Qwen3-MoE"),
+    ("family", "changes", "complaint"),
+    [(family, *row) for family in REFUSED for row in table("broken_files.md", f"Configurations of {family}")],
 )
 def test_a_model_that_the_kernels_do_not_compute_is_refused_with_its_value(
-    tmp_path: Path, changes: dict[str, Any], complaint: str
+    tmp_path: Path, family: str, changes: dict[str, Any], complaint: str
 ) -> None:
-    directory = write_random_model(SMALL["qwen3_moe"], tmp_path / "small")
+    directory = write_random_model(REFUSED[family], tmp_path / "small")
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(config | changes))
     message = refusal(directory)

@@ -17,7 +17,7 @@ from moesched.errors import BadInput
 from moesched.machines import Machine
 from moesched.models.checkpoint import Checkpoint
 from moesched.models.layout import Page, WeightLayout
-from moesched.models.reading import require_routed_alone
+from moesched.models.reading import require_plain_layers
 from moesched.requests.sampling import Sampling
 from moesched.seams import KernelRow, LaneKind, RoutingObserver, Transport
 from moesched.steps.plan import Plan
@@ -68,7 +68,7 @@ class MlxDevice:
         evaluate: Evaluate = "needed",
     ) -> None:
         require_plain(layout.config, "mlx")
-        require_routed_alone(layout.config, "--device mlx")
+        require_plain_layers(layout.config, "--device mlx")
         self.layout = layout
         self.logits: list[tuple[tuple[int, ...], Logits]] = []
         self._evaluate: Evaluate = evaluate

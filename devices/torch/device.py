@@ -18,7 +18,7 @@ from moesched.machines.local import this_processor
 from moesched.machines.weights_home import WeightsHome
 from moesched.models.checkpoint import Checkpoint
 from moesched.models.layout import Page, WeightLayout
-from moesched.models.reading import require_routed_alone
+from moesched.models.reading import require_plain_layers
 from moesched.requests.sampling import Sampling
 from moesched.seams import (
     ActivationObserver,
@@ -195,7 +195,7 @@ class TorchDevice(ChoosesDtype):
         Raises:
             BadInput: the model has parts that only a device alone computes.
         """
-        require_routed_alone(self.layout.config, "one of several ranks or nodes")
+        require_plain_layers(self.layout.config, "one of several ranks or nodes")
         self._rank = rank if self.layout.config.ranks > 1 else 0
         self._transport = transport
 

@@ -25,6 +25,8 @@ CONFIG_NAME = "config.json"
 MOST_BYTES = 4_000_000
 MOST = 10**8
 """Limit of any size in a configuration."""
+MOST_ROTARY = 65_536
+"""Limit of the entries of a head that turn."""
 MOST_LAYERS = 10_000
 MOST_EXPERTS = 100_000
 """Limit of the experts of all layers."""
@@ -277,8 +279,9 @@ class ConfigFile:
                 f"head_dim is {head_dim}" if width == head_dim else f"the rotary width of a head is {width}"
             )
             raise self.impossible(what, "rotary embedding needs an even number")
-        if width > head_dim:
-            raise self.impossible(f"the rotary width of a head is {width}", f"head_dim is {head_dim}")
+        most = min(head_dim, MOST_ROTARY)
+        if width > most:
+            raise self.impossible(f"the rotary width of a head is {width:,}", f"it may be {most:,}")
 
 
 def _generation_stops(path: Path) -> tuple[int, ...] | None:

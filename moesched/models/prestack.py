@@ -18,7 +18,7 @@ from moesched.models.headers import RESTORE, header_copy
 from moesched.models.layers import Shape
 from moesched.models.published import Published, StackedBy, known_tensors, stacked_tensors
 from moesched.models.random_model import Progress
-from moesched.models.reading import require_routed_alone
+from moesched.models.reading import require_plain_layers
 from moesched.models.shards import INDEX_NAME, read_shards
 from moesched.models.stored_formats import StoredFormat
 from moesched.system.cells import counted_in_cell
@@ -95,7 +95,7 @@ def prestack_model(
     progress = progress or counted_in_cell("writing weights")
     if checkpoint.config.routed.experts == 1:
         raise BadInput(f"{model} is a dense model and has no experts to stack; run it as it is")
-    require_routed_alone(checkpoint.config, "--device mlx, for which experts are stacked,")
+    require_plain_layers(checkpoint.config, "--device mlx, for which experts are stacked,")
     if formats := checkpoint.config.coded_formats:
         raise BadInput(
             f"{model} has weights in {formats[0]}, and arrays hold plain ones: stack such a checkpoint"

@@ -82,7 +82,7 @@ def runs(config: ModelConfig) -> bool:
     return ARCHITECTURES[config.form].runs
 
 
-def require_routed_alone(config: ModelConfig, who: str) -> None:
+def require_plain_layers(config: ModelConfig, who: str) -> None:
     """Raise BadInput if layers have biases, or networks that every token uses, for which `who` has no kernels."""
     attention = [f"biases of {layer.grouped.biases}" for layer in config.kinds if layer.grouped.biases]
     shared = ["networks that every token uses" for layer in config.kinds if layer.feed_forward.shared]

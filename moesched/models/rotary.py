@@ -12,19 +12,19 @@ from collections.abc import Sequence
 import msgspec
 
 
-class Linear(msgspec.Struct, frozen=True, kw_only=True, tag_field="rope_type", tag="linear"):
-    """Every pair turns `factor` times slower (position interpolation, Chen et al. 2023, arXiv 2306.15595)."""
+class Slowing(msgspec.Struct, frozen=True, kw_only=True, tag_field="rope_type"):
+    """What all scalings have.
+
+    Attributes:
+        factor: how many times longer contexts become.
+    """
 
     factor: float
 
     @property
     def magnitude(self) -> float:
-        """The number that multiplies cosines and sines: 1."""
+        """The number that multiplies cosines and sines."""
         return 1.0
-
-    def slowed(self, frequencies: Sequence[float]) -> list[float]:
-        """The frequency of each pair over the one without scaling."""
-        return [1 / self.factor] * len(frequencies)
 
     @property
     def problem(self) -> str:
@@ -32,21 +32,23 @@ class Linear(msgspec.Struct, frozen=True, kw_only=True, tag_field="rope_type", t
         return ""
 
 
-class Llama3(msgspec.Struct, frozen=True, kw_only=True, tag_field="rope_type", tag="llama3"):
+class Linear(Slowing, frozen=True, kw_only=True, tag="linear"):
+    """Every pair turns `factor` times slower (position interpolation, Chen et al. 2023, arXiv 2306.15595)."""
+
+    def slowed(self, frequencies: Sequence[float]) -> list[float]:
+        """The frequency of each pair over the one without scaling."""
+        return [1 / self.factor] * len(frequencies)
+
+
+class Llama3(Slowing, frozen=True, kw_only=True, tag="llama3"):
     """Pairs turn slower if they turn less than `high_freq_factor` times in a context of the training (Llama 3.1).
 
     Those that turn less than `low_freq_factor` times are slowed down by `factor`, those between by less.
     """
 
-    factor: float
     low_freq_factor: float
     high_freq_factor: float
     original_max_position_embeddings: int
-
-    @property
-    def magnitude(self) -> float:
-        """The number that multiplies cosines and sines: 1."""
-        return 1.0
 
     def slowed(self, frequencies: Sequence[float]) -> list[float]:
         """The frequency of each pair over the one without scaling."""
@@ -62,7 +64,7 @@ class Llama3(msgspec.Struct, frozen=True, kw_only=True, tag_field="rope_type", t
         return "" if low < high else f"low_freq_factor is {low:g} and high_freq_factor {high:g}"
 
 
-class Yarn(msgspec.Struct, frozen=True, kw_only=True, tag_field="rope_type", tag="yarn"):
+class Yarn(Slowing, frozen=True, kw_only=True, tag="yarn"):
     """Pairs turn slower by their turns in a context of the training (YaRN, Peng et al. 2023, arXiv 2309.00071).
 
     Those with more than `beta_fast` turns keep their frequency, those with fewer than `beta_slow` are slowed down by
@@ -74,7 +76,6 @@ class Yarn(msgspec.Struct, frozen=True, kw_only=True, tag_field="rope_type", tag
         truncate: whether the share grows between whole pairs.
     """
 
-    factor: float
     original_max_position_embeddings: int
     beta_fast: float = 32.0
     beta_slow: float = 1.0
