@@ -50,6 +50,7 @@ def read(file: ConfigFile) -> ModelConfig:
     keys = file.keys(Glm4MoeKeys)
     file.require("n_group", keys.n_group, 1)
     file.require("topk_group", keys.topk_group, 1)
+    file.require_layers(keys.num_hidden_layers)
     if keys.first_k_dense_replace >= keys.num_hidden_layers:
         what = f"first_k_dense_replace is {keys.first_k_dense_replace:,}"
         raise file.impossible(what, f"num_hidden_layers is {keys.num_hidden_layers:,}")
