@@ -140,9 +140,49 @@ def test_rows_that_need_nothing_are_measured_while_others_wait_and_say_beside_wh
     assert [*result["rows"]] == ["lets it end", "needs it"]
     assert result["rows"]["lets it end"]["beside"] == ["model"]
     assert result["rows"]["needs it"]["beside"] == []
-    making = {"model": Preparation(int, ("x",))}
-    _, result = measured(tmp_path, row("needs it", after=("model",)), making=making)
+    making = {"model": Preparation(int, ("x",)), "file": Preparation(int, (1,), ("model",))}
+    _, result = measured(
+        tmp_path, row("needs it", after=("model",)), row("more", after=("file",)), making=making
+    )
     assert result["left_out"]["needs it"].startswith("model: ValueError: invalid literal")
+    assert result["left_out"]["more"].startswith("file: model: ValueError: invalid literal")
+
+
+def test_the_bars_of_the_parts_that_were_measured_are_stored(tmp_path: Path) -> None:
+    out = tmp_path / "hour.json"
+    gpu_hour.BENCHMARK.parse(["--only", "streaming", "--out", str(out)])
+    streams = {
+        "part": "streaming",
+        "policy": "layer_streaming",
+        "decode_step_seconds": {"median": 0.5},
+        "link_bytes_per_second": 9.5e9,
+        "load_seconds": 1.0,
+        "first_over_median": 1.0,
+        "expected": None,
+    }
+    rows = {"limits": {"part": "limits", "to_gpu": 1e10}, "layer_streaming": streams}
+    gpu_hour.BENCHMARK.write({"small": False, "rows": rows})
+    found = stored(out)
+    assert (found["claims"][0]["figure"], found["claims"][0]["reached"]) == ("0.95", True)
+    assert any("layer_streaming" in line and "500.0" in line for line in found["tables"]["gpu-runs"])
+
+
+def test_a_long_row_is_measured_after_all_that_wait_for_a_preparation(tmp_path: Path) -> None:
+    pipe, written = tmp_path / "pipe", tmp_path / "written"
+    os.mkfifo(pipe)
+    _, result = measured(
+        tmp_path,
+        row("long", alone=True),
+        row("lets it end", lambda: {"bytes": pipe.write_text("done")}),
+        row("needs what follows", after=("file",)),
+        making={
+            "model": Preparation(Path.read_text, (pipe,)),
+            "file": Preparation(Path.touch, (written,), ("model",)),
+        },
+    )
+    assert next(iter(result["rows"])) == "lets it end"
+    assert result["rows"]["long"]["beside"] == []
+    assert written.exists()
 
 
 # ---------------------------------------------------------------- processes and other programs

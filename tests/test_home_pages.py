@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import mmap
 import os
 import re
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from moesched.devices.torch.held_pages import HeldPage, Refused
 from moesched.devices.torch.locked_memory import locked_bytes
 from moesched.devices.torch.mapped_home import MappedHome
 from moesched.devices.torch.page_copies import PageCopies
-from moesched.devices.torch.registered_files import BLOCK, Span, spans_of
+from moesched.devices.torch.registered_files import BLOCK, RegisteredFiles, Span, spans_of
 from moesched.errors import MoeschedError
 from moesched.machines import Machine
 from moesched.machines.toml_text import machine_toml
@@ -44,6 +45,7 @@ from test_mapped_pages import linux, mapped_bytes
 
 pytestmark = [linux, pytest.mark.usefixtures("small_heap")]
 
+MAP_FIXED = 0x10  # Python's mmap module has no name for it
 MAPPED, REGISTERED, ORDINARY = "mapped files", "registered memory", "ordinary memory"
 
 
@@ -344,6 +346,33 @@ def test_a_refusal_half_way_undoes_the_registrations_before(
     with pytest.raises(Refused, match=r"CUDA registers no .* of .*safetensors \(error 2\)"):
         home.hold(pages, ignore_progress)
     assert not gpu.pinned.registered
+
+
+@contextmanager
+def hole(address: int) -> Iterator[None]:
+    """Unmap a page: the system then answers that it has no memory to read it."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    page = ctypes.c_void_p(address), ctypes.c_size_t(mmap.PAGESIZE)
+    assert libc.munmap(*page) == 0
+    try:
+        yield
+    finally:
+        fixed = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_FIXED
+        assert libc.mmap(*page, mmap.PROT_READ, fixed, -1, ctypes.c_long(0)) == address
+
+
+def test_a_file_that_the_system_has_no_memory_to_map_is_refused_in_favour_of_the_next_way(
+    checkpoint: Checkpoint, gpu: LaggingGpu
+) -> None:
+    file, files = weights_of(checkpoint), RegisteredFiles(2, GPU_DEVICE)
+    span = Span(file, 0, 4 * BLOCK)
+    files.keep([span])
+    refused = r"mapping \d+ bytes of .*: Cannot allocate memory; give the container .* map_files=false"
+    with hole(files[file].bytes.data_ptr() + BLOCK), pytest.raises(Refused, match=refused):
+        files.register([span], ignore_progress)
+    assert not gpu.pinned.registered
+    files.close()
 
 
 def test_a_file_that_was_cut_short_is_told_before_it_is_registered(

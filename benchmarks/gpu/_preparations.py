@@ -19,18 +19,19 @@ from moesched.system.cores import usable_cores
 LLAMA = "llama-batched-bench"
 PAUSE = 0.1
 NICENESS = 10
-"""Of a compiler that runs beside what is measured."""
+"""Of what runs beside rows that are measured."""
 
 
 class Preparation(NamedTuple):
-    """A call that makes something."""
+    """A call that makes something, and the preparations that it needs."""
 
     call: Callable[..., Any]
     arguments: tuple[Any, ...]
+    after: tuple[str, ...] = ()
 
 
 class Preparations:
-    """Those that are wanted, each in a process of its own.
+    """Those that are wanted, each in a process of its own, which starts once those that it needs are done.
 
     Attributes:
         seconds: time that those that are done took, by name.
@@ -39,8 +40,10 @@ class Preparations:
     def __init__(self, wanted: Mapping[str, Preparation]) -> None:
         self.seconds: dict[str, float] = {}
         self._begun = time.monotonic()
-        self._running = {name: FreshProcess(each.call, *each.arguments) for name, each in wanted.items()}
+        self._waiting = dict(wanted)
+        self._running: dict[str, FreshProcess] = {}
         self._failed: dict[str, str] = {}
+        self._start()
 
     def __enter__(self) -> Preparations:
         return self
@@ -50,7 +53,7 @@ class Preparations:
             process.close(gently=True)
 
     def advance(self) -> None:
-        """Note those that have ended."""
+        """Note those that have ended, and start those that waited for them."""
         for name, process in list(self._running.items()):
             if process.done():
                 del self._running[name]
@@ -59,6 +62,7 @@ class Preparations:
                     self.seconds[name] = time.monotonic() - self._begun
                 except RowFailed as error:
                     self._failed[name] = str(error)
+        self._start()
 
     def wait(self) -> None:
         """Wait a moment for those that run."""
@@ -78,9 +82,19 @@ class Preparations:
         for name in names:
             if name in self._failed:
                 return f"{name}: {self._failed[name]}"
-            if name not in self.seconds and name not in self._running:
+            if not (name in self.seconds or name in self._running or name in self._waiting):
                 return f"{name} was not asked for"
         return ""
+
+    def _start(self) -> None:
+        """Start those that have all that they need; those that will never have it have failed."""
+        for name, each in list(self._waiting.items()):
+            if reason := self.failure(each.after):
+                del self._waiting[name]
+                self._failed[name] = reason
+            elif self.ready(each.after):
+                del self._waiting[name]
+                self._running[name] = FreshProcess(each.call, *each.arguments)
 
 
 def write_model(config: ModelConfig, folder: Path) -> None:
@@ -114,7 +128,10 @@ def build_llama(source: Path, folder: Path) -> None:
 
 
 def write_gguf(model: Path, file: Path) -> None:
-    """Write a model's weights as llama.cpp reads them."""
+    """Write a model's weights as llama.cpp reads them, unless the file is there."""
+    if file.exists():
+        return
+    os.nice(NICENESS)
     begun = file.with_suffix(".part")
     gguf_files.write_gguf(open_checkpoint(model), begun)
     begun.rename(file)

@@ -29,7 +29,7 @@ from moesched.system.memory import available_memory
 Figures = dict[str, Any]
 GB = 10**9
 STARTING_SECONDS = 60.0
-MODEL, LARGE, PROGRAM = "model", "large model", "llama.cpp"
+MODEL, LARGE, PROGRAM, GGUF = "model", "large model", "llama.cpp", "model.gguf"
 LAYERS_ON_THE_HOST = 2
 """Of the four: llama.cpp's option for what our policies get by memory for half of the experts."""
 
@@ -112,6 +112,7 @@ class Row(NamedTuple):
         packages: those that have to be installed.
         host_bytes: of free memory; gpu_bytes: of the GPU's; disk_bytes: for the large model, unless it is there.
         on_gpus: whether it cannot be tried on a CPU.
+        alone: whether it is long, and so waits until no preparation runs.
     """
 
     name: str
@@ -124,6 +125,7 @@ class Row(NamedTuple):
     gpu_bytes: float = 0
     disk_bytes: float = 0
     on_gpus: bool = False
+    alone: bool = False
 
     def lacks(self, bench: Bench, gpu_bytes: float) -> str:
         """The first thing that it needs and that is not there; empty if all is."""
@@ -151,7 +153,10 @@ def preparations(bench: Bench, rows: Sequence[Row]) -> Mapping[str, Preparation]
         known[PROGRAM] = Preparation(build_llama, (places.llama_source, places.of(PROGRAM).parent.parent))
     elif places.llama is not None:
         known[PROGRAM] = Preparation(Path.stat, (places.of(PROGRAM),))
+    if PROGRAM in known:
+        known[GGUF] = Preparation(write_gguf, (places.of(MODEL), places.of(GGUF)), (MODEL,))
     needed = {name for row in rows for name in row.after}
+    needed |= {name for each in needed & known.keys() for name in known[each].after}
     return {name: each for name, each in known.items() if name in needed}
 
 
@@ -252,10 +257,8 @@ def half_by_llama_cpp(bench: Bench, seconds: float) -> Figures:
 
 def _llama_cpp(bench: Bench, seconds: float, batches: Sequence[int], *options: str) -> Figures:
     sizes, places = bench.sizes, bench.places
-    file = places.work / "model.gguf"
-    left = bench.make(seconds, write_gguf, (places.of(MODEL),), file)
-    arguments = places.of(PROGRAM), file, batches, sizes.prompt, sizes.new_tokens
-    found: Figures = in_fresh_process(llama_cpp, *arguments, *options, seconds=left)
+    arguments = places.of(PROGRAM), places.of(GGUF), batches, sizes.prompt, sizes.new_tokens
+    found: Figures = in_fresh_process(llama_cpp, *arguments, *options, seconds=seconds)
     return found
 
 
@@ -311,19 +314,12 @@ def rows(sizes: Sizes) -> Iterator[Row]:
     for policy in STREAMED:
         measured = partial(ran, policy, sizes.streamed, gpu=sizes.gpu, pinned=sizes.pinned)
         yield Row(f"{policy}, staged", "staging", 25, measured, **streams)
-    in_llama = {**stays, "after": (MODEL, PROGRAM), "on_gpus": True}
+    in_llama = {**stays, "after": (PROGRAM, GGUF), "on_gpus": True}
     yield Row("llama.cpp", "others", 30, by_llama_cpp, **in_llama)
     yield Row("half, llama.cpp", "others", 20, half_by_llama_cpp, **in_llama)
     weights = weight_bytes(sizes.large)
-    yield Row(
-        "large, cgopipe",
-        "large",
-        100,
-        large,
-        host_bytes=1.4 * weights,
-        disk_bytes=weights,
-        gpu_bytes=sizes.large_gpu,
-    )
+    alone: dict[str, Any] = {"gpu_bytes": sizes.large_gpu, "alone": True}
+    yield Row("large, cgopipe", "large", 100, large, host_bytes=1.4 * weights, disk_bytes=weights, **alone)
     yield Row(
         "large, Accelerate",
         "large",
@@ -331,8 +327,8 @@ def rows(sizes: Sizes) -> Iterator[Row]:
         large_with_accelerate,
         packages=("transformers", "accelerate"),
         host_bytes=1.1 * weights,
-        gpu_bytes=sizes.large_gpu,
         on_gpus=True,
+        **alone,
     )
 
 

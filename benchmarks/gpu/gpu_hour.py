@@ -67,6 +67,7 @@ BENCHMARK = Benchmark(
     claims=claims,
     tables=tables,
     parts=PARTS,
+    shows_parts=True,
     rounds_help="measure all rows this often, as far as time allows; the last figures count",
 )
 BENCHMARK.parser.add_argument(
@@ -171,7 +172,8 @@ class Hour:
 
     def _settled(self, row: Row) -> bool:
         """Test whether it can be measured, or never will be."""
-        return self._made.ready(row.after) or bool(self._reason_against(row))
+        disturbed = row.alone and self._made.running()
+        return (self._made.ready(row.after) and not disturbed) or bool(self._reason_against(row))
 
     def _reason_against(self, row: Row) -> str:
         """The reason that a row is left out; empty if nothing is known against it."""

@@ -56,6 +56,7 @@ class Benchmark:
         rounds_help: the meaning of a round.
         by_machine: whether the figures depend on the machine; its name is then part of the file's.
         keeps_parts: whether parts that were not measured stay in the result file.
+        shows_parts: whether claims and tables are those of the parts that there are.
         replaces: names of scripts that are gone; their results of this machine go once this one has all parts.
     """
 
@@ -72,6 +73,7 @@ class Benchmark:
         rounds_help: str = "measure everything this often; figures are medians",
         by_machine: bool = True,
         keeps_parts: bool = False,
+        shows_parts: bool = False,
         replaces: Sequence[str] = (),
     ) -> None:
         path = Path(file).resolve()
@@ -82,6 +84,7 @@ class Benchmark:
         self._also = also
         self._said: set[str] = set()
         self._keeps_parts = keeps_parts
+        self._shows_parts = keeps_parts or shows_parts
         self.out = RESULTS / f"{named_for_machine(self.name) if by_machine else self.name}.json"
         self._replaced = [each for name in replaces for each in (name, named_for_machine(name))]
         self.parser = argparse.ArgumentParser(
@@ -164,7 +167,7 @@ class Benchmark:
             code: of for code, of in {**older.get("sources", {}), code: files}.items() if code in codes
         }
         shown = (
-            self.shown(figures) if self._keeps_parts or not self._partial else {"claims": [], "tables": {}}
+            self.shown(figures) if self._shows_parts or not self._partial else {"claims": [], "tables": {}}
         )
         store({**about, **machine, **shown, **figures, **shown, "sources": sources}, path)
         if path.parent == RESULTS:

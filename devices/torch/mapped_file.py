@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 import sys
@@ -12,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from moesched.errors import BadInput, MoeschedError
+from moesched.errors import BadInput, MoeschedError, OutOfMemory
 
 from .file_lease import FileLease
 
@@ -27,7 +28,7 @@ class MappedFile:
     that want to write to the file, and `require` reports them. The system lets them write after 45 seconds.
 
     Args:
-        remedy: advice for a user who has to write to the file.
+        remedy: advice for a user who has to write to the file, or has too little memory to map it.
 
     Raises:
         OSError: the system refuses the lease.
@@ -35,6 +36,7 @@ class MappedFile:
 
     def __init__(self, path: Path, remedy: str) -> None:
         self.path = path
+        self._remedy = remedy
         self._lease = FileLease(path, remedy)
 
     @cached_property
@@ -54,15 +56,19 @@ class MappedFile:
         """Give the system advice (`madvise`) about a part of the mapping, in whole blocks; other threads run meanwhile.
 
         Raises:
+            OutOfMemory: the system has no memory for it.
             MoeschedError: that part cannot be read.
         """
         nbytes = min(nbytes, len(self.bytes) - offset)
         error = _madvise(self.bytes.data_ptr() + offset, nbytes, advice)
-        if error:
-            raise MoeschedError(
-                f"mapping {nbytes} bytes of {self.path} at byte {offset} failed: {os.strerror(error)}; "
-                "check the disk and the file"
+        if not error:
+            return
+        failed = f"mapping {nbytes} bytes of {self.path} at byte {offset} failed: {os.strerror(error)}"
+        if error == errno.ENOMEM:
+            raise OutOfMemory(
+                f"{failed}; give the container or virtual machine more memory, or {self._remedy}"
             )
+        raise MoeschedError(f"{failed}; check the disk and the file")
 
     def close(self) -> None:
         """Give up the lease."""

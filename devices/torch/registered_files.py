@@ -85,7 +85,7 @@ class RegisteredFiles:
         """Read and register those spans of open files that are not registered yet; no two may have a block in common.
 
         Raises:
-            Refused: the system does not map a file, or CUDA does not register it.
+            Refused: the system does not map a file or has no memory for it, or CUDA does not register it.
             MoeschedError: a file cannot be read.
         """
         fresh = [span for span in spans if span not in self._registered]
