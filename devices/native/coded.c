@@ -191,17 +191,22 @@ INLINE void put_avx512_vnni(int size, const int32_t *multiples, char *pieces) {
 }
 
 INLINE void sums_avx512_vnni(int size, Words codes[][VECTORS], const char *pieces, int32_t offset, Ints *sums) {
-    __m512i lower[VECTORS], upper[VECTORS];
-    for (int v = 0; v < VECTORS; v++) lower[v] = _mm512_set1_epi32(offset), upper[v] = _mm512_setzero_si512();
+    __m512i lower[2][VECTORS], upper[2][VECTORS]; /* of even words and odd ones: chains of half the length */
+    for (int v = 0; v < VECTORS; v++) {
+        lower[0][v] = _mm512_set1_epi32(offset);
+        lower[1][v] = upper[0][v] = upper[1][v] = _mm512_setzero_si512();
+    }
     for (int w = 0; w < size / 4; w++, pieces += 4) {
         const __m512i upper_pieces = _mm512_set1_epi32(word_at(pieces));
         const __m512i lower_pieces = _mm512_set1_epi32(word_at(pieces + size));
         for (int v = 0; v < VECTORS; v++) {
-            upper[v] = _mm512_dpbusd_epi32(upper[v], (__m512i)codes[w][v], upper_pieces);
-            lower[v] = _mm512_dpbusd_epi32(lower[v], (__m512i)codes[w][v], lower_pieces);
+            upper[w % 2][v] = _mm512_dpbusd_epi32(upper[w % 2][v], (__m512i)codes[w][v], upper_pieces);
+            lower[w % 2][v] = _mm512_dpbusd_epi32(lower[w % 2][v], (__m512i)codes[w][v], lower_pieces);
         }
     }
-    for (int v = 0; v < VECTORS; v++) sums[v] = (Ints)_mm512_add_epi32(lower[v], _mm512_slli_epi32(upper[v], 8));
+    for (int v = 0; v < VECTORS; v++)
+        sums[v] = (Ints)_mm512_add_epi32(_mm512_add_epi32(lower[0][v], lower[1][v]),
+                                         _mm512_slli_epi32(_mm512_add_epi32(upper[0][v], upper[1][v]), 8));
 }
 
 #include "coded_products.h"
