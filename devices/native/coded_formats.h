@@ -12,9 +12,11 @@
 typedef uint32_t ISA(Words) __attribute__((vector_size(LANES * 4)));
 typedef int32_t ISA(Ints) __attribute__((vector_size(LANES * 4)));
 typedef float ISA(Floats) __attribute__((vector_size(LANES * 4)));
+typedef uint16_t ISA(Halves) __attribute__((vector_size(LANES * 2)));
 #define Words ISA(Words)
 #define Ints ISA(Ints)
 #define Floats ISA(Floats)
+#define Halves ISA(Halves)
 #define INLINE static inline __attribute__((always_inline)) TARGET
 
 /* CHUNK weights of LANES rows, or as many as are left: codes as stored, without a sign, four in each lane of a vector;
