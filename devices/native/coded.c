@@ -20,6 +20,7 @@ enum {
     MOST_CHUNK_BYTES = CHUNK / 32 * 34,
     X_BYTES = 512 << 10,  /* of all rows of x: stay in the second-level cache while tiles pass */
     LINE = 64,
+    LEAST_OUTPUTS = 64,   /* that a thread takes at a time: whole tiles and groups; common widths are even numbers of them */
 };
 
 /* What is the same for all pieces of a group of a row of x. */
@@ -154,7 +155,8 @@ INLINE void sums_avx2(int size, Words codes[][VECTORS], const char *pieces, int3
 #define VECTORS 1
 #define words_avx512 words_of_avx512
 #define HALVES halves_of_avx512
-#define WIDENED widened_of_avx512
+#define WIDENED widened_halves_avx512
+#define OF_FP4 numbers_of_fp4_avx512
 #include "coded_formats.h"
 
 #define put_avx512 put_pairs
@@ -179,7 +181,8 @@ INLINE void sums_avx512(int size, Words codes[][VECTORS], const char *pieces, in
 #define VECTORS 2
 #define words_avx512_vnni words_of_avx512
 #define HALVES halves_of_avx512
-#define WIDENED widened_of_avx512
+#define WIDENED widened_halves_avx512
+#define OF_FP4 numbers_of_fp4_avx512
 #include "coded_formats.h"
 
 INLINE void put_avx512_vnni(int size, const int32_t *multiples, char *pieces) {

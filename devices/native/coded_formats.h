@@ -6,7 +6,7 @@
  *   LANES       rows of weights of a tile, one in each lane of a vector
  *   ISA(words)  (first, stride, count, words) reads words of four bytes, `count` of each row, a multiple of 4: vector w
  *               has those at `first` + 4 w of rows that are `stride` bytes apart
- *   HALVES, WIDENED  optionally, its own `halves` and `widened`
+ *   HALVES, WIDENED, OF_FP4  optionally, its own `halves`, `widened` and `of_fp4`
  */
 
 typedef uint32_t ISA(Words) __attribute__((vector_size(LANES * 4)));
@@ -171,6 +171,7 @@ static TARGET void ISA(unpack_q6_k)(const uint8_t *rows, int64_t stride, int64_t
     const Floats scale = ISA(widened)(ISA(halves)(rows + 208, stride));
     for (int group = 0; group < 16; group++)
         tile->scales[group] = scale * ISA(signed_byte)(factors[group / 4], group % 4);
+    _Pragma("GCC unroll 2")
     for (int half = 0; half < 2; half++) {
         Words *codes = tile->codes + half * 32, lowest[16], highest[8];
         ISA(words)(rows + 64 * half, stride, 16, lowest);
@@ -188,11 +189,15 @@ static TARGET void ISA(unpack_q6_k)(const uint8_t *rows, int64_t stride, int64_t
 /* Twice the numbers of the format e2m1, and 12 more, so that no byte borrows from the next one: 0 to 4 are themselves,
  * 5 to 7 are 6, 8 and 12. */
 INLINE Words ISA(of_fp4)(Words codes) {
+#if defined(OF_FP4)
+    return (Words)OF_FP4((__m512i)codes);
+#else
     const Words size = codes & 0x07070707, from_four = size >> 2 & 0x01010101;
     const Words above_four = size & (from_four | from_four << 1), seven = above_four & above_four >> 1 & 0x01010101;
     const Words number = size + above_four + (seven << 1);
     const Words sign = codes >> 3 & 0x01010101, negative = (sign << 8) - sign;
     return (number & ~negative) + 0x0c0c0c0c - (number & negative);
+#endif
 }
 
 static TARGET void ISA(unpack_mxfp4)(const uint8_t *rows, int64_t stride, int64_t weights, Tile *tile, Ahead *ahead) {

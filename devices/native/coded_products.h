@@ -197,7 +197,7 @@ static TARGET void ISA(gated_coded)(const Product *gate, const Product *up, cons
 
 #define CODING(format, group, weights, bytes, centre, minimums)                                                        \
     {.multiplier = {.step = group, .step_bytes = PIECES_BYTES(group) + sizeof(Group), .is_coded = 1, .block = weights,  \
-                    .block_bytes = bytes, .least = WHOLE_TILES, .place = ISA(place_coded),                             \
+                    .block_bytes = bytes, .least = LEAST_OUTPUTS, .place = ISA(place_coded),                             \
                     .multiply = ISA(multiply_coded), .write = ISA(write_coded), .gated = ISA(gated_coded)},            \
      .zero = centre, .has_minimums = minimums, .unpack = (Unpack)ISA(unpack_##format)}
 static const Coding ISA(codings)[FORMATS] = {
@@ -219,3 +219,6 @@ static const Coding ISA(codings)[FORMATS] = {
 #undef ISA
 #undef TARGET
 #undef LANES
+#undef HALVES
+#undef WIDENED
+#undef OF_FP4
