@@ -100,9 +100,10 @@ static TARGET void ISA(unpack_q4_0)(const uint8_t *rows, int64_t stride, int64_t
 
 /* Codes of five bits, whose highest bits are in the four bytes before the others. */
 INLINE void ISA(unpack_five_bits)(const uint8_t *first, int64_t stride, Words *codes) {
-    const Words highest = ISA(halves)(first, stride) | ISA(halves)(first + 2, stride) << 16;
+    Words word[4]; /* the highest bits, and some that are read again */
+    ISA(words)(first, stride, 4, word);
     ISA(unpack_halves)(first + 4, stride, 4, codes);
-    for (int w = 0; w < 8; w++) codes[w] |= ISA(fifth_bits)(highest, 4 * w);
+    for (int w = 0; w < 8; w++) codes[w] |= ISA(fifth_bits)(word[0], 4 * w);
 }
 
 static TARGET void ISA(unpack_q5_0)(const uint8_t *rows, int64_t stride, int64_t weights, Tile *tile, Ahead *ahead) {
