@@ -8,6 +8,7 @@
  */
 #include <string.h>
 
+#include "coded_words.h"
 #include "numbers.h"
 #include "product.h"
 
@@ -19,6 +20,7 @@ enum {
     MOST_CHUNK_BYTES = CHUNK / 32 * 34,
     X_BYTES = 512 << 10,  /* of all rows of x: stay in the second-level cache while tiles pass */
     LINE = 64,
+    LEAST_OUTPUTS = 64,   /* that a thread takes at a time: whole tiles and groups; common widths are even numbers of them */
 };
 
 /* What is the same for all pieces of a group of a row of x. */
@@ -90,13 +92,6 @@ static inline float power_of_two(int exponent) { return from_bits((uint32_t)expo
 #define TARGET
 #define LANES 4
 #define VECTORS 1
-
-static inline void words_portable(const uint8_t *first, int64_t stride, int count, void *words) {
-    for (int w = 0; w < count; w++)
-        for (int row = 0; row < LANES; row++)
-            memcpy((char *)words + (w * LANES + row) * 4, first + row * stride + 4 * w, 4);
-}
-
 #include "coded_formats.h"
 
 INLINE void put_portable(int size, const int32_t *multiples, char *pieces) {
@@ -119,8 +114,6 @@ INLINE void sums_portable(int size, Words codes[][VECTORS], const char *pieces, 
 #include "coded_products.h"
 
 #if defined(__x86_64__)
-#include <immintrin.h>
-
 /* Even codes and odd ones are numbers of 16 bits in a word; so are the multiples: the even ones first. */
 static inline void put_pairs(int size, const int32_t *multiples, char *pieces) {
     for (int i = 0; i < size; i++) {
@@ -139,30 +132,6 @@ static inline int32_t word_at(const char *pieces) {
 #define TARGET __attribute__((target("avx2,fma")))
 #define LANES 8
 #define VECTORS 1
-
-__attribute__((always_inline)) TARGET static inline __m256i halves_of_avx2(const uint8_t *row, int64_t below) {
-    return _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128((const __m128i *)row)),
-                                   _mm_loadu_si128((const __m128i *)(row + below)), 1);
-}
-
-/* A transposition of four words of each row, in both halves of vectors. */
-__attribute__((always_inline)) TARGET static inline void words_avx2(const uint8_t *first, int64_t stride, int count,
-                                                                    void *words) {
-    __m256i *word = words;
-    _Pragma("GCC unroll 4")
-    for (int w = 0; w < count; w += 4, first += 16) {
-        const __m256i a = halves_of_avx2(first, 4 * stride), b = halves_of_avx2(first + stride, 4 * stride);
-        const __m256i c = halves_of_avx2(first + 2 * stride, 4 * stride);
-        const __m256i d = halves_of_avx2(first + 3 * stride, 4 * stride);
-        const __m256i ab = _mm256_unpacklo_epi32(a, b), cd = _mm256_unpacklo_epi32(c, d);
-        const __m256i above_ab = _mm256_unpackhi_epi32(a, b), above_cd = _mm256_unpackhi_epi32(c, d);
-        word[w] = _mm256_unpacklo_epi64(ab, cd);
-        word[w + 1] = _mm256_unpackhi_epi64(ab, cd);
-        word[w + 2] = _mm256_unpacklo_epi64(above_ab, above_cd);
-        word[w + 3] = _mm256_unpackhi_epi64(above_ab, above_cd);
-    }
-}
-
 #include "coded_formats.h"
 
 #define put_avx2 put_pairs
@@ -180,66 +149,14 @@ INLINE void sums_avx2(int size, Words codes[][VECTORS], const char *pieces, int3
 
 #include "coded_products.h"
 
-#define WITH_AVX512 __attribute__((target("avx512f,avx512bw,avx512vl"), always_inline)) static inline
-
-/* Four words of four rows, `below` bytes apart. */
-WITH_AVX512 __m512i four_words_of(const uint8_t *row, int64_t below) {
-    __m512i words = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i *)row));
-    words = _mm512_inserti32x4(words, _mm_loadu_si128((const __m128i *)(row + below)), 1);
-    words = _mm512_inserti32x4(words, _mm_loadu_si128((const __m128i *)(row + 2 * below)), 2);
-    return _mm512_inserti32x4(words, _mm_loadu_si128((const __m128i *)(row + 3 * below)), 3);
-}
-
-/* Eight words of two rows, `below` bytes apart. */
-WITH_AVX512 __m512i eight_words_of(const uint8_t *row, int64_t below) {
-    return _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_loadu_si256((const __m256i *)row)),
-                              _mm256_loadu_si256((const __m256i *)(row + below)), 1);
-}
-
-/* Transposes the four words of all quarters of four vectors. */
-WITH_AVX512 void transpose_quarters(const __m512i *rows, __m512i *words) {
-    const __m512i ab = _mm512_unpacklo_epi32(rows[0], rows[1]), cd = _mm512_unpacklo_epi32(rows[2], rows[3]);
-    const __m512i above_ab = _mm512_unpackhi_epi32(rows[0], rows[1]), above_cd = _mm512_unpackhi_epi32(rows[2], rows[3]);
-    words[0] = _mm512_unpacklo_epi64(ab, cd);
-    words[1] = _mm512_unpackhi_epi64(ab, cd);
-    words[2] = _mm512_unpacklo_epi64(above_ab, above_cd);
-    words[3] = _mm512_unpackhi_epi64(above_ab, above_cd);
-}
-
-WITH_AVX512 void four_words_avx512(const uint8_t *first, int64_t stride, void *words) {
-    __m512i rows[4];
-    for (int row = 0; row < 4; row++) rows[row] = four_words_of(first + row * stride, 4 * stride);
-    transpose_quarters(rows, words);
-}
-
-/* In halves of a vector, first the words of one row, then those of the row four below. */
-WITH_AVX512 void eight_words_avx512(const uint8_t *first, int64_t stride, void *words) {
-    __m512i rows[8], upper[4], lower[4], *word = words;
-    for (int row = 0; row < 4; row++) {
-        rows[row] = eight_words_of(first + row * stride, 4 * stride);
-        rows[4 + row] = eight_words_of(first + (8 + row) * stride, 4 * stride);
-    }
-    transpose_quarters(rows, upper);
-    transpose_quarters(rows + 4, lower);
-    for (int w = 0; w < 4; w++) {
-        word[w] = _mm512_shuffle_i32x4(upper[w], lower[w], 0x88);
-        word[w + 4] = _mm512_shuffle_i32x4(upper[w], lower[w], 0xdd);
-    }
-}
-
-WITH_AVX512 void words_of_avx512(const uint8_t *first, int64_t stride, int count, void *words) {
-    for (int w = 0; w < count; w += 8)
-        if (count - w == 4)
-            four_words_avx512(first + 4 * w, stride, (__m512i *)words + w);
-        else
-            eight_words_avx512(first + 4 * w, stride, (__m512i *)words + w);
-}
-
 #define ISA(name) name##_avx512
 #define TARGET __attribute__((target("avx512f,avx512bw,avx512vl")))
 #define LANES 16
 #define VECTORS 1
 #define words_avx512 words_of_avx512
+#define HALVES halves_of_avx512
+#define WIDENED widened_halves_avx512
+#define OF_FP4 numbers_of_fp4_avx512
 #include "coded_formats.h"
 
 #define put_avx512 put_pairs
@@ -263,6 +180,9 @@ INLINE void sums_avx512(int size, Words codes[][VECTORS], const char *pieces, in
 #define LANES 16
 #define VECTORS 2
 #define words_avx512_vnni words_of_avx512
+#define HALVES halves_of_avx512
+#define WIDENED widened_halves_avx512
+#define OF_FP4 numbers_of_fp4_avx512
 #include "coded_formats.h"
 
 INLINE void put_avx512_vnni(int size, const int32_t *multiples, char *pieces) {
@@ -274,17 +194,22 @@ INLINE void put_avx512_vnni(int size, const int32_t *multiples, char *pieces) {
 }
 
 INLINE void sums_avx512_vnni(int size, Words codes[][VECTORS], const char *pieces, int32_t offset, Ints *sums) {
-    __m512i lower[VECTORS], upper[VECTORS];
-    for (int v = 0; v < VECTORS; v++) lower[v] = _mm512_set1_epi32(offset), upper[v] = _mm512_setzero_si512();
+    __m512i lower[2][VECTORS], upper[2][VECTORS]; /* of even words and odd ones: chains of half the length */
+    for (int v = 0; v < VECTORS; v++) {
+        lower[0][v] = _mm512_set1_epi32(offset);
+        lower[1][v] = upper[0][v] = upper[1][v] = _mm512_setzero_si512();
+    }
     for (int w = 0; w < size / 4; w++, pieces += 4) {
         const __m512i upper_pieces = _mm512_set1_epi32(word_at(pieces));
         const __m512i lower_pieces = _mm512_set1_epi32(word_at(pieces + size));
         for (int v = 0; v < VECTORS; v++) {
-            upper[v] = _mm512_dpbusd_epi32(upper[v], (__m512i)codes[w][v], upper_pieces);
-            lower[v] = _mm512_dpbusd_epi32(lower[v], (__m512i)codes[w][v], lower_pieces);
+            upper[w % 2][v] = _mm512_dpbusd_epi32(upper[w % 2][v], (__m512i)codes[w][v], upper_pieces);
+            lower[w % 2][v] = _mm512_dpbusd_epi32(lower[w % 2][v], (__m512i)codes[w][v], lower_pieces);
         }
     }
-    for (int v = 0; v < VECTORS; v++) sums[v] = (Ints)_mm512_add_epi32(lower[v], _mm512_slli_epi32(upper[v], 8));
+    for (int v = 0; v < VECTORS; v++)
+        sums[v] = (Ints)_mm512_add_epi32(_mm512_add_epi32(lower[0][v], lower[1][v]),
+                                         _mm512_slli_epi32(_mm512_add_epi32(upper[0][v], upper[1][v]), 8));
 }
 
 #include "coded_products.h"

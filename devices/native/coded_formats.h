@@ -6,14 +6,17 @@
  *   LANES       rows of weights of a tile, one in each lane of a vector
  *   ISA(words)  (first, stride, count, words) reads words of four bytes, `count` of each row, a multiple of 4: vector w
  *               has those at `first` + 4 w of rows that are `stride` bytes apart
+ *   HALVES, WIDENED, OF_FP4  optionally, its own `halves`, `widened` and `of_fp4`
  */
 
 typedef uint32_t ISA(Words) __attribute__((vector_size(LANES * 4)));
 typedef int32_t ISA(Ints) __attribute__((vector_size(LANES * 4)));
 typedef float ISA(Floats) __attribute__((vector_size(LANES * 4)));
+typedef uint16_t ISA(Halves) __attribute__((vector_size(LANES * 2)));
 #define Words ISA(Words)
 #define Ints ISA(Ints)
 #define Floats ISA(Floats)
+#define Halves ISA(Halves)
 #define INLINE static inline __attribute__((always_inline)) TARGET
 
 /* CHUNK weights of LANES rows, or as many as are left: codes as stored, without a sign, four in each lane of a vector;
@@ -26,6 +29,9 @@ typedef struct {
 
 /* The 16-bit number at `first` of each row. */
 INLINE Words ISA(halves)(const uint8_t *first, int64_t stride) {
+#if defined(HALVES)
+    return (Words)HALVES(first, stride);
+#else
     Words halves;
     _Pragma("GCC unroll 16")
     for (int row = 0; row < LANES; row++) {
@@ -34,14 +40,19 @@ INLINE Words ISA(halves)(const uint8_t *first, int64_t stride) {
         halves[row] = half;
     }
     return halves;
+#endif
 }
 
 /* float16 to float32. An exponent grows by 112, that of infinity and NaN twice; subnormal numbers are multiples. */
 INLINE Floats ISA(widened)(Words halves) {
+#if defined(WIDENED)
+    return (Floats)WIDENED((__m512i)halves);
+#else
     const Words exponent = halves & 0x7c00, infinite = (Words)(exponent == 0x7c00), subnormal = (Words)(exponent == 0);
     const Words number = ((halves & 0x7fff) << 13) + (0x38000000 + (infinite & 0x38000000));
     const Floats multiple = __builtin_convertvector((Ints)(halves & 0x03ff), Floats) * 0x1p-24f;
     return (Floats)((number & ~subnormal) | ((Words)multiple & subnormal) | (halves & 0x8000) << 16);
+#endif
 }
 
 /* Byte `number` of each word. */
@@ -89,9 +100,10 @@ static TARGET void ISA(unpack_q4_0)(const uint8_t *rows, int64_t stride, int64_t
 
 /* Codes of five bits, whose highest bits are in the four bytes before the others. */
 INLINE void ISA(unpack_five_bits)(const uint8_t *first, int64_t stride, Words *codes) {
-    const Words highest = ISA(halves)(first, stride) | ISA(halves)(first + 2, stride) << 16;
+    Words word[4]; /* the highest bits, and some that are read again */
+    ISA(words)(first, stride, 4, word);
     ISA(unpack_halves)(first + 4, stride, 4, codes);
-    for (int w = 0; w < 8; w++) codes[w] |= ISA(fifth_bits)(highest, 4 * w);
+    for (int w = 0; w < 8; w++) codes[w] |= ISA(fifth_bits)(word[0], 4 * w);
 }
 
 static TARGET void ISA(unpack_q5_0)(const uint8_t *rows, int64_t stride, int64_t weights, Tile *tile, Ahead *ahead) {
@@ -141,13 +153,14 @@ static TARGET void ISA(unpack_q5_k)(const uint8_t *rows, int64_t stride, int64_t
     ISA(unpack_six_bits)(rows, stride, tile);
     ISA(words)(rows + 16, stride, 8, highest);
     for (int pair = 0; pair < 4; pair++) {
-        Words *codes = tile->codes + pair * 16;
+        Words *codes = tile->codes + pair * 16, lowest[8];
         fetch(ahead);
         fetch(ahead);
-        ISA(unpack_halves)(rows + 48 + 32 * pair, stride, 8, codes);
+        ISA(words)(rows + 48 + 32 * pair, stride, 8, lowest);
         for (int w = 0; w < 8; w++) {
-            codes[w] |= (highest[w] >> 2 * pair & 0x01010101) << 4;
-            codes[8 + w] |= (highest[w] >> (2 * pair + 1) & 0x01010101) << 4;
+            codes[w] = (lowest[w] & 0x0f0f0f0f) | (highest[w] << 4 & 0x10101010);
+            codes[8 + w] = (lowest[w] >> 4 & 0x0f0f0f0f) | (highest[w] << 3 & 0x10101010);
+            highest[w] >>= 2;
         }
     }
 }
@@ -159,24 +172,33 @@ static TARGET void ISA(unpack_q6_k)(const uint8_t *rows, int64_t stride, int64_t
     const Floats scale = ISA(widened)(ISA(halves)(rows + 208, stride));
     for (int group = 0; group < 16; group++)
         tile->scales[group] = scale * ISA(signed_byte)(factors[group / 4], group % 4);
+    _Pragma("GCC unroll 2")
     for (int half = 0; half < 2; half++) {
-        Words *codes = tile->codes + half * 32, highest[8];
-        ISA(unpack_halves)(rows + 64 * half, stride, 16, codes);
+        Words *codes = tile->codes + half * 32, lowest[16], highest[8];
+        ISA(words)(rows + 64 * half, stride, 16, lowest);
         ISA(words)(rows + 128 + 32 * half, stride, 8, highest);
-        for (int part = 0; part < 4; part++, fetch(ahead))
-            for (int w = 0; w < 8; w++)
-                codes[8 * part + w] |= (highest[w] >> 2 * part & 0x03030303) << 4;
+        for (int w = 0; w < 8; w++) {
+            codes[w] = (lowest[w] & 0x0f0f0f0f) | (highest[w] << 4 & 0x30303030);
+            codes[8 + w] = (lowest[8 + w] & 0x0f0f0f0f) | (highest[w] << 2 & 0x30303030);
+            codes[16 + w] = (lowest[w] >> 4 & 0x0f0f0f0f) | (highest[w] & 0x30303030);
+            codes[24 + w] = (lowest[8 + w] >> 4 & 0x0f0f0f0f) | (highest[w] >> 2 & 0x30303030);
+        }
+        for (int part = 0; part < 4; part++) fetch(ahead);
     }
 }
 
 /* Twice the numbers of the format e2m1, and 12 more, so that no byte borrows from the next one: 0 to 4 are themselves,
  * 5 to 7 are 6, 8 and 12. */
 INLINE Words ISA(of_fp4)(Words codes) {
+#if defined(OF_FP4)
+    return (Words)OF_FP4((__m512i)codes);
+#else
     const Words size = codes & 0x07070707, from_four = size >> 2 & 0x01010101;
     const Words above_four = size & (from_four | from_four << 1), seven = above_four & above_four >> 1 & 0x01010101;
     const Words number = size + above_four + (seven << 1);
     const Words sign = codes >> 3 & 0x01010101, negative = (sign << 8) - sign;
     return (number & ~negative) + 0x0c0c0c0c - (number & negative);
+#endif
 }
 
 static TARGET void ISA(unpack_mxfp4)(const uint8_t *rows, int64_t stride, int64_t weights, Tile *tile, Ahead *ahead) {

@@ -101,14 +101,18 @@ static TARGET void ISA(add_tiles)(const Product *product, int64_t first, int64_t
 INLINE void ISA(place_group)(const int size, const Coding *coding, const uint16_t *values, char *pieces, Group *group) {
     int32_t multiples[32], sum = 0;
     uint16_t largest = 0;
-    for (int i = 0; i < size; i++) largest = (values[i] & 0x7fff) > largest ? values[i] & 0x7fff : largest;
+    for (int i = 0; i < size; i++) {
+        const uint16_t magnitude = values[i] & 0x7fff;
+        largest = magnitude > largest ? magnitude : largest;
+    }
     const int finite = largest < 0x7f80, above = (largest >> 7) + 1;
     const int exponent = above > LEAST_EXPONENT ? above : LEAST_EXPONENT;
     const float unit = finite ? power_of_two(exponent - BITS) : from_bits(0x7fc00000);
     const float inverse = finite ? power_of_two(2 * 127 + BITS - exponent) : 0;
     for (int i = 0; i < size; i++) {
         const float shift = 12582912.0f; /* adding it rounds to a whole number in the lowest bits */
-        multiples[i] = finite ? (int32_t)(to_bits(widened(values[i]) * inverse + shift) - to_bits(shift)) : 0;
+        multiples[i] = (int32_t)(to_bits(widened(values[i]) * inverse + shift) - to_bits(shift));
+        multiples[i] = finite ? multiples[i] : 0; /* infinity times 0 is NaN */
         sum += multiples[i];
     }
     ISA(put)(size, multiples, pieces);
@@ -139,13 +143,21 @@ static TARGET void ISA(multiply_coded)(const Product *product, int64_t first, in
             out[n * product->batch + row] = totals[n / ROWS * product->batch + row].of[n % ROWS / LANES][n % LANES];
 }
 
+/* To bfloat16, as `rounded`. */
+INLINE Halves ISA(rounded)(Floats numbers) {
+    const Words bits = (Words)numbers, nan = (Words)(numbers != numbers);
+    const Words up = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    return __builtin_convertvector((up & ~nan) | (nan & 0x7fc0), Halves);
+}
+
 /* The totals of a row of x, rounded: `count` numbers. */
 INLINE void ISA(round_row)(const Vectors *totals, int64_t batch, int64_t row, int64_t count, uint16_t *y) {
     for (int64_t n = 0; n < count; n += LANES) {
-        const Floats total = totals[n / ROWS * batch + row].of[n % ROWS / LANES];
-        uint16_t bits[LANES];
-        for (int lane = 0; lane < LANES; lane++) bits[lane] = rounded(total[lane]);
-        memcpy(y + n, bits, (size_t)(count - n < LANES ? count - n : LANES) * sizeof *bits);
+        const Halves bits = ISA(rounded)(totals[n / ROWS * batch + row].of[n % ROWS / LANES]);
+        if (count - n < LANES)
+            memcpy(y + n, &bits, (size_t)(count - n) * sizeof *y);
+        else
+            memcpy(y + n, &bits, sizeof bits);
     }
 }
 
@@ -162,11 +174,8 @@ static TARGET void ISA(write_coded)(const Product *product, int64_t first, int64
 }
 
 /* gates = silu(gates) * ups */
-INLINE void ISA(gate)(Vectors *gates, const Vectors *ups, int64_t count) {
-    for (int64_t i = 0; i < count; i++)
-        for (int v = 0; v < VECTORS; v++)
-            for (int lane = 0; lane < LANES; lane++)
-                gates[i].of[v][lane] = silu(gates[i].of[v][lane]) * ups[i].of[v][lane];
+INLINE void ISA(gate)(float *gates, const float *ups, int64_t count) {
+    for (int64_t i = 0; i < count; i++) gates[i] = silu(gates[i]) * ups[i];
 }
 
 static TARGET void ISA(gated_coded)(const Product *gate, const Product *up, const Product *down, int64_t first,
@@ -178,7 +187,7 @@ static TARGET void ISA(gated_coded)(const Product *gate, const Product *up, cons
         const Product gate_rows = group_at(gate, from), up_rows = group_at(up, from);
         ISA(add_tiles)(&gate_rows, first, last, coded_rows(up, first).first, gates);
         ISA(add_tiles)(&up_rows, first, last, next, ups);
-        ISA(gate)(gates, ups, (last - first + ROWS - 1) / ROWS * gate_rows.batch);
+        ISA(gate)((float *)gates, (const float *)ups, (last - first + ROWS - 1) / ROWS * ROWS * gate_rows.batch);
         for (int64_t row = 0; row < gate_rows.batch; row++) {
             ISA(round_row)(gates, gate_rows.batch, row, last - first, hidden);
             place(down, from + row, first, last, hidden);
@@ -188,7 +197,7 @@ static TARGET void ISA(gated_coded)(const Product *gate, const Product *up, cons
 
 #define CODING(format, group, weights, bytes, centre, minimums)                                                        \
     {.multiplier = {.step = group, .step_bytes = PIECES_BYTES(group) + sizeof(Group), .is_coded = 1, .block = weights,  \
-                    .block_bytes = bytes, .least = WHOLE_TILES, .place = ISA(place_coded),                             \
+                    .block_bytes = bytes, .least = LEAST_OUTPUTS, .place = ISA(place_coded),                             \
                     .multiply = ISA(multiply_coded), .write = ISA(write_coded), .gated = ISA(gated_coded)},            \
      .zero = centre, .has_minimums = minimums, .unpack = (Unpack)ISA(unpack_##format)}
 static const Coding ISA(codings)[FORMATS] = {
@@ -201,6 +210,7 @@ static const Coding ISA(codings)[FORMATS] = {
 #undef Words
 #undef Ints
 #undef Floats
+#undef Halves
 #undef Tile
 #undef Vectors
 #undef VECTORS
@@ -209,3 +219,6 @@ static const Coding ISA(codings)[FORMATS] = {
 #undef ISA
 #undef TARGET
 #undef LANES
+#undef HALVES
+#undef WIDENED
+#undef OF_FP4
