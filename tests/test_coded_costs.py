@@ -104,6 +104,13 @@ def test_all_work_on_weights_says_how_many_bytes_of_them_are_coded(stored: str) 
         assert [each.coded for each in weighing] == [((stored, each.size),) for each in weighing]
 
 
+def test_on_a_machine_that_was_not_measured_a_file_computes_as_fast_as_a_shape_in_its_format() -> None:
+    file, shape = coded_as(MODEL, "q4_0"), replace(MODEL, format="q4_0")
+    in_file, in_shape = (Operations(each, "bfloat16").expert(64) for each in (file, shape))
+    assert in_file.kernel_rate == in_shape.kernel_rate < 1
+    assert in_file == in_shape._replace(parts=in_file.parts)
+
+
 def test_layers_of_q4_k_m_cost_what_their_formats_cost() -> None:
     layers = Operations(coded_as(MODEL, "q4_k_m"), "bfloat16").by_layer
     formats = {tuple(name for name, _ in each.expert_product.coded) for each in layers}

@@ -16,13 +16,14 @@ from moesched.jobs.expectation import extrapolated
 from moesched.machines import COST_FORMAT, CostPoint, Machine, load_machine
 from moesched.machines.local import assumed_machine, calibrated_file, processor_with, this_processor
 from moesched.machines.toml_text import machine_toml
+from moesched.models.coded_models import coded_as
 from moesched.runs.listeners import Listener
 from moesched.system.cores import usable_cores
 from moesched.system.signals import Stopped
 from moesched.trace import read_trace
 from moesched.units import format_seconds
 from policies_for_tests import Diary, Once
-from small_models import small_model
+from small_models import SMALL, small_model
 
 ARGUMENTS = ("--policy", "resident", "--prompt-ids", "1,2,3;4", "--max-new-tokens", 3, "--dtype", "float32")
 PROMPTS = ([1, 2, 3], [4, 5], [6])
@@ -203,6 +204,18 @@ def test_steps_beyond_those_that_were_simulated_follow_a_line_through_the_later_
 
 
 # -- without an expectation
+
+
+def test_a_machine_calibrated_without_coded_weights_predicts_none_of_their_runs(tmp_path: Path) -> None:
+    folder = small_model(
+        tmp_path / "coded", config=coded_as(SMALL.varied(hidden=64, intermediate=64), "q8_0")
+    )
+    coded = CostPoint(operation="product", size=1, seconds=0.001, dtype="float32", format="q8_0")
+    plain = replace(coded, format="")
+    machine = calibrated()
+    assert "calibrated without coded weights: run `moesched calibrate` again" in run(folder).no_expectation
+    table = [*machine.cost_table, coded, plain]
+    assert run(folder, machine=replace(machine, cost_table=table)).no_expectation is None
 
 
 @pytest.mark.parametrize(

@@ -149,6 +149,8 @@ def obstacle(given: SessionOptions, job: Job, devices: Devices) -> str | None:
         return f"machine {machine.name} has no measured costs: calibrate this machine, and omit --machine"
     if machine.measured_on != (here := device.processors()):
         return f"{machine.name} was measured on {machine.measured_on}, and this is {here}"
+    if job.layout.config.coded_formats and not any(point.format for point in machine.cost_table):
+        return f"{machine.name} was calibrated without coded weights: run `moesched calibrate` again"
     settings = dict(given.device_settings or {})
     cores = usable_cores()
     if settings.get("threads") == (divided_cores(cores).kernels if devices.core_plan else cores):

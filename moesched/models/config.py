@@ -11,7 +11,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec.structs import replace
 
-from moesched.models.formats import EXPERT_ROLES, FORMATS, Format, Role, role_of
+from moesched.models.formats import CODED_RATES, EXPERT_ROLES, FORMATS, Format, Role, role_of
 from moesched.models.layers import FeedForward, Formats, GroupedAttention, Layer, Shape, representative
 from moesched.models.stored_formats import CODED, PLAIN, STORED_FORMATS, StoredFormat
 
@@ -137,8 +137,15 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
         pairs = {*self.formats, *(pair for layer in self.kinds for pair in layer.formats)}
         return tuple(sorted({stored for _, stored in pairs}.intersection(CODED)))
 
-    def kernel_rate(self, role: Role) -> float:
-        """The share of a processor's FLOP/s that products with tensors of a role reach (see `Format`)."""
+    def kernel_rate(self, name: str, layer: Layer | None = None) -> float:
+        """The share of a processor's FLOP/s that products with a tensor reach (see `Format`).
+
+        name: canonical, or in a layer.
+        """
+        kept = self.kept_format(name, layer)
+        if kept is not None:
+            return CODED_RATES.get(kept.name, 1.0)
+        role = role_of(name)
         stored = self._format_of(role)
         return 1.0 if stored is None else stored.rate(role)
 

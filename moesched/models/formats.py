@@ -7,6 +7,7 @@ as q4_k_m stands for several block formats, by the role of a tensor (`llama_tens
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, Literal
 
 import msgspec
@@ -79,6 +80,19 @@ def _llama_cpp(name: str, each: float, rate: float, why: str, *, head: float, fa
     return Format(name, weights({}), weights(_INSTEAD), rate, why)
 
 
+CODED_RATES: Mapping[str, float] = MappingProxyType(
+    {
+        "q8_0": 0.9,
+        "q4_0": 0.9,
+        "q5_0": 0.9,
+        "q5_1": 0.9,
+        "q4_k": 0.8,
+        "q5_k": 0.7,
+        "q6_k": 0.7,
+        "mxfp4": 0.8,
+    }
+)
+"""Kernel rates of single coded formats, on processors whose products with them were not measured."""
 _CONVERTS = "default: kernels convert blocks to 16 bits or 8-bit integers in their inner loop"
 
 GROUPS = (32, 64, 128)
@@ -108,15 +122,15 @@ def _experts_only(each: Format) -> Format:
 _CHOSEN = (
     _format("bf16", _BF16, 1.0, "the dtype of the computation"),
     _format("fp8", 1 + 4 / 128**2, 1.0, "default: products in 8 bits are not assumed, only their bytes"),
-    _llama_cpp("q8_0", _Q8_0, 0.9, _CONVERTS, head=_Q8_0, favoured=_Q8_0),
-    _llama_cpp("q6_k", _Q6_K, 0.7, _CONVERTS, head=_Q6_K, favoured=_Q6_K),
-    _llama_cpp("q5_k", _Q5_K, 0.7, _CONVERTS, head=_Q6_K, favoured=_Q6_K),
-    _llama_cpp("q4_k_m", _Q4_K, 0.8, _CONVERTS, head=_Q6_K, favoured=_Q6_K),
-    _llama_cpp("q4_0", _Q4_0, 0.9, _CONVERTS, head=_Q6_K, favoured=_Q4_0),
+    _llama_cpp("q8_0", _Q8_0, CODED_RATES["q8_0"], _CONVERTS, head=_Q8_0, favoured=_Q8_0),
+    _llama_cpp("q6_k", _Q6_K, CODED_RATES["q6_k"], _CONVERTS, head=_Q6_K, favoured=_Q6_K),
+    _llama_cpp("q5_k", _Q5_K, CODED_RATES["q5_k"], _CONVERTS, head=_Q6_K, favoured=_Q6_K),
+    _llama_cpp("q4_k_m", _Q4_K, CODED_RATES["q4_k"], _CONVERTS, head=_Q6_K, favoured=_Q6_K),
+    _llama_cpp("q4_0", _Q4_0, CODED_RATES["q4_0"], _CONVERTS, head=_Q6_K, favoured=_Q4_0),
     _format(
         "mxfp4",
         _BF16,
-        0.8,
+        CODED_RATES["mxfp4"],
         "default: kernels convert blocks of 32 to 16 bits",
         expert=17 / 32,
         expert_down=17 / 32,

@@ -17,7 +17,6 @@ from operator import ne
 from types import MappingProxyType
 from typing import NamedTuple
 
-from moesched.models.formats import role_of
 from moesched.models.layers import GroupedAttention, Layer, LinearAttention, Shape, elements
 from moesched.models.tensor_sizes import BytesByFormat, TensorSizes
 from moesched.tasks import WorkPart
@@ -77,7 +76,7 @@ class Products(TensorSizes):
     def _product(self, shapes: Mapping[str, Shape]) -> Product:
         """The matrices among these tensors; vectors are left out, as their costs are small."""
         matrices = {name: shape for name, shape in shapes.items() if len(shape) > 1}
-        rates = [self.config.kernel_rate(role_of(name)) for name in matrices]
+        rates = [self.config.kernel_rate(name, self.layer) for name in matrices]
         return Product(
             elements(matrices.values()),
             self.bytes_of(matrices),
@@ -266,7 +265,7 @@ class ExpertOperations(Products):
         activations = tokens * (2 * hidden + 3 * width) * self.element
         parts = self.expert_product.parts("expert", tokens, resident)
         nbytes = self.expert_bytes + activations
-        return Amount(6.0 * tokens * hidden * width, nbytes, parts, self.config.kernel_rate("expert"))
+        return Amount(6.0 * tokens * hidden * width, nbytes, parts, self.expert_product.kernel_rate)
 
 
 @dataclass(frozen=True, eq=False)
