@@ -12,10 +12,10 @@ from gguf import GGUFReader, quants
 from msgspec.structs import replace
 
 from benchmarks.record.results import ROOT
-from benchmarks.shared.gguf_files import TypeOf, q4_k_m, quantized, write_gguf
+from benchmarks.shared.gguf_files import TypeOf, add_vocabulary, q4_k_m, quantized, write_gguf
 from benchmarks.shared.random_models import hugging_face_logits
 from benchmarks.shared.small_runs import ONE_MEMORY, generate, same_bits
-from gguf_models import add_vocabulary, gguf_model, unpacked_model
+from gguf_models import gguf_model, unpacked_model
 from moesched.devices.mlx.device import MlxDevice
 from moesched.devices.torch.device import TorchDevice
 from moesched.errors import BadInput
