@@ -52,7 +52,9 @@ def claims(result: Result) -> Iterator[Claim]:
     yield Claim(words, ", ".join(f"{of[each]:.2f}" for each in ("BF16", "Q4_K_M", "as shipped")))
 
 
-BENCHMARK = Benchmark(__file__, __doc__, claims=claims, parts=TYPES, also=[*TRAIN[:1]], by_machine=False)
+BENCHMARK = Benchmark(
+    __file__, __doc__, claims=claims, parts=TYPES, also=[TRAIN[0], "tools/tiny_training.py"], by_machine=False
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -95,14 +95,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def write_model(stored_as: str | None) -> Path:
-    """A random model in the cache folder, in bfloat16 or a coded format."""
+    """A random model in the cache folder: a folder in bfloat16, or a GGUF file in a coded format."""
     from moesched.models.random_model import write_random_model
     from moesched.models.shapes import SHAPES
 
-    folder = cache_folder() / f"peak-memory{'' if stored_as is None else f'-{stored_as}'}"
-    if not (folder / "config.json").exists():
-        write_random_model(SHAPES["mixtral-0.8b"].varied(**MODEL), folder, stored_as=stored_as)
-    return folder
+    model = cache_folder() / ("peak-memory" if stored_as is None else f"peak-memory-{stored_as}.gguf")
+    if not model.exists():
+        write_random_model(SHAPES["mixtral-0.8b"].varied(**MODEL), model, stored_as=stored_as)
+    return model
 
 
 def measured(name: str, model: Path) -> dict[str, Any]:
