@@ -25,7 +25,7 @@ import moesched
 from moesched.units import format_bytes, format_seconds
 
 HERE = Path(__file__).parent
-TEXTS = (("tiny-mixtral", "cgopipe", "9MB"), ("tiny-mixtral-256.gguf", "expert_cache", "3MB"))
+TEXTS = (("tiny-mixtral", "cgopipe", "9MB"), ("tiny-mixtral-256.gguf", "expert_cache", "7MB"))
 """Models with their policies and memory."""
 POLICIES = ("resident", "layer_streaming", "cgopipe")
 LANES = ("accelerator", "host", "disk->host")
@@ -74,8 +74,9 @@ def write_text(traces: Path) -> None:
     """Generate text while weights stream under a budget that is smaller than they are."""
     section(
         "1. Text",
-        "You will see two tiny Mixtrals write text: one of 13 MB that may use 9 MB of memory, and one of 4 MB in llama.cpp's "
-        "4-bit format, that may use 3 MB. Weights that do not fit are read from the disk again for every token.",
+        "You will see two tiny Mixtrals write text. The weights of the first are 13 MB, and may use 9 MB of memory. "
+        "The second is a file of llama.cpp's format Q4_K_M: its 4 MB and 5 MB of workspace may use 7 MB. What does "
+        "not fit is read from the disk again for every token.",
     )
     for model, policy, budget in TEXTS:
         prompt = "Return a new"

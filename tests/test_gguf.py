@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from gguf import GGMLQuantizationType as Type
 from gguf import GGUFReader, quants
 from msgspec.structs import replace
 
+from benchmarks.exact.page_bytes import bytes_of_pages
 from benchmarks.record.results import ROOT
 from benchmarks.shared.gguf_files import TypeOf, add_vocabulary, q4_k_m, quantized, write_gguf
 from benchmarks.shared.random_models import hugging_face_logits
@@ -20,6 +22,7 @@ from moesched.devices.mlx.device import MlxDevice
 from moesched.devices.torch.device import TorchDevice
 from moesched.errors import BadInput
 from moesched.inputs.tokenizer import TOKENIZER_NAME, find_tokenizer
+from moesched.jobs.run_model import run_model
 from moesched.models.checkpoint import open_checkpoint
 from moesched.models.config import ModelConfig
 from moesched.models.layout import weight_layout
@@ -117,6 +120,55 @@ def test_any_part_of_a_split_model_is_the_model(parts: list[Path], tmp_path: Pat
         assert {name: content(each) for name, each in opened.tensors.items()} == {
             name: content(each) for name, each in whole.tensors.items()
         }
+
+
+SHIPPED = ROOT / "examples" / "tiny-mixtral-256.gguf"
+
+
+def test_the_file_that_ships_has_the_types_of_q4_k_m_and_at_most_5_megabytes() -> None:
+    types = {each.name: each.tensor_type for each in GGUFReader(SHIPPED).tensors}
+    matrices = {name: kind for name, kind in types.items() if kind != Type.F32}
+    assert matrices == {name: q4_k_m(name, (256, 256)) for name in matrices}
+    assert {Type.Q4_K, Type.Q6_K} == set(matrices.values())
+    assert SHIPPED.stat().st_size <= 5_000_000
+
+
+def test_the_file_that_ships_writes_the_same_words_under_every_policy() -> None:
+    prompt = "Return a list of"
+    texts = {
+        tuple(
+            run_model(
+                SHIPPED, [prompt], policy=policy, budgets=budgets, max_new_tokens=12, dtype="float32"
+            ).texts
+        )
+        for policy, budgets in (
+            ("resident", None),
+            ("layer_streaming", {"host": "9MB"}),
+            ("expert_cache", {"host": "9MB"}),
+            ("cgopipe", {"host": "9MB"}),
+        )
+    }
+    [[text]] = texts
+    assert len(text.split()) >= 2
+
+
+def test_a_run_opens_a_file_once_for_its_header_and_once_for_its_weights(tmp_path: Path) -> None:
+    file = gguf_model(WHOLE_ROWS, tmp_path, quantized(Type.Q8_0))
+    opened: list[str] = []
+    sys.addaudithook(lambda event, arguments: _note(opened, event, arguments))
+    run_model(file, [[1, 2, 3]], policy="resident", max_new_tokens=2)
+    assert opened.count(str(file)) == 2
+
+
+def _note(opened: list[str], event: str, arguments: tuple[Any, ...]) -> None:
+    if event == "open":
+        opened.append(str(arguments[0]))
+
+
+def test_reading_all_pages_takes_hardly_more_bytes_than_their_tensors_have() -> None:
+    for name in ("mixtral-8x7b", "qwen3-30b-a3b"):
+        read, stored = bytes_of_pages(SHAPES[name].varied(layers=2))
+        assert stored <= read <= 1.01 * stored
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.record.benchmark import Benchmark, track
-from benchmarks.record.claims import Claim, Result, all_of
+from benchmarks.record.claims import Claim, Result, all_of, at_least
 from benchmarks.record.tables import shown, table_of
 from benchmarks.shared.fresh_process import in_fresh_process
 from moesched.system.cache import cache_folder
@@ -37,6 +37,10 @@ def claims(result: Result) -> Iterator[Claim]:
     """Peak memory beside the system's high-water mark."""
     words = "runs whose peak memory is predicted, never below, at most 5 % and 64 MB above"
     yield all_of(words, result["holding"], len(result["runs"]))
+    ratios = [each["predicted"] / each["measured"] for each in result["runs"] if "GGUF" in each["run"]]
+    if ratios:
+        words = "peak memory predicted over measured, the least of the runs of GGUF files"
+        yield at_least(words, min(ratios), 1.0, "{:.2f}")
 
 
 MEMORY = {
