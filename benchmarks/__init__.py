@@ -5,5 +5,5 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-# Scripts share parsers and damaged inputs with the tests, which import each other by plain name.
-sys.path.append(str(Path(__file__).parent.parent / "tests"))
+# Scripts share parsers and damaged inputs with the tests, and a text with tools, which import each other by plain name.
+sys.path.extend(str(Path(__file__).parent.parent / folder) for folder in ("tests", "tools"))

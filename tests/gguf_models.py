@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from gguf import GGUFReader, TokenType, quants
+from gguf import GGUFReader, quants
 from safetensors.torch import save_file
 
 from benchmarks.shared.gguf_files import TypeOf, Values, write_gguf
@@ -32,21 +32,6 @@ def gguf_model(config: ModelConfig, folder: Path, type_of: TypeOf, seed: int = 0
     file = folder / f"{config.name}.gguf"
     write_gguf(open_checkpoint(checkpoint.path), file, type_of, **options)
     return file
-
-
-def add_vocabulary(writer: Any, file: Path) -> None:
-    """Add the byte pairs of a tokenizer.json, whose first token begins texts and whose second one ends them."""
-    values = json.loads(file.read_text())
-    tokens = sorted(values["model"]["vocab"], key=values["model"]["vocab"].__getitem__)
-    special = {each["content"] for each in values["added_tokens"]}
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list(tokens)
-    writer.add_token_types([TokenType.CONTROL if each in special else TokenType.NORMAL for each in tokens])
-    writer.add_token_merges([" ".join(each) for each in values["model"]["merges"]])
-    writer.add_bos_token_id(0)
-    writer.add_eos_token_id(1)
-    writer.add_add_bos_token(True)
 
 
 def unpacked_model(file: Path, config: ModelConfig) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,15 +12,17 @@ from gguf import GGMLQuantizationType as Type
 from gguf import GGUFReader, quants
 from msgspec.structs import replace
 
+from benchmarks.exact.page_bytes import bytes_of_pages
 from benchmarks.record.results import ROOT
-from benchmarks.shared.gguf_files import TypeOf, q4_k_m, quantized, write_gguf
+from benchmarks.shared.gguf_files import TypeOf, add_vocabulary, q4_k_m, quantized, write_gguf
 from benchmarks.shared.random_models import hugging_face_logits
 from benchmarks.shared.small_runs import ONE_MEMORY, generate, same_bits
-from gguf_models import add_vocabulary, gguf_model, unpacked_model
+from gguf_models import gguf_model, unpacked_model
 from moesched.devices.mlx.device import MlxDevice
 from moesched.devices.torch.device import TorchDevice
 from moesched.errors import BadInput
-from moesched.inputs.tokenizer import TOKENIZER_NAME, find_tokenizer
+from moesched.inputs.tokenizer import TOKENIZER_NAME, find_tokenizer, open_model
+from moesched.jobs.run_model import run_model
 from moesched.models.checkpoint import open_checkpoint
 from moesched.models.config import ModelConfig
 from moesched.models.layout import weight_layout
@@ -117,6 +120,51 @@ def test_any_part_of_a_split_model_is_the_model(parts: list[Path], tmp_path: Pat
         assert {name: content(each) for name, each in opened.tensors.items()} == {
             name: content(each) for name, each in whole.tensors.items()
         }
+
+
+SHIPPED = ROOT / "examples" / "tiny-mixtral-256.gguf"
+
+
+def test_the_file_that_ships_has_the_types_of_q4_k_m_and_at_most_5_megabytes() -> None:
+    types = {each.name: each.tensor_type for each in GGUFReader(SHIPPED).tensors}
+    matrices = {name: kind for name, kind in types.items() if kind != Type.F32}
+    assert matrices == {name: q4_k_m(name, (256, 256)) for name in matrices}
+    assert {Type.Q4_K, Type.Q6_K} == set(matrices.values())
+    assert SHIPPED.stat().st_size <= 5_000_000
+
+
+def test_the_file_that_ships_writes_the_same_words_under_every_policy() -> None:
+    cases: list[tuple[str, dict[str, Any]]] = [
+        ("resident", {}),
+        ("expert_cache", {"budgets": {"host": "7MB"}}),
+        ("layer_streaming", {"budgets": {"host": "8.5MB"}}),
+    ]
+    runs = [
+        run_model(SHIPPED, ["Return a list of"], policy=policy, max_new_tokens=12, **more)
+        for policy, more in cases
+    ]
+    [text] = {each.text[0] for each in runs if each.text}
+    assert len(text.split()) >= 2
+    assert runs[1].peak_bytes["host"] < runs[2].peak_bytes["host"] < runs[0].peak_bytes["host"]
+
+
+def test_a_model_and_its_tokenizer_are_made_of_one_look_at_the_file() -> None:
+    opened: list[Any] = []
+
+    def note(event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "open":
+            opened.append(arguments[0])
+
+    sys.addaudithook(note)
+    checkpoint, tokenizer = open_model(SHIPPED)
+    assert (checkpoint.config.layers, tokenizer is None) == (3, False)
+    assert opened.count(str(SHIPPED)) == 1  # as the system gets it
+
+
+def test_reading_all_pages_takes_hardly_more_bytes_than_their_tensors_have() -> None:
+    for name in ("mixtral-8x7b", "qwen3-30b-a3b"):
+        read, stored = bytes_of_pages(SHAPES[name].varied(layers=2))
+        assert stored <= read <= 1.01 * stored
 
 
 @pytest.mark.slow

@@ -33,18 +33,24 @@ def windows(document: list[int], context: int) -> Iterator[tuple[list[int], int]
         yield document[start : start + context + 1], context + 1 - stride
 
 
-@torch.no_grad()
 def bits_per_byte(
     model: MixtralForCausalLM, tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]
 ) -> float:
     """Bits to predict each text and its end, from its beginning and nothing else, per byte of UTF-8."""
+    nats = nats_of(model, encode(tokenizer, texts))
+    return nats / math.log(2) / sum(len(text.encode()) for text in texts)
+
+
+@torch.no_grad()
+def nats_of(model: MixtralForCausalLM, documents: Sequence[list[int]]) -> float:
+    """Nats to predict the tokens of each document but the first, from those before."""
     nats = 0.0
-    for document in encode(tokenizer, texts):
+    for document in documents:
         for tokens, first in windows(document, model.config.max_position_embeddings):
             ids = torch.tensor([tokens])
             logits = model(input_ids=ids[:, :-1], use_cache=False).logits[0, first - 1 :]
             nats += F.cross_entropy(logits.float(), ids[0, first:], reduction="sum").item()
-    return nats / math.log(2) / sum(len(text.encode()) for text in texts)
+    return nats
 
 
 @torch.no_grad()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from tiny_corpus import BEGIN, END, HELD_OUT_ONE_IN
@@ -24,7 +25,7 @@ language: en
 library_name: transformers
 pipeline_tag: text-generation
 ---
-# tiny-mixtral
+# {Path(recipe.folder).name}
 
 A Mixture-of-Experts language model small enough to ship: real routing, real experts, real text, so that schedules
 and memory budgets can be tried without a download. It writes what looks like Python documentation and knows nothing.
@@ -62,8 +63,8 @@ Greedy, after the first {PROMPT_TOKENS} tokens of a held-out docstring (`{greedy
 {greedy["prompt"]}{greedy["written"].rstrip()}
 ```
 
-Load it with moesched (`moesched run examples/tiny-mixtral --policy resident --prompt "Return the"`) or with
-transformers (`AutoModelForCausalLM.from_pretrained("examples/tiny-mixtral")` and `AutoTokenizer`, likewise).
+Load it with moesched (`moesched run {recipe.folder} --policy resident --prompt "Return the"`) or with
+transformers (`AutoModelForCausalLM.from_pretrained("{recipe.folder}")` and `AutoTokenizer`, likewise).
 
 The text it learned from is part of Python and stands under the Python Software Foundation License.
 """

@@ -18,8 +18,9 @@ from transformers import MixtralConfig, MixtralForCausalLM
 
 @dataclass(frozen=True)
 class Recipe:
-    """Every number that shapes the model and its training."""
+    """Every number that shapes the model and its training, and the folder of the tree that it goes to."""
 
+    folder: str = "examples/tiny-mixtral"
     vocabulary: int = 2048
     layers: int = 4
     hidden: int = 192
@@ -35,6 +36,15 @@ class Recipe:
     weight_decay: float = 0.1
     balance: float = 0.006  # weight of the load-balancing loss; low, so that experts stay unequally popular
     seed: int = 1
+
+
+RECIPES = {
+    "tiny-mixtral": Recipe(),
+    "tiny-mixtral-256": Recipe(
+        "out/tiny-mixtral-256", layers=3, hidden=256, intermediate=256, heads=8, kv_heads=2
+    ),
+}
+"""By name; rows of the second are of 256 weights, a block of K-quants."""
 
 
 def new_model(recipe: Recipe) -> MixtralForCausalLM:

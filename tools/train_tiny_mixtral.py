@@ -1,4 +1,4 @@
-"""Train tiny-mixtral, the small Mixture-of-Experts model of the examples, on the docstrings that come with Python."""
+"""Train the small Mixture-of-Experts models of the examples on the docstrings that come with Python."""
 
 from __future__ import annotations
 
@@ -9,19 +9,22 @@ import platform
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":
     # Read when torch is loaded. Where others use the cores too, spinning made training up to five times slower.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # Of the package `benchmarks`, which writes GGUF files.
+    sys.path.append(str(Path(__file__).resolve().parent.parent))
 
 import torch
 from tiny_corpus import Corpus, encode, read_corpus, train_tokenizer
 from tiny_evaluation import measure
+from tiny_gguf import write_shipped
 from tiny_page import readme
-from tiny_training import Recipe, new_model, train
+from tiny_training import RECIPES, Recipe, new_model, train
 from transformers import MixtralForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
@@ -36,6 +39,7 @@ What happens, in order:
   3. the model trains until the time is up; the learning rate follows a cosine over that time
   4. the directory is written as Hugging Face writes it, read back and measured
   5. training.json and README.md state what was measured; exit code 1 when a bar is missed
+  6. with --gguf, the weights are also written as GGUF in Q4_K_M, with the tokenizer
 
 The seed fixes weights and order of text. The number of steps depends on the machine, unless --steps gives it.
 """
@@ -44,6 +48,8 @@ examples:
   python tools/train_tiny_mixtral.py --out out/mine                  the shipped recipe, under 15 minutes on 2 cores
   python tools/train_tiny_mixtral.py --out out/quick --minutes 1     a rough one, to see it work
   python tools/train_tiny_mixtral.py --out out/even --balance 0.05   experts used more evenly
+  python tools/train_tiny_mixtral.py --recipe tiny-mixtral-256 --steps 1500 --threads 1 \\
+      --gguf examples/tiny-mixtral-256.gguf                          the shipped GGUF file
 """
 
 LONGEST_MINUTES = 15.0
@@ -80,9 +86,15 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=GUIDE, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    shipped = Path(__file__).resolve().parent.parent / "examples" / "tiny-mixtral"
     flag = parser.add_argument
-    flag("--out", type=Path, default=shipped, help="directory to write (default: the shipped one)")
+    flag("--recipe", choices=RECIPES, default="tiny-mixtral", help="the model (default: %(default)s)")
+    flag("--out", type=Path, help="directory to write (default: that of the recipe)")
+    flag(
+        "--gguf",
+        type=Path,
+        metavar="FILE",
+        help="GGUF file to write, for rows of whole blocks of 256 weights",
+    )
     flag("--minutes", type=float, default=13.0, help="how long to train (default: %(default)s)")
     flag("--steps", type=int, help="train this many steps instead, the same on every machine")
     flag("--balance", type=float, default=Recipe.balance, help="load-balancing weight (default: %(default)s)")
@@ -91,6 +103,10 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     chosen = parser.parse_args(argv)
     if chosen.minutes <= 0 or (chosen.steps is not None and chosen.steps < 1) or chosen.threads < 1:
         parser.error("--minutes, --steps and --threads must be positive")
+    recipe = RECIPES[chosen.recipe]
+    if chosen.gguf and recipe.hidden % 256:
+        parser.error(f"rows of {chosen.recipe} are no multiple of 256: give --recipe tiny-mixtral-256")
+    chosen.out = chosen.out or Path(__file__).resolve().parent.parent / recipe.folder
     return chosen
 
 
@@ -100,13 +116,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     began = time.monotonic()
     torch.set_num_threads(chosen.threads)
     transformers_logging.disable_progress_bar()
-    recipe = Recipe(balance=chosen.balance, seed=chosen.seed)
+    recipe = replace(RECIPES[chosen.recipe], balance=chosen.balance, seed=chosen.seed)
 
     corpus = read_corpus()
     tokenizer = train_tokenizer(corpus.training, recipe.vocabulary, recipe.context)
     model = new_model(recipe)
     took = train(model, encode(tokenizer, corpus.training), recipe, chosen.minutes, chosen.steps)
     save(model, tokenizer, chosen.out)
+    if chosen.gguf:
+        write_shipped(chosen.out, chosen.gguf)
 
     figures: dict[str, Any] = {"recipe": asdict(recipe), "corpus": corpus_figures(corpus)}
     figures["training"] = took | {

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.record.benchmark import Benchmark, track
-from benchmarks.record.claims import Claim, Result, all_of
+from benchmarks.record.claims import Claim, Result, all_of, at_least
 from benchmarks.record.tables import shown, table_of
 from benchmarks.shared.fresh_process import in_fresh_process
 from moesched.system.cache import cache_folder
@@ -37,6 +37,10 @@ def claims(result: Result) -> Iterator[Claim]:
     """Peak memory beside the system's high-water mark."""
     words = "runs whose peak memory is predicted, never below, at most 5 % and 64 MB above"
     yield all_of(words, result["holding"], len(result["runs"]))
+    ratios = [each["predicted"] / each["measured"] for each in result["runs"] if "GGUF" in each["run"]]
+    if ratios:
+        words = "peak memory predicted over measured, the least of the runs of GGUF files"
+        yield at_least(words, min(ratios), 1.0, "{:.2f}")
 
 
 MEMORY = {
@@ -95,14 +99,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def write_model(stored_as: str | None) -> Path:
-    """A random model in the cache folder, in bfloat16 or a coded format."""
+    """A random model in the cache folder: a folder in bfloat16, or a GGUF file in a coded format."""
     from moesched.models.random_model import write_random_model
     from moesched.models.shapes import SHAPES
 
-    folder = cache_folder() / f"peak-memory{'' if stored_as is None else f'-{stored_as}'}"
-    if not (folder / "config.json").exists():
-        write_random_model(SHAPES["mixtral-0.8b"].varied(**MODEL), folder, stored_as=stored_as)
-    return folder
+    model = cache_folder() / ("peak-memory" if stored_as is None else f"peak-memory-{stored_as}.gguf")
+    if not model.exists():
+        write_random_model(SHAPES["mixtral-0.8b"].varied(**MODEL), model, stored_as=stored_as)
+    return model
 
 
 def measured(name: str, model: Path) -> dict[str, Any]:

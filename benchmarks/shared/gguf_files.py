@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import sys
@@ -11,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter, quants
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter, TokenType, quants
 
 from moesched.models.architectures.architecture import Stored
 from moesched.models.checkpoint import Checkpoint, StoredTensor, open_checkpoint
@@ -85,6 +86,21 @@ def write_gguf(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def add_vocabulary(writer: Any, file: Path) -> None:
+    """Add the byte pairs of a tokenizer.json, whose first token begins texts and whose second one ends them."""
+    values = json.loads(file.read_text())
+    tokens = sorted(values["model"]["vocab"], key=values["model"]["vocab"].__getitem__)
+    special = {each["content"] for each in values["added_tokens"]}
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([TokenType.CONTROL if each in special else TokenType.NORMAL for each in tokens])
+    writer.add_token_merges([" ".join(each) for each in values["model"]["merges"]])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(1)
+    writer.add_add_bos_token(True)
 
 
 def write_sparse_gguf(

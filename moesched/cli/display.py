@@ -28,16 +28,13 @@ ESTIMATING = "estimating the band"
 ENDS_OF_LAYERS = ("post_attention", "combine")
 
 
-def display_of(prompts: Sequence[Prompt], *, has_text: bool, json: bool) -> LoadingBar:
-    """Return the display for a run of these prompts; with `json` nothing is written to standard output.
-
-    has_text: whether the model has a tokenizer, so that text instead of token ids is shown.
-    """
+def display_of(prompts: Sequence[Prompt], *, json: bool) -> LoadingBar:
+    """Return the display for a run of these prompts; with `json` nothing is written to standard output."""
     if json:
         return LoadingBar()
     if len(prompts) == 1:
-        return OneText(prompts[0], has_text=has_text)
-    return ManyTexts(prompts, has_text=has_text)
+        return OneText(prompts[0])
+    return ManyTexts(prompts)
 
 
 class LoadingBar(Listener):
@@ -112,17 +109,16 @@ class LoadingBar(Listener):
 class OneText(LoadingBar):
     """Display of one prompt's text, token by token; token ids if the model has no tokenizer."""
 
-    def __init__(self, prompt: Prompt, *, has_text: bool) -> None:
+    def __init__(self, prompt: Prompt) -> None:
         super().__init__()
         self._prompt = prompt
-        self._has_text = has_text
         self._begun = False
 
     def generated(self, request: int, token: int, text: str) -> None:
         """Print the text of a new token."""
         super().generated(request, token, text)
         self._begin()
-        self._write(text if self._has_text else f" {token}")
+        self._write(text)
 
     def finished(self, request: int, text: str) -> None:
         """Print the rest of the request's text, and end the line."""
@@ -145,10 +141,9 @@ class OneText(LoadingBar):
 class ManyTexts(LoadingBar):
     """Display of several prompts' texts, each when complete; a terminal shows the last words of all meanwhile."""
 
-    def __init__(self, prompts: Sequence[Prompt], *, has_text: bool) -> None:
+    def __init__(self, prompts: Sequence[Prompt]) -> None:
         super().__init__()
         self._prompts = prompts
-        self._has_text = has_text
         self._texts: dict[int, str] = {}
         self._console = stdout()
         self._live: Live | None = None
@@ -158,7 +153,7 @@ class ManyTexts(LoadingBar):
         super().generated(request, token, text)
         if self._live is None and self._console.is_terminal:
             self._live = self._start()
-        self._texts[request] = self._texts.get(request, "") + (text if self._has_text else f" {token}")
+        self._texts[request] = self._texts.get(request, "") + text
 
     def finished(self, request: int, text: str) -> None:
         """Print a request's whole text."""

@@ -69,10 +69,9 @@ class GenerationArguments(options.ReportArguments, GeneratedOptions, PromptArgum
         """
         from moesched.cli.display import display_of
         from moesched.cli.results import hand_out
-        from moesched.inputs.tokenizer import has_tokenizer
 
         prompts, code = self.read_prompts()
-        display = display_of(prompts, has_text=has_tokenizer(Path(self.model)), json=self.json)
+        display = display_of(prompts, json=self.json)
 
         def run() -> JobReport:
             try:

@@ -45,7 +45,7 @@ from moesched.inputs.budgets import read_budgets
 from moesched.inputs.defaults import MACHINE
 from moesched.inputs.options import DeviceOptions, DTypeOptions, PolicyOptions
 from moesched.inputs.prompts import encode_prompts
-from moesched.inputs.tokenizer import find_tokenizer
+from moesched.inputs.tokenizer import open_model
 from moesched.jobs.batch_reports import JobEnding, NotTraced
 from moesched.jobs.options import ClusterOptions, HostsOptions, ProcessesOptions
 from moesched.jobs.report import ClusterReport
@@ -53,7 +53,6 @@ from moesched.jobs.text_listener import TextListener
 from moesched.jobs.trace_file import batch_files, require_outputs_apart
 from moesched.keywords import takes
 from moesched.machines.local import local_machine
-from moesched.models.checkpoint import open_checkpoint
 from moesched.options import Option, part_of
 from moesched.requests.sampling import Sampling
 from moesched.runs.cell_progress import listener_or_cell
@@ -165,9 +164,8 @@ def _launch(
     transport = plugins.name_elsewhere("transports", given.transport)
     require_outputs_apart(given, cluster_file)
     way_of(transport)  # before anything is started
-    checkpoint = open_checkpoint(Path(given.model), partial=True)
+    checkpoint, tokenizer = open_model(Path(given.model), partial=True)
     stop_tokens = checkpoint.config.stop_tokens
-    tokenizer = find_tokenizer(checkpoint.path)
     encoded = encode_prompts(given.prompts, tokenizer, checkpoint.config, given.max_new_tokens)
     node_run = _node_run(given)
     expected = Expected(version=version("moesched"), model=fingerprint(checkpoint))

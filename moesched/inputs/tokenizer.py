@@ -9,8 +9,9 @@ from typing import Any
 
 from moesched.errors import BadInput
 from moesched.inputs.gguf_tokenizer import gguf_tokenizer
+from moesched.models.checkpoint import Checkpoint, checkpoint_of, read_contents
 from moesched.models.gguf.parts import is_gguf, read_parts
-from moesched.models.gguf.vocabulary import read_vocabulary
+from moesched.models.gguf.vocabulary import Vocabulary, read_vocabulary
 from moesched.system.decoding import require_few_values
 from moesched.system.input_file import is_file, read_input
 from moesched.system.silence import STDERR, silent
@@ -157,19 +158,26 @@ def find_tokenizer(model: Path) -> Tokenizer | None:
     Raises:
         BadInput: the tokenizer cannot be read.
     """
-    if is_gguf(model):
-        vocabulary = read_vocabulary(read_parts(model))
+    return make_tokenizer(model, read_vocabulary(read_parts(model)) if is_gguf(model) else None)
+
+
+def make_tokenizer(model: Path, vocabulary: Vocabulary | None) -> Tokenizer | None:
+    """Make the tokenizer of a GGUF file's vocabulary, or read that of a folder; None if there is none.
+
+    Raises:
+        BadInput: the tokenizer cannot be read.
+    """
+    if vocabulary is not None:
         return Tokenizer(model, partial(gguf_tokenizer, vocabulary=vocabulary)) if vocabulary.tokens else None
     path = model / TOKENIZER_NAME
     return Tokenizer(path) if is_file(path) else None
 
 
-def has_tokenizer(model: Path) -> bool:
-    """Test whether a model has a tokenizer.
+def open_model(model: Path, *, partial: bool = False) -> tuple[Checkpoint, Tokenizer | None]:
+    """Open a model, and make its tokenizer; each header is read once.
 
-    Raises:
-        BadInput: it is a GGUF file that cannot be read.
+    Args:
+        partial: as of `open_checkpoint`, which describes the errors, too.
     """
-    return (
-        bool(read_vocabulary(read_parts(model)).tokens) if is_gguf(model) else is_file(model / TOKENIZER_NAME)
-    )
+    contents = read_contents(model, partial=partial)
+    return checkpoint_of(contents), make_tokenizer(contents.path, contents.vocabulary)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from moesched.errors import BadInput
 from moesched.inputs.lookup import find_machine
 from moesched.inputs.prompts import encode_prompts
-from moesched.inputs.tokenizer import find_tokenizer
+from moesched.inputs.tokenizer import open_model
 from moesched.jobs.call import Call
 from moesched.jobs.expectation import obstacle
 from moesched.jobs.job import Job, require_continuations
@@ -21,7 +21,7 @@ from moesched.jobs.options import CallOptions, SessionOptions
 from moesched.jobs.report import JobReport
 from moesched.jobs.trace_file import require_outputs_apart
 from moesched.keywords import takes
-from moesched.models.checkpoint import Checkpoint, open_checkpoint
+from moesched.models.checkpoint import Checkpoint
 from moesched.requests.sampling import Sampling
 from moesched.runs.ranks import Devices, open_devices, process_of
 from moesched.system.memory_ahead import MemoryAhead, UsesMemoryAhead
@@ -43,8 +43,7 @@ class Session:
             BadInput: the files are no model's.
         """
         self._given = given
-        self._checkpoint = open_checkpoint(Path(given.model))
-        self._tokenizer = find_tokenizer(self._checkpoint.path)
+        self._checkpoint, self._tokenizer = open_model(Path(given.model))
         self._opened: _Opened | None = None
         self._resources = ExitStack()
         self._release = weakref.finalize(self, self._resources.close)  # also at the program's end

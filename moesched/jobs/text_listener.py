@@ -54,9 +54,9 @@ class TextListener:
             self.listener.finished(self._first + request, self._text(request, None))
 
     def _text(self, request: int, token: int | None) -> str:
-        """Return the text that a token adds; for None, the text that was held back."""
+        """Return the text that a token adds, its number without a tokenizer; for None, the text that was held back."""
         if self._streams is None or self.texts is None:
-            return ""
+            return "" if token is None else f" {token}"
         stream = self._streams[request]
         piece = stream.finish() if token is None else stream.push(token)
         self.texts[request] += piece

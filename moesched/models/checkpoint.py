@@ -140,8 +140,16 @@ def open_checkpoint(model: Path | str, *, partial: bool = False) -> Checkpoint:
             one is missing, stored twice, of another shape, or unknown to the architecture. The message names the file,
             the value and the remedy.
     """
-    path = Path(model)
-    contents = gguf_contents(path) if is_gguf(path) else _folder_contents(path, partial=partial)
+    return checkpoint_of(read_contents(Path(model), partial=partial))
+
+
+def read_contents(model: Path, *, partial: bool = False) -> Contents:
+    """Read the headers of a model's files; `open_checkpoint` describes arguments and errors."""
+    return gguf_contents(model) if is_gguf(model) else _folder_contents(model, partial=partial)
+
+
+def checkpoint_of(contents: Contents) -> Checkpoint:
+    """Locate every tensor of a model in its files; `open_checkpoint` describes the errors."""
     config, names, found_tensors = contents.config, contents.names, contents.shards.tensors
     tensors: dict[str, StoredTensor] = {}
     skipped: list[str] = []
@@ -162,7 +170,7 @@ def open_checkpoint(model: Path | str, *, partial: bool = False) -> Checkpoint:
     config = with_formats(config, {name: stored.format for name, stored in tensors.items()})
     return Checkpoint(
         config,
-        path,
+        contents.path,
         tensors,
         skipped=tuple(skipped),
         identities=contents.shards.identities,

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from moesched.errors import BadInput
 from moesched.models.config import ModelConfig
+from moesched.models.gguf.vocabulary import Vocabulary
 from moesched.models.headers import MOST_TENSORS, Found
 from moesched.models.layers import Shape
 from moesched.models.published import Published
@@ -60,6 +61,7 @@ class Contents(NamedTuple):
         described_in: the place of the configuration, for messages.
         format_of: returns the format of a stored tensor's rows; raises BadInput if no kernel reads it, or if the tensor
             has another shape than the published one.
+        vocabulary: that of a GGUF file; None for a folder, which has files for it.
     """
 
     path: Path
@@ -68,6 +70,7 @@ class Contents(NamedTuple):
     names: Names
     described_in: str
     format_of: Callable[[Found, Published], StoredFormat]
+    vocabulary: Vocabulary | None = None
 
 
 def without_prefix(name: str) -> str:

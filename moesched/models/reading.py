@@ -15,6 +15,7 @@ from moesched.models.contents import without_prefix
 from moesched.models.gguf.config import gguf_config
 from moesched.models.gguf.contents import read_gguf_config
 from moesched.models.gguf.parts import is_gguf, read_parts
+from moesched.models.gguf.vocabulary import read_vocabulary
 from moesched.models.quantization import in_stored_format
 from moesched.models.shards import stored_names
 
@@ -42,9 +43,10 @@ def read_config(model: Path | str, stored_as: str | None = None) -> ModelConfig:
     path = Path(model)
     if not is_gguf(path):
         return _read_folder(path, stored_as)
-    return (
-        read_gguf_config(path) if stored_as is None else in_format(gguf_config(read_parts(path)), stored_as)
-    )
+    if stored_as is None:
+        return read_gguf_config(path)
+    parts = read_parts(path)
+    return in_format(gguf_config(parts, read_vocabulary(parts)), stored_as)
 
 
 def _read_folder(directory: Path, stored_as: str | None) -> ModelConfig:

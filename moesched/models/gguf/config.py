@@ -14,7 +14,7 @@ from moesched.models.config_file import ConfigFile
 from moesched.models.gguf.families import GGUF_FAMILIES, GgufFamily, GgufKeys
 from moesched.models.gguf.parts import GgufParts, gguf_name
 from moesched.models.gguf.types import BY_NAME
-from moesched.models.gguf.vocabulary import read_vocabulary
+from moesched.models.gguf.vocabulary import Vocabulary
 from moesched.models.headers import RESTORE, Found
 from moesched.models.stored_formats import PLAIN
 from moesched.system.decoding import convert_value
@@ -41,7 +41,7 @@ def family_of(parts: GgufParts) -> GgufFamily:
     return GGUF_FAMILIES[name]
 
 
-def gguf_config(parts: GgufParts) -> ModelConfig:
+def gguf_config(parts: GgufParts, vocabulary: Vocabulary) -> ModelConfig:
     """Convert metadata to a ModelConfig with plain weights.
 
     Raises:
@@ -50,7 +50,6 @@ def gguf_config(parts: GgufParts) -> ModelConfig:
     family, tensors = family_of(parts), {found.name: found for found in parts.shards.tensors}
     if EMBEDDING not in tensors or len(tensors[EMBEDDING].entry.shape) != 2:
         raise BadInput(f"{parts.path} has no {EMBEDDING} of two dimensions: give a file with weights")
-    vocabulary = read_vocabulary(parts)
     keys = _keys(parts, tensors)
     values = family.config_json(keys) | {
         "vocab_size": _vocabulary_size(parts, tensors[EMBEDDING], len(vocabulary.tokens), keys.vocab_size),

@@ -13,6 +13,7 @@ from moesched.models.gguf.config import family_of, gguf_config
 from moesched.models.gguf.families import gguf_tensors, single_expert_tensors
 from moesched.models.gguf.parts import read_parts
 from moesched.models.gguf.types import BY_NAME, READABLE
+from moesched.models.gguf.vocabulary import read_vocabulary
 from moesched.models.headers import Found
 from moesched.models.published import Published, with_shapes
 from moesched.models.stored_formats import StoredFormat
@@ -31,13 +32,14 @@ def gguf_contents(path: Path) -> Contents:
         BadInput: a file is missing or not valid, or no device has kernels for the model.
     """
     parts = read_parts(path)
-    config, tensors = gguf_config(parts), parts.shards.tensors
+    vocabulary = read_vocabulary(parts)
+    config, tensors = gguf_config(parts, vocabulary), parts.shards.tensors
     require_counts(parts.path, config, tensors, HEADER)
     names = Names(
         with_shapes(config, gguf_tensors(family_of(parts), config)),
         lambda: with_shapes(config, single_expert_tensors(config)),
     )
-    return Contents(parts.path, config, parts.shards, names, HEADER, _format_of)
+    return Contents(parts.path, config, parts.shards, names, HEADER, _format_of, vocabulary)
 
 
 def read_gguf_config(path: Path) -> ModelConfig:
