@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 from typing import NamedTuple
 
 from moesched.models.config import ITEM_BYTES, ModelConfig
@@ -63,11 +64,8 @@ class TensorSizes:
     def expert_shapes(self) -> Mapping[str, Shape]:
         """The shapes of the matrices of one expert."""
         hidden, width = self.config.hidden, self.layer.feed_forward.intermediate
-        return {
-            "experts.gate": (width, hidden),
-            "experts.up": (width, hidden),
-            "experts.down": (hidden, width),
-        }
+        shapes = {"gate": (width, hidden), "up": (width, hidden), "down": (hidden, width)}
+        return MappingProxyType({f"experts.{part}": shape for part, shape in shapes.items()})
 
     @cached_property
     def expert_bytes(self) -> int:
