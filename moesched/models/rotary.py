@@ -13,7 +13,7 @@ import msgspec
 
 
 class Slowing(msgspec.Struct, frozen=True, kw_only=True, tag_field="rope_type"):
-    """What all scalings have.
+    """A scaling of a rotary embedding, for contexts longer than those of the training.
 
     Attributes:
         factor: how many times longer contexts become.

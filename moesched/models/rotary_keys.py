@@ -17,7 +17,7 @@ KINDS = (DEFAULT, *(str(each.__struct_config__.tag) for each in get_args(Scaling
 
 
 class RopeKeys(msgspec.Struct):
-    """What all types have; `rope_type` and `type` are spellings of the same key."""
+    """Keys that all types of rotary embedding share; `rope_type` and `type` are spellings of the same key."""
 
     rope_theta: float | None = None
     rope_type: str | None = None
