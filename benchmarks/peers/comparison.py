@@ -21,7 +21,8 @@ from benchmarks.peers.rounds import (
 )
 from benchmarks.shared.limits import Buffer, limit_of, measured_flops, read_limit
 from moesched.models.config import ITEM_BYTES, ModelConfig
-from moesched.models.tensors import count_weights, dense_shapes
+from moesched.models.layers import elements
+from moesched.models.tensors import count_active_weights, count_weights, global_shapes
 from moesched.system.cores import usable_cores
 
 
@@ -87,14 +88,10 @@ def work_of(config: ModelConfig, case: Case, touched: Sequence[float]) -> dict[s
 
 def _work(config: ModelConfig, batch: int, tokens: int, context: float, weight_bytes: float) -> Work:
     """A pass of `tokens` per sequence, each of which attends to `context` on average; the LM head sees the last one."""
-    matrices = (
-        sum(shape[0] * shape[1] for shape in dense_shapes(config, 0).values() if len(shape) == 2)
-        + config.routed.top_k * 3 * config.hidden * config.routed.intermediate
-    )
-    attention = 2 * config.attention.query_width * context
-    per_token = config.layers * (matrices + attention)
-    flops = 2 * batch * (tokens * per_token + config.hidden * config.vocabulary)
-    cached = config.layers * config.attention.cache_width * ITEM_BYTES[config.dtype]
+    in_layers = count_active_weights(config) - elements(global_shapes(config).values())
+    attention = 2 * context * sum(layer.grouped.query_width for layer in config.pattern)
+    flops = 2 * batch * (tokens * (in_layers + attention) + config.hidden * config.vocabulary)
+    cached = ITEM_BYTES[config.dtype] * sum(layer.attention.cache_width for layer in config.pattern)
     return Work(weight_bytes + batch * max(context, tokens) * cached, flops)
 
 
