@@ -61,6 +61,7 @@ class Keys(msgspec.Struct, kw_only=True):
     rope_theta: float = 1e4
     rope_parameters: dict[str, Any] | None = None
     rope_scaling: dict[str, Any] | None = None
+    original_max_position_embeddings: int | None = None
     partial_rotary_factor: float | None = None
     tie_word_embeddings: bool = False
     eos_token_id: int | list[int] | None = 2
@@ -271,8 +272,6 @@ class ConfigFile:
 
     def _check_rotary(self, rotary: Rotary, head_dim: int) -> None:
         self._require_numbers(rotary)
-        if rotary.scaling is not None:
-            self._require_numbers(rotary.scaling)
         width = rotary.turning(head_dim)
         if width % 2:
             what = (
@@ -282,6 +281,10 @@ class ConfigFile:
         most = min(head_dim, MOST_ROTARY)
         if width > most:
             raise self.impossible(f"the rotary width of a head is {width:,}", f"it may be {most:,}")
+        if rotary.scaling is not None:
+            self._require_numbers(rotary.scaling)
+            if problem := rotary.scaling.problem(width // 2):
+                raise BadInput(f"{self.path}: {problem}; {RESTORE}")
 
 
 def _generation_stops(path: Path) -> tuple[int, ...] | None:
