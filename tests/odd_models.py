@@ -76,7 +76,7 @@ MINIMAX = MIXTRAL.varied(
 # A dense layer, then layers with a network that every token uses.
 _GLM = MIXTRAL.varied(
     name="glm",
-    experts=7,
+    experts=8,
     top_k=3,
     intermediate=25,
     shared=50,
@@ -84,7 +84,7 @@ _GLM = MIXTRAL.varied(
     window=None,
     biases="qkv",
     rotary=Rotary(width=10),
-    router=Router(score="sigmoid", corrected=True, scale=1.5),
+    router=Router(score="sigmoid", corrected=True, scale=1.5, groups=4, kept_groups=2),
     form="glm4_moe",
 )
 _DENSE = replace(_GLM.typical_layer, feed_forward=FeedForward(shared=70))

@@ -120,6 +120,8 @@ def glm(**changes: Any) -> Glm4MoeForCausalLM:
         "moe_intermediate_size": 24,
         "head_dim": 8,
         "n_routed_experts": 12,
+        "n_group": 4,
+        "topk_group": 2,
         "num_experts_per_tok": 3,
         "attention_bias": True,
         "use_qk_norm": True,
@@ -236,9 +238,11 @@ def random_minimax(seed: int) -> MiniMaxM2ForCausalLM:
 
 
 def random_glm(seed: int) -> Glm4MoeForCausalLM:
-    """Odd and even head counts and sizes, 3 to 40 experts, top-1 to top-8, dense layers or none, shared experts."""
+    """Odd and even head counts and sizes, 3 to 40 experts, top-1 to top-8, groups, dense layers, shared experts."""
     chosen, kv_heads, heads = _heads(seed)
     experts, layers = chosen.choice([3, 7, 16, 40]), chosen.randint(2, 4)
+    groups = chosen.choice([each for each in (1, 1, 4, 8) if experts % each == 0])
+    kept = chosen.randint(1, groups)
     torch.manual_seed(seed)
     return glm(
         hidden_size=chosen.randint(9, 70),
@@ -251,7 +255,9 @@ def random_glm(seed: int) -> Glm4MoeForCausalLM:
         moe_intermediate_size=chosen.randint(5, 60),
         n_shared_experts=chosen.randint(1, 2),
         n_routed_experts=experts,
-        num_experts_per_tok=chosen.randint(1, min(8, experts)),
+        n_group=groups,
+        topk_group=kept,
+        num_experts_per_tok=chosen.randint(1, min(8, experts // groups * kept)),
         norm_topk_prob=chosen.random() < 0.7,
         routed_scaling_factor=chosen.choice([1.0, 2.5]),
         attention_bias=chosen.random() < 0.6,

@@ -82,7 +82,8 @@ def check_kernel(
 def _configs() -> Iterator[ModelConfig]:
     """Small models: a plain one; norms of heads, clipping and weights that do not sum to one; one expert; wide rows.
 
-    The third rotates a part of each head. The last has biases, rotates neighbours, and its router is corrected.
+    The third rotates a part of each head. The last has biases, rotates neighbours, and its router is corrected and
+    chooses from groups.
     """
     attention = GroupedAttention(heads=4, kv_heads=2, head_dim=24)
     network = FeedForward(experts=6, top_k=2, intermediate=72)
@@ -105,7 +106,7 @@ def _configs() -> Iterator[ModelConfig]:
         intermediate=256,
         head_dim=64,
         rotary=Rotary(interleaved=True),
-        router=Router(score="sigmoid", corrected=True, scale=1.5),
+        router=Router(score="sigmoid", corrected=True, scale=1.5, groups=3, kept_groups=2),
         biases="qkv",
     )
 

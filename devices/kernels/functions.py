@@ -12,6 +12,7 @@ accuracy (norms, rotation, softmax, routing, the sum over experts) are computed 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -21,7 +22,7 @@ import torch.nn.functional as F
 
 from moesched.models.config import ModelConfig, NormKind
 from moesched.models.footprint import QUERY_TILE
-from moesched.models.layers import FeedForward, GroupedAttention
+from moesched.models.layers import FeedForward, GroupedAttention, Router
 
 from ..products.linear import Blocks, Tensor, linear
 from .fused_attention import queries_in_a_piece
@@ -311,7 +312,7 @@ def choose_experts(
     """
     router = network.router
     scores_TE = logits_TE if router.score == "softmax" else logits_TE.sigmoid()
-    choice_TE = scores_TE if bias_E is None else scores_TE + bias_E
+    choice_TE = within_groups(scores_TE if bias_E is None else scores_TE + bias_E, router)
     experts_Tk = choice_TE.topk(network.top_k, dim=-1).indices.sort(dim=-1).values
     chosen_Tk = scores_TE.gather(-1, experts_Tk)
     if router.score == "sigmoid":
@@ -320,6 +321,18 @@ def choose_experts(
     if router.normalised:  # equals the chosen of a softmax over all, divided by their sum
         return experts_Tk, chosen_Tk.softmax(dim=-1)
     return experts_Tk, (chosen_Tk - logits_TE.logsumexp(dim=-1, keepdim=True)).exp()
+
+
+def within_groups(choice_TE: Tensor, router: Router) -> Tensor:
+    """The scores of the choice, with minus infinity for experts of groups that are not kept."""
+    if router.kept_groups == router.groups:
+        return choice_TE
+    choice_TGe = choice_TE.unflatten(-1, (router.groups, -1))
+    scores_TG = choice_TGe.topk(2, dim=-1).values.sum(-1)
+    kept_Tk = scores_TG.topk(router.kept_groups, dim=-1).indices
+    left_out_TG = torch.ones_like(scores_TG, dtype=torch.bool).scatter_(-1, kept_Tk, False)
+    kept_TGe: Tensor = choice_TGe.masked_fill(left_out_TG.unsqueeze(-1), -math.inf)
+    return kept_TGe.view_as(choice_TE)
 
 
 def sorted_by_expert(experts_Tk: Tensor) -> Order:

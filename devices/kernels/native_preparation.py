@@ -58,6 +58,8 @@ class Preparation:
             experts=network.experts,
             top_k=network.top_k,
             width=network.intermediate,
+            groups=network.router.groups,
+            kept_groups=network.router.kept_groups,
             sum_to_one=network.router.normalised,
             scale=network.router.scale,
             norm=self._norm(weights["ffn_norm"][0], self._config.norm),

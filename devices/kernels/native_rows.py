@@ -25,6 +25,8 @@ from .resources import Resources
 from .seam import CODED, ROWS, Bound, Case, Kernel, Routed
 
 BFLOAT16 = torch.bfloat16
+MOST_GROUPS = 64
+"""Of the experts of a router, as in moe_layer.c."""
 
 
 class NativeKernel(Kernel):
@@ -62,6 +64,8 @@ class NativeKernel(Kernel):
             return f"torch is faster from {self._threads.most_rows + 1} rows on"
         if case.layer is not None and case.layer.feed_forward.transposed_down:
             return "it reads no matrices that are stored transposed"
+        if case.layer is not None and case.layer.feed_forward.router.groups > MOST_GROUPS:
+            return f"its routers have at most {MOST_GROUPS} groups"
         return ""
 
     def _bound(self, function: Callable[..., int], arguments: ctypes.Structure) -> Callable[[], int]:

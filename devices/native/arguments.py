@@ -89,7 +89,7 @@ class Layer(ctypes.Structure):
 
     _fields_ = (
         *((name, _NUMBER) for name in ("tokens", "hidden", "attended_width", "experts", "top_k", "width")),
-        ("sum_to_one", _NUMBER),
+        *((name, _NUMBER) for name in ("groups", "kept_groups", "sum_to_one")),
         ("scale", _REAL),
         *((name, _POINTER) for name in ("correction", "attended", "residual", "output_weights")),
         ("norm", Norm),

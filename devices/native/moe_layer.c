@@ -10,6 +10,7 @@
 /* Numbers that Python prepares. All tensors are bfloat16, except logits and weights, which are float32. */
 typedef struct {
     int64_t tokens, hidden, attended_width, experts, top_k, width;
+    int64_t groups, kept_groups; /* of experts; a token chooses from the kept ones */
     int64_t sum_to_one; /* the weights of a token's experts */
     double scale; /* of these weights, for sigmoids */
     const float *correction; /* (experts): added to scores for the choice; NULL for none */
@@ -33,6 +34,7 @@ enum {
     COLUMNS = 512,        /* of a token, that are summed over its experts by one thread */
     ROWS_AT_ONCE = 1024,  /* of all experts, between their matrices: bounds the memory for any number of tokens */
     GATHERED_AT_ONCE = 4, /* rows that a thread takes at a time */
+    MOST_GROUPS = 64,     /* bits that say which are kept */
 };
 
 /* Rows of experts are sorted by expert, then by token. They are multiplied ROWS_AT_ONCE at a time: a wave. */
@@ -98,17 +100,46 @@ static void router_part(void *argument, int64_t first, int64_t last) {
 /* NaN counts as the greatest, as in torch; of equal logits the first one is chosen. */
 static int is_greater(float a, float b) { return a > b || (a != a && b == b); }
 
+static float corrected(const Layer *layer, const float *scores, int64_t expert) {
+    return layer->correction ? scores[expert] + layer->correction[expert] : scores[expert];
+}
+
+/* A bit for each group that a token chooses from: those whose two best experts have the greatest sums. */
+static uint64_t kept_groups(const Layer *layer, const float *scores) {
+    const int64_t size = layer->experts / layer->groups;
+    float sums[MOST_GROUPS];
+    if (layer->kept_groups == layer->groups) return ~(uint64_t)0;
+    for (int64_t group = 0; group < layer->groups; group++) {
+        float best = -INFINITY, second = -INFINITY;
+        for (int64_t e = group * size; e < (group + 1) * size; e++) {
+            const float score = corrected(layer, scores, e);
+            if (is_greater(score, best)) second = best, best = score;
+            else if (is_greater(score, second)) second = score;
+        }
+        sums[group] = best + second;
+    }
+    uint64_t kept = 0;
+    for (int64_t choice = 0; choice < layer->kept_groups; choice++) {
+        int64_t best = -1;
+        for (int64_t group = 0; group < layer->groups; group++)
+            if (!(kept >> group & 1) && (best < 0 || is_greater(sums[group], sums[best]))) best = group;
+        kept |= (uint64_t)1 << best;
+    }
+    return kept;
+}
+
 /* The experts of a token by their scores, ascending. */
 static void choose(const Layer *layer, const float *scores, int64_t *chosen) {
-    const float *correction = layer->correction;
+    const uint64_t kept = kept_groups(layer, scores);
+    const int64_t size = layer->experts / layer->groups;
     for (int64_t choice = 0; choice < layer->top_k; choice++) {
         int64_t best = -1;
         float greatest = 0;
         for (int64_t e = 0; e < layer->experts; e++) {
-            int taken = 0;
+            int taken = !(kept >> (e / size) & 1);
             for (int64_t i = 0; i < choice; i++) taken |= chosen[i] == e;
             if (taken) continue;
-            const float score = correction ? scores[e] + correction[e] : scores[e];
+            const float score = corrected(layer, scores, e);
             if (best < 0 || is_greater(score, greatest)) best = e, greatest = score;
         }
         int64_t at = choice;

@@ -12,7 +12,7 @@ import msgspec
 
 from moesched.errors import BadInput
 from moesched.models.config import DType, ModelConfig
-from moesched.models.layers import Attention, GroupedAttention, Layer
+from moesched.models.layers import Attention, FeedForward, GroupedAttention, Layer
 from moesched.models.rotary import Rotary
 from moesched.models.shards import stored_dtype
 from moesched.system.decoding import convert_value, decode_json, reason
@@ -261,6 +261,22 @@ class ConfigFile:
         if routed.top_k > routed.experts:
             what = f"num_experts_per_tok is {routed.top_k}, num_local_experts {routed.experts}"
             raise self.impossible(what, "the first cannot be larger")
+        self._check_groups(routed)
+
+    def _check_groups(self, routed: FeedForward) -> None:
+        groups, kept, experts = routed.router.groups, routed.router.kept_groups, routed.experts
+        self.require_size("n_group", groups)
+        self.require_size("topk_group", kept)
+        if groups == 1 and kept == 1:
+            return
+        if experts % groups or experts < 2 * groups:
+            what = f"n_group is {groups:,} and there are {experts:,} experts"
+            raise self.impossible(what, "groups are equal in size and have at least two")
+        if kept > groups:
+            raise self.impossible(f"topk_group is {kept:,}, n_group {groups:,}", "the first cannot be larger")
+        if routed.top_k > kept * (experts // groups):
+            what = f"num_experts_per_tok is {routed.top_k:,}"
+            raise self.impossible(what, f"the kept groups have {kept * (experts // groups):,} experts")
 
     def _check_attention(self, attention: Attention) -> None:
         self._require_numbers(attention)

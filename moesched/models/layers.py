@@ -292,12 +292,16 @@ class Router(msgspec.Struct, frozen=True, kw_only=True):
         corrected: whether a bias per expert is added for the choice, but not for the weights of the experts.
         normalised: whether the weights of a token's experts are their scores divided by the sum of these.
         scale: multiplies the weights.
+        groups: number of groups of experts, equal in size. A group's score is the sum of its two best.
+        kept_groups: the number of groups, those with the best scores, that a token chooses from.
     """
 
     score: Score = "softmax"
     corrected: bool = False
     normalised: bool = True
     scale: float = 1.0
+    groups: int = 1
+    kept_groups: int = 1
 
 
 class FeedForward(msgspec.Struct, frozen=True, kw_only=True):
