@@ -88,7 +88,9 @@ class TritonRoute(TritonKernel):
         assert case.layer is not None, "it is in a layer"
         network = case.layer.feed_forward
         router = network.router
-        plain = network.experts > 1 and router.score == "softmax" and not router.corrected and router.groups == 1
+        plain = (
+            network.experts > 1 and router.score == "softmax" and not router.corrected and router.groups == 1
+        )
         return super().refusal(case) or ("" if plain else "it takes a router with softmax, without groups")
 
     def bind(self, case: Case, weights: Weights, memory: Memory) -> Bound:
