@@ -13,10 +13,10 @@ from moesched.devices.torch.device import TorchDevice
 from moesched.models.checkpoint import Checkpoint, open_checkpoint
 from moesched.models.coded_models import coded_as
 from moesched.models.config import ModelConfig
-from moesched.models.layers import FeedForward, GroupedAttention, Layer, Router
+from moesched.models.layers import Activation, FeedForward, GroupedAttention, Layer, Router
 from moesched.models.layout import WeightLayout, weight_layout
 from moesched.models.random_model import write_random_model
-from moesched.models.rotary import Rotary
+from moesched.models.rotary import Rotary, Yarn
 from moesched.plugins import make_policy
 from moesched.seams import LaneKind, Streams
 from streams import FakeStreams
@@ -89,6 +89,30 @@ _GLM = MIXTRAL.varied(
 )
 _DENSE = replace(_GLM.typical_layer, feed_forward=FeedForward(shared=70))
 GLM = replace(_GLM, pattern=(_DENSE, *_GLM.pattern, _GLM.typical_layer))
+# Windows in turn, sinks, and experts with biases and a limit, stored as gpt-oss's.
+_SINKS = MIXTRAL.varied(
+    hidden=90,
+    biases="qkvo",
+    sinks=True,
+    rotary=Rotary(scaling=Yarn(factor=4.0, truncate=False, original_max_position_embeddings=16)),
+).typical_layer
+_BIASED = FeedForward(
+    experts=7,
+    top_k=3,
+    intermediate=25,
+    biases=True,
+    alternating=True,
+    transposed_down=True,
+    activation=Activation(alpha=1.7, limit=0.01),
+)
+GPT_OSS = replace(
+    MIXTRAL.varied(name="gpt-oss", hidden=90, form="gpt_oss"),
+    pattern=(
+        replace(_SINKS, feed_forward=_BIASED),
+        replace(_SINKS, feed_forward=_BIASED).varied(window=None),
+    )
+    * 2,
+)
 # Heads as attention kernels of GPUs take them.
 WIDE = MIXTRAL.varied(
     name="wide",

@@ -21,6 +21,7 @@ from odd_models import (
     CODED_IN_FIVE_BITS,
     DBRX,
     GLM,
+    GPT_OSS,
     MINIMAX,
     MIXTRAL,
     OLMOE,
@@ -125,6 +126,7 @@ SCHEDULES = Grid(
         (OLMOE, "bfloat16"),
         (MINIMAX, "bfloat16"),
         (GLM, "bfloat16"),
+        (GPT_OSS, "bfloat16"),
     ],
     ways=[
         Way("one memory", TorchDevice, ONE_MEMORY),
@@ -146,7 +148,12 @@ SCHEDULES = Grid(
     ],
 )
 EXPERTS = Grid(
-    models=[(MIXTRAL, "float32"), (DBRX, "bfloat16"), (CODED_IN_FIVE_BITS, "bfloat16")],
+    models=[
+        (MIXTRAL, "float32"),
+        (DBRX, "bfloat16"),
+        (CODED_IN_FIVE_BITS, "bfloat16"),
+        (GPT_OSS, "float32"),
+    ],
     ways=[
         Way("one memory", TorchDevice, ONE_MEMORY, 1.4),
         Way("two memories", TorchDevice, TWO_MEMORIES),

@@ -14,6 +14,8 @@ from transformers import (
     DbrxForCausalLM,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     MiniMaxM2Config,
     MiniMaxM2ForCausalLM,
     MixtralConfig,
@@ -234,6 +236,49 @@ def random_minimax(seed: int) -> MiniMaxM2ForCausalLM:
         num_experts_per_tok=chosen.randint(1, min(8, experts)),
         rope_parameters=_rope(chosen),
         tie_word_embeddings=chosen.random() < 0.3,
+    )
+
+
+def gpt_oss(**changes: Any) -> GptOssForCausalLM:
+    """A small random gpt-oss whose sinks, biases and limits matter."""
+    settings = {
+        **COMMON,
+        "intermediate_size": 24,
+        "head_dim": 8,
+        "num_local_experts": 6,
+        "sliding_window": 7,
+        "swiglu_limit": 0.5,
+        "rope_parameters": SCALINGS[-1] | {"truncate": False},
+        **changes,
+    }
+    model = GptOssForCausalLM(GptOssConfig(**settings))
+    with torch.no_grad():
+        for name, weights in model.named_parameters():
+            if name.endswith(("bias", "sinks")):
+                weights.normal_(std=0.5)
+    return ready(with_norms(model))
+
+
+def random_gpt_oss(seed: int) -> GptOssForCausalLM:
+    """Odd and even head counts and sizes, 1 to 40 experts, top-1 to top-8, short and long windows, layers in turn or not."""
+    chosen, kv_heads, heads = _heads(seed)
+    experts, layers = chosen.choice([2, 7, 16, 40]), chosen.randint(2, 4)
+    torch.manual_seed(seed)
+    kinds = ["sliding_attention", "full_attention"]
+    return gpt_oss(
+        hidden_size=chosen.randint(9, 70),
+        num_hidden_layers=layers,
+        head_dim=2 * chosen.randint(2, 10),
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        intermediate_size=chosen.randint(5, 90),
+        num_local_experts=experts,
+        num_experts_per_tok=chosen.randint(1, min(8, experts)),
+        sliding_window=chosen.choice([1, 5, 64]),
+        swiglu_limit=chosen.choice([0.3, 7.0]),
+        attention_bias=chosen.random() < 0.7,
+        layer_types=None if chosen.random() < 0.5 else chosen.choices(kinds, k=layers),
+        **({"rope_parameters": rope} if (rope := _rope(chosen)) else {}),
     )
 
 

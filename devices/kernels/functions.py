@@ -13,7 +13,7 @@ accuracy (norms, rotation, softmax, routing, the sum over experts) are computed 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -22,10 +22,11 @@ import torch.nn.functional as F
 
 from moesched.models.config import ModelConfig, NormKind
 from moesched.models.footprint import QUERY_TILE
-from moesched.models.layers import FeedForward, GroupedAttention, Router
+from moesched.models.layers import Activation, FeedForward, GroupedAttention, Router
 
 from ..products.linear import Blocks, Tensor, linear
 from .fused_attention import queries_in_a_piece
+from .sinks import attend_with_sinks
 
 
 class KVView(NamedTuple):
@@ -183,13 +184,19 @@ def _normalise_heads(
 
 
 def attention(
-    q_THd: Tensor, views: Sequence[KVView], window: int | None = None, *, fused: bool = True
+    q_THd: Tensor,
+    views: Sequence[KVView],
+    window: int | None = None,
+    *,
+    fused: bool = True,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of each sequence over its own cache: (T, H * d).
 
     q_THd: the new tokens of the first view's sequences, one after the other, then those of the second view's.
     window: number of tokens that a query sees, itself included; None for itself and all earlier tokens.
     fused: whether torch has a kernel for this that stores no scores; otherwise few queries are computed at a time.
+    sinks_H: a score of each head that no token has; None for none.
 
     The last bits of float32 depend on strides, on the alignment of queries and keys to cache lines, and on the number
     of cores: keep these the same to get the same bits.
@@ -200,6 +207,8 @@ def attention(
         stop = start + keys_SLKd.shape[0] * queries
         many = partial(_attend_many_queries, fused=fused)
         attend = _attend_one_query if queries == 1 else many
+        if sinks_H is not None:
+            attend = partial(attend_with_sinks, sinks_H)
         parts.append(attend(q_THd[start:stop], keys_SLKd, values_SLKd, window))
         start = stop
     return beside(parts)
@@ -278,17 +287,36 @@ def _mask(start: int, stop: int, first_key: int, window: int | None, device: tor
     return seen if window is None else seen & (key > query - window)
 
 
-def output_projection(attention_TX: Tensor, o: Blocks, residual_TD: Tensor) -> Tensor:
+def output_projection(
+    attention_TX: Tensor, o: Blocks, residual_TD: Tensor, bias: Blocks | None = None
+) -> Tensor:
     """The attention's output projected to the hidden size, plus the residual: (T, D)."""
-    return residual_TD + linear(attention_TX, o)
+    return residual_TD + with_bias(partial(linear, blocks=o), bias)(attention_TX)
+
+
+def with_bias(product: Callable[[Tensor], Tensor], bias: Blocks | None) -> Callable[[Tensor], Tensor]:
+    """A product whose results a bias is added to, if there is one."""
+    return product if bias is None else partial(_add_bias, product, torch.cat([*bias]))
+
+
+def _add_bias(product: Callable[[Tensor], Tensor], bias_N: Tensor, x_TD: Tensor) -> Tensor:
+    y_TN = product(x_TD)
+    return y_TN + bias_N.to(y_TN.dtype)
 
 
 # ---------------------------------------------------------------- experts
 
 
-def router_logits(x_TD: Tensor, router: Blocks) -> Tensor:
+def router_logits(x_TD: Tensor, router: Blocks, bias_E: Tensor | None = None) -> Tensor:
     """The router's logits (T, E), float32."""
-    return linear(x_TD.float(), [block.float() for block in router])
+    logits_TE = linear(x_TD.float(), [block.float() for block in router])
+    return logits_TE if bias_E is None else logits_TE + bias_E.float()
+
+
+def router_biases(weights: Mapping[str, Blocks], network: FeedForward) -> tuple[Tensor | None, Tensor | None]:
+    """What the router adds to its logits, and what the choice adds to the scores, both (E); None for nothing."""
+    bias_E = weights["router_bias"][0] if "router_bias" in weights else None
+    return (None, bias_E) if network.router.corrected else (bias_E, None)
 
 
 def scores(logits_TE: Tensor) -> Tensor:
@@ -299,8 +327,12 @@ def scores(logits_TE: Tensor) -> Tensor:
 def route(
     x_TD: Tensor, router: Blocks, network: FeedForward, bias_E: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The experts of each token and their weights, as `choose_experts` gives them; x is the router's input."""
-    return choose_experts(router_logits(x_TD, router), network, bias_E)
+    """The experts of each token and their weights, as `choose_experts` gives them; x is the router's input.
+
+    bias_E: of the router: a correction, or added to the logits.
+    """
+    added_E, correction_E = (None, bias_E) if network.router.corrected else (bias_E, None)
+    return choose_experts(router_logits(x_TD, router, added_E), network, correction_E)
 
 
 def choose_experts(
@@ -333,6 +365,15 @@ def within_groups(choice_TE: Tensor, router: Router) -> Tensor:
     left_out_TG = torch.ones_like(scores_TG, dtype=torch.bool).scatter_(-1, kept_Tk, False)
     kept_TGe: Tensor = choice_TGe.masked_fill(left_out_TG.unsqueeze(-1), -math.inf)
     return kept_TGe.view_as(choice_TE)
+
+
+def activated(gate_nI: Tensor, up_nI: Tensor, activation: Activation) -> Tensor:
+    """The numbers between the matrices of an expert, (n, I); the gate's memory may be used for them."""
+    limit = activation.limit
+    if limit is None:
+        return F.silu(gate_nI, inplace=True).mul_(up_nI)
+    gate, up = gate_nI.float().clamp(max=limit), up_nI.float().clamp(-limit, limit)
+    return (gate * torch.sigmoid(activation.alpha * gate) * (up + 1)).to(gate_nI.dtype)
 
 
 def sorted_by_expert(experts_Tk: Tensor) -> Order:

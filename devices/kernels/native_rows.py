@@ -206,6 +206,12 @@ class NativeExpert(NativeKernel):
 
     operation = "expert"
 
+    def refusal(self, case: Case) -> str:
+        """Refuses experts that are more than three matrices, too."""
+        assert case.layer is not None, "it is in a layer"
+        usual = case.layer.feed_forward.is_usual
+        return super().refusal(case) or ("" if usual else "it runs experts of three matrices")
+
     def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
         """Bind one expert: (x_nD, y_nD) -> None."""
         return self._threads.prepared_expert(weights["gate"], weights["up"], weights["down"])
@@ -239,9 +245,15 @@ class NativeMoELayer(NativeMemoryKernel):
     operation = "moe_layer"
 
     def refusal(self, case: Case) -> str:
-        """Refuses networks that every token uses, too."""
+        """Refuses networks that every token uses, experts that are more than three matrices, and a bias, too."""
         assert case.layer is not None, "it is in a layer"
-        return super().refusal(case) or ("it runs routed experts" if case.layer.feed_forward.shared else "")
+        network = case.layer.feed_forward
+        usual = network.is_usual and "o" not in case.layer.grouped.biases
+        return super().refusal(case) or (
+            "it runs routed experts"
+            if network.shared
+            else ("" if usual else "it runs experts of three matrices, and adds no bias")
+        )
 
     def bind(self, case: Case, weights: Weights, memory: Memory) -> Bound:
         """Bind all that follows attention: (attended_TX, hidden_TD) -> hidden_TD, experts_Tk, counts."""

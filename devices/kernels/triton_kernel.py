@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 import torch
 
+from moesched.models.layers import Layer
+
 from . import operators
 from .layer_weights import Blocks, Tensor
 from .memory import Memory
@@ -55,6 +57,8 @@ class TritonKernel(Kernel):
             return "it takes row blocks"
         if case.dtype not in DTYPES:
             return f"it computes in {', '.join(DTYPES)}"
+        if case.layer is not None and not _is_usual(case.layer):
+            return "it computes no sinks, limits, or biases after attention"
         widths = [self._config.hidden]
         if case.layer is not None:
             network = case.layer.feed_forward
@@ -102,3 +106,8 @@ class TritonKernel(Kernel):
                 self._tables.clear()
             table = self._tables[numbers] = self._indices(numbers)
         return table
+
+
+def _is_usual(layer: Layer) -> bool:
+    attention = layer.grouped
+    return layer.feed_forward.is_usual and not attention.sinks and "o" not in attention.biases

@@ -60,7 +60,7 @@ class Attend(ctypes.Structure):
         *((name, _NUMBER) for name in ("block_size", "query_stride", "new_stride")),
         ("scale", _REAL),
         *((name, _POINTER) for name in ("lengths", "blocks", "keys", "values", "queries", "new_keys")),
-        *((name, _POINTER) for name in ("new_values", "out")),
+        *((name, _POINTER) for name in ("new_values", "sinks", "out")),
     )
 
 
@@ -80,7 +80,7 @@ class Prompts(ctypes.Structure):
         *((name, _NUMBER) for name in ("sequences", "queries", "length", "heads", "kv_heads", "head_dim")),
         *((name, _NUMBER) for name in ("window", "sequence_stride", "token_stride", "head_stride")),
         ("scale", _REAL),
-        *((name, _POINTER) for name in ("keys", "values", "new_queries", "out")),
+        *((name, _POINTER) for name in ("keys", "values", "new_queries", "sinks", "out")),
     )
 
 
@@ -91,7 +91,8 @@ class Layer(ctypes.Structure):
         *((name, _NUMBER) for name in ("tokens", "hidden", "attended_width", "experts", "top_k", "width")),
         *((name, _NUMBER) for name in ("groups", "kept_groups", "sum_to_one")),
         ("scale", _REAL),
-        *((name, _POINTER) for name in ("correction", "attended", "residual", "output_weights")),
+        *((name, _POINTER) for name in ("correction", "router_bias", "attended", "residual")),
+        ("output_weights", _POINTER),
         ("norm", Norm),
         *((name, _POINTER) for name in ("router", "expert_weights", "projected", "x")),
         *((name, _POINTER) for name in ("logits", "scores", "chosen", "weights", "counts", "out")),

@@ -14,6 +14,7 @@ typedef struct {
     int64_t sum_to_one; /* the weights of a token's experts */
     double scale; /* of these weights, for sigmoids */
     const float *correction; /* (experts): added to scores for the choice; NULL for none */
+    const float *router_bias; /* (experts): added to logits; NULL for none */
     const uint16_t *attended; /* (tokens, attended_width) */
     const uint16_t *residual; /* (tokens, hidden) */
     const Matrix *output_weights; /* NULL: x is the residual */
@@ -92,8 +93,10 @@ static void router_part(void *argument, int64_t first, int64_t last) {
         const Product group = group_at(&job->router, row);
         group.multiplier->multiply(&group, first, last, out);
         for (int64_t t = 0; t < group.batch; t++)
-            for (int64_t e = first; e < last; e++)
-                layer->logits[(row + t) * layer->experts + e] = out[(e - first) * group.batch + t];
+            for (int64_t e = first; e < last; e++) {
+                const float bias = layer->router_bias ? layer->router_bias[e] : 0.0f;
+                layer->logits[(row + t) * layer->experts + e] = out[(e - first) * group.batch + t] + bias;
+            }
     }
 }
 

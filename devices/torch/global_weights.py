@@ -10,6 +10,7 @@ from ..kernels.layer_weights import Weights
 from ..shared.coded import Block
 from ..shared.page_reader import PageReader
 from .compute import Compute
+from .copies import HOST
 
 
 class GlobalWeights(NamedTuple):
@@ -26,7 +27,7 @@ class GlobalWeights(NamedTuple):
 def read_global_weights(
     config: ModelConfig, reader: PageReader, compute: Compute, rank: int
 ) -> GlobalWeights:
-    """Read the weights that are in no page; of an LM head that is also the embedding, only this rank's rows."""
+    """Read the weights that are in no page, and attention's sinks; of an LM head that is also the embedding, only this rank's rows."""
 
     def read(name: str) -> Block:
         block: Block = reader.read_tensor(name)
@@ -42,4 +43,10 @@ def read_global_weights(
         if compute.kernels.arranges:
             blocks = [compute.kernels.arranged("lm_head", block, compute.accelerator) for block in blocks]
     head = Weights({"final_norm": [norm_D], "lm_head": blocks})
+    for number, layer in enumerate(config.pattern):
+        if layer.grouped.sinks:
+            sinks_H = read(f"layers.{number}.sinks").float()
+            for device in {compute.accelerator, HOST}:
+                beside = Weights({"sinks": [sinks_H.to(device)]}, layer)
+                compute.kernels.beside_attention[number, device.type] = beside
     return GlobalWeights(Weights({"embedding": [embedding_VD]}), head)

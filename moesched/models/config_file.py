@@ -36,7 +36,13 @@ LEAST = {"rope_theta": 1.0}
 """Limits of single numbers: with a smaller base, angles of the rotary embedding overflow."""
 MAY_BE_ZERO = ("unused_weights", "shared")
 """Numbers of which 0 says that a model lacks a part."""
-_KEYS = {"window": "sliding_window", "clip": "clip_qkv", "theta": "rope_theta"}
+_KEYS = {
+    "window": "sliding_window",
+    "clip": "clip_qkv",
+    "theta": "rope_theta",
+    "alpha": "swiglu_alpha",
+    "limit": "swiglu_limit",
+}
 """Names of numbers in config.json, where they differ."""
 RESTORE = "restore the file that came with the checkpoint"
 
@@ -253,6 +259,7 @@ class ConfigFile:
         self._require_numbers(config)
         routed = config.routed
         self._require_numbers(routed)
+        self._require_numbers(routed.activation)
         for layer in config.kinds:
             self._check_attention(layer.attention)
         if config.layers * routed.experts > MOST_EXPERTS:

@@ -304,6 +304,20 @@ class Router(msgspec.Struct, frozen=True, kw_only=True):
     kept_groups: int = 1
 
 
+class Activation(msgspec.Struct, frozen=True, kw_only=True):
+    """The function of an expert's gate and up: silu(gate) * up.
+
+    With a limit it is that of gpt-oss: gate * sigmoid(alpha * gate) * (up + 1). A gate above the limit counts as the limit,
+    and so does an up beyond it on either side.
+    """
+
+    alpha: float = 1.0
+    limit: float | None = None
+
+
+SILU = Activation()
+
+
 class FeedForward(msgspec.Struct, frozen=True, kw_only=True):
     """The feed-forward network of a layer: routed experts, a part that every token uses, or both.
 
@@ -312,7 +326,9 @@ class FeedForward(msgspec.Struct, frozen=True, kw_only=True):
         intermediate: inner width of each expert.
         shared: inner width of the part that every token uses: shared experts, or a dense layer's network.
         biases: whether matrices and router have biases.
-        transposed_down: whether checkpoints store the experts' down matrices as (inputs, outputs).
+        alternating: whether gate and up are one matrix, "gate_up", whose rows belong to them in turn.
+        transposed_down: whether checkpoints store the experts' down matrices, and gate_up, as (inputs, outputs).
+        activation: the function of gate and up.
         weighted: whether the shared part's output is weighted by a gate of its own.
         router: the choice of experts.
     """
@@ -322,7 +338,9 @@ class FeedForward(msgspec.Struct, frozen=True, kw_only=True):
     intermediate: int = 0
     shared: int = 0
     biases: bool = False
+    alternating: bool = False
     transposed_down: bool = False
+    activation: Activation = SILU
     weighted: bool = False
     router: Router = Router()
 
@@ -340,6 +358,26 @@ class FeedForward(msgspec.Struct, frozen=True, kw_only=True):
                 "shared_up": (self.shared, hidden),
             }
         return shapes | ({"shared_weight": (hidden,)} if self.weighted else {})
+
+    @property
+    def is_usual(self) -> bool:
+        """Whether an expert is three matrices: down @ (silu(gate @ x) * (up @ x))."""
+        return not self.biases and not self.alternating and self.activation == SILU
+
+    def expert_shapes(self, hidden: int) -> dict[str, Shape]:
+        """Shapes of the tensors of one expert, by name, in their usual order in files."""
+        width = self.intermediate
+        down = (width, hidden) if self.transposed_down else (hidden, width)
+        if not self.alternating:
+            shapes: dict[str, Shape] = {"gate": (width, hidden), "down": down, "up": (width, hidden)}
+        else:
+            both = (hidden, 2 * width) if self.transposed_down else (2 * width, hidden)
+            shapes = {"gate_up": both, "down": down}
+        if self.biases:
+            names = ("gate_up",) if self.alternating else ("gate", "up")
+            shapes |= {f"{name}_bias": (2 * width // len(names),) for name in names}
+            shapes["down_bias"] = (hidden,)
+        return shapes
 
     def split(self, ranks: int) -> FeedForward:
         """The feed-forward network of one of `ranks` ranks."""
