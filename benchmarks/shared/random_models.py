@@ -260,7 +260,7 @@ def gpt_oss(**changes: Any) -> GptOssForCausalLM:
 
 
 def random_gpt_oss(seed: int) -> GptOssForCausalLM:
-    """Odd and even head counts and sizes, 1 to 40 experts, top-1 to top-8, short and long windows, layers in turn or not."""
+    """Odd and even head counts and sizes, 2 to 40 experts, top-1 to top-8, windows in turn or not, short and long."""
     chosen, kv_heads, heads = _heads(seed)
     experts, layers = chosen.choice([2, 7, 16, 40]), chosen.randint(2, 4)
     torch.manual_seed(seed)

@@ -8,11 +8,12 @@ from functools import partial
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 
 from moesched import plugins
 from moesched.errors import KernelFailed
 from moesched.models.config import ModelConfig
-from moesched.models.layers import FeedForward, GroupedAttention, Layer, Router
+from moesched.models.layers import Activation, FeedForward, GroupedAttention, Layer, Router
 from moesched.models.rotary import Rotary
 from moesched.models.stored_formats import CODED, STORED_FORMATS, StoredFormat
 
@@ -82,11 +83,13 @@ def check_kernel(
 def _configs() -> Iterator[ModelConfig]:
     """Small models: a plain one; norms of heads, clipping and weights that do not sum to one; one expert; wide rows.
 
-    The third rotates a part of each head. The last has biases, rotates neighbours, and its router is corrected and
-    chooses from groups.
+    The third rotates a part of each head. The fourth has biases, rotates neighbours, and its router is corrected and
+    chooses from groups. The last has biases everywhere, gate and up in turn, and a limit.
     """
     attention = GroupedAttention(heads=4, kv_heads=2, head_dim=24)
     network = FeedForward(experts=6, top_k=2, intermediate=72)
+    limited = Activation(alpha=1.7, limit=0.1)
+    biased = replace(network, biases=True, alternating=True, activation=limited)
     plain = ModelConfig(
         name="plain",
         pattern=(Layer(attention=attention, feed_forward=network),),
@@ -109,6 +112,7 @@ def _configs() -> Iterator[ModelConfig]:
         router=Router(score="sigmoid", corrected=True, scale=1.5, groups=3, kept_groups=2),
         biases="qkv",
     )
+    yield replace(plain, pattern=(Layer(attention=replace(attention, biases="qkvo"), feed_forward=biased),))
 
 
 def cpu_resources(config: ModelConfig, dtype: torch.dtype, threads: NativeKernels | None) -> Resources:

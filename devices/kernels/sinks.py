@@ -1,6 +1,7 @@
-"""Attention with sinks (Xiao et al. 2023, arXiv 2309.17453; learned, as in gpt-oss): each head has a score without a token.
+"""Attention with sinks, as in gpt-oss: each head has a learned score without a token.
 
 It takes its share of a query's weights, and adds nothing to the sum of values. torch's own attention has no sinks.
+Source: Xiao et al. 2023, arXiv 2309.17453, where the first tokens are the sinks.
 """
 
 from __future__ import annotations
@@ -57,4 +58,5 @@ def _tile(sinks_H: Tensor, q_THd: Tensor, keys_LKd: Tensor, values_LKd: Tensor, 
     weights_KGTL = scores_KGTL.sub_(highest_KGT1).exp_()
     total_KGT1 = weights_KGTL.sum(-1, keepdim=True) + (sinks_KG11 - highest_KGT1).exp()
     out_KGTd = (weights_KGTL @ values_K1Ld) / total_KGT1
-    return out_KGTd.permute(2, 0, 1, 3).reshape(tokens, heads * size).to(q_THd.dtype)
+    out_TX: Tensor = out_KGTd.permute(2, 0, 1, 3).reshape(tokens, heads * size)
+    return out_TX.to(q_THd.dtype)

@@ -307,8 +307,8 @@ class Router(msgspec.Struct, frozen=True, kw_only=True):
 class Activation(msgspec.Struct, frozen=True, kw_only=True):
     """The function of an expert's gate and up: silu(gate) * up.
 
-    With a limit it is that of gpt-oss: gate * sigmoid(alpha * gate) * (up + 1). A gate above the limit counts as the limit,
-    and so does an up beyond it on either side.
+    With a limit it is that of gpt-oss: gate * sigmoid(alpha * gate) * (up + 1). A gate above the limit counts as the
+    limit, and so does an up beyond it on either side.
     """
 
     alpha: float = 1.0
