@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -13,6 +14,9 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from benchmarks.shared.random_models import gpt_oss, hugging_face_logits, ready
 from benchmarks.shared.small_runs import ONE_MEMORY, TWO_MEMORIES, Generated, generate, same_bits
+from moesched.devices.native.compiled import why_unusable
+from moesched.devices.native.mxfp4_files import join_by_library
+from moesched.devices.shared.mxfp4_rows import join_by_arrays
 from moesched.devices.torch.device import TorchDevice
 from moesched.errors import BadInput
 from moesched.machines import Machine
@@ -83,6 +87,17 @@ def test_the_bits_depend_on_no_policy_and_no_page(
     found = run(folder, policy, TWO_MEMORIES, "bfloat16", page_bytes)
     assert found.tokens == expected.tokens
     assert same_bits(found.logits_RSV, expected.logits_RSV)
+
+
+def test_the_library_joins_codes_and_scales_as_arrays_do() -> None:
+    if problem := why_unusable():
+        pytest.skip(problem)
+    generator = np.random.default_rng(1)
+    codes, scales = (generator.integers(0, 256, count, dtype=np.uint8) for count in (97 * 16, 97))
+    ours, by_arrays = np.zeros((97, 17), np.uint8), np.zeros((97, 17), np.uint8)
+    join_by_library(codes, scales, ours)
+    join_by_arrays(codes, scales, by_arrays)
+    assert np.array_equal(ours, by_arrays)
 
 
 def _without_scales(tensors: Tensors) -> None:

@@ -6,7 +6,7 @@ the bytes, the others in the upper ones. Files have neighbours in one byte.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -19,8 +19,10 @@ from moesched.models.mxfp4 import CODE_BYTES, MXFP4
 from .arena import aligned_bytes, round_down, round_up
 
 Bytes = npt.NDArray[np.uint8]
-ROWS_AT_ONCE_BYTES = 1 << 20
-"""Of codes: what is read and what is written stay in the second-level cache."""
+Join = Callable[[Bytes, Bytes, Bytes], None]
+"""Writes codes and scales (G) as groups (G, 17)."""
+READ_BYTES = 4 << 20
+"""Of codes, at once."""
 
 
 def read_joined(
@@ -29,6 +31,7 @@ def read_joined(
     scales: Scales,
     rows: tuple[int, int],
     out: torch.Tensor,
+    join: Join,
     *,
     cached: bool,
 ) -> int:
@@ -36,24 +39,17 @@ def read_joined(
 
     cached: read what is in the page cache from there.
     """
-    first, last = rows
-    groups = stored.shape[1] // MXFP4.group
-    joined = out.numpy().reshape(last - first, groups, MXFP4.block_bytes)
-    of_scales, nbytes = _read(
-        files[scales.file], scales.offset + first * groups, (last - first) * groups, cached
-    )
-    joined[..., MXFP4.scale] = of_scales.reshape(last - first, groups)
-    step = max(1, ROWS_AT_ONCE_BYTES // stored.row_bytes)
+    first, last = (row * (stored.shape[1] // MXFP4.group) for row in rows)
+    joined_GB = out.numpy().reshape(-1, MXFP4.block_bytes)
+    scales_G, nbytes = _read(files[scales.file], scales.offset + first, last - first, cached)
+    step = READ_BYTES // CODE_BYTES
     for start in range(first, last, step):
         stop = min(start + step, last)
-        codes, read = _read(
-            files[stored.file],
-            stored.offset + start * stored.row_bytes,
-            (stop - start) * stored.row_bytes,
-            cached,
-        )
+        offset, codes_bytes = stored.offset + start * CODE_BYTES, (stop - start) * CODE_BYTES
+        codes, read = _read(files[stored.file], offset, codes_bytes, cached)
+        part = slice(start - first, stop - first)
+        join(codes, scales_G[part], joined_GB[part])
         nbytes += read
-        _put_codes(codes, joined[start - first : stop - first])
     return nbytes
 
 
@@ -65,13 +61,9 @@ def _read(file: Blocks, offset: int, nbytes: int, cached: bool) -> tuple[Bytes, 
     return memory.numpy()[offset - begin : offset - begin + nbytes], read
 
 
-def _put_codes(codes: Bytes, joined: Bytes) -> None:
-    """Write codes to rows of groups (N, G, 17), from two halves of 8 bytes for each group."""
-    halves = np.ascontiguousarray(codes).view(np.uint64).reshape(-1, 2)
-    low, high = np.uint64(0x0F0F0F0F0F0F0F0F), np.uint64(0xF0F0F0F0F0F0F0F0)
-    four = np.uint64(4)
-    even = (halves[:, 0] & low) | (halves[:, 1] & low) << four
-    odd = (halves[:, 0] & high) >> four | (halves[:, 1] & high)
-    pairs = even.view(np.uint8).astype(np.uint16) | odd.view(np.uint8).astype(np.uint16) << np.uint16(8)
-    rows, groups, _ = joined.shape
-    joined[..., 1:] = pairs.view(np.uint8).reshape(rows, groups, CODE_BYTES)
+def join_by_arrays(codes: Bytes, scales_G: Bytes, joined_GB: Bytes) -> None:
+    """Write groups of a scale and 16 bytes of codes: (G, 17)."""
+    first_G8, last_G8 = codes.reshape(-1, 2, CODE_BYTES // 2).swapaxes(0, 1)
+    joined_GB[:, 0] = scales_G
+    joined_GB[:, 1::2] = first_G8 & 15 | last_G8 << 4
+    joined_GB[:, 2::2] = first_G8 >> 4 | last_G8 & 0xF0

@@ -23,7 +23,7 @@ from moesched.system.memory_ahead import MemoryAhead
 from .arena import ALIGNMENT, aligned_bytes, round_down, round_up
 from .coded import Block, Coded
 from .direct_file import AbsentFile, DirectFile
-from .mxfp4_rows import read_joined
+from .mxfp4_rows import Join, join_by_arrays, read_joined
 from .page_location import PageLocation, Run, byte_range, locate, pieces_of
 
 CHUNK_BYTES = 4 << 20  # of a converted read; a read straight into a slot is one call, the larger the faster
@@ -47,6 +47,9 @@ class PageReader:
 
     Several threads may read at once, each into its own slot.
 
+    Args:
+        join: joins codes and scales that are apart in the files.
+
     Attributes:
         dtype: the layout's dtype, that of plain tensors but for those that keep float32.
         slot_bytes: bytes of the largest page in a slot.
@@ -59,13 +62,20 @@ class PageReader:
         BadInput: a file cannot be opened.
     """
 
-    def __init__(self, checkpoint: Checkpoint, layout: WeightLayout, direct: bool = True) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        layout: WeightLayout,
+        direct: bool = True,
+        join: Join = join_by_arrays,
+    ) -> None:
         self.dtype = DTYPES[layout.dtype]
         self._plain = STORED_FORMATS[layout.dtype]
         self.bytes_read = 0
         self.ahead = MemoryAhead()
         self._counting = threading.Lock()
         self._own = threading.local()
+        self._join = join
         self._config = checkpoint.config
         self._tensors = checkpoint.tensors
         self._files: dict[Path, Blocks] = {}
@@ -207,7 +217,7 @@ class PageReader:
         cached: bool = False,
     ) -> int:
         if stored.scales is not None:
-            return read_joined(self._files, stored, stored.scales, rows, out, cached=cached)
+            return read_joined(self._files, stored, stored.scales, rows, out, self._join, cached=cached)
         return _convert(self._files[stored.file], stored, rows, out, buffer, cached=cached)
 
     def _own_buffer(self) -> torch.Tensor:
