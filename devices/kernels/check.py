@@ -29,6 +29,7 @@ from .samples import Cut, Sample
 from .seam import OPERATIONS, Case, Kernel
 from .table import KernelTable
 from .torch_kernels import fill, guarded
+from .torch_rows import TorchKernel
 
 ROWS = (1, 2, 3, 5, 16, 33, 130)
 """Numbers of rows that are tried."""
@@ -195,11 +196,13 @@ def _require_close(title: str, got: Tensor, resources: Resources, sample: Sample
     Raises:
         AssertionError: it is larger than `WORSE` allows.
     """
-    [torchs] = [
-        row for row in resources.table.rows if row.operation == case.operation and row.name == "torch"
-    ]
     weights = sample.plain(resources.dtype)
-    plain = _case(torchs, resources, weights, case.rows)
+    plain = case._replace(formats=weights.formats(OPERATIONS[case.operation]))
+    torchs = next(
+        row
+        for row in resources.table.rows
+        if row.operation == case.operation and isinstance(row, TorchKernel) and not row.refusal(plain)
+    )
     theirs = sample.run(torchs.bind(plain, weights, Memory(case.rows)), range(case.rows))
     error, allowed = ((each - sample.exact).square().mean().item() for each in (got, theirs))
     assert error <= WORSE * allowed + LEAST_ERROR, (
