@@ -113,6 +113,23 @@ GPT_OSS = replace(
     )
     * 2,
 )
+# Factors on embeddings, scores, residual and logits.
+GRANITE = replace(
+    MIXTRAL.varied(
+        name="granite",
+        experts=7,
+        top_k=3,
+        intermediate=25,
+        hidden=90,
+        window=None,
+        scale=0.3,
+        router=Router(scale=0.7),
+        form="granite_moe",
+    ),
+    embedding_factor=3.0,
+    residual_factor=0.7,
+    logits_factor=0.4,
+)
 # Heads as attention kernels of GPUs take them.
 WIDE = MIXTRAL.varied(
     name="wide",

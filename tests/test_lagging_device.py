@@ -34,7 +34,7 @@ from moesched.plugins import make_policy
 from moesched.requests.batch import split_batch
 from moesched.runs.hardware import run
 from moesched.runs.planning import plan_run
-from odd_models import GLM, GPT_OSS, MIXTRAL, PROMPTS, WIDE, coded, layout_of, stored
+from odd_models import GLM, GPT_OSS, GRANITE, MIXTRAL, PROMPTS, WIDE, coded, layout_of, stored
 from odd_runs import generated, two_batches
 from policies_for_two_memories import STREAM_MOST
 
@@ -166,7 +166,7 @@ def test_coded_weights_are_unpacked_with_the_same_bits_resident_and_streamed(tmp
 
 
 @pytest.mark.parametrize("policy", ["cgopipe", "cpu_ffn"])
-@pytest.mark.parametrize("config", [GLM, GPT_OSS])
+@pytest.mark.parametrize("config", [GLM, GPT_OSS, GRANITE])
 def test_layers_with_more_than_usual_have_the_bits_of_the_cpu(
     config: ModelConfig, policy: str, tmp_path: Path
 ) -> None:

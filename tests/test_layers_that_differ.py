@@ -22,7 +22,7 @@ from moesched.models.reading import require_runs
 from moesched.models.rotary import Rotary
 from moesched.plugins import make_policy
 from moesched.transports.inproc import InprocTransport
-from odd_models import GLM, GPT_OSS, OLMOE, PROMPTS, stored
+from odd_models import GLM, GPT_OSS, GRANITE, OLMOE, PROMPTS, stored
 from reference import Reference
 from reference import generate as by_plain_loops
 
@@ -124,6 +124,7 @@ def _stacked(model: Checkpoint, folder: Path) -> object:
             GPT_OSS,
             "gpt-oss has attention sinks and biases of experts and .* experts with a limit, which .* does not",
         ),
+        (GRANITE, "granite has a scale of attention and factors of embeddings, .* which .* does not"),
     ],
 )
 def test_what_cannot_run_such_layers_says_so(

@@ -22,6 +22,7 @@ from benchmarks.shared.random_models import (
     qwen,
     random_dbrx,
     random_gpt_oss,
+    random_granite,
     random_minimax,
     random_olmoe,
     random_qwen,
@@ -70,10 +71,10 @@ SMALL = {"qwen3_moe": small("qwen3-30b-a3b", head_dim=10), "olmoe": small("olmoe
 # ---------------------------------------------------------------- Hugging Face
 
 
-FAMILIES = [random_qwen, random_olmoe, random_dbrx, random_minimax, random_gpt_oss]
+FAMILIES = [random_qwen, random_olmoe, random_dbrx, random_minimax, random_gpt_oss, random_granite]
 
 
-@pytest.mark.parametrize(("seed", "make"), [*zip(range(15), cycle(FAMILIES))])
+@pytest.mark.parametrize(("seed", "make"), [*zip(range(12), cycle(FAMILIES))])
 def test_tokens_of_a_random_model_cut_into_small_pages_equal_those_of_hugging_face(
     tmp_path: Path, make: Any, seed: int
 ) -> None:

@@ -43,6 +43,7 @@ from benchmarks.shared.random_models import (
     random_dbrx,
     random_glm,
     random_gpt_oss,
+    random_granite,
     random_minimax,
     random_mixtral,
     random_olmoe,
@@ -75,6 +76,7 @@ MAKERS: dict[str, Callable[[int], Any]] = {
     "minimaxes": random_minimax,
     "glms": random_glm,
     "gpt-oss": random_gpt_oss,
+    "granites": random_granite,
 }
 
 

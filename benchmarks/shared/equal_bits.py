@@ -22,6 +22,7 @@ from odd_models import (
     DBRX,
     GLM,
     GPT_OSS,
+    GRANITE,
     MINIMAX,
     MIXTRAL,
     OLMOE,
@@ -127,6 +128,7 @@ SCHEDULES = Grid(
         (MINIMAX, "bfloat16"),
         (GLM, "bfloat16"),
         (GPT_OSS, "bfloat16"),
+        (GRANITE, "bfloat16"),
     ],
     ways=[
         Way("one memory", TorchDevice, ONE_MEMORY),

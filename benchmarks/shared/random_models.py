@@ -16,6 +16,8 @@ from transformers import (
     Glm4MoeForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
+    GraniteMoeConfig,
+    GraniteMoeForCausalLM,
     MiniMaxM2Config,
     MiniMaxM2ForCausalLM,
     MixtralConfig,
@@ -279,6 +281,44 @@ def random_gpt_oss(seed: int) -> GptOssForCausalLM:
         attention_bias=chosen.random() < 0.7,
         layer_types=None if chosen.random() < 0.5 else chosen.choices(kinds, k=layers),
         **({"rope_parameters": rope} if (rope := _rope(chosen)) else {}),
+    )
+
+
+def granite(**changes: Any) -> GraniteMoeForCausalLM:
+    """A small random Granite-MoE whose factors and norms differ."""
+    settings = {
+        **COMMON,
+        "intermediate_size": 24,
+        "num_local_experts": 6,
+        "embedding_multiplier": 3.0,
+        "attention_multiplier": 0.2,
+        "residual_multiplier": 0.7,
+        "logits_scaling": 2.5,
+        **changes,
+    }
+    model: GraniteMoeForCausalLM = ready(with_norms(GraniteMoeForCausalLM(GraniteMoeConfig(**settings))))
+    return model
+
+
+def random_granite(seed: int) -> GraniteMoeForCausalLM:
+    """Odd and even head counts and sizes, 2 to 40 experts, top-1 to top-8, all factors, tied embeddings or not."""
+    chosen, kv_heads, heads = _heads(seed)
+    experts = chosen.choice([2, 7, 16, 40])
+    torch.manual_seed(seed)
+    return granite(
+        hidden_size=heads * 2 * chosen.randint(2, 8),
+        num_hidden_layers=chosen.randint(2, 4),
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        intermediate_size=chosen.randint(5, 90),
+        num_local_experts=experts,
+        num_experts_per_tok=chosen.randint(1, min(8, experts)),
+        embedding_multiplier=chosen.uniform(0.5, 12.0),
+        attention_multiplier=chosen.uniform(0.02, 0.2),
+        residual_multiplier=chosen.uniform(0.2, 1.5),
+        logits_scaling=chosen.uniform(0.5, 6.0),
+        tie_word_embeddings=chosen.random() < 0.5,
+        rope_parameters=_rope(chosen),
     )
 
 

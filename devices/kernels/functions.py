@@ -190,6 +190,7 @@ def attention(
     *,
     fused: bool = True,
     sinks_H: Tensor | None = None,
+    scale: float | None = None,
 ) -> Tensor:
     """Causal attention of each sequence over its own cache: (T, H * d).
 
@@ -197,6 +198,7 @@ def attention(
     window: number of tokens that a query sees, itself included; None for itself and all earlier tokens.
     fused: whether torch has a kernel for this that stores no scores; otherwise few queries are computed at a time.
     sinks_H: a score of each head that no token has; None for none.
+    scale: as in `GroupedAttention`.
 
     The last bits of float32 depend on strides, on the alignment of queries and keys to cache lines, and on the number
     of cores: keep these the same to get the same bits.
@@ -209,7 +211,7 @@ def attention(
         attend = _attend_one_query if queries == 1 else many
         if sinks_H is not None:
             attend = partial(attend_with_sinks, sinks_H)
-        parts.append(attend(q_THd[start:stop], keys_SLKd, values_SLKd, window))
+        parts.append(attend(q_THd[start:stop], keys_SLKd, values_SLKd, window, scale))
         start = stop
     return beside(parts)
 
@@ -223,28 +225,44 @@ def beside(parts: list[Tensor]) -> Tensor:
     return rows_TX
 
 
-def _attend_one_query(q_SHd: Tensor, keys_SLKd: Tensor, values_SLKd: Tensor, window: int | None) -> Tensor:
+def _attend_one_query(
+    q_SHd: Tensor, keys_SLKd: Tensor, values_SLKd: Tensor, window: int | None, scale: float | None
+) -> Tensor:
     # Heads that share keys act as queries of one head: no key is read twice, and no mask is needed.
     if window is not None:
         keys_SLKd, values_SLKd = keys_SLKd[:, -window:], values_SLKd[:, -window:]
     sequences, _, kv_heads, head_dim = keys_SLKd.shape
     q_SKGd = q_SHd.view(sequences, kv_heads, -1, head_dim)
-    out = F.scaled_dot_product_attention(q_SKGd, keys_SLKd.transpose(1, 2), values_SLKd.transpose(1, 2))
+    out = F.scaled_dot_product_attention(
+        q_SKGd, keys_SLKd.transpose(1, 2), values_SLKd.transpose(1, 2), scale=scale
+    )
     return out.reshape(sequences, -1)
 
 
 def _attend_many_queries(
-    q_THd: Tensor, keys_SLKd: Tensor, values_SLKd: Tensor, window: int | None, *, fused: bool
+    q_THd: Tensor,
+    keys_SLKd: Tensor,
+    values_SLKd: Tensor,
+    window: int | None,
+    scale: float | None,
+    *,
+    fused: bool,
 ) -> Tensor:
     queries = q_THd.chunk(keys_SLKd.shape[0])
     parts = [
-        _attend_sequence(*one, window, fused) for one in zip(queries, keys_SLKd, values_SLKd, strict=True)
+        _attend_sequence(*one, window, scale, fused)
+        for one in zip(queries, keys_SLKd, values_SLKd, strict=True)
     ]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _attend_sequence(
-    q_THd: Tensor, keys_LKd: Tensor, values_LKd: Tensor, window: int | None, fused: bool
+    q_THd: Tensor,
+    keys_LKd: Tensor,
+    values_LKd: Tensor,
+    window: int | None,
+    scale: float | None,
+    fused: bool,
 ) -> Tensor:
     tokens, heads, head_dim = q_THd.shape
     length, kv_heads, _ = keys_LKd.shape
@@ -255,16 +273,21 @@ def _attend_sequence(
     if not fused:
         tile = queries_in_a_piece(shared, length)
         each = zip(q_KGTd.split(1), keys.split(1), values.split(1), strict=True)
-        out_KGTd = torch.cat([_attend_tiles(*one, window, tile) for one in each])
+        out_KGTd = torch.cat([_attend_tiles(*one, window, scale, tile) for one in each])
     elif tokens == length and (window is None or window >= length):
-        out_KGTd = F.scaled_dot_product_attention(q_KGTd, keys, values, is_causal=True)
+        out_KGTd = F.scaled_dot_product_attention(q_KGTd, keys, values, is_causal=True, scale=scale)
     else:
-        out_KGTd = _attend_tiles(q_KGTd, keys, values, window)
+        out_KGTd = _attend_tiles(q_KGTd, keys, values, window, scale)
     return out_KGTd.permute(2, 0, 1, 3).reshape(tokens, -1)
 
 
 def _attend_tiles(
-    q_KGTd: Tensor, keys_KGLd: Tensor, values_KGLd: Tensor, window: int | None, tile: int = QUERY_TILE
+    q_KGTd: Tensor,
+    keys_KGLd: Tensor,
+    values_KGLd: Tensor,
+    window: int | None,
+    scale: float | None,
+    tile: int = QUERY_TILE,
 ) -> Tensor:
     tokens, length = q_KGTd.shape[2], keys_KGLd.shape[2]
     past = length - tokens
@@ -275,7 +298,7 @@ def _attend_tiles(
         mask = _mask(past + start, past + stop, first, window, q_KGTd.device)
         seen = slice(first, past + stop)
         q, keys, values = q_KGTd[:, :, start:stop], keys_KGLd[:, :, seen], values_KGLd[:, :, seen]
-        tiles.append(F.scaled_dot_product_attention(q, keys, values, attn_mask=mask))
+        tiles.append(F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=scale))
     return torch.cat(tiles, dim=2)
 
 
@@ -288,10 +311,15 @@ def _mask(start: int, stop: int, first_key: int, window: int | None, device: tor
 
 
 def output_projection(
-    attention_TX: Tensor, o: Blocks, residual_TD: Tensor, bias: Blocks | None = None
+    attention_TX: Tensor, o: Blocks, residual_TD: Tensor, bias: Blocks | None = None, factor: float = 1.0
 ) -> Tensor:
-    """The attention's output projected to the hidden size, plus the residual: (T, D)."""
-    return residual_TD + with_bias(partial(linear, blocks=o), bias)(attention_TX)
+    """The attention's output projected to the hidden size, times a factor, plus the residual: (T, D)."""
+    return plus(residual_TD, with_bias(partial(linear, blocks=o), bias)(attention_TX), factor)
+
+
+def plus(residual_TD: Tensor, x_TD: Tensor, factor: float) -> Tensor:
+    """The residual plus x times a factor."""
+    return residual_TD + (x_TD if factor == 1 else x_TD * factor)
 
 
 def with_bias(product: Callable[[Tensor], Tensor], bias: Blocks | None) -> Callable[[Tensor], Tensor]:
@@ -351,8 +379,10 @@ def choose_experts(
         weights_Tk = chosen_Tk / chosen_Tk.sum(-1, keepdim=True) if router.normalised else chosen_Tk
         return experts_Tk, weights_Tk * router.scale
     if router.normalised:  # equals the chosen of a softmax over all, divided by their sum
-        return experts_Tk, chosen_Tk.softmax(dim=-1)
-    return experts_Tk, (chosen_Tk - logits_TE.logsumexp(dim=-1, keepdim=True)).exp()
+        weights_Tk = chosen_Tk.softmax(dim=-1)
+    else:
+        weights_Tk = (chosen_Tk - logits_TE.logsumexp(dim=-1, keepdim=True)).exp()
+    return experts_Tk, weights_Tk if router.scale == 1 else weights_Tk * router.scale
 
 
 def within_groups(choice_TE: Tensor, router: Router) -> Tensor:

@@ -232,8 +232,10 @@ def choose_experts(
         weights_Tk = chosen_Tk / chosen_Tk.sum(-1, keepdims=True) if router.normalised else chosen_Tk
         return experts_Tk, weights_Tk * router.scale
     if router.normalised:
-        return experts_Tk, mx.softmax(chosen_Tk, axis=-1)
-    return experts_Tk, mlx_elements.probability(chosen_Tk, mx.logsumexp(logits_TE, axis=-1, keepdims=True))
+        weights_Tk = mx.softmax(chosen_Tk, axis=-1)
+    else:
+        weights_Tk = mlx_elements.probability(chosen_Tk, mx.logsumexp(logits_TE, axis=-1, keepdims=True))
+    return experts_Tk, weights_Tk if router.scale == 1 else weights_Tk * router.scale
 
 
 def within_groups(choice_TE: Array, router: Router) -> Array:

@@ -62,6 +62,7 @@ class Preparation:
             kept_groups=network.router.kept_groups,
             sum_to_one=network.router.normalised,
             scale=network.router.scale,
+            residual_factor=self._config.residual_factor,
             norm=self._norm(weights["ffn_norm"][0], self._config.norm),
         )
         for field, bias_E in zip(("router_bias", "correction"), router_biases(weights, network), strict=True):
@@ -87,6 +88,7 @@ class Preparation:
         return Head(
             hidden=self._config.hidden,
             vocabulary=vocabulary,
+            factor=self._config.logits_factor,
             norm=self._norm(weights["final_norm"][0], self._config.norm),
             weights=_held(blocks, held),
         )

@@ -102,6 +102,7 @@ class NativeEmbed(NativeMemoryKernel):
             hidden=self._config.hidden,
             turning=turning,
             magnitude=attention.rotary.magnitude,
+            factor=self._config.embedding_factor,
             ids=address(ids),
             positions=address(positions),
             embedding=address(embedding),

@@ -85,7 +85,8 @@ class TorchEmbed(PlainKernel):
         use_cores(1)
         indices = self._resources.indices
         angles = functions.rotary_angles(indices(positions), self._config.attention)
-        return look_up(indices(ids)), angles
+        hidden_TD, factor = look_up(indices(ids)), self._config.embedding_factor
+        return hidden_TD if factor == 1 else hidden_TD * factor, angles
 
 
 class TorchAttentionInputs(TorchKernel):
@@ -150,7 +151,9 @@ class TorchPromptAttention(TorchKernel):
         most = max(view.queries for view in views)
         self._resources.use_cores_for(most, seen * attention.cache_width)
         fused = self._resources.fused_attention
-        return functions.attention(q_THd, views, attention.window, fused=fused, sinks_H=sinks_H)
+        return functions.attention(
+            q_THd, views, attention.window, fused=fused, sinks_H=sinks_H, scale=attention.scale
+        )
 
 
 class TorchOutputProjection(TorchKernel):
@@ -168,8 +171,7 @@ class TorchOutputProjection(TorchKernel):
 
     def _project(self, size: int, product: Bound, attended_TX: Tensor, residual_TD: Tensor) -> Tensor:
         self._resources.use_cores_for(len(residual_TD), size)
-        projected_TD: Tensor = residual_TD + product(attended_TX)
-        return projected_TD
+        return functions.plus(residual_TD, product(attended_TX), self._config.residual_factor)
 
 
 class TorchRoute(TorchKernel):
@@ -271,7 +273,11 @@ class TorchLogits(TorchKernel):
         self, norm_D: Tensor, multiply: Callable[[Tensor], Tensor], hidden_TD: Tensor, rows: Sequence[int]
     ) -> Tensor:
         last_SD = hidden_TD.index_select(0, self._resources.indices(rows))
-        return multiply(functions.norm(last_SD, norm_D, self._config.norm_eps, self._config.norm)).float()
+        logits_SV = multiply(
+            functions.norm(last_SD, norm_D, self._config.norm_eps, self._config.norm)
+        ).float()
+        factor = self._config.logits_factor
+        return logits_SV if factor == 1 else logits_SV * factor
 
     def _multiply(self, product: Bound, x_SD: Tensor) -> Tensor:
         config = self._config

@@ -58,7 +58,10 @@ class TritonKernel(Kernel):
         if case.dtype not in DTYPES:
             return f"it computes in {', '.join(DTYPES)}"
         if case.layer is not None and not _is_usual(case.layer):
-            return "it computes no sinks, limits, or biases after attention"
+            return "it computes no sinks, limits, scales, or biases after attention"
+        factors = self._config.embedding_factor, self._config.residual_factor, self._config.logits_factor
+        if factors != (1.0, 1.0, 1.0):
+            return "it multiplies by no factors"
         widths = [self._config.hidden]
         if case.layer is not None:
             network = case.layer.feed_forward
@@ -110,4 +113,6 @@ class TritonKernel(Kernel):
 
 def _is_usual(layer: Layer) -> bool:
     attention = layer.grouped
-    return layer.feed_forward.is_usual and not attention.sinks and "o" not in attention.biases
+    network, router = layer.feed_forward, layer.feed_forward.router
+    scaled = attention.scale is not None or (router.score == "softmax" and router.scale != 1)
+    return network.is_usual and not attention.sinks and "o" not in attention.biases and not scaled

@@ -23,7 +23,7 @@ class Tokens(ctypes.Structure):
 
     _fields_ = (
         *((name, _NUMBER) for name in ("tokens", "hidden", "turning")),
-        ("magnitude", _REAL),
+        *((name, _REAL) for name in ("magnitude", "factor")),
         *(
             (name, _POINTER)
             for name in ("ids", "positions", "embedding", "frequencies", "x", "cosines", "sines")
@@ -90,7 +90,7 @@ class Layer(ctypes.Structure):
     _fields_ = (
         *((name, _NUMBER) for name in ("tokens", "hidden", "attended_width", "experts", "top_k", "width")),
         *((name, _NUMBER) for name in ("groups", "kept_groups", "sum_to_one")),
-        ("scale", _REAL),
+        *((name, _REAL) for name in ("scale", "residual_factor")),
         *((name, _POINTER) for name in ("correction", "router_bias", "attended", "residual")),
         ("output_weights", _POINTER),
         ("norm", Norm),
@@ -104,6 +104,7 @@ class Head(ctypes.Structure):
 
     _fields_ = (
         *((name, _NUMBER) for name in ("rows", "hidden", "vocabulary")),
+        ("factor", _REAL),
         *((name, _POINTER) for name in ("x", "chosen")),
         ("norm", Norm),
         *((name, _POINTER) for name in ("weights", "logits", "likeliest")),

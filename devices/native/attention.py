@@ -81,16 +81,18 @@ class NativeAttention:
         cached: LayerAddresses,
         sequences: SequencesInBlocks,
         sinks_H: Tensor | None = None,
+        scale: float | None = None,
     ) -> Tensor:
         """Store the new tokens' keys and values in the cache, and attend over it: (S, H * d).
 
         All tensors are contiguous, on the CPU, and of the cache's type, which is one of `DTYPES`.
 
         sinks_H: a score of each head, float32, that no token has.
+        scale: multiplies products of queries and keys; by default one over the square root of d.
         """
         count, heads, head_dim = q_SHd.shape
         out_SX = torch.empty(count, heads * head_dim, dtype=q_SHd.dtype)
-        self.prepared(q_SHd, k_SKd, v_SKd, cached, out_SX, sinks_H)(sequences)
+        self.prepared(q_SHd, k_SKd, v_SKd, cached, out_SX, sinks_H, scale)(sequences)
         return out_SX
 
     def prepared(
@@ -101,6 +103,7 @@ class NativeAttention:
         cached: LayerAddresses,
         out_SX: Tensor,
         sinks_H: Tensor | None = None,
+        scale: float | None = None,
     ) -> AttentionCall:
         """A bound call of `attend`: each call reads and writes these tensors, so they must live as long as it does."""
         count, heads, head_dim = q_SHd.shape
@@ -115,7 +118,7 @@ class NativeAttention:
             block_size=cached.block_size,
             query_stride=heads * head_dim,
             new_stride=kv_heads * head_dim,
-            scale=head_dim**-0.5,
+            scale=head_dim**-0.5 if scale is None else scale,
             keys=cached.keys,
             values=cached.values,
             queries=q_SHd.data_ptr(),
@@ -132,6 +135,7 @@ class NativeAttention:
         views: Iterable[tuple[Tensor, Tensor, int]],
         window: int | None = None,
         sinks_H: Tensor | None = None,
+        scale: float | None = None,
     ) -> Tensor:
         """Attention of new tokens over keys and values that already contain theirs: (T, H * d).
 
@@ -142,7 +146,7 @@ class NativeAttention:
             views: keys and values, both (S, L, K, d) with the same strides, and the number of new tokens of each
                 sequence.
             window: as in `LayerAddresses`.
-            sinks_H: as in `attend`.
+            sinks_H, scale: as in `attend`.
         """
         tokens, heads, head_dim = q_THd.shape
         out_TX = q_THd.new_empty(tokens, heads * head_dim)
@@ -162,7 +166,7 @@ class NativeAttention:
                 sequence_stride=sequence_stride,
                 token_stride=token_stride,
                 head_stride=head_stride,
-                scale=head_dim**-0.5,
+                scale=head_dim**-0.5 if scale is None else scale,
                 keys=keys_SLKd.data_ptr(),
                 values=values_SLKd.data_ptr(),
                 new_queries=q_THd[start:].data_ptr(),

@@ -12,7 +12,8 @@ typedef struct {
     int64_t tokens, hidden, attended_width, experts, top_k, width;
     int64_t groups, kept_groups; /* of experts; a token chooses from the kept ones */
     int64_t sum_to_one; /* the weights of a token's experts */
-    double scale; /* of these weights, for sigmoids */
+    double scale; /* of these weights */
+    double residual_factor; /* of the output projection */
     const float *correction; /* (experts): added to scores for the choice; NULL for none */
     const float *router_bias; /* (experts): added to logits; NULL for none */
     const uint16_t *attended; /* (tokens, attended_width) */
@@ -64,12 +65,18 @@ ANY_WIDTH static void add(int64_t count, const uint16_t *residual, uint16_t *pro
     for (int64_t i = 0; i < count; i++) projected[i] = rounded(widened(residual[i]) + widened(projected[i]));
 }
 
+ANY_WIDTH static void multiply(int64_t count, float factor, uint16_t *projected) {
+    for (int64_t i = 0; i < count; i++) projected[i] = rounded(widened(projected[i]) * factor);
+}
+
 static void project_part(void *argument, int64_t first, int64_t last) {
     const Job *job = argument;
     const Layer *layer = job->layer;
     write_rounded(&job->output, first, last, layer->projected);
-    for (int64_t at = first; at < layer->tokens * layer->hidden; at += layer->hidden)
+    for (int64_t at = first; at < layer->tokens * layer->hidden; at += layer->hidden) {
+        if (layer->residual_factor != 1) multiply(last - first, (float)layer->residual_factor, layer->projected + at);
         add(last - first, layer->residual + at, layer->projected + at);
+    }
 }
 
 static void norm_part(void *argument, int64_t first, int64_t last) {
@@ -167,7 +174,7 @@ static void weigh_by_softmax(const Layer *layer, const float *logits, const int6
         for (int64_t i = 0; i < layer->top_k; i++) sum += weights[i];
     else
         for (int64_t e = 0; e < layer->experts; e++) sum += exponential(logits[e] - greatest);
-    for (int64_t i = 0; i < layer->top_k; i++) weights[i] /= sum;
+    for (int64_t i = 0; i < layer->top_k; i++) weights[i] = weights[i] / sum * (float)layer->scale;
 }
 
 static void choose_part(void *argument, int64_t first, int64_t last) {

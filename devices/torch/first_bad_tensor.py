@@ -69,7 +69,7 @@ class FirstBadTensor:
         config = self._config
         embedding = self._global("embedding")
         ids_T = torch.tensor([token for tokens in state.new for token in tokens]).to(self._accelerator)
-        hidden_TD = functions.embed(ids_T, embedding)
+        hidden_TD = functions.embed(ids_T, embedding) * config.embedding_factor
         yield "weight embedding", hidden_TD
         for layer, described in enumerate(config.pattern):
             attention, network = described.grouped, described.feed_forward
@@ -87,11 +87,11 @@ class FirstBadTensor:
                 yield f"the cached values of layer {layer}", values[:, :-new]
             sinks_H = weights["sinks"][0] if attention.sinks else None
             attended_TX = functions.attention(
-                q_THd, views, attention.window, fused=self._fused, sinks_H=sinks_H
+                q_THd, views, attention.window, fused=self._fused, sinks_H=sinks_H, scale=attention.scale
             )
             yield f"attention's output in layer {layer}", attended_TX
             hidden_TD = functions.output_projection(
-                attended_TX, weights["o"], hidden_TD, weights.get("o_bias")
+                attended_TX, weights["o"], hidden_TD, weights.get("o_bias"), config.residual_factor
             )
             yield f"the hidden states after attention in layer {layer}", hidden_TD
             x_TD = functions.norm(hidden_TD, weights["ffn_norm"][0], config.norm_eps, config.norm)

@@ -42,6 +42,8 @@ _KEYS = {
     "theta": "rope_theta",
     "alpha": "swiglu_alpha",
     "limit": "swiglu_limit",
+    "embedding_factor": "embedding_multiplier",
+    "residual_factor": "residual_multiplier",
 }
 """Names of numbers in config.json, where they differ."""
 RESTORE = "restore the file that came with the checkpoint"
@@ -243,7 +245,8 @@ class ConfigFile:
         if layers > MOST_LAYERS:
             raise self.impossible(f"num_hidden_layers is {layers:,}", f"it may be {MOST_LAYERS:,}")
 
-    def _require_number(self, name: str, value: float) -> None:
+    def require_number(self, name: str, value: float) -> None:
+        """Raise BadInput if a number is beyond what float32 computes with."""
         if isinstance(value, int):
             self.require_size(name, value)
         elif not LEAST.get(name, FLOAT32_RANGE[0]) <= value <= FLOAT32_RANGE[1]:
@@ -253,7 +256,7 @@ class ConfigFile:
         for name in of.__struct_fields__:
             value = getattr(of, name)
             if isinstance(value, int | float) and not isinstance(value, bool) and name not in MAY_BE_ZERO:
-                self._require_number(_KEYS.get(name, name), value)
+                self.require_number(_KEYS.get(name, name), value)
 
     def _check(self, config: ModelConfig) -> None:
         self._require_numbers(config)

@@ -36,6 +36,7 @@ class GroupedAttention(msgspec.Struct, frozen=True, kw_only=True):
         clip: the largest magnitude of queries, keys and values; None does not clip.
         biases: the projections that have a bias: those of the letters "qkvo" that it contains.
         sinks: whether each head has a learned logit that no token belongs to.
+        scale: multiplies products of queries and keys; None for one over the square root of head_dim.
         gated: whether the output is multiplied by a gate, which the query projection computes.
         keys_are_values: whether one projection computes keys and values.
     """
@@ -50,8 +51,15 @@ class GroupedAttention(msgspec.Struct, frozen=True, kw_only=True):
     clip: float | None = None
     biases: str = ""
     sinks: bool = False
+    scale: float | None = None
     gated: bool = False
     keys_are_values: bool = False
+
+    @property
+    def score_scale(self) -> float:
+        """The number that multiplies products of queries and keys."""
+        scale: float = self.head_dim**-0.5 if self.scale is None else self.scale
+        return scale
 
     @property
     def query_width(self) -> int:

@@ -87,8 +87,11 @@ def runs(config: ModelConfig) -> bool:
 
 
 def require_plain_layers(config: ModelConfig, who: str) -> None:
-    """Raise BadInput if layers have parts for which `who` has no kernels: biases, sinks, limits, shared networks."""
-    if parts := sorted({part for layer in config.kinds for part in _particular(layer)}):
+    """Raise BadInput if a model has what `who` does not compute: biases, sinks, limits, shared networks, factors."""
+    found = {part for layer in config.kinds for part in _particular(layer)}
+    if (config.embedding_factor, config.residual_factor, config.logits_factor) != (1.0, 1.0, 1.0):
+        found.add("factors of embeddings, residual or logits")
+    if parts := sorted(found):
         raise BadInput(
             f"{config.name} has {' and '.join(parts)}, which {who} does not compute: use --device torch, or cuda, on "
             "one machine and one accelerator"
@@ -102,6 +105,8 @@ def _particular(layer: Layer) -> Iterator[str]:
         yield f"biases of {attention.biases}"
     if attention.sinks:
         yield "attention sinks"
+    if attention.scale is not None:
+        yield "a scale of attention"
     if network.biases:
         yield "biases of experts"
     if network.activation != SILU:
