@@ -154,7 +154,6 @@ EXPERTS = Grid(
         (MIXTRAL, "float32"),
         (DBRX, "bfloat16"),
         (CODED_IN_FIVE_BITS, "bfloat16"),
-        (GPT_OSS, "float32"),
     ],
     ways=[
         Way("one memory", TorchDevice, ONE_MEMORY, 1.4),
