@@ -140,7 +140,7 @@ def test_embeddings_are_copied_and_angles_are_those_of_torch(native: NativeKerne
     ids, positions = [7, 100, 0], [0, 31, 4000]
     weights = Weights({"embedding": [embedding_VD]})
     embed = kernels_of(PLAIN, native).bound("embed", weights, Memory(3))
-    hidden_TD, angles = embed(ids, positions)
+    hidden_TD, angles = embed(ids, positions, [])
     assert torch.equal(hidden_TD, embedding_VD[ids])
     expected = functions.rotary_angles(torch.tensor(positions), PLAIN.attention)
     for ours, theirs in zip(angles, expected, strict=True):

@@ -69,7 +69,7 @@ class CodedEmbed(CodedKernel, TorchEmbed):
     operation = "embed"
 
     def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
-        """Bind the lookup of embeddings: (ids, positions) -> hidden_TD, angles."""
+        """Bind the lookup of embeddings: (ids, positions, steps) -> hidden_TD, angles."""
         return self._bound(partial(_embed, weights["embedding"][0], self._resources.dtype))
 
 

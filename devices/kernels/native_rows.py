@@ -83,7 +83,7 @@ class NativeEmbed(NativeMemoryKernel):
     operation = "embed"
 
     def bind(self, case: Case, weights: Weights, memory: Memory) -> Bound:
-        """Bind the lookup of embeddings: (ids, positions) -> hidden_TD, angles."""
+        """Bind the lookup of embeddings: (ids, positions, steps) -> hidden_TD, angles."""
         attention = self._config.attention
         turning = attention.rotary.turning(attention.head_dim)
         hidden_TD = hidden_states(memory, self._config)
@@ -122,6 +122,7 @@ def _embed(
     held: object,
     ids: Sequence[int],
     positions: Sequence[int],
+    _: object,
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     room[0][:], room[1][:] = array("q", ids), array("q", positions)
     check(run())

@@ -68,7 +68,7 @@ _OPERATIONS = (
         "embed",
         "embeddings of tokens, and the angles of the rotary embedding",
         ("embedding",),
-        "(ids, positions) -> hidden_TD, (cosines, sines)",
+        "(ids, positions, steps) -> hidden_TD, (cosines, sines)",
     ),
     Operation(
         "attention_inputs",

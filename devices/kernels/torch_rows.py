@@ -72,7 +72,7 @@ class TorchEmbed(PlainKernel):
     operation = "embed"
 
     def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
-        """Bind the lookup of embeddings: (ids, positions) -> hidden_TD, angles."""
+        """Bind the lookup of embeddings: (ids, positions, steps) -> hidden_TD, angles."""
         return self._bound(partial(functions.embed, embedding_VD=weights["embedding"][0]))
 
     def _bound(self, look_up: Callable[[Tensor], Tensor]) -> Bound:
@@ -80,7 +80,7 @@ class TorchEmbed(PlainKernel):
         return Inferring(partial(self._embed, look_up))
 
     def _embed(
-        self, look_up: Callable[[Tensor], Tensor], ids: Sequence[int], positions: Sequence[int]
+        self, look_up: Callable[[Tensor], Tensor], ids: Sequence[int], positions: Sequence[int], _: object
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         use_cores(1)
         indices = self._resources.indices

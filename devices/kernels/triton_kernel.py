@@ -116,3 +116,8 @@ def _is_usual(layer: Layer) -> bool:
     network, router = layer.feed_forward, layer.feed_forward.router
     scaled = attention.scale is not None or (router.score == "softmax" and router.scale != 1)
     return network.is_usual and not attention.sinks and "o" not in attention.biases and not scaled
+
+
+def power_of_two(least: int) -> int:
+    """The smallest power of two that is not less."""
+    return 1 << (least - 1).bit_length()
