@@ -37,7 +37,7 @@ from moesched.models.checkpoint import open_checkpoint
 from moesched.models.headers import header_copy
 from moesched.models.published import published_config
 from moesched.models.reading import read_config
-from moesched.models.rotary import Rotary, Yarn
+from moesched.models.rotary import LongRope, Rotary, Yarn
 from moesched.models.shapes import SHAPES
 from moesched.models.tensors import tensor_shapes
 from moesched.plugins import make_policy
@@ -126,6 +126,15 @@ YARN = Rotary(
     theta=1e6,
     width=64,
     scaling=Yarn(factor=4.0, original_max_position_embeddings=32768, mscale=1.0, mscale_all_dim=0.7),
+)
+
+LONGROPE = Rotary(
+    scaling=LongRope(
+        factor=4.0,
+        long_factor=(4.0,) * 64,
+        short_factor=(1.0,) * 64,
+        original_max_position_embeddings=8192,
+    )
 )
 
 
@@ -279,6 +288,7 @@ def _read_results(file: Path) -> None:
 PARSERS: dict[str, Parser] = {
     "config.json": Parser(_config("mixtral-8x7b"), _read_config),
     "config.json of dbrx": Parser(_config("dbrx"), _read_config),
+    "config.json of mixtral-8x7b, LongRoPE": Parser(_config("mixtral-8x7b", rotary=LONGROPE), _read_config),
     "config.json of glm-4.5, YaRN": Parser(_config("glm-4.5", rotary=YARN), _read_config),
     "generation_config.json": Parser(_generation, _read_config),
     "index of shards": Parser(_index, lambda file: open_checkpoint(file.parent)),

@@ -42,6 +42,8 @@ from benchmarks.shared.random_models import (
     prompts_of,
     random_dbrx,
     random_glm,
+    random_gpt_oss,
+    random_granite,
     random_minimax,
     random_mixtral,
     random_olmoe,
@@ -73,6 +75,8 @@ MAKERS: dict[str, Callable[[int], Any]] = {
     "olmoes": random_olmoe,
     "minimaxes": random_minimax,
     "glms": random_glm,
+    "gpt-oss": random_gpt_oss,
+    "granites": random_granite,
 }
 
 

@@ -21,6 +21,8 @@ from odd_models import (
     CODED_IN_FIVE_BITS,
     DBRX,
     GLM,
+    GPT_OSS,
+    GRANITE,
     MINIMAX,
     MIXTRAL,
     OLMOE,
@@ -125,6 +127,8 @@ SCHEDULES = Grid(
         (OLMOE, "bfloat16"),
         (MINIMAX, "bfloat16"),
         (GLM, "bfloat16"),
+        (GPT_OSS, "bfloat16"),
+        (GRANITE, "bfloat16"),
     ],
     ways=[
         Way("one memory", TorchDevice, ONE_MEMORY),
@@ -146,7 +150,11 @@ SCHEDULES = Grid(
     ],
 )
 EXPERTS = Grid(
-    models=[(MIXTRAL, "float32"), (DBRX, "bfloat16"), (CODED_IN_FIVE_BITS, "bfloat16")],
+    models=[
+        (MIXTRAL, "float32"),
+        (DBRX, "bfloat16"),
+        (CODED_IN_FIVE_BITS, "bfloat16"),
+    ],
     ways=[
         Way("one memory", TorchDevice, ONE_MEMORY, 1.4),
         Way("two memories", TorchDevice, TWO_MEMORIES),

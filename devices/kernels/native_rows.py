@@ -25,6 +25,8 @@ from .resources import Resources
 from .seam import CODED, ROWS, Bound, Case, Kernel, Routed
 
 BFLOAT16 = torch.bfloat16
+MOST_GROUPS = 64
+"""Of the experts of a router, as in moe_layer.c."""
 
 
 class NativeKernel(Kernel):
@@ -62,6 +64,8 @@ class NativeKernel(Kernel):
             return f"torch is faster from {self._threads.most_rows + 1} rows on"
         if case.layer is not None and case.layer.feed_forward.transposed_down:
             return "it reads no matrices that are stored transposed"
+        if case.layer is not None and case.layer.feed_forward.router.groups > MOST_GROUPS:
+            return f"its routers have at most {MOST_GROUPS} groups"
         return ""
 
     def _bound(self, function: Callable[..., int], arguments: ctypes.Structure) -> Callable[[], int]:
@@ -98,6 +102,7 @@ class NativeEmbed(NativeMemoryKernel):
             hidden=self._config.hidden,
             turning=turning,
             magnitude=attention.rotary.magnitude,
+            factor=self._config.embedding_factor,
             ids=address(ids),
             positions=address(positions),
             embedding=address(embedding),
@@ -202,6 +207,12 @@ class NativeExpert(NativeKernel):
 
     operation = "expert"
 
+    def refusal(self, case: Case) -> str:
+        """Refuses experts that are more than three matrices, too."""
+        assert case.layer is not None, "it is in a layer"
+        usual = case.layer.feed_forward.is_usual
+        return super().refusal(case) or ("" if usual else "it runs experts of three matrices")
+
     def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
         """Bind one expert: (x_nD, y_nD) -> None."""
         return self._threads.prepared_expert(weights["gate"], weights["up"], weights["down"])
@@ -235,9 +246,15 @@ class NativeMoELayer(NativeMemoryKernel):
     operation = "moe_layer"
 
     def refusal(self, case: Case) -> str:
-        """Refuses networks that every token uses, too."""
+        """Refuses networks that every token uses, experts that are more than three matrices, and a bias, too."""
         assert case.layer is not None, "it is in a layer"
-        return super().refusal(case) or ("it runs routed experts" if case.layer.feed_forward.shared else "")
+        network = case.layer.feed_forward
+        usual = network.is_usual and "o" not in case.layer.grouped.biases
+        return super().refusal(case) or (
+            "it runs routed experts"
+            if network.shared
+            else ("" if usual else "it runs experts of three matrices, and adds no bias")
+        )
 
     def bind(self, case: Case, weights: Weights, memory: Memory) -> Bound:
         """Bind all that follows attention: (attended_TX, hidden_TD) -> hidden_TD, experts_Tk, counts."""

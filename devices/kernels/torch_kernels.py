@@ -23,6 +23,7 @@ from ..shared.coded import Block, Coded
 from ..shared.page_reader import DTYPES
 from .binder import Binder
 from .coded_rows import CODED_ROWS
+from .expert_of_products import ExpertOfProducts
 from .guarded import Guarded
 from .native_attention import NATIVE_ATTENTION
 from .native_rows import NATIVE
@@ -201,7 +202,7 @@ def kernel_rows() -> list[KernelRow]:
     """
     problems = {name: plugins.problem("kernels", name) for name in plugins.names("kernels")}
     own = [cast("type[Kernel]", plugins.find("kernels", name)) for name in problems if not problems[name]]
-    rows: list[type[Kernel]] = [*own, *NATIVE, *NATIVE_ATTENTION, *CODED_ROWS, *TORCH_ROWS]
+    rows: list[type[Kernel]] = [*own, *NATIVE, *NATIVE_ATTENTION, *CODED_ROWS, *TORCH_ROWS, ExpertOfProducts]
     unloaded = [KernelRow("", name, "", problem) for name, problem in problems.items() if problem]
     return unloaded + listed(rows)
 
@@ -209,7 +210,7 @@ def kernel_rows() -> list[KernelRow]:
 def fill(table: KernelTable, resources: Resources) -> None:
     """Add all rows for a torch device to a table, with the native library's if it is usable."""
     native = (*NATIVE, *NATIVE_ATTENTION) if resources.threads else ()
-    for row in (*native, *CODED_ROWS, *TORCH_ROWS):
+    for row in (*native, *CODED_ROWS, *TORCH_ROWS, ExpertOfProducts):
         table.add(row(resources))
 
 

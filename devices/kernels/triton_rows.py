@@ -87,8 +87,11 @@ class TritonRoute(TritonKernel):
         """Refuses a network without a router as well."""
         assert case.layer is not None, "it is in a layer"
         network = case.layer.feed_forward
-        plain = network.experts > 1 and network.router.score == "softmax" and not network.router.corrected
-        return super().refusal(case) or ("" if plain else "it takes a router with softmax")
+        router = network.router
+        plain = (
+            network.experts > 1 and router.score == "softmax" and not router.corrected and router.groups == 1
+        )
+        return super().refusal(case) or ("" if plain else "it takes a router with softmax, without groups")
 
     def bind(self, case: Case, weights: Weights, memory: Memory) -> Bound:
         """Bind norm, router and the choice of experts: (hidden_TD) -> Routed."""

@@ -16,7 +16,7 @@ from zlib import crc32
 from moesched.errors import BadInput
 
 AUTO, TORCH = "auto", "torch"
-VERSION = 9
+VERSION = 11
 """Of the functions' signatures, as the library returns it."""
 
 _CALLS = tuple(
@@ -91,6 +91,8 @@ def _declare(library: Library) -> None:
     library.moesched_copy.argtypes = [pointer, pointer, number]
     library.moesched_combine.restype = None
     library.moesched_combine.argtypes = [number, number, number, *[pointer] * 5]
+    library.moesched_join_mxfp4.restype = None
+    library.moesched_join_mxfp4.argtypes = [number, pointer, pointer, pointer]
 
 
 def library() -> Library:
