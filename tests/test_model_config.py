@@ -7,14 +7,17 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
+from safetensors.torch import load_file, save_file
 
 from moesched.inputs.lookup import find_shape
 from moesched.models.checkpoint import open_checkpoint
 from moesched.models.headers import header_copy
 from moesched.models.layers import FeedForward, GroupedAttention
+from moesched.models.random_model import write_random_model
 from moesched.models.reading import read_config
 from moesched.models.rotary import Rotary
 from moesched.models.shapes import SHAPES
+from small_models import TINY
 from stored_checkpoints import (
     published,
     refusal,
@@ -88,6 +91,18 @@ def test_a_null_means_the_default_of_hugging_face(tmp_path: Path) -> None:
 def test_the_published_configuration_is_the_named_shape(tmp_path: Path, file: str) -> None:
     (tmp_path / "config.json").write_text(PUBLISHED[file])
     assert find_shape(tmp_path) == replace(SHAPES[file.removesuffix(".json")], name=tmp_path.name)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_shape_keeps_norms_in_float32_that_its_files_have(tmp_path: Path, whole: bool) -> None:
+    model = write_random_model(TINY, tmp_path / "m")
+    [file] = model.glob("*.safetensors")
+    tensors = {name: tensor.float() if "norm" in name else tensor for name, tensor in load_file(file).items()}
+    save_file(tensors, file)
+    if not whole:
+        file.unlink()
+    kept = find_shape(model).pattern[0].formats
+    assert kept == ((("attention_norm", "float32"), ("ffn_norm", "float32")) if whole else ())
 
 
 def test_stop_tokens_of_generation_go_before_those_of_the_model(tmp_path: Path) -> None:

@@ -9,13 +9,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from structlog.testing import capture_logs
 
-from moesched.devices.shared.arena import ALIGNMENT, Arena
-from moesched.devices.shared.direct_file import DirectFile
+from moesched.devices.shared.arena import ALIGNMENT, Arena, aligned_bytes
+from moesched.devices.shared.direct_file import MOST_BYTES, DirectFile, parts_of
 from moesched.devices.shared.page_location import PageLocation, locate
 from moesched.devices.shared.page_reader import PageReader, Part
 from moesched.errors import BadInput, MoeschedError
@@ -218,6 +219,40 @@ def test_several_threads_read_at_once(model: Path, dtype: str) -> None:
             return nbytes
 
         assert sum(threads.map(read_quarter, range(4))) == reader.bytes_read
+
+
+@pytest.mark.parametrize("missing", [0, 1, ALIGNMENT - 1])
+def test_parts_of_a_read_fill_it_in_any_order(tmp_path: Path, missing: int) -> None:
+    nbytes = 2 * MOST_BYTES + 2 * ALIGNMENT
+    content = np.random.default_rng(1).bytes(nbytes - missing)
+    (tmp_path / "file").write_bytes(content)
+    memory = aligned_bytes(nbytes).numpy().data
+    file = DirectFile(tmp_path / "file", direct=False)
+    try:
+        parts = list(parts_of(memory[ALIGNMENT:], ALIGNMENT, len(content) - ALIGNMENT))
+        counts = [file.read(*part) for part in reversed(parts)]
+    finally:
+        file.close()
+    assert all(len(into) <= MOST_BYTES for into, _, _ in parts)
+    assert sum(counts) == len(content) - ALIGNMENT
+    assert memory[ALIGNMENT : len(content)] == content[ALIGNMENT:]
+
+
+def test_the_reads_of_a_page_are_independent(model: Path) -> None:
+    checkpoint = open_checkpoint(model)
+    layout = weight_layout(checkpoint.config)
+    with PageReader(checkpoint, layout) as reader:
+        arena = Arena(2, reader.slot_bytes)
+        several = 0
+        for page in layout.pages:
+            arena.slot(0).zero_(), arena.slot(1).zero_()
+            reader.read(page, arena.slot(0))
+            reads = reader.reads(page, arena.slot(1))
+            several += len(reads) > 1
+            for read in reversed(reads):
+                read()
+            assert torch.equal(arena.slot(0), arena.slot(1))
+    assert several, "some pages lie in several places of the files"
 
 
 # ---------------------------------------------------------------- faults

@@ -6,7 +6,7 @@ import errno
 import fcntl
 import mmap
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -17,6 +17,9 @@ from .arena import ALIGNMENT, round_down
 
 MOST_AT_ONCE = 1 << 30
 """Bytes of one read; macOS refuses reads of 2 GiB and more."""
+
+MOST_BYTES = 1 << 20
+"""Of a part of a read that several threads share out."""
 
 _F_NOCACHE: int | None = getattr(fcntl, "F_NOCACHE", None)
 
@@ -135,6 +138,13 @@ class DirectFile:
             f"{self.path} ends at byte {offset + done}, but {needed} bytes at byte {offset} are needed; "
             "it was cut short since it was opened: restore it and run again"
         )
+
+
+def parts_of(into: memoryview, offset: int, needed: int) -> Iterator[tuple[memoryview, int, int]]:
+    """The arguments of the reads that together do one `read`, each of MOST_BYTES or fewer."""
+    for start in range(0, len(into), MOST_BYTES):
+        part = into[start : start + MOST_BYTES]
+        yield part, offset + start, min(needed - start, len(part))
 
 
 class AbsentFile:

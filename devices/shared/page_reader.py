@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -22,9 +23,9 @@ from moesched.system.memory_ahead import MemoryAhead
 
 from .arena import ALIGNMENT, aligned_bytes, round_down, round_up
 from .coded import Block, Coded
-from .direct_file import AbsentFile, DirectFile
+from .direct_file import AbsentFile, DirectFile, parts_of
 from .mxfp4_rows import Join, join_by_arrays, read_joined
-from .page_location import PageLocation, Run, byte_range, locate, pieces_of
+from .page_location import PageLocation, byte_range, locate, pieces_of
 
 CHUNK_BYTES = 4 << 20  # of a converted read; a read straight into a slot is one call, the larger the faster
 PIECE_ITEMS = 1 << 15  # up to this many torch copies on the calling thread
@@ -170,14 +171,26 @@ class PageReader:
         Raises:
             MoeschedError: the disk failed, the file ends early, or the slot is too small or not aligned.
         """
+        return sum(read() for read in self.reads(page, slot, cached=cached))
+
+    def reads(self, page: Page, slot: torch.Tensor, *, cached: bool = False) -> list[Callable[[], int]]:
+        """The reads that bring the page into the slot, as in `read`, for threads that share them out.
+
+        Each fills bytes of its own, and returns the bytes read.
+
+        Raises:
+            MoeschedError: the slot is too small or not aligned.
+        """
         location = self._locations[page.id]
         _require_fit(slot, location.nbytes)
-        if location.runs:
-            nbytes = _read_runs(location.runs, slot, cached)
-        else:
-            nbytes = self._read_converted(page, slot)
-        self._count(nbytes)
-        return nbytes
+        if not location.runs:
+            return [partial(self._read_converted, page, slot)]
+        memory = slot.numpy().data
+        return [
+            partial(self._read_blocks, run.file, *part, cached)
+            for run in location.runs
+            for part in parts_of(memory[run.at : run.at + run.nbytes], run.offset, run.needed)
+        ]
 
     def read_tensor(self, name: str) -> Any:
         """Read the whole tensor of a canonical name into new memory, in its format there (`format_of`)."""
@@ -198,6 +211,11 @@ class PageReader:
         buffer = aligned_bytes(_BUFFER_BYTES)
         self._count(self._convert(stored, (0, stored.shape[0]), out, buffer, cached=True))
 
+    def _read_blocks(self, file: Blocks, into: memoryview, offset: int, needed: int, cached: bool) -> int:
+        nbytes = file.read(into, offset, needed, cached=cached)
+        self._count(nbytes)
+        return nbytes
+
     def _read_converted(self, page: Page, slot: torch.Tensor) -> int:
         buffer, nbytes = self._own_buffer(), 0
         for extent in page.extents:
@@ -205,6 +223,7 @@ class PageReader:
             raw = slot[extent.offset : extent.offset + extent.nbytes]
             out = raw.view(_dtype_of(self.format_of(extent.tensor)))
             nbytes += self._convert(stored, extent.rows, out, buffer)
+        self._count(nbytes)
         return nbytes
 
     def _convert(
@@ -233,14 +252,6 @@ class PageReader:
 
 def _files_of(stored: StoredTensor) -> list[Path]:
     return [stored.file] if stored.scales is None else [stored.file, stored.scales.file]
-
-
-def _read_runs(runs: Sequence[Run], slot: torch.Tensor, cached: bool) -> int:
-    memory = slot.numpy().data
-    return sum(
-        run.file.read(memory[run.at : run.at + run.nbytes], run.offset, run.needed, cached=cached)
-        for run in runs
-    )
 
 
 def _convert(

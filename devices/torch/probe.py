@@ -18,7 +18,7 @@ from ..products.crossover import forget
 from ..products.team import Team
 from ..shared.arena import aligned_bytes, round_down
 from ..shared.coded import Coded
-from ..shared.direct_file import DirectFile
+from ..shared.direct_file import DirectFile, parts_of
 from ..shared.page_reader import DTYPES
 from .weights import READS_IN_FLIGHT
 
@@ -86,7 +86,9 @@ class TorchProbe:
         file = self._files[path]
         slots = [aligned_bytes(nbytes).numpy().data for _ in range(pieces)]
         offsets = cycle(range(0, round_down(path.stat().st_size - nbytes) + 1, nbytes))
-        return lambda: self._readers.run([partial(file.read, slot, next(offsets), nbytes) for slot in slots])
+        return lambda: self._readers.run(
+            [partial(file.read, *part) for slot in slots for part in parts_of(slot, next(offsets), nbytes)]
+        )
 
     def stream(self, nbytes: int) -> Call:
         """One pass over `nbytes` bytes of memory."""

@@ -37,8 +37,8 @@ MOST_ARRANGING = 3
 MOST_COPYING = 8
 """Number of threads that read pages which then go to a GPU: one copies a fraction of what the page cache gives."""
 
-READS_IN_FLIGHT = 2
-"""Pages of one transfer that are read at a time. With one, the disk idles between reads: measured to be 7 % slower."""
+READS_IN_FLIGHT = 8
+"""Reads of one transfer at a time: the disk has work while a thread whose read has ended waits for a busy core."""
 
 MOST_PLACES = 4096
 """Places of streamed weights that are remembered: slots come back in the same combinations."""
@@ -159,7 +159,9 @@ class WeightStore:
             return
         if self._reading is None:
             self._reading = Team(READS_IN_FLIGHT)
-        self._reading.run([partial(self.reader.read, page, self.bytes(slot)) for page, slot in pairs])
+        self._reading.run(
+            [read for page, slot in pairs for read in self.reader.reads(page, self.bytes(slot))]
+        )
 
     def weights(self, view: View[Any]) -> Weights:
         """The tensors that a view shows, by their names within the layer."""

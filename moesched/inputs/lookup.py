@@ -13,10 +13,12 @@ from moesched.inputs.tokenizer import find_tokenizer
 from moesched.machines import Machine, load_machine
 from moesched.machines.changes import changed
 from moesched.machines.local import calibrated_file, local_machine, require_measured_on, this_processor
+from moesched.models.checkpoint import open_checkpoint
 from moesched.models.config import ModelConfig
 from moesched.models.gguf.parts import is_gguf
-from moesched.models.reading import in_format, read_config
+from moesched.models.reading import in_format, read_config, runs
 from moesched.models.shapes import SHAPES
+from moesched.models.shards import is_complete
 from moesched.requests.workloads import Workload, given_lengths, load_workload
 from moesched.seams import ChecksMachine, DescribesMachine, Device, Emulates, IsCalibrated, Policy
 from moesched.system.input_file import is_folder
@@ -37,7 +39,10 @@ def find_shape(model: Path | str, stored_as: str | None = None) -> ModelConfig:
         config = SHAPES[name]
         return config if stored_as is None else in_format(config, stored_as)
     if is_folder(path) or is_gguf(path):
-        return read_config(path, stored_as)
+        config = read_config(path, stored_as)
+        if stored_as or is_gguf(path) or not (runs(config) and is_complete(path)):
+            return config
+        return open_checkpoint(path, partial=True).config  # some tensors may be in float32
     remedy = f"name a folder with a config.json, a GGUF file, or one of {', '.join(SHAPES)}"
     raise BadInput(f"no model {name!r}: {with_nearest(name, SHAPES, remedy)}")
 

@@ -92,6 +92,14 @@ def stored_names(directory: Path) -> Collection[str]:
     return _read_index(index).keys() if is_file(index) else ()
 
 
+def is_complete(directory: Path) -> bool:
+    """Test whether all files of weights are here, or copies of their headers; raises BadInput for a bad index."""
+    single, index = directory / SINGLE_NAME, directory / INDEX_NAME
+    names = set(_read_index(index).values()) if is_file(index) and not is_file(single) else {SINGLE_NAME}
+    paths = (directory / name for name in names)
+    return all(is_file(path) or is_file(header_copy(path)) for path in paths)
+
+
 def stored_dtype(directory: Path) -> str | None:
     """The dtype of most weights in the first file that exists; None if there is no file, or it has no floats.
 
