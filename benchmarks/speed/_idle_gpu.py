@@ -100,7 +100,8 @@ class IdleDevice(TorchDevice):
         super().__init__(checkpoint, weight_layout(checkpoint.config, "float32"), kernel="torch")
         self._compute.kernels.front = [type(row.__name__, (OnHost, row), {}) for row in TRITON]
         self._compute.graphs = Graphs(IDLE)
-        self._compute.indices = partial(host_indices)  # another than the host's: its caches count as the GPU's
+        # Another than the host's, so that caches count as the GPU's.
+        self._compute.indices = partial(host_indices)
 
     @property
     def kinds(self) -> Mapping[str, Any]:
