@@ -117,6 +117,7 @@ GPT_OSS = replace(
 GRANITE = replace(
     MIXTRAL.varied(
         name="granite",
+        layers=4,
         experts=7,
         top_k=3,
         intermediate=25,

@@ -56,6 +56,7 @@ from routing_traces import routed, write_megatron, write_npy, write_npz, write_o
 from runs import virtual_run
 from small_models import SMALL, byte_tokenizer
 from stored_checkpoints import published, write, write_sharded
+from stored_mxfp4 import published_gpt_oss
 
 SWEEP = """policy = "all"
 machine = ["t4", "l4"]
@@ -290,6 +291,8 @@ PARSERS: dict[str, Parser] = {
     "config.json of dbrx": Parser(_config("dbrx"), _read_config),
     "config.json of mixtral-8x7b, LongRoPE": Parser(_config("mixtral-8x7b", rotary=LONGROPE), _read_config),
     "config.json of glm-4.5, YaRN": Parser(_config("glm-4.5", rotary=YARN), _read_config),
+    "config.json of gpt-oss-20b": Parser(_config("gpt-oss-20b"), _read_config),
+    "config.json of granite-3.0-1b-a400m": Parser(_config("granite-3.0-1b-a400m"), _read_config),
     "generation_config.json": Parser(_generation, _read_config),
     "index of shards": Parser(_index, lambda file: open_checkpoint(file.parent)),
     "header of an absent file": Parser(_header_copy, lambda file: open_checkpoint(file.parent, partial=True)),
@@ -297,6 +300,7 @@ PARSERS: dict[str, Parser] = {
         lambda folder: write(folder, published()) / "model.safetensors",
         lambda file: open_checkpoint(file.parent),
     ),
+    "safetensors, codes and scales": Parser(published_gpt_oss, lambda file: open_checkpoint(file.parent)),
     "GGUF, byte pairs": Parser(lambda folder: byte_pairs().write(folder / "m.gguf"), _read_gguf),
     "GGUF, SentencePiece": Parser(lambda folder: mixtral().write(folder / "m.gguf"), _read_gguf),
     "tokenizer.json": Parser(_tokenizer, _read_tokenizer),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,31 +22,11 @@ from moesched.machines import Machine
 from moesched.models.checkpoint import open_checkpoint
 from moesched.models.layout import weight_layout
 from moesched.plugins import make_policy
+from stored_mxfp4 import with_experts_in_mxfp4
 
 Tensors = dict[str, torch.Tensor]
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14], [90]]
 GATE_UP = "model.layers.0.mlp.experts.gate_up_proj"
-
-
-def in_mxfp4(folder: Path) -> Tensors:
-    """Turn the experts of a saved model into random MXFP4; returns what these are in float32."""
-    tensors, exact = load_file(folder / "model.safetensors"), {}
-    generator = torch.Generator().manual_seed(1)
-    for name in [*tensors]:
-        if not name.endswith(("gate_up_proj", "down_proj")):
-            continue
-        experts, inputs, outputs = tensors.pop(name).shape
-        blocks = torch.randint(
-            0, 256, (experts, outputs, inputs // 32, 16), generator=generator, dtype=torch.uint8
-        )
-        scales = torch.randint(119, 126, blocks.shape[:3], generator=generator, dtype=torch.uint8)
-        tensors[f"{name}_blocks"], tensors[f"{name}_scales"] = blocks, scales
-        exact[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "mxfp4"}
-    (folder / "config.json").write_text(json.dumps(config))
-    return exact
 
 
 @pytest.fixture(scope="module")
@@ -57,8 +36,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, torch.nn.Modu
     torch.manual_seed(1)
     model = gpt_oss(hidden_size=64, intermediate_size=32, swiglu_limit=2.0)
     model.save_pretrained(folder)
-    for name, weights in in_mxfp4(folder).items():
-        model.get_parameter(name).data = weights
+    with_experts_in_mxfp4(folder)
+    tensors = load_file(folder / "model.safetensors")
+    for name in [each.removesuffix("_blocks") for each in tensors if each.endswith("_blocks")]:
+        codes, scales = tensors[f"{name}_blocks"], tensors[f"{name}_scales"]
+        model.get_parameter(name).data = convert_moe_packed_tensors(codes, scales, dtype=torch.float32)
     return folder, ready(model)
 
 

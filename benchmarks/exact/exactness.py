@@ -279,7 +279,7 @@ def compare_beams(directories: Sequence[Path]) -> dict[str, Any]:
         directory
         for directory in directories
         if int(directory.name.split("-")[1]) < BEAM_MODELS
-        and open_checkpoint(directory).config.attention.window != 1
+        and all(layer.grouped.window != 1 for layer in open_checkpoint(directory).config.kinds)
     ]
     searches, others, largest = 0, [], 0.0
     for number, directory in enumerate(track(chosen, "beam search")):

@@ -24,15 +24,31 @@ class ExpertOfProducts(TorchKernel):
 
     def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
         """Bind one expert: (x_nD, y_nD) -> None."""
+        return _Expert(partial(self._made_for, case, weights))
+
+    def _made_for(self, case: Case, weights: Weights, rows: int) -> Product:
+        case = case._replace(rows=rows)
         assert case.layer is not None, "it is in a layer"
         products = {
             name: self._product(case, weights.matrix(name)) for name in EXPERT_MATRICES if name in weights
         }
-        return partial(_write, expert_of(products, weights, case.layer.feed_forward.activation))
+        return expert_of(products, weights, case.layer.feed_forward.activation)
 
 
-def _write(expert: Product, x_nD: Tensor, y_nD: Tensor) -> None:
-    y_nD.copy_(expert(x_nD))
+class _Expert:
+    """A bound call; which kernels compute the products depends on the number of rows."""
+
+    __slots__ = ("_by_rows", "_made_for")
+
+    def __init__(self, made_for: Callable[[int], Product]) -> None:
+        self._made_for = made_for
+        self._by_rows: dict[int, Product] = {}
+
+    def __call__(self, x_nD: Tensor, y_nD: Tensor) -> None:
+        expert = self._by_rows.get(len(x_nD))
+        if expert is None:
+            expert = self._by_rows[len(x_nD)] = self._made_for(len(x_nD))
+        y_nD.copy_(expert(x_nD))
 
 
 def expert_of(

@@ -22,9 +22,10 @@ from .layer_weights import Tensor, Weights
 from .memory import Memory
 from .native_preparation import Preparation
 from .resources import Resources
-from .seam import CODED, ROWS, Bound, Case, Kernel, Routed
+from .seam import CODED, COLUMNS, ROWS, Bound, Case, Kernel, Routed
 
 BFLOAT16 = torch.bfloat16
+MOST_COLUMN_ROWS = 16
 MOST_GROUPS = 64
 """Of the experts of a router, as in moe_layer.c."""
 
@@ -62,8 +63,6 @@ class NativeKernel(Kernel):
             return "it multiplies rows"
         if not coded and case.rows > self._threads.most_rows:
             return f"torch is faster from {self._threads.most_rows + 1} rows on"
-        if case.layer is not None and case.layer.feed_forward.transposed_down:
-            return "it reads no matrices that are stored transposed"
         if case.layer is not None and case.layer.feed_forward.router.groups > MOST_GROUPS:
             return f"its routers have at most {MOST_GROUPS} groups"
         return ""
@@ -398,6 +397,28 @@ class NativeProduct(NativeKernel):
         return partial(self._threads.linear, blocks=weights["matrix"])
 
 
+class NativeColumns(NativeProduct):
+    """A product by a matrix that is stored transposed."""
+
+    takes = f"{MOST_COLUMN_ROWS} rows of bfloat16 and less by matrices that are stored transposed, on a CPU"
+
+    def __init__(self, resources: Resources) -> None:
+        super().__init__(resources)
+        self.name = f"{self.name}, columns"
+
+    def refusal(self, case: Case) -> str:
+        """Refuse many rows, and other matrices."""
+        if case.formats != {COLUMNS}:
+            return "it reads matrices that are stored transposed"
+        if case.rows > MOST_COLUMN_ROWS:
+            return f"torch is faster from {MOST_COLUMN_ROWS + 1} rows on"
+        return super().refusal(case._replace(formats=frozenset({ROWS})))
+
+    def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
+        """Bind the product with a matrix: (x_TD) -> y_TN."""
+        return partial(self._threads.linear_by_columns, blocks=weights["matrix"])
+
+
 def hidden_states(memory: Memory, config: ModelConfig) -> Tensor:
     """The tensor for hidden states, which all layers share."""
     return memory.tensor("hidden", memory.rows, config.hidden, dtype=BFLOAT16)
@@ -438,4 +459,5 @@ NATIVE = (
     NativeLogits,
     NativeGreedy,
     NativeProduct,
+    NativeColumns,
 )

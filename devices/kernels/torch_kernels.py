@@ -95,6 +95,7 @@ class TorchKernels(Binder):
         self._rows = partial(rows_for_native, choice, layout.dtype, expert)
         self._open = partial(open_native, choice, cores=cores, pin=pin, left=left)
         plain = on_cpu and layout.dtype == "bfloat16" and not layout.config.coded_formats
+        plain = plain and layout.config.routed.is_usual  # other experts have products of their own
         self._packs = plain and packing_pays(transposed, cores)
         self._shares = on_cpu and cores > 1 and cores_keep_bits(DTYPES[layout.dtype], cores, transposed)
 
