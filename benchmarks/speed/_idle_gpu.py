@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from time import perf_counter_ns
 from types import ModuleType
@@ -19,6 +20,7 @@ from benchmarks.shared.small_runs import ONE_MEMORY
 from moesched.devices.kernels.seam import Case
 from moesched.devices.kernels.triton_rows import TRITON
 from moesched.devices.torch.captured import Graphs
+from moesched.devices.torch.copies import host_indices
 from moesched.devices.torch.cuda_streams import CudaStreams
 from moesched.devices.torch.device import CUDA_LANES, TorchDevice
 from moesched.models.checkpoint import open_checkpoint
@@ -98,6 +100,8 @@ class IdleDevice(TorchDevice):
         super().__init__(checkpoint, weight_layout(checkpoint.config, "float32"), kernel="torch")
         self._compute.kernels.front = [type(row.__name__, (OnHost, row), {}) for row in TRITON]
         self._compute.graphs = Graphs(IDLE)
+        # Another than the host's, so that caches count as the GPU's.
+        self._compute.indices = partial(host_indices)
 
     @property
     def kinds(self) -> Mapping[str, Any]:
