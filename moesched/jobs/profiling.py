@@ -8,13 +8,12 @@ from typing import NamedTuple
 from moesched.errors import BadInput
 from moesched.inputs.options import WeightsOptions
 from moesched.inputs.prompts import encode_prompts
-from moesched.inputs.tokenizer import find_tokenizer
+from moesched.inputs.tokenizer import open_model
 from moesched.jobs.device_listener import RoutingListener
 from moesched.jobs.options import ProbeOptions, ProfilingOptions
 from moesched.jobs.report import require_complete
 from moesched.jobs.run_model import run_model
 from moesched.keywords import takes
-from moesched.models.reading import read_config
 from moesched.options import part_of
 from moesched.routing.recorder import RoutingRecorder
 from moesched.routing.trace import RoutingTrace
@@ -36,12 +35,13 @@ def profile_routing(given: ProfilingOptions) -> Profiled:
 
     Raises the errors of `moesched.run_model`.
     """
-    config = read_config(given.model)
+    checkpoint, tokenizer = open_model(Path(given.model))
+    config = checkpoint.config
     if config.routed.experts == 1:
         raise BadInput(
             f"model {config.name} has one expert in a layer and no router: nothing is chosen there"
         )
-    encoded = encode_prompts(given.prompts, find_tokenizer(Path(given.model)), config, given.max_new_tokens)
+    encoded = encode_prompts(given.prompts, tokenizer, config, given.max_new_tokens)
     lengths = list(map(len, encoded))
     most = config.layers * (sum(lengths) + len(lengths) * (given.max_new_tokens - 1))
     recorder = RoutingRecorder(config, given.progress or counted_in_cell("choices of experts"), most)

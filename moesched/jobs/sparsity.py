@@ -13,7 +13,7 @@ import numpy.typing as npt
 from moesched.errors import BadInput
 from moesched.inputs.options import WeightsOptions
 from moesched.inputs.prompts import encode_prompts
-from moesched.inputs.tokenizer import find_tokenizer
+from moesched.inputs.tokenizer import open_model
 from moesched.jobs.device_listener import ActivationListener
 from moesched.jobs.options import ProbeOptions, SparsityOptions
 from moesched.jobs.report import require_complete
@@ -21,7 +21,6 @@ from moesched.jobs.run_model import run_model
 from moesched.keywords import takes
 from moesched.models.config import ModelConfig
 from moesched.models.layers import SILU
-from moesched.models.reading import read_config
 from moesched.options import part_of
 from moesched.system.cells import counted_in_cell
 from moesched.system.own_loop import interruptible
@@ -58,13 +57,14 @@ def sparsity_of(given: SparsityOptions) -> SparsityReport:
 
     Raises the errors of `moesched.run_model`.
     """
-    config = read_config(given.model)
+    checkpoint, tokenizer = open_model(Path(given.model))
+    config = checkpoint.config
     if config.routed.activation != SILU:
         raise BadInput(
             f"the experts of {config.name} have no SiLU, whose outputs are counted here: give a model of another family"
         )
     asked = random_prompts(config, given.seed) if given.prompts is None else given.prompts
-    encoded = encode_prompts(asked, find_tokenizer(Path(given.model)), config, 1)
+    encoded = encode_prompts(asked, tokenizer, config, 1)
     tokens = sum(map(len, encoded))
     most = tokens * config.layers * config.routed.top_k * config.routed.intermediate
     counter = SparsityCounter(config.layers, given.progress or counted_in_cell("values"), most)
