@@ -29,7 +29,7 @@ from moesched.models.layout import weight_layout
 from moesched.models.random_model import write_random_model
 from moesched.models.shapes import SHAPES
 from moesched.plugins import make_policy
-from odd_models import DBRX, MIXTRAL, OLMOE, PROMPTS
+from odd_models import DBRX, GLM, GRANITE, MINIMAX, MIXTRAL, OLMOE, PROMPTS
 from stored_checkpoints import assert_complete, content
 
 WHOLE_ROWS = MIXTRAL.varied(
@@ -53,6 +53,9 @@ MODELS = {
         quantized(Type.Q8_0),
     ),
     "dbrx in F32": (DBRX.varied(layers=2), quantized(Type.F32)),
+    "granitemoe in F32": (GRANITE.varied(layers=2), quantized(Type.F32)),
+    "minimax-m2 in F32": (MINIMAX.varied(layers=2), quantized(Type.F32)),
+    "glm4moe in F32": (GLM.cut(2), quantized(Type.F32)),
 }
 
 

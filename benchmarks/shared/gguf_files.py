@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter, TokenType, quants
+from gguf import GGML_QUANT_SIZES, ExpertGatingFuncType, GGMLQuantizationType, GGUFWriter, TokenType, quants
 
 from moesched.models.architectures.architecture import Stored
 from moesched.models.checkpoint import Checkpoint, StoredTensor, open_checkpoint
@@ -176,7 +176,8 @@ def _describe(writer: Any, config: ModelConfig) -> None:
     writer.add_context_length(config.max_positions)
     writer.add_embedding_length(config.hidden)
     writer.add_block_count(config.layers)
-    writer.add_feed_forward_length(network.intermediate)
+    first = config.layer(0).feed_forward
+    writer.add_feed_forward_length(network.intermediate if first.experts else first.shared)
     writer.add_head_count(attention.heads)
     writer.add_head_count_kv(attention.kv_heads)
     writer.add_key_length(attention.head_dim)
@@ -185,7 +186,7 @@ def _describe(writer: Any, config: ModelConfig) -> None:
         writer.add_layer_norm_rms_eps(config.norm_eps)
     else:
         writer.add_layer_norm_eps(config.norm_eps)
-    writer.add_rope_dimension_count(attention.head_dim)
+    writer.add_rope_dimension_count(attention.rotary.turning(attention.head_dim))
     writer.add_rope_freq_base(attention.rotary.theta)
     if attention.clip is not None:
         writer.add_clamp_kqv(attention.clip)
@@ -195,3 +196,18 @@ def _describe(writer: Any, config: ModelConfig) -> None:
         writer.add_expert_count(network.experts)
         writer.add_expert_used_count(network.top_k)
         writer.add_expert_feed_forward_length(network.intermediate)
+    if config.form == "granite_moe":
+        writer.add_attention_scale(attention.score_scale)
+        writer.add_embedding_scale(config.embedding_factor)
+        writer.add_residual_scale(config.residual_factor)
+        writer.add_logit_scale(1 / config.logits_factor)
+    router = network.router
+    if router.score == "sigmoid":
+        writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
+    if network.shared:
+        writer.add_expert_shared_count(network.shared // network.intermediate)
+        writer.add_expert_weights_norm(router.normalised)
+        writer.add_expert_weights_scale(router.scale)
+        writer.add_expert_group_count(router.groups)
+        writer.add_expert_group_used_count(router.kept_groups)
+        writer.add_leading_dense_block_count(sum(not each.feed_forward.experts for each in config.pattern))

@@ -50,7 +50,7 @@ def gguf_config(parts: GgufParts, vocabulary: Vocabulary) -> ModelConfig:
     family, tensors = family_of(parts), {found.name: found for found in parts.shards.tensors}
     if EMBEDDING not in tensors or len(tensors[EMBEDDING].entry.shape) != 2:
         raise BadInput(f"{parts.path} has no {EMBEDDING} of two dimensions: give a file with weights")
-    keys = _keys(parts, tensors)
+    keys = _keys(parts, family, tensors)
     values = family.config_json(keys) | {
         "vocab_size": _vocabulary_size(parts, tensors[EMBEDDING], len(vocabulary.tokens), keys.vocab_size),
         "tie_word_embeddings": HEAD not in tensors,
@@ -63,7 +63,7 @@ def gguf_config(parts: GgufParts, vocabulary: Vocabulary) -> ModelConfig:
     return config.varied(rotary=rotary, transposed_down=False)
 
 
-def _keys(parts: GgufParts, tensors: Mapping[str, Found]) -> GgufKeys:
+def _keys(parts: GgufParts, family: GgufFamily, tensors: Mapping[str, Found]) -> GgufKeys:
     """The metadata of the architecture, without features that the kernels do not support."""
     prefix = f"{parts.metadata['general.architecture']}."
     values = {
@@ -79,7 +79,9 @@ def _keys(parts: GgufParts, tensors: Mapping[str, Found]) -> GgufKeys:
             )
 
     require("rope.scaling.type", keys.rope__scaling__type, "none")
-    require("rope.dimension_count", keys.rope__dimension_count, keys.head_dim, None)
+    require("expert_gating_func", keys.expert_gating_func, family.score, None)
+    if not family.partial:
+        require("rope.dimension_count", keys.rope__dimension_count, keys.head_dim, None)
     require("attention.value_length", keys.attention__value_length, keys.head_dim, None)
     require("attention.layer_norm_epsilon", keys.attention__layer_norm_epsilon, MEAN_NORM_EPSILON, None)
     if ROPE_FACTORS in tensors:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from moesched.errors import BadInput
@@ -38,6 +39,7 @@ def gguf_contents(path: Path) -> Contents:
     names = Names(
         with_shapes(config, gguf_tensors(family_of(parts), config)),
         lambda: with_shapes(config, single_expert_tensors(config)),
+        re.compile(rf"blk\.{config.layers}\..*") if config.unused_weights else None,  # a prediction layer
     )
     return Contents(parts.path, config, parts.shards, names, HEADER, _format_of, vocabulary)
 
