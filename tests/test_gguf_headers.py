@@ -197,13 +197,17 @@ REFUSED: dict[str, tuple[Change, str]] = {
         key("llama.attention.layer_norm_rms_epsilon", real(float("nan"))),
         "norm_eps is nan, but float32 overflows or loses it",
     ),
-    "scaled rotations": (
-        key("llama.rope.scaling.type", string("yarn")),
-        "llama.rope.scaling.type is 'yarn', which is not",
+    "an unknown scaling of rotations": (
+        key("llama.rope.scaling.type", string("yarm")),
+        "rope.scaling.type is 'yarm', which is not supported: .*yarn",
     ),
-    "scaled rotations, in a tensor": (
-        more(Tensor("rope_freqs.weight", [2])),
-        "rope_freqs.weight scales rotations",
+    "a scaling without its factor": (
+        key("llama.rope.scaling.type", string("yarn")),
+        "missing required field `factor`",
+    ),
+    "factors of rotations for other heads": (
+        more(Tensor("rope_freqs.weight", [3])),
+        r"rope_freqs.weight is \[3\] of type F32, and \[2\] of type F32 is needed",
     ),
     "rotations of a part": (key("llama.rope.dimension_count", number(2)), "llama.rope.dimension_count is 2"),
     "an unknown tensor": (

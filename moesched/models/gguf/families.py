@@ -12,8 +12,8 @@ import msgspec
 from moesched.errors import BadInput
 from moesched.models.architectures.architecture import Stored
 from moesched.models.config import ModelConfig
+from moesched.models.rotary import Linear, Yarn
 from moesched.models.tensors import dense_shapes, expert_shapes, global_shapes
-
 
 SOFTMAX, SIGMOID = 1, 2
 """Values of `expert_gating_func`."""
@@ -42,6 +42,13 @@ class GgufKeys(msgspec.Struct, kw_only=True, rename=lambda name: name.replace("_
     rope__dimension_count: int | None = None
     rope__freq_base: float = 10_000.0
     rope__scaling__type: str = "none"
+    rope__scaling__factor: float | None = None
+    rope__scaling__original_context_length: int | None = None
+    rope__scaling__attn_factor: float | None = None
+    rope__scaling__yarn_attn_factor: float | None = None
+    rope__scaling__yarn_ext_factor: float | None = None
+    rope__scaling__yarn_beta_fast: float | None = None
+    rope__scaling__yarn_beta_slow: float | None = None
     expert_count: int = 0
     expert_used_count: int = 0
     expert_feed_forward_length: int | None = None
@@ -95,9 +102,7 @@ class GgufFamily(NamedTuple):
     score: int = SOFTMAX
 
 
-DENSE = MappingProxyType(
-    {"shared_gate": "ffn_gate", "shared_down": "ffn_down", "shared_up": "ffn_up"}
-)
+DENSE = MappingProxyType({"shared_gate": "ffn_gate", "shared_down": "ffn_down", "shared_up": "ffn_up"})
 """Names of the network of a dense layer, in families whose other layers have routed experts."""
 NAMES: Mapping[str, str] = MappingProxyType(
     {
@@ -261,7 +266,7 @@ def gguf_keys(config: ModelConfig) -> GgufKeys:
     """The metadata that describe a model.
 
     Raises:
-        BadInput: its layers differ in more than the formats of their weights.
+        BadInput: its layers differ in more than the formats of their weights, or no key describes its rotation.
     """
     dense = _dense_layers(config)
     if len({(layer.attention, layer.feed_forward) for layer in config.pattern[dense:]}) > 1:
@@ -290,6 +295,7 @@ def gguf_keys(config: ModelConfig) -> GgufKeys:
         logit_scale=_unless_one(1 / config.logits_factor),
         rope__dimension_count=attention.rotary.turning(attention.head_dim),
         rope__freq_base=attention.rotary.theta,
+        **_scaling(config),
         expert_count=network.experts if network.experts > 1 else 0,
         expert_used_count=network.top_k if network.experts > 1 else 0,
         expert_feed_forward_length=network.intermediate,
@@ -309,6 +315,25 @@ def _dense_layers(config: ModelConfig) -> int:
     if not family.dense_first or first.feed_forward.experts:
         return 0
     return sum(1 for _ in takewhile(lambda layer: layer == first, config.pattern))
+
+
+def _scaling(config: ModelConfig) -> dict[str, Any]:
+    scaling = config.attention.rotary.scaling
+    if scaling is None:
+        return {}
+    kind = scaling.__struct_config__.tag
+    keys = {"rope__scaling__type": kind, "rope__scaling__factor": scaling.factor}
+    if isinstance(scaling, Yarn):
+        keys |= {
+            "rope__scaling__original_context_length": scaling.original_max_position_embeddings,
+            "rope__scaling__yarn_beta_fast": scaling.beta_fast,
+            "rope__scaling__yarn_beta_slow": scaling.beta_slow,
+        }
+    elif not isinstance(scaling, Linear):
+        raise BadInput(
+            f"{config.name}: GGUF files with a rotation scaled by {kind} are not written: name a folder"
+        )
+    return keys
 
 
 def _unless_one(factor: float) -> float | None:
