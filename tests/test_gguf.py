@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Type
 from gguf import GGUFReader, quants
@@ -87,6 +88,19 @@ def test_logits_are_those_of_hugging_face_with_the_unpacked_weights(
     for prompt, tokens, logits_SV in zip(PROMPTS, ours.tokens, ours.logits_RSV, strict=True):
         theirs_SV = hugging_face_logits(theirs, [*prompt, *tokens])[-5:-1]
         assert (logits_SV - theirs_SV).abs().max() <= 1e-5 * theirs_SV.abs().max()
+
+
+def test_the_prediction_layer_of_a_file_is_left_out(tmp_path: Path) -> None:
+    def add_prediction(writer: Any) -> None:
+        writer.add_tokenizer_model("no_vocab")
+        writer.add_block_count(3)
+        writer.add_nextn_predict_layers(1)
+        writer.add_tensor("blk.2.nextn.enorm.weight", np.ones(GLM.hidden, np.float32))
+
+    file = gguf_model(GLM.cut(2), tmp_path, quantized(Type.F32), describe=add_prediction)
+    checkpoint = open_checkpoint(file)
+    assert checkpoint.config.layers == 2
+    assert_complete(checkpoint)
 
 
 @pytest.mark.parametrize("make", [TorchDevice, MlxDevice])
@@ -219,11 +233,13 @@ def test_commands_take_a_file_wherever_they_take_a_folder(command: Any, tmp_path
 @pytest.mark.parametrize("stored_as", [None, "q8_0", "q4_k_m"])
 def test_random_models_are_written_to_files_too(stored_as: str | None, tmp_path: Path) -> None:
     sizes = {"hidden": 256, "heads": 8, "head_dim": 32, "intermediate": 256}
+    dense, *others = GLM.cut(2).varied(shared=256, **sizes).pattern
+    dense = dense.varied(intermediate=0)
     for config in (
         K_QUANTS.varied(rotary=Rotary(scaling=Linear(factor=3.0))),
         GRANITE.varied(layers=2, **sizes),
         MINIMAX.varied(layers=2, **sizes),
-        GLM.cut(2).varied(shared=256, **sizes),
+        replace(GLM, hidden=256, pattern=(dense, *others)),
         DBRX.varied(layers=2, **sizes),
     ):
         file = write_random_model(config, tmp_path / f"{config.name}.gguf", stored_as=stored_as)

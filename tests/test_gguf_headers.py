@@ -442,5 +442,5 @@ def test_names_of_tensors_are_those_of_llama_cpp() -> None:
         architecture = next(each for each, known in gguf.MODEL_ARCH_NAMES.items() if known == name)
         theirs = {gguf.TENSOR_NAMES[each].replace("{bid}.", "") for each in gguf.MODEL_TENSORS[architecture]}
         config = next(each for each in SHAPES.values() if each.form in family.forms).cut(1)
-        ours = {re.sub(r"^blk\.0\.|\.weight$", "", each.name) for each in gguf_tensors(family, config)}
+        ours = {re.sub(r"^blk\.0\.|\.(weight|bias)$", "", each.name) for each in gguf_tensors(family, config)}
         assert ours <= {each.removeprefix("blk.") for each in theirs}
