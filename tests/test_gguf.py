@@ -60,7 +60,7 @@ MODELS = {
         )
         for each in (
             Linear(factor=3.0),
-            Yarn(factor=4.0, beta_fast=4.0, beta_slow=0.5, original_max_position_embeddings=16),
+            Yarn(factor=4.0, beta_fast=4.0, beta_slow=0.5, original_max_position_embeddings=256),
             Llama3(
                 factor=4.0,
                 low_freq_factor=1.0,
