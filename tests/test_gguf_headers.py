@@ -197,13 +197,17 @@ REFUSED: dict[str, tuple[Change, str]] = {
         key("llama.attention.layer_norm_rms_epsilon", real(float("nan"))),
         "norm_eps is nan, but float32 overflows or loses it",
     ),
-    "scaled rotations": (
-        key("llama.rope.scaling.type", string("yarn")),
-        "llama.rope.scaling.type is 'yarn', which is not",
+    "an unknown scaling of rotations": (
+        key("llama.rope.scaling.type", string("yarm")),
+        "rope.scaling.type is 'yarm', which is not supported: .*yarn",
     ),
-    "scaled rotations, in a tensor": (
-        more(Tensor("rope_freqs.weight", [2])),
-        "rope_freqs.weight scales rotations",
+    "a scaling without its factor": (
+        key("llama.rope.scaling.type", string("yarn")),
+        "missing required field `factor`",
+    ),
+    "factors of rotations for other heads": (
+        more(Tensor("rope_freqs.weight", [3])),
+        r"rope_freqs.weight is \[3\] of type F32, and \[2\] of type F32 is needed",
     ),
     "rotations of a part": (key("llama.rope.dimension_count", number(2)), "llama.rope.dimension_count is 2"),
     "an unknown tensor": (
@@ -438,5 +442,5 @@ def test_names_of_tensors_are_those_of_llama_cpp() -> None:
         architecture = next(each for each, known in gguf.MODEL_ARCH_NAMES.items() if known == name)
         theirs = {gguf.TENSOR_NAMES[each].replace("{bid}.", "") for each in gguf.MODEL_TENSORS[architecture]}
         config = next(each for each in SHAPES.values() if each.form in family.forms).cut(1)
-        ours = {re.sub(r"^blk\.0\.|\.weight$", "", each.name) for each in gguf_tensors(family, config)}
+        ours = {re.sub(r"^blk\.0\.|\.(weight|bias)$", "", each.name) for each in gguf_tensors(family, config)}
         assert ours <= {each.removeprefix("blk.") for each in theirs}

@@ -17,6 +17,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from gguf import GGMLQuantizationType
+from msgspec.structs import replace
 
 from benchmarks.record.benchmark import Benchmark, track
 from benchmarks.record.claims import Claim, Result, all_of, at_most
@@ -33,19 +34,23 @@ from moesched.models.gguf.types import READABLE
 from moesched.models.gguf.vocabulary import read_vocabulary
 from moesched.models.layout import weight_layout
 from moesched.plugins import make_policy
-from odd_models import DBRX, MIXTRAL, OLMOE, PROMPTS
+from odd_models import DBRX, GLM, GRANITE, MINIMAX, MIXTRAL, OLMOE, PROMPTS
 
 MOST_DIFFERENCE = 1e-5
 NEW_TOKENS = 4
 
 SIZES = {"layers": 2, "hidden": 256, "intermediate": 256, "heads": 4, "kv_heads": 2, "head_dim": 64}
 """Rows of whole blocks of every type."""
+_DENSE, _ROUTED = GLM.varied(**SIZES, shared=256).pattern
 FAMILIES: dict[str, ModelConfig] = {
     "mixtral": MIXTRAL.varied(**SIZES),
     "llama": MIXTRAL.varied(**SIZES, name="llama", experts=1, top_k=1, window=None, form="llama"),
     "qwen3moe": MIXTRAL.varied(**SIZES, name="qwen", qk_norm="head", window=None, form="qwen3_moe"),
     "olmoe": OLMOE.varied(**SIZES),
     "dbrx": DBRX.varied(**SIZES),
+    "granitemoe": GRANITE.varied(**SIZES),
+    "minimax-m2": MINIMAX.varied(**SIZES),
+    "glm4moe": replace(GLM, hidden=SIZES["hidden"], pattern=(_DENSE.varied(intermediate=0), _ROUTED)),
 }
 TYPES: dict[str, TypeOf] = {
     **{name: quantized(GGMLQuantizationType[name]) for name in READABLE},

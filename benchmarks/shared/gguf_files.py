@@ -12,7 +12,15 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter, TokenType, quants
+from gguf import (
+    GGML_QUANT_SIZES,
+    ExpertGatingFuncType,
+    GGMLQuantizationType,
+    GGUFWriter,
+    RopeScalingType,
+    TokenType,
+    quants,
+)
 
 from moesched.models.architectures.architecture import Stored
 from moesched.models.checkpoint import Checkpoint, StoredTensor, open_checkpoint
@@ -20,8 +28,9 @@ from moesched.models.config import ModelConfig
 from moesched.models.encoding import encoded
 from moesched.models.gguf.families import GGUF_FAMILIES, architecture_of, gguf_tensors
 from moesched.models.gguf.types import TENSOR_TYPES
-from moesched.models.layers import Shape
+from moesched.models.layers import GroupedAttention, Shape
 from moesched.models.published import with_shapes
+from moesched.models.rotary import Llama3, Yarn
 
 Values = npt.NDArray[np.float32]
 TypeOf = Callable[[str, Shape], GGMLQuantizationType]
@@ -176,7 +185,8 @@ def _describe(writer: Any, config: ModelConfig) -> None:
     writer.add_context_length(config.max_positions)
     writer.add_embedding_length(config.hidden)
     writer.add_block_count(config.layers)
-    writer.add_feed_forward_length(network.intermediate)
+    first = config.layer(0).feed_forward
+    writer.add_feed_forward_length(network.intermediate if first.experts else first.shared)
     writer.add_head_count(attention.heads)
     writer.add_head_count_kv(attention.kv_heads)
     writer.add_key_length(attention.head_dim)
@@ -185,8 +195,9 @@ def _describe(writer: Any, config: ModelConfig) -> None:
         writer.add_layer_norm_rms_eps(config.norm_eps)
     else:
         writer.add_layer_norm_eps(config.norm_eps)
-    writer.add_rope_dimension_count(attention.head_dim)
+    writer.add_rope_dimension_count(attention.rotary.turning(attention.head_dim))
     writer.add_rope_freq_base(attention.rotary.theta)
+    _describe_scaling(writer, attention)
     if attention.clip is not None:
         writer.add_clamp_kqv(attention.clip)
     if attention.window is not None:
@@ -195,3 +206,33 @@ def _describe(writer: Any, config: ModelConfig) -> None:
         writer.add_expert_count(network.experts)
         writer.add_expert_used_count(network.top_k)
         writer.add_expert_feed_forward_length(network.intermediate)
+    if config.form == "granite_moe":
+        writer.add_attention_scale(attention.score_scale)
+        writer.add_embedding_scale(config.embedding_factor)
+        writer.add_residual_scale(config.residual_factor)
+        writer.add_logit_scale(1 / config.logits_factor)
+    router = network.router
+    if router.score == "sigmoid":
+        writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
+    if network.shared:
+        writer.add_expert_shared_count(network.shared // network.intermediate)
+        writer.add_expert_weights_norm(router.normalised)
+        writer.add_expert_weights_scale(router.scale)
+        writer.add_expert_group_count(router.groups)
+        writer.add_expert_group_used_count(router.kept_groups)
+        writer.add_leading_dense_block_count(sum(not each.feed_forward.experts for each in config.pattern))
+
+
+def _describe_scaling(writer: Any, attention: GroupedAttention) -> None:
+    """Add the scaling of the rotary embedding: of Llama 3 as factors, as llama.cpp's converter does."""
+    scaling = attention.rotary.scaling
+    if isinstance(scaling, Llama3):
+        slowed = attention.rotary.slowed(attention.head_dim)
+        writer.add_tensor("rope_freqs.weight", np.array([1 / each for each in slowed], np.float32))
+    elif scaling is not None:
+        writer.add_rope_scaling_type(RopeScalingType(scaling.__struct_config__.tag))
+        writer.add_rope_scaling_factor(scaling.factor)
+    if isinstance(scaling, Yarn):
+        writer.add_rope_scaling_orig_ctx_len(scaling.original_max_position_embeddings)
+        writer.add_rope_scaling_yarn_beta_fast(scaling.beta_fast)
+        writer.add_rope_scaling_yarn_beta_slow(scaling.beta_slow)

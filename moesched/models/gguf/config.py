@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from msgspec.structs import replace
 
@@ -13,6 +13,7 @@ from moesched.models.config import ModelConfig
 from moesched.models.config_file import ConfigFile
 from moesched.models.gguf.families import GGUF_FAMILIES, GgufFamily, GgufKeys
 from moesched.models.gguf.parts import GgufParts, gguf_name
+from moesched.models.gguf.rotation import rope_scaling
 from moesched.models.gguf.types import BY_NAME
 from moesched.models.gguf.vocabulary import Vocabulary
 from moesched.models.headers import RESTORE, Found
@@ -21,7 +22,7 @@ from moesched.system.decoding import convert_value
 from moesched.system.near_names import with_nearest
 from moesched.system.plain_text import shown
 
-EMBEDDING, HEAD, ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
+EMBEDDING, HEAD = "token_embd.weight", "output.weight"
 MEAN_NORM_EPSILON = 1e-5
 """Epsilon of norms by mean and variance, in all published models."""
 
@@ -50,10 +51,11 @@ def gguf_config(parts: GgufParts, vocabulary: Vocabulary) -> ModelConfig:
     family, tensors = family_of(parts), {found.name: found for found in parts.shards.tensors}
     if EMBEDDING not in tensors or len(tensors[EMBEDDING].entry.shape) != 2:
         raise BadInput(f"{parts.path} has no {EMBEDDING} of two dimensions: give a file with weights")
-    keys = _keys(parts, tensors)
+    keys = _keys(parts, family)
     values = family.config_json(keys) | {
         "vocab_size": _vocabulary_size(parts, tensors[EMBEDDING], len(vocabulary.tokens), keys.vocab_size),
         "tie_word_embeddings": HEAD not in tensors,
+        "rope_scaling": rope_scaling(parts.path, keys, tensors),
     }
     file = ConfigFile(
         parts.path, values, gguf_name(parts.path), lambda: _dtype(tensors.values()), vocabulary.stop_tokens
@@ -63,7 +65,7 @@ def gguf_config(parts: GgufParts, vocabulary: Vocabulary) -> ModelConfig:
     return config.varied(rotary=rotary, transposed_down=False)
 
 
-def _keys(parts: GgufParts, tensors: Mapping[str, Found]) -> GgufKeys:
+def _keys(parts: GgufParts, family: GgufFamily) -> GgufKeys:
     """The metadata of the architecture, without features that the kernels do not support."""
     prefix = f"{parts.metadata['general.architecture']}."
     values = {
@@ -78,14 +80,11 @@ def _keys(parts: GgufParts, tensors: Mapping[str, Found]) -> GgufKeys:
                 f"{shown(accepted[0])}"
             )
 
-    require("rope.scaling.type", keys.rope__scaling__type, "none")
-    require("rope.dimension_count", keys.rope__dimension_count, keys.head_dim, None)
+    require("expert_gating_func", keys.expert_gating_func, family.score, None)
+    if not family.partial:
+        require("rope.dimension_count", keys.rope__dimension_count, keys.head_dim, None)
     require("attention.value_length", keys.attention__value_length, keys.head_dim, None)
     require("attention.layer_norm_epsilon", keys.attention__layer_norm_epsilon, MEAN_NORM_EPSILON, None)
-    if ROPE_FACTORS in tensors:
-        raise BadInput(
-            f"{parts.path}: {ROPE_FACTORS} scales rotations, which is not supported; use a model without it"
-        )
     return keys
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from moesched.errors import BadInput
@@ -12,6 +13,7 @@ from moesched.models.formats import role_of
 from moesched.models.gguf.config import family_of, gguf_config
 from moesched.models.gguf.families import gguf_tensors, single_expert_tensors
 from moesched.models.gguf.parts import read_parts
+from moesched.models.gguf.rotation import FACTORS
 from moesched.models.gguf.types import BY_NAME, READABLE
 from moesched.models.gguf.vocabulary import read_vocabulary
 from moesched.models.headers import Found
@@ -38,6 +40,7 @@ def gguf_contents(path: Path) -> Contents:
     names = Names(
         with_shapes(config, gguf_tensors(family_of(parts), config)),
         lambda: with_shapes(config, single_expert_tensors(config)),
+        _unused(config),
     )
     return Contents(parts.path, config, parts.shards, names, HEADER, _format_of, vocabulary)
 
@@ -50,6 +53,12 @@ def read_gguf_config(path: Path) -> ModelConfig:
         if (published := contents.names.get(found.name)) is not None:
             formats |= dict.fromkeys((name for name, _ in published.parts), _format_of(found, published))
     return with_formats(contents.config, formats)
+
+
+def _unused(config: ModelConfig) -> re.Pattern[str]:
+    """A pattern for the names of tensors that no kernel reads: factors of rotations, and a prediction layer."""
+    prediction = rf"|blk\.{config.layers}\..*" if config.unused_weights else ""
+    return re.compile(re.escape(FACTORS) + prediction)
 
 
 def _format_of(found: Found, published: Published) -> StoredFormat:

@@ -37,7 +37,7 @@ MAGIC = int.from_bytes(b"GGUF", "little")
 VERSIONS = (2, 3)
 ALIGNMENT = 32
 """Bytes of which offsets of tensors are multiples, unless the metadata say otherwise."""
-UNSIGNED, FLOAT32, TEXT, ARRAY = 4, 6, 8, 9
+UNSIGNED, FLOAT32, FLAG, TEXT, ARRAY = 4, 6, 7, 8, 9
 """Types of values."""
 
 _PIECE = 1 << 20

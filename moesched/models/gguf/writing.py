@@ -11,7 +11,7 @@ import msgspec
 from moesched.models.config import ModelConfig
 from moesched.models.formats import role_of
 from moesched.models.gguf.families import GGUF_FAMILIES, architecture_of, gguf_keys, gguf_tensors
-from moesched.models.gguf.header import ALIGNMENT, FLOAT32, MAGIC, TEXT, UNSIGNED, VERSIONS
+from moesched.models.gguf.header import ALIGNMENT, FLAG, FLOAT32, MAGIC, TEXT, UNSIGNED, VERSIONS
 from moesched.models.gguf.types import TENSOR_TYPES
 from moesched.models.published import with_shapes
 from moesched.models.stored_formats import STORED_FORMATS
@@ -82,6 +82,8 @@ def _text(text: str) -> bytes:
 def _value(value: str | float) -> bytes:
     if isinstance(value, str):
         return struct.pack("<I", TEXT) + _text(value)
+    if isinstance(value, bool):
+        return struct.pack("<I?", FLAG, value)
     return (
         struct.pack("<If", FLOAT32, value)
         if isinstance(value, float)

@@ -1,0 +1,74 @@
+"""Scaled rotations of GGUF files: in the metadata, or as a tensor of factors that Llama 3.1 has."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from moesched.errors import BadInput
+from moesched.models.gguf.families import GgufKeys
+from moesched.models.headers import RESTORE, Found
+from moesched.models.rotary import Linear, LongRope, Yarn
+from moesched.system.input_file import open_input
+from moesched.system.near_names import with_nearest
+from moesched.system.plain_text import shown
+
+FACTORS = "rope_freqs.weight"
+NONE, LINEAR, YARN = "none", str(Linear.__struct_config__.tag), str(Yarn.__struct_config__.tag)
+KINDS = (NONE, LINEAR, YARN)
+"""Values of `rope.scaling.type`."""
+
+
+def rope_scaling(path: Path, keys: GgufKeys, tensors: Mapping[str, Found]) -> dict[str, Any] | None:
+    """The scaling of a rotary embedding, in the keys of config.json; None without one.
+
+    path: the file, for messages.
+
+    Raises:
+        BadInput: its type is unknown, its magnitude is not YaRN's own, or the factors are no vector of float32.
+    """
+    kind = keys.rope__scaling__type
+    if kind not in KINDS:
+        remedy = with_nearest(kind, KINDS, f"use a model with {', '.join(KINDS)}")
+        raise BadInput(f"{path}: rope.scaling.type is {shown(kind)}, which is not supported: {remedy}")
+    if FACTORS in tensors:
+        if kind != NONE:
+            raise BadInput(f"{path}: {FACTORS} and rope.scaling.type {kind} both scale rotations; {RESTORE}")
+        return _by_factors(tensors[FACTORS], (keys.rope__dimension_count or keys.head_dim) // 2)
+    if kind == NONE:
+        return None
+    scaling = {"rope_type": kind, "factor": keys.rope__scaling__factor}
+    if kind == LINEAR:
+        return scaling
+    for name, value in (
+        ("attn_factor", keys.rope__scaling__attn_factor),
+        ("yarn_attn_factor", keys.rope__scaling__yarn_attn_factor),
+        ("yarn_ext_factor", keys.rope__scaling__yarn_ext_factor),
+    ):
+        if value not in (None, 1.0):
+            raise BadInput(
+                f"{path}: rope.scaling.{name} is {shown(value)}, which is not supported; use a model with 1.0"
+            )
+    return scaling | {
+        "original_max_position_embeddings": keys.rope__scaling__original_context_length,
+        "beta_fast": keys.rope__scaling__yarn_beta_fast,
+        "beta_slow": keys.rope__scaling__yarn_beta_slow,
+    }
+
+
+def _by_factors(found: Found, pairs: int) -> dict[str, Any]:
+    """A factor for each pair, at every length of the context."""
+    if found.entry.dtype != "F32" or found.entry.shape != (pairs,):
+        what = f"{list(found.entry.shape)} of type {found.entry.dtype}"
+        raise BadInput(f"{found.file}: {FACTORS} is {what}, and [{pairs}] of type F32 is needed; {RESTORE}")
+    with open_input(found.file, "weights", remedy=RESTORE) as file:
+        file.seek(found.data_start + found.entry.data_offsets[0])
+        factors = struct.unpack(f"<{pairs}f", file.read(found.nbytes))
+    return {
+        "rope_type": str(LongRope.__struct_config__.tag),
+        "factor": 1.0,
+        "long_factor": factors,
+        "short_factor": factors,
+    }
