@@ -36,11 +36,13 @@ class RowByRow(Kernel):
         """Take nothing of what kernels share: this one needs neither threads nor the model."""
 
     def refusal(self, case: Case) -> str:
-        """Many rows, other numbers, other devices, packed or transposed weights."""
+        """Many rows, other numbers, other devices, packed or transposed weights, experts with biases."""
         if case.rows > MOST_ROWS:
             return f"it takes up to {MOST_ROWS} rows"
         if case.dtype != "float32" or case.device != "cpu":
             return "it computes in float32 on a CPU"
+        if case.layer is None or not case.layer.feed_forward.is_usual:
+            return "it runs experts of three matrices"
         return "" if case.formats <= {ROWS} else "it reads matrices in plain rows"
 
     def bind(self, case: Case, weights: Weights, memory: Any) -> Bound:

@@ -34,16 +34,17 @@ class CGOPipe:
         split_kv(plan, self.kv_on_gpu)
         self.streamed, self.buffer = double_buffered(plan)
         self.staging = self._staging(plan)
+        self.waiting: list[Page] = []
+        self.pinned: list[Page] = []
         self.shares: dict[int, tuple[list[Page], ...]] = {}
 
     def _staging(self, plan: Plan) -> Pool | None:
-        """Pinned slots: as many as the buffer has, or as fit, but at least one for each streamed page of a layer."""
+        """Pinned slots: as many as the buffer has, or as fit."""
         if not plan.machine.roles.pinned:
             return None
         pages = [page for layer in self.streamed for page in layer]
         fit = plan.free("pinned") // max(map(plan.slot_bytes, pages), default=1)
-        slots = max(max(map(len, self.streamed)), min(len(self.buffer.slots), fit))
-        return plan.pool("pinned", "staging", slots, pages)
+        return plan.pool("pinned", "staging", max(1, min(len(self.buffer.slots), fit)), pages)
 
     async def prefill(self, step: Step) -> None:
         """Run everything on the accelerator, layer by layer; keys and values go to the host's KV cache (§4)."""
@@ -103,12 +104,32 @@ class CGOPipe:
         return self.shares[j][i % len(step.layers)]
 
     def _pin(self, step: Step, pages: list[Page]) -> None:
-        if pages and self.staging:
-            step.copy_to_pinned(pages, self.staging)
+        """Copy pages to pinned memory; those that find no slot there wait until others were fetched."""
+        if self.staging:
+            self.waiting += pages
+            self._fill(step, self.staging)
+
+    def _fill(self, step: Step, staging: Pool) -> None:
+        """Copy the next pages to the slots of pinned memory whose pages were fetched."""
+        free = len(staging.slots) - len(self.pinned)
+        pages, self.waiting = self.waiting[:free], self.waiting[free:]
+        if pages:
+            self._copy(step, pages, staging)
+            self.pinned += pages
+
+    def _copy(self, step: Step, pages: list[Page], staging: Pool) -> None:
+        step.copy_to_pinned(pages, staging)
 
     def _fetch(self, step: Step, pages: list[Page]) -> None:
-        if pages:
-            step.fetch(pages, self.buffer, source=self.staging)
+        """Fetch pages into the buffer, in the order in which they were pinned, as many at a time as are."""
+        while pages:
+            ready = pages
+            if self.staging:
+                self._fill(step, self.staging)
+                ready = self.pinned[: len(pages)]
+                self.pinned = self.pinned[len(ready) :]
+            step.fetch(ready, self.buffer, source=self.staging)
+            pages = pages[len(ready) :]
 
 
 def shares(pages: list[Page], count: int) -> list[list[Page]]:

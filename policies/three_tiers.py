@@ -48,10 +48,15 @@ class ThreeTiers(CGOPipe):
         return held
 
     def _pin(self, step: Step, pages: list[Page]) -> None:
+        _, staged = self._by_tier(pages) if self.direct else ([], pages)
+        super()._pin(step, staged)
+
+    def _copy(self, step: Step, pages: list[Page], staging: Pool) -> None:
         held, from_disk = self._by_tier(pages)
-        super()._pin(step, from_disk)
-        if held and self.staging and not self.direct:
-            step.copy_to_pinned(held, self.staging, source=self.held)
+        if from_disk:
+            super()._copy(step, from_disk, staging)
+        if held:
+            step.copy_to_pinned(held, staging, source=self.held)
 
     def _fetch(self, step: Step, pages: list[Page]) -> None:
         held, staged = self._by_tier(pages) if self.direct else ([], pages)

@@ -13,10 +13,10 @@ from moesched.devices.torch.device import TorchDevice
 from moesched.models.checkpoint import Checkpoint, open_checkpoint
 from moesched.models.coded_models import coded_as
 from moesched.models.config import ModelConfig
-from moesched.models.layers import FeedForward, GroupedAttention, Layer, Router
+from moesched.models.layers import Activation, FeedForward, GroupedAttention, Layer, Router
 from moesched.models.layout import WeightLayout, weight_layout
 from moesched.models.random_model import write_random_model
-from moesched.models.rotary import Rotary
+from moesched.models.rotary import Rotary, Yarn
 from moesched.plugins import make_policy
 from moesched.seams import LaneKind, Streams
 from streams import FakeStreams
@@ -76,7 +76,7 @@ MINIMAX = MIXTRAL.varied(
 # A dense layer, then layers with a network that every token uses.
 _GLM = MIXTRAL.varied(
     name="glm",
-    experts=7,
+    experts=8,
     top_k=3,
     intermediate=25,
     shared=50,
@@ -84,11 +84,53 @@ _GLM = MIXTRAL.varied(
     window=None,
     biases="qkv",
     rotary=Rotary(width=10),
-    router=Router(score="sigmoid", corrected=True, scale=1.5),
+    router=Router(score="sigmoid", corrected=True, scale=1.5, groups=4, kept_groups=2),
     form="glm4_moe",
 )
 _DENSE = replace(_GLM.typical_layer, feed_forward=FeedForward(shared=70))
 GLM = replace(_GLM, pattern=(_DENSE, *_GLM.pattern, _GLM.typical_layer))
+# Windows in turn, sinks, and experts with biases and a limit, stored as gpt-oss's.
+_SINKS = MIXTRAL.varied(
+    hidden=90,
+    biases="qkvo",
+    sinks=True,
+    rotary=Rotary(scaling=Yarn(factor=4.0, truncate=False, original_max_position_embeddings=16)),
+).typical_layer
+_BIASED = FeedForward(
+    experts=7,
+    top_k=3,
+    intermediate=25,
+    biases=True,
+    alternating=True,
+    transposed_down=True,
+    activation=Activation(alpha=1.7, limit=0.01),
+)
+GPT_OSS = replace(
+    MIXTRAL.varied(name="gpt-oss", hidden=90, form="gpt_oss"),
+    pattern=(
+        replace(_SINKS, feed_forward=_BIASED),
+        replace(_SINKS, feed_forward=_BIASED).varied(window=None),
+    )
+    * 2,
+)
+# Factors on embeddings, scores, residual and logits.
+GRANITE = replace(
+    MIXTRAL.varied(
+        name="granite",
+        layers=4,
+        experts=7,
+        top_k=3,
+        intermediate=25,
+        hidden=90,
+        window=None,
+        scale=0.3,
+        router=Router(scale=0.7),
+        form="granite_moe",
+    ),
+    embedding_factor=3.0,
+    residual_factor=0.7,
+    logits_factor=0.4,
+)
 # Heads as attention kernels of GPUs take them.
 WIDE = MIXTRAL.varied(
     name="wide",

@@ -37,7 +37,7 @@ from moesched.models.checkpoint import open_checkpoint
 from moesched.models.headers import header_copy
 from moesched.models.published import published_config
 from moesched.models.reading import read_config
-from moesched.models.rotary import Rotary, Yarn
+from moesched.models.rotary import LongRope, Rotary, Yarn
 from moesched.models.shapes import SHAPES
 from moesched.models.tensors import tensor_shapes
 from moesched.plugins import make_policy
@@ -56,6 +56,7 @@ from routing_traces import routed, write_megatron, write_npy, write_npz, write_o
 from runs import virtual_run
 from small_models import SMALL, byte_tokenizer
 from stored_checkpoints import published, write, write_sharded
+from stored_mxfp4 import published_gpt_oss
 
 SWEEP = """policy = "all"
 machine = ["t4", "l4"]
@@ -126,6 +127,15 @@ YARN = Rotary(
     theta=1e6,
     width=64,
     scaling=Yarn(factor=4.0, original_max_position_embeddings=32768, mscale=1.0, mscale_all_dim=0.7),
+)
+
+LONGROPE = Rotary(
+    scaling=LongRope(
+        factor=4.0,
+        long_factor=(4.0,) * 64,
+        short_factor=(1.0,) * 64,
+        original_max_position_embeddings=8192,
+    )
 )
 
 
@@ -279,7 +289,10 @@ def _read_results(file: Path) -> None:
 PARSERS: dict[str, Parser] = {
     "config.json": Parser(_config("mixtral-8x7b"), _read_config),
     "config.json of dbrx": Parser(_config("dbrx"), _read_config),
+    "config.json of mixtral-8x7b, LongRoPE": Parser(_config("mixtral-8x7b", rotary=LONGROPE), _read_config),
     "config.json of glm-4.5, YaRN": Parser(_config("glm-4.5", rotary=YARN), _read_config),
+    "config.json of gpt-oss-20b": Parser(_config("gpt-oss-20b"), _read_config),
+    "config.json of granite-3.0-1b-a400m": Parser(_config("granite-3.0-1b-a400m"), _read_config),
     "generation_config.json": Parser(_generation, _read_config),
     "index of shards": Parser(_index, lambda file: open_checkpoint(file.parent)),
     "header of an absent file": Parser(_header_copy, lambda file: open_checkpoint(file.parent, partial=True)),
@@ -287,6 +300,7 @@ PARSERS: dict[str, Parser] = {
         lambda folder: write(folder, published()) / "model.safetensors",
         lambda file: open_checkpoint(file.parent),
     ),
+    "safetensors, codes and scales": Parser(published_gpt_oss, lambda file: open_checkpoint(file.parent)),
     "GGUF, byte pairs": Parser(lambda folder: byte_pairs().write(folder / "m.gguf"), _read_gguf),
     "GGUF, SentencePiece": Parser(lambda folder: mixtral().write(folder / "m.gguf"), _read_gguf),
     "tokenizer.json": Parser(_tokenizer, _read_tokenizer),

@@ -77,7 +77,7 @@ def test_neither_other_rows_nor_row_blocks_show_in_the_bits(
 def test_embeddings_are_unpacked_to_the_bits_of_torch(name: str, native: NativeKernels) -> None:
     embedding, config = coded(name, 40), SMALL.varied(hidden=INPUTS, vocabulary=40)
     embed = kernels_of(config, native).bound("embed", Weights({"embedding": [embedding]}), Memory(3))
-    hidden_TD, _ = embed([7, 39, 0], [0, 1, 2])
+    hidden_TD, _ = embed([7, 39, 0], [0, 1, 2], [])
     assert torch.equal(hidden_TD, embedding.take(torch.tensor([7, 39, 0])).plain(torch.bfloat16))
 
 

@@ -60,7 +60,8 @@ FILES = [
     name for name, parser in PARSERS.items() if parser.refusal is BadInput and name != "results of a sweep"
 ]
 GGUF = {"GGUF, byte pairs", "GGUF, SentencePiece"}
-TEXTS = sorted(set(FILES) - GGUF - {"safetensors", "header of an absent file", "packed trace", "secret key"})
+BINARY = {"safetensors", "safetensors, codes and scales", "header of an absent file", "packed trace"}
+TEXTS = sorted(set(FILES) - GGUF - BINARY - {"secret key"})
 GIT_LFS = b"""version https://git-lfs.github.com/spec/v1
 oid sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32b1258daaa5e2ca24d17e2393
 size 4976698672

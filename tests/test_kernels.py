@@ -295,6 +295,6 @@ def test_list_shows_the_kernels_with_what_they_take_and_why_not(
     [lost] = [entry for entry in entries if entry["name"] == "lost"]
     assert "No module named 'not_installed'" in lost["problem"]
     experts = [entry for entry in entries if entry["operation"] == "expert"]
-    assert [experts[0]["name"], experts[-1]["name"]] == ["row by row", "torch"]
+    assert [experts[0]["name"], experts[-1]["name"]] == ["row by row", "products"]
     assert experts[0]["takes"] == "up to 8 rows of float32 on a CPU"
     assert "cuda" in experts[-1]["devices"]

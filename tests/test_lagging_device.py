@@ -29,11 +29,12 @@ from moesched.devices.runner.micro_batch import MicroBatchState
 from moesched.devices.torch.device import TorchDevice
 from moesched.devices.torch.kv_cache import BlockedKV
 from moesched.models.checkpoint import Checkpoint
+from moesched.models.config import ModelConfig
 from moesched.plugins import make_policy
 from moesched.requests.batch import split_batch
 from moesched.runs.hardware import run
 from moesched.runs.planning import plan_run
-from odd_models import GLM, MIXTRAL, PROMPTS, WIDE, coded, layout_of, stored
+from odd_models import GLM, GPT_OSS, GRANITE, MIXTRAL, PROMPTS, WIDE, coded, layout_of, stored
 from odd_runs import generated, two_batches
 from policies_for_two_memories import STREAM_MOST
 
@@ -165,10 +166,11 @@ def test_coded_weights_are_unpacked_with_the_same_bits_resident_and_streamed(tmp
 
 
 @pytest.mark.parametrize("policy", ["cgopipe", "cpu_ffn"])
-def test_dense_layers_and_networks_of_every_token_have_the_bits_of_the_cpu(
-    policy: str, tmp_path: Path
+@pytest.mark.parametrize("config", [GLM, GPT_OSS, GRANITE])
+def test_layers_with_more_than_usual_have_the_bits_of_the_cpu(
+    config: ModelConfig, policy: str, tmp_path: Path
 ) -> None:
-    checkpoint = stored(GLM, tmp_path)
+    checkpoint = stored(config, tmp_path)
     models, way, gpu = Models(checkpoint, checkpoint), WAYS["whole prompts"], LaggingGpu(seed=1)
     team = on_gpu(models, way, gpu)
     ended = team.run(policy, {}, SHORT)

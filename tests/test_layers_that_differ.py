@@ -22,7 +22,7 @@ from moesched.models.reading import require_runs
 from moesched.models.rotary import Rotary
 from moesched.plugins import make_policy
 from moesched.transports.inproc import InprocTransport
-from odd_models import GLM, OLMOE, PROMPTS, stored
+from odd_models import GLM, GPT_OSS, GRANITE, OLMOE, PROMPTS, stored
 from reference import Reference
 from reference import generate as by_plain_loops
 
@@ -116,9 +116,20 @@ def _stacked(model: Checkpoint, folder: Path) -> object:
 
 
 @pytest.mark.parametrize("use", [_on_mlx, _one_of_two, _stacked])
-def test_what_cannot_run_biases_and_networks_of_every_token_says_so(use: Any, tmp_path: Path) -> None:
-    model = stored(GLM, tmp_path)
-    with pytest.raises(
-        BadInput, match=r"glm has biases of qkv and networks that every token uses, which .* does not"
-    ):
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (GLM, "glm has biases of qkv and networks that every token uses, which .* does not"),
+        (
+            GPT_OSS,
+            "gpt-oss has attention sinks and biases of experts and .* experts with a limit, which .* does not",
+        ),
+        (GRANITE, "granite has a scale of attention and factors of embeddings, .* which .* does not"),
+    ],
+)
+def test_what_cannot_run_such_layers_says_so(
+    use: Any, config: ModelConfig, said: str, tmp_path: Path
+) -> None:
+    model = stored(config, tmp_path)
+    with pytest.raises(BadInput, match=said):
         use(model, tmp_path)

@@ -181,6 +181,10 @@ def test_the_named_shapes_have_the_parameters_that_they_are_known_for() -> None:
         "glm-4.5": pytest.approx(353, abs=0.5),
         "glm-4.5-air": pytest.approx(107, abs=0.5),
         "glm-4.7": pytest.approx(353, abs=0.5),
+        "granite-3.0-1b-a400m": pytest.approx(1.33, abs=0.01),
+        "granite-3.0-3b-a800m": pytest.approx(3.3, abs=0.01),
+        "gpt-oss-20b": pytest.approx(20.9, abs=0.05),
+        "gpt-oss-120b": pytest.approx(116.8, abs=0.05),
     }
 
 

@@ -21,6 +21,8 @@ from benchmarks.shared.random_models import (
     prompts_of,
     qwen,
     random_dbrx,
+    random_gpt_oss,
+    random_granite,
     random_minimax,
     random_olmoe,
     random_qwen,
@@ -69,7 +71,7 @@ SMALL = {"qwen3_moe": small("qwen3-30b-a3b", head_dim=10), "olmoe": small("olmoe
 # ---------------------------------------------------------------- Hugging Face
 
 
-FAMILIES = [random_qwen, random_olmoe, random_dbrx, random_minimax]
+FAMILIES = [random_qwen, random_olmoe, random_dbrx, random_minimax, random_gpt_oss, random_granite]
 
 
 @pytest.mark.parametrize(("seed", "make"), [*zip(range(12), cycle(FAMILIES))])

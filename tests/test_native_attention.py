@@ -73,6 +73,7 @@ def attend(
     window: int | None = None,
     block_size: int = BLOCK,
     order: Sequence[int] | None = None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Native attention; `order` are the places of the blocks."""
     needed = [-(-length // block_size) for length in step.lengths]
@@ -94,11 +95,12 @@ def attend(
         step.v_SKd,
         LayerAddresses(keys_at, values_at, block_size, window),
         SequencesInBlocks(array("q", step.lengths), array("q", places)),
+        sinks_H,
     )
 
 
-def exact(step: Step, window: int | None = None) -> Tensor:
-    """Attention in float64."""
+def exact(step: Step, window: int | None = None, sinks_H: Tensor | None = None) -> Tensor:
+    """Attention in float64; a sink is one more score, whose weight is dropped."""
     group, size = step.q_SHd.shape[1] // step.k_SKd.shape[1], step.q_SHd.shape[2]
     rows = []
     for i, cached in enumerate(step.past):
@@ -108,7 +110,10 @@ def exact(step: Step, window: int | None = None) -> Tensor:
             for halves in zip(cached, new, strict=True)
         )
         scores_HL = torch.einsum("hd,lhd->hl", step.q_SHd[i].double(), keys) / size**0.5
-        rows.append(torch.einsum("hl,lhd->hd", scores_HL.softmax(1), values).flatten())
+        if sinks_H is not None:
+            scores_HL = torch.cat([scores_HL, sinks_H.double()[:, None]], dim=1)
+        weights_HL = scores_HL.softmax(1)[:, : len(keys)]
+        rows.append(torch.einsum("hl,lhd->hd", weights_HL, values).flatten())
     return torch.stack(rows)
 
 
@@ -134,6 +139,18 @@ def test_attention_is_right(
 def test_a_window_hides_earlier_tokens(kernels: NativeKernels, window: int, dtype: torch.dtype) -> None:
     step = random_step([1, 99, 100, 101, 400], 4, 2, 24, dtype)
     assert_right(attend(kernels, step, window), exact(step, window))
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("window", [None, 100])
+def test_a_sink_takes_its_share_of_the_weights(
+    kernels: NativeKernels, window: int | None, dtype: torch.dtype
+) -> None:
+    step = random_step([1, 99, 257, 400], 6, 2, 24, dtype)
+    sinks_H = torch.tensor([-90.0, -1.0, 0.0, 2.0, 5.0, 90.0])
+    found = attend(kernels, step, window, sinks_H=sinks_H)
+    assert_right(found, exact(step, window, sinks_H))
+    assert not found.equal(attend(kernels, step, window))
 
 
 @pytest.mark.parametrize("dtype", TYPES)

@@ -25,6 +25,7 @@ from moesched.routing.profile import RoutingProfile, read_routing_profile
 from moesched.routing.trace import RoutingTrace, write_routing_trace
 from moesched.runs.listeners import Listener
 from moesched.tasks import Task
+from odd_models import GLM, GPT_OSS, stored
 from reference import Reference
 from small_models import SMALL, small_model
 
@@ -95,6 +96,14 @@ def test_neither_policy_nor_batches_change_what_is_recorded(
     found = profile_routing(model, PROMPTS, max_new_tokens=NEW_TOKENS, **how).trace
     assert (found.chosen == trace.chosen).all()
     assert (found.request_tokens == trace.request_tokens).all()
+
+
+def test_layers_without_experts_have_zeros(tmp_path: Path) -> None:
+    trace = profile_routing(stored(GLM, tmp_path).path, PROMPTS[:3], max_new_tokens=NEW_TOKENS).trace
+    assert trace.request_tokens.tolist() == [len(prompt) + NEW_TOKENS - 1 for prompt in PROMPTS[:3]]
+    chosen = trace.chosen.astype(int)
+    assert not chosen[:, 0].any()
+    assert (np.diff(chosen[:, 1:], axis=-1) > 0).all()
 
 
 def test_what_a_request_does_after_its_end_is_not_recorded(
@@ -326,6 +335,10 @@ def test_the_command_prints_a_row_for_each_layer(command: Any, model: Path, tmp_
     found = json.loads(command("sparsity", model, "--prompts", file, "--json").out)
     assert [f"{share:.2%}" for share in found["below"][2]] == rows[2][1].split()
     assert found["thresholds"] == [0.001, 0.01, 0.1, 1.0]
+
+
+def test_experts_without_silu_are_refused(command: Any, tmp_path: Path) -> None:
+    refused(command("sparsity", stored(GPT_OSS, tmp_path).path), "the experts of .* have no SiLU")
 
 
 def test_without_prompts_tokens_are_drawn_by_lot_and_the_seed_says_which(command: Any, model: Path) -> None:

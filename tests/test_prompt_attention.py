@@ -50,18 +50,20 @@ def random_prompts(sequences: int, new: int, length: int, heads: int, kv_heads: 
     return Prompts(some(new, heads) * 2, some(length, kv_heads), some(length, kv_heads))
 
 
-def attend(kernels: NativeKernels, prompts: Prompts, window: int | None = None) -> Tensor:
+def attend(
+    kernels: NativeKernels, prompts: Prompts, window: int | None = None, sinks_H: Tensor | None = None
+) -> Tensor:
     """Native attention: (S, N, H * d)."""
     q_SNHd, keys, values = prompts
     sequences, new, _, _ = q_SNHd.shape
     out_TX = NativeAttention(kernels).attend_prompts(
-        q_SNHd.flatten(0, 1).contiguous(), [(keys, values, new)], window
+        q_SNHd.flatten(0, 1).contiguous(), [(keys, values, new)], window, sinks_H
     )
     return out_TX.view(sequences, new, -1)
 
 
-def exact(prompts: Prompts, window: int | None = None) -> Tensor:
-    """Attention in float64."""
+def exact(prompts: Prompts, window: int | None = None, sinks_H: Tensor | None = None) -> Tensor:
+    """Attention in float64; a sink is one more score, whose weight is dropped."""
     q_SNHd, keys, values = (each.double() for each in prompts)
     group = q_SNHd.shape[2] // keys.shape[2]
     length, new = keys.shape[1], q_SNHd.shape[1]
@@ -70,7 +72,11 @@ def exact(prompts: Prompts, window: int | None = None) -> Tensor:
     )
     distance = torch.arange(length - new, length)[:, None] - torch.arange(length)
     seen = (distance >= 0) & (distance < (window or length))
-    weights_SHNL = scores_SHNL.masked_fill(~seen, -torch.inf).softmax(-1)
+    scores_SHNL.masked_fill_(~seen, -torch.inf)
+    if sinks_H is not None:
+        sinks = sinks_H.double().view(1, -1, 1, 1).expand(*scores_SHNL.shape[:3], 1)
+        scores_SHNL = torch.cat([scores_SHNL, sinks], dim=-1)
+    weights_SHNL = scores_SHNL.softmax(-1)[..., :length]
     return torch.einsum("shnl,slhd->snhd", weights_SHNL, values.repeat_interleave(group, 2)).flatten(2)
 
 
@@ -106,6 +112,16 @@ def test_attention_of_prompts_is_right(
 def test_a_window_hides_earlier_tokens(kernels: NativeKernels, window: int) -> None:
     prompts = random_prompts(2, 200, 300, 4, 2, 64)
     assert_right(attend(kernels, prompts, window), exact(prompts, window))
+
+
+@needs_the_set
+@pytest.mark.parametrize("window", [None, 16])
+def test_a_sink_takes_its_share_of_the_weights(kernels: NativeKernels, window: int | None) -> None:
+    prompts = random_prompts(2, 40, 70, 4, 2, 64)
+    sinks_H = torch.tensor([-90.0, -1.0, 2.0, 90.0])
+    found = attend(kernels, prompts, window, sinks_H)
+    assert_right(found, exact(prompts, window, sinks_H))
+    assert not found.equal(attend(kernels, prompts, window))
 
 
 @needs_the_set

@@ -104,7 +104,7 @@ def captured(kernels: Binder, memory: Memory) -> torch.Tensor:
     """The hidden states after a layer of a step of as many tokens as the memory has rows."""
     weights, tokens = weights_of(PLAIN), range(memory.rows)
     embedding = Weights({"embedding": [random(PLAIN.vocabulary, PLAIN.hidden, seed=1)]})
-    hidden_TD, angles = kernels.bound("embed", embedding, memory)(tokens, tokens)
+    hidden_TD, angles = kernels.bound("embed", embedding, memory)(tokens, tokens, [])
     queries, *_ = kernels.bound("attention_inputs", weights, memory)(hidden_TD, angles)
     layer = kernels.fused("moe_layer", weights, memory)
     assert layer is not None, "a native kernel takes it"

@@ -110,7 +110,9 @@ def test_linear_attention_keeps_as_much_of_a_long_prompt_as_of_a_short_one() -> 
 
 @given(st.lists(st.integers(1, 5000), min_size=1, max_size=5))
 def test_a_window_bounds_what_a_layer_keeps_and_reads(lengths: list[int]) -> None:
-    near, far = Operations(SHAPES["gpt-oss-20b"], "bfloat16").by_layer[:2]
+    config = SHAPES["gpt-oss-20b"]
+    rolling = replace(config, pattern=(config.layer(0).varied(rolling=True), config.layer(1)))
+    near, far = Operations(rolling, "bfloat16").by_layer
     assert near.held_bytes(lengths) == far.held_bytes([min(length, 128) for length in lengths])
     assert near.attention_step(lengths).nbytes <= far.attention_step(lengths).nbytes
     if max(lengths) <= 128:

@@ -161,6 +161,19 @@ def test_cgopipe_stages_its_pages_only_where_page_locked_memory_is_limited() -> 
     assert lanes["staged"] - lanes["t4"] == {"host->pinned"}
 
 
+@pytest.mark.parametrize("policy", ["cgopipe", "three_tiers"])
+@pytest.mark.parametrize("slots", [1, 2])
+def test_pages_pass_through_fewer_pinned_slots_than_a_layer_has_pages(policy: str, slots: int) -> None:
+    chosen: Any = make_policy(policy)
+    case = Case(name="few slots", machine=NVME, layers=4, weights=0.7)
+    largest = max(page.nbytes for page in case.layout().pages)
+    beside = NUMBER_RING_BYTES + RING_SLOTS * largest + 8192  # the last: activations
+    plan = replace(case, machine=staged(NVME, slots * largest + beside)).plan(chosen)
+    ended = run_on_symbols(chosen, plan)
+    assert len(chosen.staging.slots) == slots < max(map(len, chosen.streamed))
+    assert ended.tokens == ended.expected
+
+
 @pytest.mark.parametrize("machine", [NVME, staged(NVME, "8GB")], ids=["page-locked", "staged"])
 def test_three_tiers_read_the_disk_only_for_what_the_host_does_not_hold(machine: Machine) -> None:
     policy: Any = make_policy("three_tiers")

@@ -21,7 +21,8 @@ from benchmarks.shared.random_models import hugging_face_logits
 from benchmarks.shared.small_runs import ONE_MEMORY, TWO_MEMORIES, generate, same_bits
 from coded_checkpoints import decoded, decoded_model, random_blocks
 from moesched.devices.kernels.check import check_kernel
-from moesched.devices.kernels.coded_rows import CodedExpert, CodedProduct
+from moesched.devices.kernels.coded_rows import CodedProduct
+from moesched.devices.kernels.expert_of_products import ExpertOfProducts
 from moesched.devices.kernels.functions import norm
 from moesched.devices.kernels.samples import coded_block
 from moesched.devices.products.coded_linear import coded_linear
@@ -122,7 +123,7 @@ def test_a_product_is_that_of_the_unpacked_weights(name: str) -> None:
     assert (coded_linear(x_TD, block) - exact_TN).abs().max() < 1e-6 * exact_TN.abs().max()
 
 
-@pytest.mark.parametrize("kernel", [CodedProduct, CodedExpert])
+@pytest.mark.parametrize("kernel", [CodedProduct, ExpertOfProducts])
 def test_kernels_of_coded_matrices_keep_their_promises(kernel: type) -> None:
     assert check_kernel(kernel, numbers=(1, 5, 33)) > 0
 

@@ -42,6 +42,8 @@ from benchmarks.shared.random_models import (
     prompts_of,
     random_dbrx,
     random_glm,
+    random_gpt_oss,
+    random_granite,
     random_minimax,
     random_mixtral,
     random_olmoe,
@@ -73,6 +75,8 @@ MAKERS: dict[str, Callable[[int], Any]] = {
     "olmoes": random_olmoe,
     "minimaxes": random_minimax,
     "glms": random_glm,
+    "gpt-oss": random_gpt_oss,
+    "granites": random_granite,
 }
 
 
@@ -275,7 +279,7 @@ def compare_beams(directories: Sequence[Path]) -> dict[str, Any]:
         directory
         for directory in directories
         if int(directory.name.split("-")[1]) < BEAM_MODELS
-        and open_checkpoint(directory).config.attention.window != 1
+        and all(layer.grouped.window != 1 for layer in open_checkpoint(directory).config.kinds)
     ]
     searches, others, largest = 0, [], 0.0
     for number, directory in enumerate(track(chosen, "beam search")):

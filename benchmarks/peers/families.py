@@ -28,7 +28,7 @@ from moesched.models.random_model import write_random_model
 from moesched.models.shapes import SHAPES
 from moesched.system.cache import cache_folder
 
-EXPERTS = {"minimax-m2": 48, "glm-4.5-air": 64}
+EXPERTS = {"minimax-m2": 48, "glm-4.5-air": 64, "gpt-oss-20b": 32}
 """Experts of a layer, by model."""
 LAYERS, VOCABULARY = 2, 32_768
 CASES = (Case(1, 128, 17), Case(4, 128, 9), Case(16, 128, 9))
@@ -83,7 +83,7 @@ def claims(result: Result) -> Iterator[Claim]:
         for case in CASES:
             if found := cases.get(case.name):
                 words = f"two layers of {name}, {case.name}: decode"
-                over = found["ratios"]["decode"][HUGGING_FACE.name]["median"]
+                over = found["ratios"]["decode"].get(HUGGING_FACE.name, {}).get("median", 0.0)
                 yield at_least(f"{words} over {HUGGING_FACE.name}", over, DECODE_BAR, "{:.2f}")
                 if case.batch == 1:
                     share = best(found["decode"], OURS.name)["fraction_of_limit"]

@@ -27,9 +27,11 @@ def load() -> tuple[Answer, Message]:
     """The model; a request changes the setting for experts in place."""
     logging.disable_progress_bar()
     torch.set_num_threads(usable_cores())
-    model = AutoModelForCausalLM.from_pretrained(
-        sys.argv[1], dtype=torch.bfloat16, attn_implementation="sdpa", **offloading()
-    ).eval()
+    model = (
+        AutoModelForCausalLM.from_pretrained(  # with torch's attention, where the family's code can use it
+            sys.argv[1], dtype=torch.bfloat16, **offloading()
+        ).eval()
+    )
 
     @torch.inference_mode()
     def generate(request: Message) -> Message:

@@ -14,6 +14,10 @@ from transformers import (
     DbrxForCausalLM,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
+    GraniteMoeConfig,
+    GraniteMoeForCausalLM,
     MiniMaxM2Config,
     MiniMaxM2ForCausalLM,
     MixtralConfig,
@@ -120,6 +124,8 @@ def glm(**changes: Any) -> Glm4MoeForCausalLM:
         "moe_intermediate_size": 24,
         "head_dim": 8,
         "n_routed_experts": 12,
+        "n_group": 4,
+        "topk_group": 2,
         "num_experts_per_tok": 3,
         "attention_bias": True,
         "use_qk_norm": True,
@@ -235,10 +241,93 @@ def random_minimax(seed: int) -> MiniMaxM2ForCausalLM:
     )
 
 
+def gpt_oss(**changes: Any) -> GptOssForCausalLM:
+    """A small random gpt-oss whose sinks, biases and limits matter."""
+    settings = {
+        **COMMON,
+        "intermediate_size": 24,
+        "head_dim": 8,
+        "num_local_experts": 6,
+        "sliding_window": 7,
+        "swiglu_limit": 0.5,
+        "rope_parameters": SCALINGS[-1] | {"truncate": False},
+        **changes,
+    }
+    model = GptOssForCausalLM(GptOssConfig(**settings))
+    with torch.no_grad():
+        for name, weights in model.named_parameters():
+            if name.endswith(("bias", "sinks")):
+                weights.normal_(std=0.5)
+    return ready(with_norms(model))
+
+
+def random_gpt_oss(seed: int) -> GptOssForCausalLM:
+    """Odd and even head counts and sizes, 2 to 40 experts, top-1 to top-8, windows in turn or not, short and long."""
+    chosen, kv_heads, heads = _heads(seed)
+    experts, layers = chosen.choice([2, 7, 16, 40]), chosen.randint(2, 4)
+    torch.manual_seed(seed)
+    kinds = ["sliding_attention", "full_attention"]
+    return gpt_oss(
+        hidden_size=chosen.randint(9, 70),
+        num_hidden_layers=layers,
+        head_dim=2 * chosen.randint(2, 10),
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        intermediate_size=chosen.randint(5, 90),
+        num_local_experts=experts,
+        num_experts_per_tok=chosen.randint(1, min(8, experts)),
+        sliding_window=chosen.choice([1, 5, 64]),
+        swiglu_limit=chosen.choice([0.3, 7.0]),
+        attention_bias=chosen.random() < 0.7,
+        layer_types=None if chosen.random() < 0.5 else chosen.choices(kinds, k=layers),
+        **({"rope_parameters": rope} if (rope := _rope(chosen)) else {}),
+    )
+
+
+def granite(**changes: Any) -> GraniteMoeForCausalLM:
+    """A small random Granite-MoE whose factors and norms differ."""
+    settings = {
+        **COMMON,
+        "intermediate_size": 24,
+        "num_local_experts": 6,
+        "embedding_multiplier": 3.0,
+        "attention_multiplier": 0.2,
+        "residual_multiplier": 0.7,
+        "logits_scaling": 2.5,
+        **changes,
+    }
+    model: GraniteMoeForCausalLM = ready(with_norms(GraniteMoeForCausalLM(GraniteMoeConfig(**settings))))
+    return model
+
+
+def random_granite(seed: int) -> GraniteMoeForCausalLM:
+    """Odd and even head counts and sizes, 2 to 40 experts, top-1 to top-8, all factors, tied embeddings or not."""
+    chosen, kv_heads, heads = _heads(seed)
+    experts = chosen.choice([2, 7, 16, 40])
+    torch.manual_seed(seed)
+    return granite(
+        hidden_size=heads * 2 * chosen.randint(2, 8),
+        num_hidden_layers=chosen.randint(2, 4),
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        intermediate_size=chosen.randint(5, 90),
+        num_local_experts=experts,
+        num_experts_per_tok=chosen.randint(1, min(8, experts)),
+        embedding_multiplier=chosen.uniform(0.5, 12.0),
+        attention_multiplier=chosen.uniform(0.02, 0.2),
+        residual_multiplier=chosen.uniform(0.2, 1.5),
+        logits_scaling=chosen.uniform(0.5, 6.0),
+        tie_word_embeddings=chosen.random() < 0.5,
+        rope_parameters=_rope(chosen),
+    )
+
+
 def random_glm(seed: int) -> Glm4MoeForCausalLM:
-    """Odd and even head counts and sizes, 3 to 40 experts, top-1 to top-8, dense layers or none, shared experts."""
+    """Odd and even head counts and sizes, 3 to 40 experts, top-1 to top-8, groups, dense layers, shared experts."""
     chosen, kv_heads, heads = _heads(seed)
     experts, layers = chosen.choice([3, 7, 16, 40]), chosen.randint(2, 4)
+    groups = chosen.choice([each for each in (1, 1, 4, 8) if experts % each == 0])
+    kept = chosen.randint(1, groups)
     torch.manual_seed(seed)
     return glm(
         hidden_size=chosen.randint(9, 70),
@@ -251,7 +340,9 @@ def random_glm(seed: int) -> Glm4MoeForCausalLM:
         moe_intermediate_size=chosen.randint(5, 60),
         n_shared_experts=chosen.randint(1, 2),
         n_routed_experts=experts,
-        num_experts_per_tok=chosen.randint(1, min(8, experts)),
+        n_group=groups,
+        topk_group=kept,
+        num_experts_per_tok=chosen.randint(1, min(8, experts // groups * kept)),
         norm_topk_prob=chosen.random() < 0.7,
         routed_scaling_factor=chosen.choice([1.0, 2.5]),
         attention_bias=chosen.random() < 0.6,

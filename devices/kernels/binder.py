@@ -23,6 +23,8 @@ class Binder:
     Attributes:
         table: the kernels.
         dtype: dtype of weights and hidden states.
+        beside_attention: small tensors that attention reads, by layer and device. They are always there, so that
+            attention needs no page.
     """
 
     def __init__(self, table: KernelTable, config: ModelConfig, dtype: str, device: str) -> None:
@@ -30,6 +32,7 @@ class Binder:
         self._config = config
         self.dtype = dtype
         self._device = device
+        self.beside_attention: dict[tuple[int, str], Weights] = {}
 
     def bound(self, operation: str, weights: KernelWeights[Any], memory: Memory) -> Bound:
         """The kernel for an operation on the accelerator, bound to weights, for the memory's number of rows."""
@@ -63,13 +66,15 @@ class Binder:
             Case(
                 "attention", memory.rows, frozenset(), self.dtype, device, self._config.layer(layer), decodes
             ),
+            self.beside_attention.get((layer, device)),
         )
 
     def prompt_attention(self, layer: int, rows: int) -> Bound:
         """The bound kernel for attention over views of keys and values, on the accelerator."""
         described = self._config.layer(layer)
         return self.table.bind(
-            Case("prompt_attention", rows, frozenset(), self.dtype, self._device, described)
+            Case("prompt_attention", rows, frozenset(), self.dtype, self._device, described),
+            self.beside_attention.get((layer, self._device)),
         )
 
     def expert(
@@ -101,9 +106,9 @@ class Binder:
         formats = weights.formats(OPERATIONS[operation])
         return Case(operation, rows, formats, self.dtype, self._device, weights.layer)
 
-    def _bind_for(self, memory: Memory, key: Hashable, case: Case) -> Bound:
-        """Bind a kernel that has no weights, and keep it."""
-        bound = self.table.bind(case, None, memory)
+    def _bind_for(self, memory: Memory, key: Hashable, case: Case, weights: Weights | None = None) -> Bound:
+        """Bind a kernel that reads no page, and keep it."""
+        bound = self.table.bind(case, weights, memory)
         memory.keep(key, bound)
         return bound
 

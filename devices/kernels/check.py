@@ -8,11 +8,12 @@ from functools import partial
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 
 from moesched import plugins
 from moesched.errors import KernelFailed
 from moesched.models.config import ModelConfig
-from moesched.models.layers import FeedForward, GroupedAttention, Layer, Router
+from moesched.models.layers import Activation, FeedForward, GroupedAttention, Layer, Router
 from moesched.models.rotary import Rotary
 from moesched.models.stored_formats import CODED, STORED_FORMATS, StoredFormat
 
@@ -28,6 +29,7 @@ from .samples import Cut, Sample
 from .seam import OPERATIONS, Case, Kernel
 from .table import KernelTable
 from .torch_kernels import fill, guarded
+from .torch_rows import TorchKernel
 
 ROWS = (1, 2, 3, 5, 16, 33, 130)
 """Numbers of rows that are tried."""
@@ -82,10 +84,13 @@ def check_kernel(
 def _configs() -> Iterator[ModelConfig]:
     """Small models: a plain one; norms of heads, clipping and weights that do not sum to one; one expert; wide rows.
 
-    The third rotates a part of each head. The last has biases, rotates neighbours, and its router is corrected.
+    The third rotates a part of each head. The fourth has biases, rotates neighbours, and its router is corrected and
+    chooses from groups. The last has biases everywhere, gate and up in turn, and a limit.
     """
     attention = GroupedAttention(heads=4, kv_heads=2, head_dim=24)
     network = FeedForward(experts=6, top_k=2, intermediate=72)
+    limited = Activation(alpha=1.7, limit=0.1)
+    biased = replace(network, biases=True, alternating=True, activation=limited)
     plain = ModelConfig(
         name="plain",
         pattern=(Layer(attention=attention, feed_forward=network),),
@@ -105,9 +110,10 @@ def _configs() -> Iterator[ModelConfig]:
         intermediate=256,
         head_dim=64,
         rotary=Rotary(interleaved=True),
-        router=Router(score="sigmoid", corrected=True, scale=1.5),
+        router=Router(score="sigmoid", corrected=True, scale=1.5, groups=3, kept_groups=2),
         biases="qkv",
     )
+    yield replace(plain, pattern=(Layer(attention=replace(attention, biases="qkvo"), feed_forward=biased),))
 
 
 def cpu_resources(config: ModelConfig, dtype: torch.dtype, threads: NativeKernels | None) -> Resources:
@@ -190,11 +196,13 @@ def _require_close(title: str, got: Tensor, resources: Resources, sample: Sample
     Raises:
         AssertionError: it is larger than `WORSE` allows.
     """
-    [torchs] = [
-        row for row in resources.table.rows if row.operation == case.operation and row.name == "torch"
-    ]
     weights = sample.plain(resources.dtype)
-    plain = _case(torchs, resources, weights, case.rows)
+    plain = case._replace(formats=weights.formats(OPERATIONS[case.operation]))
+    torchs = next(
+        row
+        for row in resources.table.rows
+        if row.operation == case.operation and isinstance(row, TorchKernel) and not row.refusal(plain)
+    )
     theirs = sample.run(torchs.bind(plain, weights, Memory(case.rows)), range(case.rows))
     error, allowed = ((each - sample.exact).square().mean().item() for each in (got, theirs))
     assert error <= WORSE * allowed + LEAST_ERROR, (

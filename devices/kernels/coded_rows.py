@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 
 from ..products.coded_linear import coded_linear, unpacked_linear
 from ..products.linear import linear
@@ -64,29 +63,13 @@ def _product(multiply: Callable[[Tensor, Coded], Tensor], blocks: Sequence[Block
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
 
-class CodedExpert(CodedKernel):
-    """One expert as three products."""
-
-    operation = "expert"
-    made_of = ("product",)
-
-    def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
-        """Bind one expert: (x_nD, y_nD) -> None."""
-        gate, up, down = (self._product(case, weights.matrix(name)) for name in ("gate", "up", "down"))
-        return partial(_apply_expert, gate, up, down)
-
-
-def _apply_expert(gate: Bound, up: Bound, down: Bound, x_nD: Tensor, y_nD: Tensor) -> None:
-    y_nD.copy_(down(F.silu(gate(x_nD), inplace=True).mul_(up(x_nD))))
-
-
 class CodedEmbed(CodedKernel, TorchEmbed):
     """Embeddings, rounded to the dtype of the computation, and angles."""
 
     operation = "embed"
 
     def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
-        """Bind the lookup of embeddings: (ids, positions) -> hidden_TD, angles."""
+        """Bind the lookup of embeddings: (ids, positions, steps) -> hidden_TD, angles."""
         return self._bound(partial(_embed, weights["embedding"][0], self._resources.dtype))
 
 
@@ -94,4 +77,4 @@ def _embed(embedding: Coded, dtype: torch.dtype, tokens_T: Tensor) -> Tensor:
     return embedding.take(tokens_T).plain(dtype)
 
 
-CODED_ROWS = (CodedEmbed, CodedExpert, CodedProduct, UnpackedProduct)
+CODED_ROWS = (CodedEmbed, CodedProduct, UnpackedProduct)

@@ -12,7 +12,8 @@ accuracy (norms, rotation, softmax, routing, the sum over experts) are computed 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -21,10 +22,11 @@ import torch.nn.functional as F
 
 from moesched.models.config import ModelConfig, NormKind
 from moesched.models.footprint import QUERY_TILE
-from moesched.models.layers import FeedForward, GroupedAttention
+from moesched.models.layers import Activation, FeedForward, GroupedAttention, Router
 
 from ..products.linear import Blocks, Tensor, linear
 from .fused_attention import queries_in_a_piece
+from .sinks import attend_with_sinks
 
 
 class KVView(NamedTuple):
@@ -182,13 +184,21 @@ def _normalise_heads(
 
 
 def attention(
-    q_THd: Tensor, views: Sequence[KVView], window: int | None = None, *, fused: bool = True
+    q_THd: Tensor,
+    views: Sequence[KVView],
+    window: int | None = None,
+    *,
+    fused: bool = True,
+    sinks_H: Tensor | None = None,
+    scale: float | None = None,
 ) -> Tensor:
     """Causal attention of each sequence over its own cache: (T, H * d).
 
     q_THd: the new tokens of the first view's sequences, one after the other, then those of the second view's.
     window: number of tokens that a query sees, itself included; None for itself and all earlier tokens.
     fused: whether torch has a kernel for this that stores no scores; otherwise few queries are computed at a time.
+    sinks_H: a score of each head that no token has; None for none.
+    scale: as in `GroupedAttention`.
 
     The last bits of float32 depend on strides, on the alignment of queries and keys to cache lines, and on the number
     of cores: keep these the same to get the same bits.
@@ -199,7 +209,9 @@ def attention(
         stop = start + keys_SLKd.shape[0] * queries
         many = partial(_attend_many_queries, fused=fused)
         attend = _attend_one_query if queries == 1 else many
-        parts.append(attend(q_THd[start:stop], keys_SLKd, values_SLKd, window))
+        if sinks_H is not None:
+            attend = partial(attend_with_sinks, sinks_H)
+        parts.append(attend(q_THd[start:stop], keys_SLKd, values_SLKd, window, scale))
         start = stop
     return beside(parts)
 
@@ -213,28 +225,44 @@ def beside(parts: list[Tensor]) -> Tensor:
     return rows_TX
 
 
-def _attend_one_query(q_SHd: Tensor, keys_SLKd: Tensor, values_SLKd: Tensor, window: int | None) -> Tensor:
+def _attend_one_query(
+    q_SHd: Tensor, keys_SLKd: Tensor, values_SLKd: Tensor, window: int | None, scale: float | None
+) -> Tensor:
     # Heads that share keys act as queries of one head: no key is read twice, and no mask is needed.
     if window is not None:
         keys_SLKd, values_SLKd = keys_SLKd[:, -window:], values_SLKd[:, -window:]
     sequences, _, kv_heads, head_dim = keys_SLKd.shape
     q_SKGd = q_SHd.view(sequences, kv_heads, -1, head_dim)
-    out = F.scaled_dot_product_attention(q_SKGd, keys_SLKd.transpose(1, 2), values_SLKd.transpose(1, 2))
+    out = F.scaled_dot_product_attention(
+        q_SKGd, keys_SLKd.transpose(1, 2), values_SLKd.transpose(1, 2), scale=scale
+    )
     return out.reshape(sequences, -1)
 
 
 def _attend_many_queries(
-    q_THd: Tensor, keys_SLKd: Tensor, values_SLKd: Tensor, window: int | None, *, fused: bool
+    q_THd: Tensor,
+    keys_SLKd: Tensor,
+    values_SLKd: Tensor,
+    window: int | None,
+    scale: float | None,
+    *,
+    fused: bool,
 ) -> Tensor:
     queries = q_THd.chunk(keys_SLKd.shape[0])
     parts = [
-        _attend_sequence(*one, window, fused) for one in zip(queries, keys_SLKd, values_SLKd, strict=True)
+        _attend_sequence(*one, window, scale, fused)
+        for one in zip(queries, keys_SLKd, values_SLKd, strict=True)
     ]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _attend_sequence(
-    q_THd: Tensor, keys_LKd: Tensor, values_LKd: Tensor, window: int | None, fused: bool
+    q_THd: Tensor,
+    keys_LKd: Tensor,
+    values_LKd: Tensor,
+    window: int | None,
+    scale: float | None,
+    fused: bool,
 ) -> Tensor:
     tokens, heads, head_dim = q_THd.shape
     length, kv_heads, _ = keys_LKd.shape
@@ -245,16 +273,21 @@ def _attend_sequence(
     if not fused:
         tile = queries_in_a_piece(shared, length)
         each = zip(q_KGTd.split(1), keys.split(1), values.split(1), strict=True)
-        out_KGTd = torch.cat([_attend_tiles(*one, window, tile) for one in each])
+        out_KGTd = torch.cat([_attend_tiles(*one, window, scale, tile) for one in each])
     elif tokens == length and (window is None or window >= length):
-        out_KGTd = F.scaled_dot_product_attention(q_KGTd, keys, values, is_causal=True)
+        out_KGTd = F.scaled_dot_product_attention(q_KGTd, keys, values, is_causal=True, scale=scale)
     else:
-        out_KGTd = _attend_tiles(q_KGTd, keys, values, window)
+        out_KGTd = _attend_tiles(q_KGTd, keys, values, window, scale)
     return out_KGTd.permute(2, 0, 1, 3).reshape(tokens, -1)
 
 
 def _attend_tiles(
-    q_KGTd: Tensor, keys_KGLd: Tensor, values_KGLd: Tensor, window: int | None, tile: int = QUERY_TILE
+    q_KGTd: Tensor,
+    keys_KGLd: Tensor,
+    values_KGLd: Tensor,
+    window: int | None,
+    scale: float | None,
+    tile: int = QUERY_TILE,
 ) -> Tensor:
     tokens, length = q_KGTd.shape[2], keys_KGLd.shape[2]
     past = length - tokens
@@ -265,7 +298,7 @@ def _attend_tiles(
         mask = _mask(past + start, past + stop, first, window, q_KGTd.device)
         seen = slice(first, past + stop)
         q, keys, values = q_KGTd[:, :, start:stop], keys_KGLd[:, :, seen], values_KGLd[:, :, seen]
-        tiles.append(F.scaled_dot_product_attention(q, keys, values, attn_mask=mask))
+        tiles.append(F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=scale))
     return torch.cat(tiles, dim=2)
 
 
@@ -277,17 +310,41 @@ def _mask(start: int, stop: int, first_key: int, window: int | None, device: tor
     return seen if window is None else seen & (key > query - window)
 
 
-def output_projection(attention_TX: Tensor, o: Blocks, residual_TD: Tensor) -> Tensor:
-    """The attention's output projected to the hidden size, plus the residual: (T, D)."""
-    return residual_TD + linear(attention_TX, o)
+def output_projection(
+    attention_TX: Tensor, o: Blocks, residual_TD: Tensor, bias: Blocks | None = None, factor: float = 1.0
+) -> Tensor:
+    """The attention's output projected to the hidden size, times a factor, plus the residual: (T, D)."""
+    return plus(residual_TD, with_bias(partial(linear, blocks=o), bias)(attention_TX), factor)
+
+
+def plus(residual_TD: Tensor, x_TD: Tensor, factor: float) -> Tensor:
+    """The residual plus x times a factor."""
+    return residual_TD + (x_TD if factor == 1 else x_TD * factor)
+
+
+def with_bias(product: Callable[[Tensor], Tensor], bias: Blocks | None) -> Callable[[Tensor], Tensor]:
+    """A product whose results a bias is added to, if there is one."""
+    return product if bias is None else partial(_add_bias, product, torch.cat([*bias]))
+
+
+def _add_bias(product: Callable[[Tensor], Tensor], bias_N: Tensor, x_TD: Tensor) -> Tensor:
+    y_TN = product(x_TD)
+    return y_TN + bias_N.to(y_TN.dtype)
 
 
 # ---------------------------------------------------------------- experts
 
 
-def router_logits(x_TD: Tensor, router: Blocks) -> Tensor:
+def router_logits(x_TD: Tensor, router: Blocks, bias_E: Tensor | None = None) -> Tensor:
     """The router's logits (T, E), float32."""
-    return linear(x_TD.float(), [block.float() for block in router])
+    logits_TE = linear(x_TD.float(), [block.float() for block in router])
+    return logits_TE if bias_E is None else logits_TE + bias_E.float()
+
+
+def router_biases(weights: Mapping[str, Blocks], network: FeedForward) -> tuple[Tensor | None, Tensor | None]:
+    """What the router adds to its logits, and what the choice adds to the scores, both (E); None for nothing."""
+    bias_E = weights["router_bias"][0] if "router_bias" in weights else None
+    return (None, bias_E) if network.router.corrected else (bias_E, None)
 
 
 def scores(logits_TE: Tensor) -> Tensor:
@@ -298,8 +355,12 @@ def scores(logits_TE: Tensor) -> Tensor:
 def route(
     x_TD: Tensor, router: Blocks, network: FeedForward, bias_E: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The experts of each token and their weights, as `choose_experts` gives them; x is the router's input."""
-    return choose_experts(router_logits(x_TD, router), network, bias_E)
+    """The experts of each token and their weights, as `choose_experts` gives them; x is the router's input.
+
+    bias_E: of the router: a correction, or added to the logits.
+    """
+    added_E, correction_E = (None, bias_E) if network.router.corrected else (bias_E, None)
+    return choose_experts(router_logits(x_TD, router, added_E), network, correction_E)
 
 
 def choose_experts(
@@ -311,15 +372,38 @@ def choose_experts(
     """
     router = network.router
     scores_TE = logits_TE if router.score == "softmax" else logits_TE.sigmoid()
-    choice_TE = scores_TE if bias_E is None else scores_TE + bias_E
+    choice_TE = within_groups(scores_TE if bias_E is None else scores_TE + bias_E, router)
     experts_Tk = choice_TE.topk(network.top_k, dim=-1).indices.sort(dim=-1).values
     chosen_Tk = scores_TE.gather(-1, experts_Tk)
     if router.score == "sigmoid":
         weights_Tk = chosen_Tk / chosen_Tk.sum(-1, keepdim=True) if router.normalised else chosen_Tk
         return experts_Tk, weights_Tk * router.scale
     if router.normalised:  # equals the chosen of a softmax over all, divided by their sum
-        return experts_Tk, chosen_Tk.softmax(dim=-1)
-    return experts_Tk, (chosen_Tk - logits_TE.logsumexp(dim=-1, keepdim=True)).exp()
+        weights_Tk = chosen_Tk.softmax(dim=-1)
+    else:
+        weights_Tk = (chosen_Tk - logits_TE.logsumexp(dim=-1, keepdim=True)).exp()
+    return experts_Tk, weights_Tk if router.scale == 1 else weights_Tk * router.scale
+
+
+def within_groups(choice_TE: Tensor, router: Router) -> Tensor:
+    """The scores of the choice, with minus infinity for experts of groups that are not kept."""
+    if router.kept_groups == router.groups:
+        return choice_TE
+    choice_TGe = choice_TE.unflatten(-1, (router.groups, -1))
+    scores_TG = choice_TGe.topk(2, dim=-1).values.sum(-1)
+    kept_Tk = scores_TG.topk(router.kept_groups, dim=-1).indices
+    left_out_TG = torch.ones_like(scores_TG, dtype=torch.bool).scatter_(-1, kept_Tk, False)
+    kept_TGe: Tensor = choice_TGe.masked_fill(left_out_TG.unsqueeze(-1), -math.inf)
+    return kept_TGe.view_as(choice_TE)
+
+
+def activated(gate_nI: Tensor, up_nI: Tensor, activation: Activation) -> Tensor:
+    """The numbers between the matrices of an expert, (n, I); the gate's memory may be used for them."""
+    limit = activation.limit
+    if limit is None:
+        return F.silu(gate_nI, inplace=True).mul_(up_nI)
+    gate, up = gate_nI.float().clamp(max=limit), up_nI.float().clamp(-limit, limit)
+    return (gate * torch.sigmoid(activation.alpha * gate) * (up + 1)).to(gate_nI.dtype)
 
 
 def sorted_by_expert(experts_Tk: Tensor) -> Order:

@@ -15,6 +15,8 @@ from .seam import Bound, Operation
 T = TypeVar("T")
 
 EXPERT_PARTS = ("gate", "up", "down")
+PARTS_OF_SOME = ("gate_up", "gate_bias", "up_bias", "gate_up_bias", "down_bias")
+"""Of the experts of some models; gate_up takes the place of gate and up."""
 
 _numbers = count()
 

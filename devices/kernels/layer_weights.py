@@ -13,7 +13,7 @@ import torch
 from moesched.models.layers import Layer
 
 from ..shared.coded import Block, Coded, rows_of
-from .kernel_weights import EXPERT_PARTS, KernelWeights
+from .kernel_weights import EXPERT_PARTS, PARTS_OF_SOME, KernelWeights
 from .seam import COLUMNS, PACKED, ROWS, Operation
 
 Tensor = torch.Tensor
@@ -52,10 +52,10 @@ class Weights(KernelWeights[Any]):
         )
 
     def expert(self, number: int | None) -> Weights:
-        """The matrices of one expert: gate, up, down; None for those of the network that every token uses."""
-        if number is None:
-            return self._part("shared", {part: f"shared_{part}" for part in EXPERT_PARTS})
-        return self._part(str(number), {part: f"experts.{number}.{part}" for part in EXPERT_PARTS})
+        """The matrices and biases of one expert; None for those of the network that every token uses."""
+        prefix = "shared_" if number is None else f"experts.{number}."
+        names = {part: prefix + part for part in (*EXPERT_PARTS, *PARTS_OF_SOME)}
+        return self._part(prefix, {part: name for part, name in names.items() if name in self})
 
     def matrix(self, name: str) -> Weights:
         """One matrix by its name in these weights; in the result it has the name `matrix`."""
@@ -73,6 +73,14 @@ class Weights(KernelWeights[Any]):
             held: Held = []
             self._prepared[kind] = prepare(self, held), held
         return kind.from_buffer_copy(self._prepared[kind][0])
+
+
+def sinks_of(weights: Weights | None) -> Tensor | None:
+    """The sinks of attention's heads, float32; None in a layer without any."""
+    if not weights or "sinks" not in weights:
+        return None
+    sinks_H: Tensor = weights["sinks"][0]
+    return sinks_H
 
 
 def format_of(block: Block) -> str:

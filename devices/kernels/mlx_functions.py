@@ -17,7 +17,7 @@ import mlx.core as mx
 
 from moesched.models.config import ModelConfig, NormKind
 from moesched.models.footprint import EXPERT_TILE, EXPERTS_AT_ONCE, QUERY_TILE
-from moesched.models.layers import FeedForward, GroupedAttention
+from moesched.models.layers import FeedForward, GroupedAttention, Router
 
 from . import mlx_elements
 
@@ -221,7 +221,7 @@ def choose_experts(
     """
     router, top_k = network.router, network.top_k
     scores_TE = logits_TE if router.score == "softmax" else mx.sigmoid(logits_TE)
-    choice_TE = scores_TE if bias_E is None else scores_TE + bias_E
+    choice_TE = within_groups(scores_TE if bias_E is None else scores_TE + bias_E, router)
     if top_k < logits_TE.shape[-1]:
         experts_Tk = mx.argpartition(-choice_TE, kth=top_k - 1, axis=-1)[:, :top_k]
     else:
@@ -232,8 +232,21 @@ def choose_experts(
         weights_Tk = chosen_Tk / chosen_Tk.sum(-1, keepdims=True) if router.normalised else chosen_Tk
         return experts_Tk, weights_Tk * router.scale
     if router.normalised:
-        return experts_Tk, mx.softmax(chosen_Tk, axis=-1)
-    return experts_Tk, mlx_elements.probability(chosen_Tk, mx.logsumexp(logits_TE, axis=-1, keepdims=True))
+        weights_Tk = mx.softmax(chosen_Tk, axis=-1)
+    else:
+        weights_Tk = mlx_elements.probability(chosen_Tk, mx.logsumexp(logits_TE, axis=-1, keepdims=True))
+    return experts_Tk, weights_Tk if router.scale == 1 else weights_Tk * router.scale
+
+
+def within_groups(choice_TE: Array, router: Router) -> Array:
+    """The scores of the choice, with minus infinity for experts of groups that are not kept."""
+    if router.kept_groups == router.groups:
+        return choice_TE
+    choice_TGe = choice_TE.reshape(len(choice_TE), router.groups, -1)
+    scores_TG = mx.topk(choice_TGe, 2, axis=-1).sum(-1)
+    kept_Tk = mx.argpartition(-scores_TG, kth=router.kept_groups - 1, axis=-1)[:, : router.kept_groups]
+    is_kept_TG = (kept_Tk[:, :, None] == mx.arange(router.groups)).any(axis=1)
+    return mx.where(is_kept_TG[:, :, None], choice_TGe, -mx.inf).reshape(choice_TE.shape)
 
 
 class Grouping(NamedTuple):

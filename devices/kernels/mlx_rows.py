@@ -44,11 +44,11 @@ class MlxEmbed(MlxKernel):
     operation = "embed"
 
     def bind(self, case: Case, weights: Arrays, memory: object) -> Bound:
-        """Bind the lookup of embeddings: (ids, positions) -> hidden_TD, angles."""
+        """Bind the lookup of embeddings: (ids, positions, steps) -> hidden_TD, angles."""
         return partial(self._embed, weights["embedding"][0])
 
     def _embed(
-        self, embedding_VD: Array, ids: list[int], positions: npt.NDArray[np.int64]
+        self, embedding_VD: Array, ids: list[int], positions: npt.NDArray[np.int64], _: object
     ) -> tuple[Array, tuple[Array, Array]]:
         angles = functions.rotary_angles(mx.array(positions), self._config.attention)
         return embedding_VD[mx.array(ids)], angles

@@ -7,9 +7,9 @@ from types import MappingProxyType
 
 from moesched.models.layers import Layer
 
-from .kernel_weights import EXPERT_PARTS, KernelWeights
+from .kernel_weights import KernelWeights
 from .mlx_functions import Array
-from .seam import ROWS, STACK, Operation
+from .seam import EXPERT_MATRICES, ROWS, STACK, Operation
 
 ALL_ROWS, ALL_STACKED = frozenset({ROWS}), frozenset({ROWS, STACK})
 
@@ -37,7 +37,7 @@ class Arrays(KernelWeights[Array]):
 
     def formats(self, operation: Operation) -> frozenset[str]:
         """The storage formats of an operation's matrices."""
-        if operation.matrices == EXPERT_PARTS or (self.stack is not None and not operation.matrices):
+        if operation.matrices == EXPERT_MATRICES or (self.stack is not None and not operation.matrices):
             return ALL_STACKED
         return ALL_ROWS
 

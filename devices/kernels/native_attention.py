@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,7 @@ from ..native.attention import (
     refuses_prompts,
 )
 from ..native.compiled import instruction_sets, why_unusable
-from .layer_weights import Tensor
+from .layer_weights import Tensor, Weights, sinks_of
 from .memory import Memory
 from .resources import Resources
 from .seam import Bound, Case, Kernel
@@ -56,21 +57,22 @@ class NativeDecodeAttention(NativeAttentionKernel):
             return "it attends in float32 and bfloat16"
         return "" if case.decodes else "it takes one new token for each sequence"
 
-    def bind(self, case: Case, weights: object, memory: Memory) -> Bound:
+    def bind(self, case: Case, weights: Weights, memory: Memory) -> Bound:
         """Bind attention over the KV cache: (qkv, cached, step) -> attended_TX."""
         assert case.layer is not None, "it is in a layer"
-        width = case.layer.attention.attended_width
-        attended_TX = memory.tensor("attended", memory.rows, width, dtype=self._dtype)
-        return _Attention(self._attention, attended_TX).attend
+        attention = case.layer.grouped
+        attended_TX = memory.tensor("attended", memory.rows, attention.attended_width, dtype=self._dtype)
+        prepared = partial(self._attention.prepared, sinks_H=sinks_of(weights), scale=attention.scale)
+        return _Attention(prepared, attended_TX).attend
 
 
 class _Attention:
     """A bound call; its arguments are prepared again only when tensors or cache differ from the last call's."""
 
-    __slots__ = ("_attended_TX", "_attention", "_cached", "_call", "_qkv")
+    __slots__ = ("_attended_TX", "_cached", "_call", "_prepared", "_qkv")
 
-    def __init__(self, attention: NativeAttention, attended_TX: Tensor) -> None:
-        self._attention = attention
+    def __init__(self, prepared: Callable[..., AttentionCall], attended_TX: Tensor) -> None:
+        self._prepared = prepared
         self._attended_TX = attended_TX
         self._qkv: QKV | None = None
         self._cached: object = None
@@ -79,7 +81,7 @@ class _Attention:
     def attend(self, qkv: QKV, cached: Any, step: Any) -> Tensor:
         if qkv is not self._qkv or cached is not self._cached:
             self._qkv, self._cached = qkv, cached
-            self._call = self._attention.prepared(*qkv, cached.addresses, self._attended_TX)
+            self._call = self._prepared(*qkv, cached.addresses, self._attended_TX)
         self._call(step.in_blocks)
         return self._attended_TX
 
@@ -106,10 +108,12 @@ class NativePromptAttention(NativeAttentionKernel):
         attention = case.layer.grouped
         return refuses_prompts(self._instruction_set, attention.heads, attention.kv_heads, attention.head_dim)
 
-    def bind(self, case: Case, weights: object, memory: object) -> Bound:
+    def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
         """Bind attention of prompts: (q_THd, views) -> attended_TX."""
         assert case.layer is not None, "it is in a layer"
-        return partial(self._attention.attend_prompts, window=case.layer.grouped.window)
+        attention, sinks_H = case.layer.grouped, sinks_of(weights)
+        attend = self._attention.attend_prompts
+        return partial(attend, window=attention.window, sinks_H=sinks_H, scale=attention.scale)
 
 
 NATIVE_ATTENTION = (NativeDecodeAttention, NativePromptAttention)

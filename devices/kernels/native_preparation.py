@@ -11,7 +11,7 @@ from moesched.models.config import ModelConfig, NormKind
 
 from ..native.arguments import Head, Inputs, Layer, Norm
 from ..native.kernels import address, matrix_of
-from .functions import qkv_bias
+from .functions import qkv_bias, router_biases
 from .layer_weights import Blocks, Held, Tensor, Weights, format_of
 
 
@@ -58,13 +58,17 @@ class Preparation:
             experts=network.experts,
             top_k=network.top_k,
             width=network.intermediate,
+            groups=network.router.groups,
+            kept_groups=network.router.kept_groups,
             sum_to_one=network.router.normalised,
             scale=network.router.scale,
+            residual_factor=self._config.residual_factor,
             norm=self._norm(weights["ffn_norm"][0], self._config.norm),
         )
-        if network.router.corrected:
-            held.append(array("f", weights["router_bias"][0].float().tolist()))
-            layer.correction = address(held[-1])
+        for field, bias_E in zip(("router_bias", "correction"), router_biases(weights, network), strict=True):
+            if bias_E is not None:
+                held.append(array("f", bias_E.float().tolist()))
+                setattr(layer, field, address(held[-1]))
         if "o" in weights:
             layer.output_weights = _held(weights["o"], held)
         if "router" in weights:
@@ -84,6 +88,7 @@ class Preparation:
         return Head(
             hidden=self._config.hidden,
             vocabulary=vocabulary,
+            factor=self._config.logits_factor,
             norm=self._norm(weights["final_norm"][0], self._config.norm),
             weights=_held(blocks, held),
         )

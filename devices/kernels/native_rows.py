@@ -22,9 +22,12 @@ from .layer_weights import Tensor, Weights
 from .memory import Memory
 from .native_preparation import Preparation
 from .resources import Resources
-from .seam import CODED, ROWS, Bound, Case, Kernel, Routed
+from .seam import CODED, COLUMNS, ROWS, Bound, Case, Kernel, Routed
 
 BFLOAT16 = torch.bfloat16
+MOST_COLUMN_ROWS = 16
+MOST_GROUPS = 64
+"""Of the experts of a router, as in moe_layer.c."""
 
 
 class NativeKernel(Kernel):
@@ -60,8 +63,8 @@ class NativeKernel(Kernel):
             return "it multiplies rows"
         if not coded and case.rows > self._threads.most_rows:
             return f"torch is faster from {self._threads.most_rows + 1} rows on"
-        if case.layer is not None and case.layer.feed_forward.transposed_down:
-            return "it reads no matrices that are stored transposed"
+        if case.layer is not None and case.layer.feed_forward.router.groups > MOST_GROUPS:
+            return f"its routers have at most {MOST_GROUPS} groups"
         return ""
 
     def _bound(self, function: Callable[..., int], arguments: ctypes.Structure) -> Callable[[], int]:
@@ -80,7 +83,7 @@ class NativeEmbed(NativeMemoryKernel):
     operation = "embed"
 
     def bind(self, case: Case, weights: Weights, memory: Memory) -> Bound:
-        """Bind the lookup of embeddings: (ids, positions) -> hidden_TD, angles."""
+        """Bind the lookup of embeddings: (ids, positions, steps) -> hidden_TD, angles."""
         attention = self._config.attention
         turning = attention.rotary.turning(attention.head_dim)
         hidden_TD = hidden_states(memory, self._config)
@@ -98,6 +101,7 @@ class NativeEmbed(NativeMemoryKernel):
             hidden=self._config.hidden,
             turning=turning,
             magnitude=attention.rotary.magnitude,
+            factor=self._config.embedding_factor,
             ids=address(ids),
             positions=address(positions),
             embedding=address(embedding),
@@ -118,6 +122,7 @@ def _embed(
     held: object,
     ids: Sequence[int],
     positions: Sequence[int],
+    _: object,
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     room[0][:], room[1][:] = array("q", ids), array("q", positions)
     check(run())
@@ -202,6 +207,12 @@ class NativeExpert(NativeKernel):
 
     operation = "expert"
 
+    def refusal(self, case: Case) -> str:
+        """Refuses experts that are more than three matrices, too."""
+        assert case.layer is not None, "it is in a layer"
+        usual = case.layer.feed_forward.is_usual
+        return super().refusal(case) or ("" if usual else "it runs experts of three matrices")
+
     def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
         """Bind one expert: (x_nD, y_nD) -> None."""
         return self._threads.prepared_expert(weights["gate"], weights["up"], weights["down"])
@@ -235,9 +246,15 @@ class NativeMoELayer(NativeMemoryKernel):
     operation = "moe_layer"
 
     def refusal(self, case: Case) -> str:
-        """Refuses networks that every token uses, too."""
+        """Refuses networks that every token uses, experts that are more than three matrices, and a bias, too."""
         assert case.layer is not None, "it is in a layer"
-        return super().refusal(case) or ("it runs routed experts" if case.layer.feed_forward.shared else "")
+        network = case.layer.feed_forward
+        usual = network.is_usual and "o" not in case.layer.grouped.biases
+        return super().refusal(case) or (
+            "it runs routed experts"
+            if network.shared
+            else ("" if usual else "it runs experts of three matrices, and adds no bias")
+        )
 
     def bind(self, case: Case, weights: Weights, memory: Memory) -> Bound:
         """Bind all that follows attention: (attended_TX, hidden_TD) -> hidden_TD, experts_Tk, counts."""
@@ -380,6 +397,28 @@ class NativeProduct(NativeKernel):
         return partial(self._threads.linear, blocks=weights["matrix"])
 
 
+class NativeColumns(NativeProduct):
+    """A product by a matrix that is stored transposed."""
+
+    takes = f"{MOST_COLUMN_ROWS} rows of bfloat16 and less by matrices that are stored transposed, on a CPU"
+
+    def __init__(self, resources: Resources) -> None:
+        super().__init__(resources)
+        self.name = f"{self.name}, columns"
+
+    def refusal(self, case: Case) -> str:
+        """Refuse many rows, and other matrices."""
+        if case.formats != {COLUMNS}:
+            return "it reads matrices that are stored transposed"
+        if case.rows > MOST_COLUMN_ROWS:
+            return f"torch is faster from {MOST_COLUMN_ROWS + 1} rows on"
+        return super().refusal(case._replace(formats=frozenset({ROWS})))
+
+    def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
+        """Bind the product with a matrix: (x_TD) -> y_TN."""
+        return partial(self._threads.linear_by_columns, blocks=weights["matrix"])
+
+
 def hidden_states(memory: Memory, config: ModelConfig) -> Tensor:
     """The tensor for hidden states, which all layers share."""
     return memory.tensor("hidden", memory.rows, config.hidden, dtype=BFLOAT16)
@@ -420,4 +459,5 @@ NATIVE = (
     NativeLogits,
     NativeGreedy,
     NativeProduct,
+    NativeColumns,
 )

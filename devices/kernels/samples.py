@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -12,11 +13,12 @@ from moesched.models.config import ModelConfig
 from moesched.models.encoding import encoded
 from moesched.models.stored_formats import StoredFormat
 
-from ..products.linear import expert_ffn, linear
+from ..products.linear import linear
 from ..shared.coded import Block, Coded, plain_block
 from . import functions
+from .expert_of_products import expert_of
 from .layer_weights import Tensor, Weights
-from .seam import Bound
+from .seam import EXPERT_MATRICES, Bound
 
 SCALE = 0.2
 """Standard deviation of made-up weights."""
@@ -109,10 +111,12 @@ def _product(config: ModelConfig, dtype: torch.dtype, rows: int, cut: Cut) -> Sa
 
 
 def _expert(config: ModelConfig, dtype: torch.dtype, rows: int, cut: Cut) -> Sample:
-    inner, outer = (config.routed.intermediate, config.hidden), (config.hidden, config.routed.intermediate)
-    weights = _weights(config, dtype, cut, {"gate": inner, "up": inner, "down": outer})
-    x_nD = _random(dtype, rows, config.hidden, seed=8)
-    exact = expert_ffn(x_nD.double(), *(_doubled(weights)[name] for name in ("gate", "up", "down")))
+    network = config.routed
+    weights = _weights(config, dtype, cut, network.expert_shapes(config.hidden))
+    x_nD, exact_weights = _random(dtype, rows, config.hidden, seed=8), _doubled(weights)
+    products = {name: partial(linear, blocks=blocks) for name, blocks in exact_weights.items()}
+    matrices = {name: products[name] for name in EXPERT_MATRICES if name in weights}
+    exact = expert_of(matrices, exact_weights, network.activation)(x_nD.double())
 
     def call(bound: Bound, part: range) -> Tensor:
         y_nD = torch.full((len(part), config.hidden), torch.nan, dtype=dtype)
@@ -151,12 +155,15 @@ def _beside(qkv: Sequence[Tensor]) -> Tensor:
 
 def _output_projection(config: ModelConfig, dtype: torch.dtype, rows: int, cut: Cut) -> Sample:
     width = config.attention.attended_width
-    weights = _weights(config, dtype, cut, {"o": (config.hidden, width)})
+    weights = _weights(config, dtype, cut, config.attention.shapes_after(config.hidden))
     attended_TX, residual_TD = (
         _random(dtype, rows, width, seed=10),
         _random(dtype, rows, config.hidden, seed=11),
     )
-    exact = functions.output_projection(attended_TX.double(), _doubled(weights)["o"], residual_TD.double())
+    doubled = _doubled(weights)
+    exact = functions.output_projection(
+        attended_TX.double(), doubled["o"], residual_TD.double(), doubled.get("o_bias")
+    )
     return Sample(
         weights,
         (attended_TX, residual_TD),
@@ -171,15 +178,18 @@ def _route(config: ModelConfig, dtype: torch.dtype, rows: int, cut: Cut) -> Samp
         "ffn_norm": (config.hidden,),
         "router": (network.experts, config.hidden),
     }
-    if network.router.corrected:
+    if network.router.corrected or network.biases:
         shapes["router_bias"] = (network.experts,)
     weights = _weights(config, dtype, cut, shapes)
     hidden_TD = _random(dtype, rows, config.hidden, seed=12)
     norm_D = weights["ffn_norm"][0].double()
     x_TD = functions.norm(hidden_TD.double(), norm_D, config.norm_eps, config.norm)
-    logits_TE = linear(x_TD, _doubled(weights)["router"])
-    bias_E = weights["router_bias"][0].double() if network.router.corrected else None
-    chosen = functions.choose_experts(logits_TE, network, bias_E)
+    doubled = _doubled(weights)
+    added_E, correction_E = functions.router_biases(doubled, network)
+    logits_TE = linear(x_TD, doubled["router"])
+    if added_E is not None:
+        logits_TE = logits_TE + added_E
+    chosen = functions.choose_experts(logits_TE, network, correction_E)
 
     def call(bound: Bound, part: range) -> Tensor:
         return _by_expert(network.experts, *list(bound(_rows_of(hidden_TD, part)))[:3])

@@ -27,6 +27,10 @@ CODED = frozenset(stored_formats.CODED)
 """Formats of a coded block."""
 
 
+EXPERT_MATRICES = ("gate", "up", "gate_up", "down")
+"""The matrices of an expert; gate_up takes the place of gate and up in some models."""
+
+
 class Routed(NamedTuple):
     """A router's result.
 
@@ -64,7 +68,7 @@ _OPERATIONS = (
         "embed",
         "embeddings of tokens, and the angles of the rotary embedding",
         ("embedding",),
-        "(ids, positions) -> hidden_TD, (cosines, sines)",
+        "(ids, positions, steps) -> hidden_TD, (cosines, sines)",
     ),
     Operation(
         "attention_inputs",
@@ -96,11 +100,11 @@ _OPERATIONS = (
         ("router",),
         "(hidden_TD) -> x_TD, experts_Tk, weights_Tk, logits_TE",
     ),
-    Operation("expert", "one expert on some rows", ("gate", "up", "down"), "(x_nD, y_nD) -> None"),
+    Operation("expert", "one expert on some rows", EXPERT_MATRICES, "(x_nD, y_nD) -> None"),
     Operation(
         "experts",
         "experts of one stack, on rows in the order of the experts",
-        ("gate", "up", "down"),
+        EXPERT_MATRICES,
         "(x_nD, rows) -> y_nD",
         parts=("expert",),
     ),

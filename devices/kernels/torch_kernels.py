@@ -23,6 +23,7 @@ from ..shared.coded import Block, Coded
 from ..shared.page_reader import DTYPES
 from .binder import Binder
 from .coded_rows import CODED_ROWS
+from .expert_of_products import ExpertOfProducts
 from .guarded import Guarded
 from .native_attention import NATIVE_ATTENTION
 from .native_rows import NATIVE
@@ -94,6 +95,7 @@ class TorchKernels(Binder):
         self._rows = partial(rows_for_native, choice, layout.dtype, expert)
         self._open = partial(open_native, choice, cores=cores, pin=pin, left=left)
         plain = on_cpu and layout.dtype == "bfloat16" and not layout.config.coded_formats
+        plain = plain and layout.config.routed.is_usual  # other experts have products of their own
         self._packs = plain and packing_pays(transposed, cores)
         self._shares = on_cpu and cores > 1 and cores_keep_bits(DTYPES[layout.dtype], cores, transposed)
 
@@ -201,7 +203,7 @@ def kernel_rows() -> list[KernelRow]:
     """
     problems = {name: plugins.problem("kernels", name) for name in plugins.names("kernels")}
     own = [cast("type[Kernel]", plugins.find("kernels", name)) for name in problems if not problems[name]]
-    rows: list[type[Kernel]] = [*own, *NATIVE, *NATIVE_ATTENTION, *CODED_ROWS, *TORCH_ROWS]
+    rows: list[type[Kernel]] = [*own, *NATIVE, *NATIVE_ATTENTION, *CODED_ROWS, *TORCH_ROWS, ExpertOfProducts]
     unloaded = [KernelRow("", name, "", problem) for name, problem in problems.items() if problem]
     return unloaded + listed(rows)
 
@@ -209,7 +211,7 @@ def kernel_rows() -> list[KernelRow]:
 def fill(table: KernelTable, resources: Resources) -> None:
     """Add all rows for a torch device to a table, with the native library's if it is usable."""
     native = (*NATIVE, *NATIVE_ATTENTION) if resources.threads else ()
-    for row in (*native, *CODED_ROWS, *TORCH_ROWS):
+    for row in (*native, *CODED_ROWS, *TORCH_ROWS, ExpertOfProducts):
         table.add(row(resources))
 
 

@@ -14,7 +14,7 @@ from ..products.linear import expert_ffn, linear
 from ..products.team import use_cores
 from . import functions
 from .functions import KVView
-from .layer_weights import Blocks, Tensor, Weights
+from .layer_weights import Blocks, Tensor, Weights, sinks_of
 from .resources import Resources
 from .seam import CODED, OPERATIONS, Bound, Case, Kernel, Routed
 
@@ -72,7 +72,7 @@ class TorchEmbed(PlainKernel):
     operation = "embed"
 
     def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
-        """Bind the lookup of embeddings: (ids, positions) -> hidden_TD, angles."""
+        """Bind the lookup of embeddings: (ids, positions, steps) -> hidden_TD, angles."""
         return self._bound(partial(functions.embed, embedding_VD=weights["embedding"][0]))
 
     def _bound(self, look_up: Callable[[Tensor], Tensor]) -> Bound:
@@ -80,12 +80,13 @@ class TorchEmbed(PlainKernel):
         return Inferring(partial(self._embed, look_up))
 
     def _embed(
-        self, look_up: Callable[[Tensor], Tensor], ids: Sequence[int], positions: Sequence[int]
+        self, look_up: Callable[[Tensor], Tensor], ids: Sequence[int], positions: Sequence[int], _: object
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         use_cores(1)
         indices = self._resources.indices
         angles = functions.rotary_angles(indices(positions), self._config.attention)
-        return look_up(indices(ids)), angles
+        hidden_TD, factor = look_up(indices(ids)), self._config.embedding_factor
+        return hidden_TD if factor == 1 else hidden_TD * factor, angles
 
 
 class TorchAttentionInputs(TorchKernel):
@@ -120,9 +121,9 @@ class TorchAttention(TorchKernel):
 
     operation = "attention"
 
-    def bind(self, case: Case, weights: object, memory: object) -> Bound:
+    def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
         """Bind attention over the KV cache: (qkv, cached, step) -> attended_TX."""
-        attend = self._resources.table.bind(case._replace(operation="prompt_attention"))
+        attend = self._resources.table.bind(case._replace(operation="prompt_attention"), weights)
         return Inferring(partial(_attend_cached, attend))
 
 
@@ -138,16 +139,21 @@ class TorchPromptAttention(TorchKernel):
 
     operation = "prompt_attention"
 
-    def bind(self, case: Case, weights: object, memory: object) -> Bound:
+    def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
         """Bind attention of prompts: (q_THd, views) -> attended_TX."""
         assert case.layer is not None, "it is in a layer"
-        return partial(self._attend, case.layer.grouped)
+        return partial(self._attend, case.layer.grouped, sinks_of(weights))
 
-    def _attend(self, attention: GroupedAttention, q_THd: Tensor, views: Sequence[KVView]) -> Tensor:
+    def _attend(
+        self, attention: GroupedAttention, sinks_H: Tensor | None, q_THd: Tensor, views: Sequence[KVView]
+    ) -> Tensor:
         seen = sum(len(view.keys_SLKd) * view.keys_SLKd.shape[1] for view in views)
         most = max(view.queries for view in views)
         self._resources.use_cores_for(most, seen * attention.cache_width)
-        return functions.attention(q_THd, views, attention.window, fused=self._resources.fused_attention)
+        fused = self._resources.fused_attention
+        return functions.attention(
+            q_THd, views, attention.window, fused=fused, sinks_H=sinks_H, scale=attention.scale
+        )
 
 
 class TorchOutputProjection(TorchKernel):
@@ -160,12 +166,12 @@ class TorchOutputProjection(TorchKernel):
         """Bind the output projection with the residual: (attended_TX, residual_TD) -> hidden_TD."""
         assert case.layer is not None, "it is in a layer"
         size = self._config.hidden * case.layer.attention.attended_width
-        return partial(self._project, size, self._product(case, weights.matrix("o")))
+        product = functions.with_bias(self._product(case, weights.matrix("o")), weights.get("o_bias"))
+        return partial(self._project, size, product)
 
     def _project(self, size: int, product: Bound, attended_TX: Tensor, residual_TD: Tensor) -> Tensor:
         self._resources.use_cores_for(len(residual_TD), size)
-        projected_TD: Tensor = residual_TD + product(attended_TX)
-        return projected_TD
+        return functions.plus(residual_TD, product(attended_TX), self._config.residual_factor)
 
 
 class TorchRoute(TorchKernel):
@@ -185,9 +191,10 @@ class TorchRoute(TorchKernel):
         )
         if network.experts <= 1:
             return partial(_route_to_all, network.experts, norm)
-        bias_E = weights["router_bias"][0] if network.router.corrected else None
-        choose = partial(functions.choose_experts, network=network, bias_E=bias_E)
-        return partial(_route, norm, weights["router"], choose)
+        added_E, correction_E = functions.router_biases(weights, network)
+        logits = partial(functions.router_logits, router=weights["router"], bias_E=added_E)
+        choose = partial(functions.choose_experts, network=network, bias_E=correction_E)
+        return partial(_route, norm, logits, choose)
 
 
 def _route_to_all(experts: int, norm: Callable[[Tensor], Tensor], hidden_TD: Tensor) -> Routed:
@@ -199,12 +206,12 @@ def _route_to_all(experts: int, norm: Callable[[Tensor], Tensor], hidden_TD: Ten
 
 def _route(
     norm: Callable[[Tensor], Tensor],
-    router: Blocks,
+    logits: Callable[[Tensor], Tensor],
     choose: Callable[[Tensor], tuple[Tensor, Tensor]],
     hidden_TD: Tensor,
 ) -> Routed:
     x_TD = norm(hidden_TD)
-    logits_TE = functions.router_logits(x_TD, router)
+    logits_TE = logits(x_TD)
     return Routed(x_TD, *choose(logits_TE), logits_TE)
 
 
@@ -212,6 +219,13 @@ class TorchExpert(PlainKernel):
     """One expert as three products."""
 
     operation = "expert"
+    takes = "plain weights of experts without biases"
+
+    def refusal(self, case: Case) -> str:
+        """Refuses experts that are more than three matrices, too."""
+        assert case.layer is not None, "it is in a layer"
+        usual = case.layer.feed_forward.is_usual
+        return super().refusal(case) or ("" if usual else "it runs experts of three matrices")
 
     def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
         """Bind one expert: (x_nD, y_nD) -> None."""
@@ -259,7 +273,11 @@ class TorchLogits(TorchKernel):
         self, norm_D: Tensor, multiply: Callable[[Tensor], Tensor], hidden_TD: Tensor, rows: Sequence[int]
     ) -> Tensor:
         last_SD = hidden_TD.index_select(0, self._resources.indices(rows))
-        return multiply(functions.norm(last_SD, norm_D, self._config.norm_eps, self._config.norm)).float()
+        logits_SV = multiply(
+            functions.norm(last_SD, norm_D, self._config.norm_eps, self._config.norm)
+        ).float()
+        factor = self._config.logits_factor
+        return logits_SV if factor == 1 else logits_SV * factor
 
     def _multiply(self, product: Bound, x_SD: Tensor) -> Tensor:
         config = self._config

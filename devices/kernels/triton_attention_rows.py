@@ -12,7 +12,7 @@ from . import functions, operators
 from .layer_weights import Blocks, Tensor, Weights
 from .memory import Memory
 from .seam import Bound, Case
-from .triton_kernel import TritonKernel
+from .triton_kernel import TritonKernel, power_of_two
 
 SPLIT = 512
 """Tokens of a part of a sequence, each of which a program attends over."""
@@ -109,7 +109,7 @@ class TritonAttention(TritonKernel):
         launch = self._captured(launch)
 
         def attend(qkv: Sequence[Tensor], cached: Any, step: Any) -> Tensor:
-            own = parts(_power_of_two(-(-max(step.in_blocks.lengths) // SPLIT)))
+            own = parts(power_of_two(-(-max(step.in_blocks.lengths) // SPLIT)))
             table = step.table(upload)
             return launch(qkv, table, cached.block_size, (cached.keys, cached.values), *own)
 
@@ -117,7 +117,7 @@ class TritonAttention(TritonKernel):
 
     def _uploaded(self, memory: Memory, numbers: Sequence[int]) -> Tensor:
         """The numbers on the accelerator, in memory that lasts while sequences grow."""
-        table = self._result(memory, "blocks", _power_of_two(len(numbers)), dtype=torch.int64)
+        table = self._result(memory, "blocks", power_of_two(len(numbers)), dtype=torch.int64)
         self._upload(numbers, table)
         return table
 
@@ -155,8 +155,3 @@ class TritonPromptAttention(TritonKernel):
         table, starts_S = numbers.split([3 * sequences, sequences + 1])
         tiles = sequences * operators.tiles_of_queries(view.queries)
         operators.attend_prompts(q_THd, starts_S, tiles, table, block, window, keys, values, out_TX)
-
-
-def _power_of_two(least: int) -> int:
-    """The smallest power of two that is not less."""
-    return 1 << (least - 1).bit_length()

@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 import torch
 
+from moesched.models.layers import Layer
+
 from . import operators
 from .layer_weights import Blocks, Tensor
 from .memory import Memory
@@ -55,6 +57,11 @@ class TritonKernel(Kernel):
             return "it takes row blocks"
         if case.dtype not in DTYPES:
             return f"it computes in {', '.join(DTYPES)}"
+        if case.layer is not None and not _is_usual(case.layer):
+            return "it computes no sinks, limits, scales, or biases after attention"
+        factors = self._config.embedding_factor, self._config.residual_factor, self._config.logits_factor
+        if factors != (1.0, 1.0, 1.0):
+            return "it multiplies by no factors"
         widths = [self._config.hidden]
         if case.layer is not None:
             network = case.layer.feed_forward
@@ -102,3 +109,15 @@ class TritonKernel(Kernel):
                 self._tables.clear()
             table = self._tables[numbers] = self._indices(numbers)
         return table
+
+
+def _is_usual(layer: Layer) -> bool:
+    attention = layer.grouped
+    network, router = layer.feed_forward, layer.feed_forward.router
+    scaled = attention.scale is not None or (router.score == "softmax" and router.scale != 1)
+    return network.is_usual and not attention.sinks and "o" not in attention.biases and not scaled
+
+
+def power_of_two(least: int) -> int:
+    """The smallest power of two that is not less."""
+    return 1 << (least - 1).bit_length()

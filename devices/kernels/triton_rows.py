@@ -5,10 +5,11 @@ Results stay in the memory of the micro-batch, which later layers and steps use 
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import TypeVar
+from functools import lru_cache, partial
+from typing import Any, TypeVar
 
 import torch
 
@@ -21,7 +22,7 @@ from .memory import Memory, SharedMemory
 from .resources import Resources, as_it_is
 from .seam import Bound, Case, Routed
 from .triton_attention_rows import TritonAttention, TritonAttentionInputs, TritonPromptAttention
-from .triton_kernel import DTYPES, TritonKernel
+from .triton_kernel import DTYPES, TritonKernel, power_of_two
 
 T = TypeVar("T")
 
@@ -40,22 +41,36 @@ class TritonEmbed(TritonKernel):
         return super().refusal(case) or ("" if plain else "its cosines and sines have magnitude 1")
 
     def bind(self, case: Case, weights: Weights, memory: Memory) -> Bound:
-        """Bind the lookup of embeddings: (ids, positions) -> hidden_TD, angles."""
+        """Bind the lookup of embeddings: (ids, positions, steps) -> hidden_TD, angles."""
         attention = self._config.attention
-        numbers = self._result(memory, "ids and positions", 2, case.rows, dtype=torch.int64)
         frequencies_h = functions.rotary_frequencies(attention, self._device)
         hidden_TD = self._result(memory, "hidden", case.rows, self._config.hidden)
         shape = case.rows, 1, attention.rotary.turning(attention.head_dim)
         angles = tuple(
             self._result(memory, name, *shape, dtype=torch.float32) for name in ("cosines", "sines")
         )
-        look_up = self._captured(
-            partial(operators.embed, *numbers, weights["embedding"][0], frequencies_h, hidden_TD, *angles)
-        )
+        arguments = weights["embedding"][0], frequencies_h, hidden_TD, *angles
 
-        def embed(ids: Sequence[int], positions: Sequence[int]) -> tuple[Tensor, tuple[Tensor, ...]]:
-            self._upload([*ids, *positions], numbers)
-            look_up()
+        @self._captured
+        def look_up(ids_T: Tensor, positions_T: Tensor) -> None:
+            operators.embed(ids_T, positions_T, *arguments)
+
+        @lru_cache(maxsize=1)
+        def places(*lengths: int) -> tuple[Tensor, tuple[Tensor, ...]]:
+            """Memory for numbers, and its parts of these lengths."""
+            numbers = self._result(memory, "numbers", sum(lengths), dtype=torch.int64)
+            return numbers, numbers.split(lengths)
+
+        def embed(
+            ids: Sequence[int], positions: Sequence[int], steps: Sequence[Any]
+        ) -> tuple[Tensor, tuple[Tensor, ...]]:
+            here = [step for step in steps if not step.on_host]
+            tables = [_padded(step.numbers) for step in here]
+            numbers, (ids_T, positions_T, *kept) = places(case.rows, case.rows, *map(len, tables))
+            self._upload(sum(tables, array("q", [*ids, *positions])), numbers)
+            for step, table in zip(here, kept, strict=True):
+                step.keep_table(table)
+            look_up(ids_T, positions_T)
             return hidden_TD, angles
 
         return embed
@@ -87,8 +102,11 @@ class TritonRoute(TritonKernel):
         """Refuses a network without a router as well."""
         assert case.layer is not None, "it is in a layer"
         network = case.layer.feed_forward
-        plain = network.experts > 1 and network.router.score == "softmax" and not network.router.corrected
-        return super().refusal(case) or ("" if plain else "it takes a router with softmax")
+        router = network.router
+        plain = (
+            network.experts > 1 and router.score == "softmax" and not router.corrected and router.groups == 1
+        )
+        return super().refusal(case) or ("" if plain else "it takes a router with softmax, without groups")
 
     def bind(self, case: Case, weights: Weights, memory: Memory) -> Bound:
         """Bind norm, router and the choice of experts: (hidden_TD) -> Routed."""
@@ -276,3 +294,8 @@ TRITON = (
     TritonLogits,
     TritonGreedy,
 )
+
+
+def _padded(numbers: array[int]) -> array[int]:
+    """The numbers, and zeros up to a power of two, so that they keep their place while sequences grow."""
+    return numbers + array("q", [0]) * (power_of_two(len(numbers)) - len(numbers))

@@ -23,7 +23,7 @@ class Tokens(ctypes.Structure):
 
     _fields_ = (
         *((name, _NUMBER) for name in ("tokens", "hidden", "turning")),
-        ("magnitude", _REAL),
+        *((name, _REAL) for name in ("magnitude", "factor")),
         *(
             (name, _POINTER)
             for name in ("ids", "positions", "embedding", "frequencies", "x", "cosines", "sines")
@@ -60,7 +60,7 @@ class Attend(ctypes.Structure):
         *((name, _NUMBER) for name in ("block_size", "query_stride", "new_stride")),
         ("scale", _REAL),
         *((name, _POINTER) for name in ("lengths", "blocks", "keys", "values", "queries", "new_keys")),
-        *((name, _POINTER) for name in ("new_values", "out")),
+        *((name, _POINTER) for name in ("new_values", "sinks", "out")),
     )
 
 
@@ -80,7 +80,7 @@ class Prompts(ctypes.Structure):
         *((name, _NUMBER) for name in ("sequences", "queries", "length", "heads", "kv_heads", "head_dim")),
         *((name, _NUMBER) for name in ("window", "sequence_stride", "token_stride", "head_stride")),
         ("scale", _REAL),
-        *((name, _POINTER) for name in ("keys", "values", "new_queries", "out")),
+        *((name, _POINTER) for name in ("keys", "values", "new_queries", "sinks", "out")),
     )
 
 
@@ -89,9 +89,10 @@ class Layer(ctypes.Structure):
 
     _fields_ = (
         *((name, _NUMBER) for name in ("tokens", "hidden", "attended_width", "experts", "top_k", "width")),
-        ("sum_to_one", _NUMBER),
-        ("scale", _REAL),
-        *((name, _POINTER) for name in ("correction", "attended", "residual", "output_weights")),
+        *((name, _NUMBER) for name in ("groups", "kept_groups", "sum_to_one")),
+        *((name, _REAL) for name in ("scale", "residual_factor")),
+        *((name, _POINTER) for name in ("correction", "router_bias", "attended", "residual")),
+        ("output_weights", _POINTER),
         ("norm", Norm),
         *((name, _POINTER) for name in ("router", "expert_weights", "projected", "x")),
         *((name, _POINTER) for name in ("logits", "scores", "chosen", "weights", "counts", "out")),
@@ -103,6 +104,7 @@ class Head(ctypes.Structure):
 
     _fields_ = (
         *((name, _NUMBER) for name in ("rows", "hidden", "vocabulary")),
+        ("factor", _REAL),
         *((name, _POINTER) for name in ("x", "chosen")),
         ("norm", Norm),
         *((name, _POINTER) for name in ("weights", "logits", "likeliest")),

@@ -20,6 +20,7 @@ typedef struct {
     char *keys, *values;    /* of the layer: slot 0 */
     const char *queries;    /* (sequences, heads, head_dim) */
     const char *new_keys, *new_values; /* (sequences, kv_heads, head_dim): stored in the cache */
+    const float *sinks;     /* (heads): a score of each, that no token has; NULL for none */
     char *out;              /* (sequences, heads * head_dim) */
 } Attend;
 

@@ -80,18 +80,30 @@ class NativeAttention:
         v_SKd: Tensor,
         cached: LayerAddresses,
         sequences: SequencesInBlocks,
+        sinks_H: Tensor | None = None,
+        scale: float | None = None,
     ) -> Tensor:
         """Store the new tokens' keys and values in the cache, and attend over it: (S, H * d).
 
         All tensors are contiguous, on the CPU, and of the cache's type, which is one of `DTYPES`.
+
+        sinks_H: a score of each head, float32, that no token has.
+        scale: multiplies products of queries and keys; by default one over the square root of d.
         """
         count, heads, head_dim = q_SHd.shape
         out_SX = torch.empty(count, heads * head_dim, dtype=q_SHd.dtype)
-        self.prepared(q_SHd, k_SKd, v_SKd, cached, out_SX)(sequences)
+        self.prepared(q_SHd, k_SKd, v_SKd, cached, out_SX, sinks_H, scale)(sequences)
         return out_SX
 
     def prepared(
-        self, q_SHd: Tensor, k_SKd: Tensor, v_SKd: Tensor, cached: LayerAddresses, out_SX: Tensor
+        self,
+        q_SHd: Tensor,
+        k_SKd: Tensor,
+        v_SKd: Tensor,
+        cached: LayerAddresses,
+        out_SX: Tensor,
+        sinks_H: Tensor | None = None,
+        scale: float | None = None,
     ) -> AttentionCall:
         """A bound call of `attend`: each call reads and writes these tensors, so they must live as long as it does."""
         count, heads, head_dim = q_SHd.shape
@@ -106,18 +118,24 @@ class NativeAttention:
             block_size=cached.block_size,
             query_stride=heads * head_dim,
             new_stride=kv_heads * head_dim,
-            scale=head_dim**-0.5,
+            scale=head_dim**-0.5 if scale is None else scale,
             keys=cached.keys,
             values=cached.values,
             queries=q_SHd.data_ptr(),
             new_keys=k_SKd.data_ptr(),
             new_values=v_SKd.data_ptr(),
+            sinks=None if sinks_H is None else sinks_H.data_ptr(),
             out=out_SX.data_ptr(),
         )
         return AttentionCall(self._bound(self._attend, arguments), arguments)
 
     def attend_prompts(
-        self, q_THd: Tensor, views: Iterable[tuple[Tensor, Tensor, int]], window: int | None = None
+        self,
+        q_THd: Tensor,
+        views: Iterable[tuple[Tensor, Tensor, int]],
+        window: int | None = None,
+        sinks_H: Tensor | None = None,
+        scale: float | None = None,
     ) -> Tensor:
         """Attention of new tokens over keys and values that already contain theirs: (T, H * d).
 
@@ -128,6 +146,7 @@ class NativeAttention:
             views: keys and values, both (S, L, K, d) with the same strides, and the number of new tokens of each
                 sequence.
             window: as in `LayerAddresses`.
+            sinks_H, scale: as in `attend`.
         """
         tokens, heads, head_dim = q_THd.shape
         out_TX = q_THd.new_empty(tokens, heads * head_dim)
@@ -147,10 +166,11 @@ class NativeAttention:
                 sequence_stride=sequence_stride,
                 token_stride=token_stride,
                 head_stride=head_stride,
-                scale=head_dim**-0.5,
+                scale=head_dim**-0.5 if scale is None else scale,
                 keys=keys_SLKd.data_ptr(),
                 values=values_SLKd.data_ptr(),
                 new_queries=q_THd[start:].data_ptr(),
+                sinks=None if sinks_H is None else sinks_H.data_ptr(),
                 out=out_TX[start:].data_ptr(),
             )
             refused = self._bound(library().moesched_attend_prompts, arguments)()

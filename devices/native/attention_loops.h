@@ -205,10 +205,12 @@ static TARGET void NAME(attend_head)(const Job *job, const Tile *tile, Ahead *ke
 /* ---------------------------------------------------------------- outputs */
 
 /* The weighted sum of values of a head, from its parts in order; overwrites the first one.
+ * sink: the score of a token without a value; NULL for none.
  * head: of all heads of all quads in the first of `spans` spans, which are `apart` heads from each other. */
-INLINE const float *NAME(merge_head)(const Job *job, int64_t head, int64_t spans, int64_t apart) {
+INLINE const float *NAME(merge_head)(const Job *job, int64_t head, int64_t spans, int64_t apart,
+                                    const float *sink) {
     const int64_t stride = job->steps * STEP;
-    float weights[MOST_SPANS], highest = -FLT_MAX, total = 0.0f, *first = job->sums + head * stride;
+    float weights[MOST_SPANS], highest = sink ? *sink : -FLT_MAX, total = 0.0f, *first = job->sums + head * stride;
     for (int64_t p = 0; p < spans; p++) {
         const float other = job->highest[head + p * apart];
         highest = other > highest ? other : highest;
@@ -217,6 +219,7 @@ INLINE const float *NAME(merge_head)(const Job *job, int64_t head, int64_t spans
         weights[p] = exponential(job->highest[head + p * apart] - highest);
         total += weights[p] * job->total[head + p * apart];
     }
+    if (sink) total += exponential(*sink - highest);
     for (int64_t p = 0; p < spans; p++) weights[p] /= total;
     for (int64_t k = 0; k < stride; k += LANES) {
         Floats sums = EVERY(0.0f);
@@ -234,7 +237,8 @@ static TARGET void NAME(merge)(void *argument, int64_t first, int64_t last) {
         const Sequence *sequence = job->sequences + item / attend->heads;
         const int64_t head = item % attend->heads, kv_head = head / group, within = head % group;
         const int64_t quad = quad_of(job, sequence->spans_before, kv_head), apart = quad_of(job, 1, 0) * QUAD;
-        const float *sums = NAME(merge_head)(job, quad * QUAD + within, sequence->spans, apart);
+        const float *sums = NAME(merge_head)(job, quad * QUAD + within, sequence->spans, apart,
+                                                    attend->sinks ? attend->sinks + head : NULL);
         Number *out = (Number *)attend->out + item * size;
         for (int64_t at = 0; at < size; at += STEP) {
             Number numbers[STEP];

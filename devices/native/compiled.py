@@ -16,7 +16,7 @@ from zlib import crc32
 from moesched.errors import BadInput
 
 AUTO, TORCH = "auto", "torch"
-VERSION = 9
+VERSION = 12
 """Of the functions' signatures, as the library returns it."""
 
 _CALLS = tuple(
@@ -84,6 +84,7 @@ def _declare(library: Library) -> None:
     library.moesched_free_team.argtypes = [pointer]
     shape: list[Any] = [pointer, number, number, number, pointer, number]
     library.moesched_product.argtypes = [*shape, pointer, pointer]
+    library.moesched_columns.argtypes = [*shape, pointer, pointer]
     library.moesched_expert.argtypes = [*shape, pointer, pointer]
     for function in _CALLS:
         getattr(library, function).argtypes = [pointer, pointer]
@@ -91,6 +92,8 @@ def _declare(library: Library) -> None:
     library.moesched_copy.argtypes = [pointer, pointer, number]
     library.moesched_combine.restype = None
     library.moesched_combine.argtypes = [number, number, number, *[pointer] * 5]
+    library.moesched_join_mxfp4.restype = None
+    library.moesched_join_mxfp4.argtypes = [number, pointer, pointer, pointer]
 
 
 def library() -> Library:

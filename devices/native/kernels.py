@@ -70,6 +70,15 @@ class NativeKernels:
         check(self._library.moesched_product(self._team, *shape, address(matrix), y_TN.data_ptr()))
         return y_TN
 
+    def linear_by_columns(self, x_TD: Tensor, blocks: Sequence[Tensor]) -> Tensor:
+        """x @ W.T, W as blocks (N, some of D) that lie transposed, left to right: (T, N)."""
+        x_TD = _with_plain_rows(x_TD)
+        y_TN = x_TD.new_empty(len(x_TD), len(blocks[0]))
+        shape = (len(x_TD), x_TD.shape[1], y_TN.shape[1], x_TD.data_ptr(), x_TD.stride(0))
+        matrix = matrix_of([block.T for block in blocks])
+        check(self._library.moesched_columns(self._team, *shape, address(matrix), y_TN.data_ptr()))
+        return y_TN
+
     def expert(self, x_nD: Tensor, gate: Blocks, up: Blocks, down: Blocks) -> Tensor:
         """One expert on its rows: down @ (silu(gate @ x) * (up @ x)), (n, D)."""
         y_nD = x_nD.new_empty(x_nD.shape)

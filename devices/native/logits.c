@@ -11,6 +11,7 @@
  * to bfloat16; likeliest (rows): the first token with the largest logit, -1 if that is not finite. */
 typedef struct {
     int64_t rows, hidden, vocabulary;
+    double factor; /* of logits, above 0 */
     const uint16_t *x;
     const int64_t *chosen;
     Norm norm;
@@ -58,7 +59,7 @@ static void project_part(void *argument, int64_t first, int64_t last) {
             const int16_t order = order_of(bits[n]);
             largest = order > largest ? order : largest;
         }
-        for (int64_t n = first; n < last; n++) logits[n] = widened(bits[n]);
+        for (int64_t n = first; n < last; n++) logits[n] = widened(bits[n]) * (float)head->factor;
         job->largest[first / CHUNK * head->rows + row] = largest;
     }
 }

@@ -10,9 +10,12 @@
 /* Numbers that Python prepares. All tensors are bfloat16, except logits and weights, which are float32. */
 typedef struct {
     int64_t tokens, hidden, attended_width, experts, top_k, width;
+    int64_t groups, kept_groups; /* of experts; a token chooses from the kept ones */
     int64_t sum_to_one; /* the weights of a token's experts */
-    double scale; /* of these weights, for sigmoids */
+    double scale; /* of these weights */
+    double residual_factor; /* of the output projection */
     const float *correction; /* (experts): added to scores for the choice; NULL for none */
+    const float *router_bias; /* (experts): added to logits; NULL for none */
     const uint16_t *attended; /* (tokens, attended_width) */
     const uint16_t *residual; /* (tokens, hidden) */
     const Matrix *output_weights; /* NULL: x is the residual */
@@ -33,6 +36,7 @@ enum {
     COLUMNS = 512,        /* of a token, that are summed over its experts by one thread */
     ROWS_AT_ONCE = 1024,  /* of all experts, between their matrices: bounds the memory for any number of tokens */
     GATHERED_AT_ONCE = 4, /* rows that a thread takes at a time */
+    MOST_GROUPS = 64,     /* bits that say which are kept */
 };
 
 /* Rows of experts are sorted by expert, then by token. They are multiplied ROWS_AT_ONCE at a time: a wave. */
@@ -61,12 +65,18 @@ ANY_WIDTH static void add(int64_t count, const uint16_t *residual, uint16_t *pro
     for (int64_t i = 0; i < count; i++) projected[i] = rounded(widened(residual[i]) + widened(projected[i]));
 }
 
+ANY_WIDTH static void multiply(int64_t count, float factor, uint16_t *projected) {
+    for (int64_t i = 0; i < count; i++) projected[i] = rounded(widened(projected[i]) * factor);
+}
+
 static void project_part(void *argument, int64_t first, int64_t last) {
     const Job *job = argument;
     const Layer *layer = job->layer;
     write_rounded(&job->output, first, last, layer->projected);
-    for (int64_t at = first; at < layer->tokens * layer->hidden; at += layer->hidden)
+    for (int64_t at = first; at < layer->tokens * layer->hidden; at += layer->hidden) {
+        if (layer->residual_factor != 1) multiply(last - first, (float)layer->residual_factor, layer->projected + at);
         add(last - first, layer->residual + at, layer->projected + at);
+    }
 }
 
 static void norm_part(void *argument, int64_t first, int64_t last) {
@@ -90,25 +100,56 @@ static void router_part(void *argument, int64_t first, int64_t last) {
         const Product group = group_at(&job->router, row);
         group.multiplier->multiply(&group, first, last, out);
         for (int64_t t = 0; t < group.batch; t++)
-            for (int64_t e = first; e < last; e++)
-                layer->logits[(row + t) * layer->experts + e] = out[(e - first) * group.batch + t];
+            for (int64_t e = first; e < last; e++) {
+                const float bias = layer->router_bias ? layer->router_bias[e] : 0.0f;
+                layer->logits[(row + t) * layer->experts + e] = out[(e - first) * group.batch + t] + bias;
+            }
     }
 }
 
 /* NaN counts as the greatest, as in torch; of equal logits the first one is chosen. */
 static int is_greater(float a, float b) { return a > b || (a != a && b == b); }
 
+static float corrected(const Layer *layer, const float *scores, int64_t expert) {
+    return layer->correction ? scores[expert] + layer->correction[expert] : scores[expert];
+}
+
+/* A bit for each group that a token chooses from: those whose two best experts have the greatest sums. */
+static uint64_t kept_groups(const Layer *layer, const float *scores) {
+    const int64_t size = layer->experts / layer->groups;
+    float sums[MOST_GROUPS];
+    if (layer->kept_groups == layer->groups) return ~(uint64_t)0;
+    for (int64_t group = 0; group < layer->groups; group++) {
+        float best = -INFINITY, second = -INFINITY;
+        for (int64_t e = group * size; e < (group + 1) * size; e++) {
+            const float score = corrected(layer, scores, e);
+            if (is_greater(score, best)) second = best, best = score;
+            else if (is_greater(score, second)) second = score;
+        }
+        sums[group] = best + second;
+    }
+    uint64_t kept = 0;
+    for (int64_t choice = 0; choice < layer->kept_groups; choice++) {
+        int64_t best = -1;
+        for (int64_t group = 0; group < layer->groups; group++)
+            if (!(kept >> group & 1) && (best < 0 || is_greater(sums[group], sums[best]))) best = group;
+        kept |= (uint64_t)1 << best;
+    }
+    return kept;
+}
+
 /* The experts of a token by their scores, ascending. */
 static void choose(const Layer *layer, const float *scores, int64_t *chosen) {
-    const float *correction = layer->correction;
+    const uint64_t kept = kept_groups(layer, scores);
+    const int64_t size = layer->experts / layer->groups;
     for (int64_t choice = 0; choice < layer->top_k; choice++) {
         int64_t best = -1;
         float greatest = 0;
         for (int64_t e = 0; e < layer->experts; e++) {
-            int taken = 0;
+            int taken = !(kept >> (e / size) & 1);
             for (int64_t i = 0; i < choice; i++) taken |= chosen[i] == e;
             if (taken) continue;
-            const float score = correction ? scores[e] + correction[e] : scores[e];
+            const float score = corrected(layer, scores, e);
             if (best < 0 || is_greater(score, greatest)) best = e, greatest = score;
         }
         int64_t at = choice;
@@ -133,7 +174,7 @@ static void weigh_by_softmax(const Layer *layer, const float *logits, const int6
         for (int64_t i = 0; i < layer->top_k; i++) sum += weights[i];
     else
         for (int64_t e = 0; e < layer->experts; e++) sum += exponential(logits[e] - greatest);
-    for (int64_t i = 0; i < layer->top_k; i++) weights[i] /= sum;
+    for (int64_t i = 0; i < layer->top_k; i++) weights[i] = weights[i] / sum * (float)layer->scale;
 }
 
 static void choose_part(void *argument, int64_t first, int64_t last) {

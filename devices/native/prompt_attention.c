@@ -16,6 +16,7 @@ typedef struct {
     double scale;
     const uint16_t *keys, *values;
     const uint16_t *new_queries; /* (sequences * queries, heads, head_dim) */
+    const float *sinks;          /* (heads): a score of each, that no token has; NULL for none */
     uint16_t *out;               /* (sequences * queries, heads * head_dim) */
 } Prompts;
 
@@ -238,7 +239,10 @@ static TARGET void attend_tokens(const Job *job, int64_t sequence, int64_t head,
     const int64_t rows = (item.count + ROWS - 1) / ROWS * ROWS;
     memset(item.sums, 0, (size_t)(rows * prompts->head_dim) * sizeof *item.sums);
     memset(item.totals, 0, (size_t)rows * sizeof *item.totals);
-    for (int64_t row = 0; row < rows; row++) item.highest[row] = -FLT_MAX;
+    for (int64_t row = 0; row < rows; row++) {
+        item.highest[row] = prompts->sinks ? prompts->sinks[head * job->group + row % job->group] : -FLT_MAX;
+        item.totals[row][0] = prompts->sinks ? 1.0f : 0.0f;
+    }
     for (int64_t tile = seen_by(&item, 0, 0).first / TILE * TILE; tile < position + last - first; tile += TILE) {
         pair_tile(&item, tile, &pairs);
         for (int64_t row = 0; row < item.count; row += ROWS)

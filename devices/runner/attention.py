@@ -64,7 +64,7 @@ class Attention:
         memory = self._shapes[task.micro_batch].of(len(ids))
         state.memory = memory if memory.kept else None
         embed = self._kernels.bound("embed", self._embedding, memory)
-        state.hidden_TD, state.angles = embed(ids, state.step.positions)
+        state.hidden_TD, state.angles = embed(ids, state.step.positions, state.steps)
 
     def pre_attention(self, task: Task) -> None:
         """Project the hidden states to queries, keys and values."""

@@ -29,6 +29,7 @@ class MicroBatchState:
         caches: the KV caches that have its requests: one of all layers, or two of some layers each. A cache has
             `places`, its layers; `extend`, which makes room for tokens and returns a step; and `at`, which returns a
             layer's keys and values, as kernels take them together with the step.
+        steps: the step's new tokens in each of the caches.
         rows: the rows of the layer's experts, from `route` to `combine`; its `outputs()` are the first operands of the
             operation combine.
     """
@@ -46,7 +47,7 @@ class MicroBatchState:
         self.caches: tuple[Any, ...] = ()
         self._cached: dict[int, tuple[Any, int]] = {}
         """The keys and values of each layer, and the number of its cache."""
-        self._steps: list[Any] = []
+        self.steps: list[Any] = []
         self.angles: tuple[Any, Any]
         self.hidden_TD: Any
         self.qkv: tuple[Any, Any, Any]
@@ -63,12 +64,12 @@ class MicroBatchState:
     def extend(self) -> None:
         """Begin the next step: make room in the caches for its tokens."""
         new = [len(tokens) for tokens in self.new]
-        self._steps = [cache.extend(self.sequences, new) for cache in self.caches]
+        self.steps = [cache.extend(self.sequences, new) for cache in self.caches]
 
     @property
     def step(self) -> Any:
         """The step in the first cache: each sequence's tokens before it (`past`) and in it (`new`), and positions."""
-        return self._steps[0]
+        return self.steps[0]
 
     @property
     def room(self) -> Memory:
@@ -83,7 +84,7 @@ class MicroBatchState:
     def cached(self, layer: int) -> tuple[Any, Any]:
         """The keys and values of a layer, and the cache's step with the places of the new tokens."""
         cached, number = self._cached[layer]
-        return cached, self._steps[number]
+        return cached, self.steps[number]
 
     @property
     def whole(self) -> MicroBatchState:

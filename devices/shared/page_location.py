@@ -91,6 +91,7 @@ def locate(
     ranges = [byte_range(each, extent.rows) for each, extent in zip(stored, page.extents, strict=True)]
     if any(map(_must_convert, stored, formats, (start for start, _ in ranges))):
         offsets = [extent.offset for extent in page.extents]
+        ranges += [scales_range(each, extent.rows) for each, extent in zip(stored, page.extents, strict=True)]
         to_read = sum(round_up(end) - round_down(start) for start, end in ranges)
         return PageLocation(_placed(page.extents, stored, formats, offsets), (), page.nbytes, to_read)
     runs, offsets = _runs([(each.file, *span) for each, span in zip(stored, ranges, strict=True)], files)
@@ -104,8 +105,16 @@ def byte_range(stored: StoredTensor, rows: tuple[int, int]) -> tuple[int, int]:
     return stored.offset + first * stored.row_bytes, stored.offset + end * stored.row_bytes
 
 
+def scales_range(stored: StoredTensor, rows: tuple[int, int]) -> tuple[int, int]:
+    """The range of bytes in the file of the scales of these rows; empty where rows have none of their own."""
+    if stored.scales is None:
+        return 0, 0
+    groups = stored.shape[1] // stored.format.group
+    return stored.scales.offset + rows[0] * groups, stored.scales.offset + rows[1] * groups
+
+
 def _must_convert(stored: StoredTensor, needed: StoredFormat, start: int) -> bool:
-    if stored.columns is not None or stored.format != needed:
+    if stored.columns is not None or stored.scales is not None or stored.format != needed:
         return True
     return needed.codes is None and start % needed.block_bytes != 0
 

@@ -23,6 +23,7 @@ from moesched.system.memory_ahead import MemoryAhead
 from .arena import ALIGNMENT, aligned_bytes, round_down, round_up
 from .coded import Block, Coded
 from .direct_file import AbsentFile, DirectFile
+from .mxfp4_rows import Join, join_by_arrays, read_joined
 from .page_location import PageLocation, Run, byte_range, locate, pieces_of
 
 CHUNK_BYTES = 4 << 20  # of a converted read; a read straight into a slot is one call, the larger the faster
@@ -46,6 +47,9 @@ class PageReader:
 
     Several threads may read at once, each into its own slot.
 
+    Args:
+        join: joins codes and scales that are apart in the files.
+
     Attributes:
         dtype: the layout's dtype, that of plain tensors but for those that keep float32.
         slot_bytes: bytes of the largest page in a slot.
@@ -58,18 +62,25 @@ class PageReader:
         BadInput: a file cannot be opened.
     """
 
-    def __init__(self, checkpoint: Checkpoint, layout: WeightLayout, direct: bool = True) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        layout: WeightLayout,
+        direct: bool = True,
+        join: Join = join_by_arrays,
+    ) -> None:
         self.dtype = DTYPES[layout.dtype]
         self._plain = STORED_FORMATS[layout.dtype]
         self.bytes_read = 0
         self.ahead = MemoryAhead()
         self._counting = threading.Lock()
         self._own = threading.local()
+        self._join = join
         self._config = checkpoint.config
         self._tensors = checkpoint.tensors
         self._files: dict[Path, Blocks] = {}
         try:
-            for path in sorted({stored.file for stored in self._tensors.values()}):
+            for path in sorted({path for stored in self._tensors.values() for path in _files_of(stored)}):
                 self._files[path] = (
                     AbsentFile(path) if path in checkpoint.absent else DirectFile(path, direct=direct)
                 )
@@ -183,9 +194,9 @@ class PageReader:
     def read_tensor_into(self, name: str, raw: torch.Tensor) -> None:
         """Read a whole tensor into its bytes in memory (uint8, 1-D). What the page cache has comes from there."""
         stored = self._tensors[name]
-        file, rows = self._files[stored.file], (0, stored.shape[0])
         out = raw.view(_dtype_of(self.format_of(name)))
-        self._count(_convert(file, stored, rows, out, aligned_bytes(_BUFFER_BYTES), cached=True))
+        buffer = aligned_bytes(_BUFFER_BYTES)
+        self._count(self._convert(stored, (0, stored.shape[0]), out, buffer, cached=True))
 
     def _read_converted(self, page: Page, slot: torch.Tensor) -> int:
         buffer, nbytes = self._own_buffer(), 0
@@ -193,8 +204,21 @@ class PageReader:
             stored = self._tensors[extent.tensor]
             raw = slot[extent.offset : extent.offset + extent.nbytes]
             out = raw.view(_dtype_of(self.format_of(extent.tensor)))
-            nbytes += _convert(self._files[stored.file], stored, extent.rows, out, buffer)
+            nbytes += self._convert(stored, extent.rows, out, buffer)
         return nbytes
+
+    def _convert(
+        self,
+        stored: StoredTensor,
+        rows: tuple[int, int],
+        out: torch.Tensor,
+        buffer: torch.Tensor,
+        *,
+        cached: bool = False,
+    ) -> int:
+        if stored.scales is not None:
+            return read_joined(self._files, stored, stored.scales, rows, out, self._join, cached=cached)
+        return _convert(self._files[stored.file], stored, rows, out, buffer, cached=cached)
 
     def _own_buffer(self) -> torch.Tensor:
         if not hasattr(self._own, "buffer"):
@@ -205,6 +229,10 @@ class PageReader:
     def _count(self, nbytes: int) -> None:
         with self._counting:
             self.bytes_read += nbytes
+
+
+def _files_of(stored: StoredTensor) -> list[Path]:
+    return [stored.file] if stored.scales is None else [stored.file, stored.scales.file]
 
 
 def _read_runs(runs: Sequence[Run], slot: torch.Tensor, cached: bool) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 
@@ -11,9 +12,10 @@ from moesched.models.layers import FeedForward
 from moesched.models.layout import Page, WeightLayout
 
 from ..kernels import functions
+from ..kernels.expert_of_products import expert_of
 from ..kernels.functions import KVView
 from ..kernels.kernel_weights import EXPERT_PARTS
-from ..products.linear import Tensor, expert_ffn
+from ..products.linear import Tensor, expert_ffn, linear
 from ..runner.library import with_rows
 from ..runner.micro_batch import MicroBatchState
 from ..shared.arena import aligned_bytes
@@ -67,7 +69,7 @@ class FirstBadTensor:
         config = self._config
         embedding = self._global("embedding")
         ids_T = torch.tensor([token for tokens in state.new for token in tokens]).to(self._accelerator)
-        hidden_TD = functions.embed(ids_T, embedding)
+        hidden_TD = functions.embed(ids_T, embedding) * config.embedding_factor
         yield "weight embedding", hidden_TD
         for layer, described in enumerate(config.pattern):
             attention, network = described.grouped, described.feed_forward
@@ -83,9 +85,14 @@ class FirstBadTensor:
             for keys, values, new in views:
                 yield f"the cached keys of layer {layer}", keys[:, :-new]
                 yield f"the cached values of layer {layer}", values[:, :-new]
-            attended_TX = functions.attention(q_THd, views, attention.window, fused=self._fused)
+            sinks_H = weights["sinks"][0] if attention.sinks else None
+            attended_TX = functions.attention(
+                q_THd, views, attention.window, fused=self._fused, sinks_H=sinks_H, scale=attention.scale
+            )
             yield f"attention's output in layer {layer}", attended_TX
-            hidden_TD = functions.output_projection(attended_TX, weights["o"], hidden_TD)
+            hidden_TD = functions.output_projection(
+                attended_TX, weights["o"], hidden_TD, weights.get("o_bias"), config.residual_factor
+            )
             yield f"the hidden states after attention in layer {layer}", hidden_TD
             x_TD = functions.norm(hidden_TD, weights["ffn_norm"][0], config.norm_eps, config.norm)
             experts_Tk, weights_Tk = _route(x_TD, weights, network)
@@ -115,9 +122,11 @@ class FirstBadTensor:
         for expert in counts:
             mine = self._weights(self._layout.expert(layer, expert))
             yield from _named(mine)
-            gate, up, down = (mine[f"layers.{layer}.experts.{expert}.{part}"] for part in EXPERT_PARTS)
+            prefix = f"layers.{layer}.experts.{expert}."
+            own = {name.removeprefix(prefix): blocks for name, blocks in mine.items()}
+            products = {name: partial(linear, blocks=blocks) for name, blocks in own.items()}
             span, part = rows.of(expert), rows.part(expert)
-            rows.y_nD[span.start : span.stop] = expert_ffn(part.input, gate, up, down)
+            rows.y_nD[span.start : span.stop] = expert_of(products, own, network.activation)(part.input)
             yield f"the output of expert {expert} of layer {layer}", rows.y_nD[span.start : span.stop]
 
     def _cached(self, state: MicroBatchState, layer: int, k_TKd: Tensor, v_TKd: Tensor) -> Sequence[KVView]:
@@ -158,7 +167,7 @@ def _route(x_TD: Tensor, weights: PlainBlocks, network: FeedForward) -> tuple[Te
     if network.experts <= 1:
         tokens = (len(x_TD), network.experts)
         return x_TD.new_zeros(tokens, dtype=torch.int64), x_TD.new_ones(tokens, dtype=torch.float32)
-    bias_E = weights["router_bias"][0] if network.router.corrected else None
+    bias_E = weights["router_bias"][0] if "router_bias" in weights else None
     return functions.route(x_TD, weights["router"], network, bias_E)
 
 

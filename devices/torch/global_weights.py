@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
+
 from moesched.models.config import ModelConfig
 
 from ..kernels.layer_weights import Weights
-from ..shared.coded import Block
+from ..shared.coded import Block, plain_block
 from ..shared.page_reader import PageReader
 from .compute import Compute
+from .copies import HOST
 
 
 class GlobalWeights(NamedTuple):
@@ -26,7 +29,10 @@ class GlobalWeights(NamedTuple):
 def read_global_weights(
     config: ModelConfig, reader: PageReader, compute: Compute, rank: int
 ) -> GlobalWeights:
-    """Read the weights that are in no page; of an LM head that is also the embedding, only this rank's rows."""
+    """Read the weights that are in no page, and attention's sinks, which are in pages as well.
+
+    Of an LM head that is also the embedding, only this rank's rows are read.
+    """
 
     def read(name: str) -> Block:
         block: Block = reader.read_tensor(name)
@@ -42,4 +48,10 @@ def read_global_weights(
         if compute.kernels.arranges:
             blocks = [compute.kernels.arranged("lm_head", block, compute.accelerator) for block in blocks]
     head = Weights({"final_norm": [norm_D], "lm_head": blocks})
+    for number, layer in enumerate(config.pattern):
+        if layer.grouped.sinks:
+            sinks_H = plain_block(read(f"layers.{number}.sinks"), torch.float32).float()
+            for device in {compute.accelerator, HOST}:
+                beside = Weights({"sinks": [sinks_H.to(device)]}, layer)
+                compute.kernels.beside_attention[number, device.type] = beside
     return GlobalWeights(Weights({"embedding": [embedding_VD]}), head)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from ..native.attention import SequencesInBlocks
-from .copies import Indices
+from .copies import Indices, host_indices
 
 Tensor = torch.Tensor
 
@@ -75,16 +75,29 @@ class KVStep:
             blocks.extend(each)
         return SequencesInBlocks(array("q", map(sum, zip(self.past, self.new, strict=True))), blocks)
 
-    def table(self, upload: Indices) -> Tensor:
-        """The lengths of the sequences, the places of their first blocks in the list of blocks, and that list.
+    @property
+    def on_host(self) -> bool:
+        """Whether the cache is in the host's memory."""
+        return self._indices is host_indices
 
-        upload: makes the tensor on the accelerator; called once.
+    @property
+    def numbers(self) -> array[int]:
+        """The lengths of the sequences, the places of their first blocks in the list of blocks, and that list."""
+        lengths, blocks = self.in_blocks
+        return lengths + array("q", accumulate(map(len, self._blocks[:-1]), initial=0)) + blocks
+
+    def table(self, upload: Indices) -> Tensor:
+        """`numbers` on the accelerator.
+
+        upload: makes the tensor; called once, and only if none was kept.
         """
         if self._table is None:
-            lengths, blocks = self.in_blocks
-            places = accumulate(map(len, self._blocks[:-1]), initial=0)
-            self._table = upload([*lengths, *places, *blocks])
+            self._table = upload(self.numbers)
         return self._table
+
+    def keep_table(self, table: Tensor) -> None:
+        """Keep the tensor that `numbers` were copied to."""
+        self._table = table
 
     @property
     def positions(self) -> list[int]:

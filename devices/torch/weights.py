@@ -19,6 +19,7 @@ from moesched.system.logs import Log
 from moesched.tasks import PageTransfer
 
 from ..kernels.layer_weights import Weights
+from ..native.mxfp4_files import fastest_join
 from ..products.linear import NamedBlocks, Tensor, joined
 from ..products.team import Team
 from ..shared.arena import Arena, aligned_bytes
@@ -71,7 +72,7 @@ class WeightStore:
         direct: bool,
         map_files: bool,
     ) -> None:
-        self.reader = PageReader(checkpoint, layout, direct)
+        self.reader = PageReader(checkpoint, layout, direct, fastest_join())
         self.home = HomePages(self.reader, compute, map_files=map_files)
         self.copies = PageCopies(self.reader, compute)
         self._checkpoint = checkpoint

@@ -20,6 +20,7 @@ from moesched.jobs.report import require_complete
 from moesched.jobs.run_model import run_model
 from moesched.keywords import takes
 from moesched.models.config import ModelConfig
+from moesched.models.layers import SILU
 from moesched.models.reading import read_config
 from moesched.options import part_of
 from moesched.system.cells import counted_in_cell
@@ -58,6 +59,10 @@ def sparsity_of(given: SparsityOptions) -> SparsityReport:
     Raises the errors of `moesched.run_model`.
     """
     config = read_config(given.model)
+    if config.routed.activation != SILU:
+        raise BadInput(
+            f"the experts of {config.name} have no SiLU, whose outputs are counted here: give a model of another family"
+        )
     asked = random_prompts(config, given.seed) if given.prompts is None else given.prompts
     encoded = encode_prompts(asked, find_tokenizer(Path(given.model)), config, 1)
     tokens = sum(map(len, encoded))

@@ -20,6 +20,7 @@ from moesched.models.gguf.contents import gguf_contents
 from moesched.models.gguf.parts import is_gguf
 from moesched.models.headers import Found
 from moesched.models.layers import Shape
+from moesched.models.mxfp4 import CODE_BYTES, MXFP4, joined
 from moesched.models.published import Published, extra_names, other_tensors, published_tensors
 from moesched.models.reading import read_config, require_runs
 from moesched.models.shards import FLOATS, read_shards
@@ -37,6 +38,13 @@ class Columns(NamedTuple):
     of: int
 
 
+class Scales(NamedTuple):
+    """The place of the scales of rows that are stored apart from their codes: a byte for each group, row after row."""
+
+    file: Path
+    offset: int
+
+
 class StoredTensor(msgspec.Struct, frozen=True, gc=False):
     """The location of one row-major tensor in a file.
 
@@ -44,6 +52,7 @@ class StoredTensor(msgspec.Struct, frozen=True, gc=False):
         offset: bytes from the start of the file; with `columns`, up to the first whole row.
         format: the format of its rows.
         columns: the columns that the tensor has of a wider matrix; None for all.
+        scales: where they are apart from the codes, whose place this is; None for all other tensors.
     """
 
     file: Path
@@ -52,6 +61,7 @@ class StoredTensor(msgspec.Struct, frozen=True, gc=False):
     format: StoredFormat
     nbytes: int
     columns: Columns | None = None
+    scales: Scales | None = None
 
     @property
     def row_bytes(self) -> int:
@@ -150,7 +160,7 @@ def read_contents(model: Path, *, partial: bool = False) -> Contents:
 
 def checkpoint_of(contents: Contents) -> Checkpoint:
     """Locate every tensor of a model in its files; `open_checkpoint` describes the errors."""
-    config, names, found_tensors = contents.config, contents.names, contents.shards.tensors
+    config, names, found_tensors = contents.config, contents.names, [*joined(contents.shards.tensors)]
     tensors: dict[str, StoredTensor] = {}
     skipped: list[str] = []
     for found in found_tensors:
@@ -182,6 +192,9 @@ def _parts_of(found: Found, published: Published, stored: StoredFormat) -> Itera
     """The location of each canonical tensor in a stored tensor, which contains them one after the other."""
     start, end = found.entry.data_offsets
     offset = found.data_start + start
+    if found.scales is not None:
+        yield from _coded_parts_of(found, found.scales, published)
+        return
     if published.parts[0][1] == published.shape:  # it is the only part
         yield published.parts[0][0], StoredTensor(found.file, offset, published.shape, stored, end - start)
         return
@@ -189,6 +202,16 @@ def _parts_of(found: Found, published: Published, stored: StoredFormat) -> Itera
         nbytes = math.prod(part[:-1]) * stored.row_bytes(part[-1])
         yield name, StoredTensor(found.file, offset, part, stored, nbytes)
         offset += nbytes
+
+
+def _coded_parts_of(codes: Found, scales: Found, published: Published) -> Iterator[tuple[str, StoredTensor]]:
+    """The same of rows whose codes and scales are apart."""
+    offset, scales_at = (each.data_start + each.entry.data_offsets[0] for each in (codes, scales))
+    for name, part in published.parts:
+        groups = math.prod(part) // MXFP4.group
+        place = Scales(scales.file, scales_at)
+        yield name, StoredTensor(codes.file, offset, part, MXFP4, groups * CODE_BYTES, scales=place)
+        offset, scales_at = offset + groups * CODE_BYTES, scales_at + groups
 
 
 # ---------------------------------------------------------------- folders

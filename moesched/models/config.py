@@ -37,6 +37,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
             weights in the dtype of the computation, but for those that `formats` has.
         formats: the storage formats of tensors outside the layers that keep them; layers have their own.
         expert_format: the format that experts keep where the other weights have one of fewer than 16 bits.
+        embedding_factor, residual_factor, logits_factor: multiply the embeddings, the output of attention that is added
+            to the residual (the experts' is multiplied by their weights' scale), and the logits.
         unused_weights: number of weights in the published files that generating text does not need: extra prediction
             layers, and encoders of pictures.
         ranks: number of tensor-parallel ranks (see `tensor_parallel.py`). Heads and inner widths of the layers are
@@ -57,6 +59,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     format: str | None = None
     expert_format: str | None = None
     formats: Formats = ()
+    embedding_factor: float = 1.0
+    residual_factor: float = 1.0
+    logits_factor: float = 1.0
     unused_weights: int = 0
     ranks: int = 1
 

@@ -12,7 +12,7 @@ import msgspec
 
 from moesched.errors import BadInput
 from moesched.models.config import DType, ModelConfig
-from moesched.models.layers import Attention, GroupedAttention, Layer
+from moesched.models.layers import Attention, FeedForward, GroupedAttention, Layer
 from moesched.models.rotary import Rotary
 from moesched.models.shards import stored_dtype
 from moesched.system.decoding import convert_value, decode_json, reason
@@ -36,7 +36,15 @@ LEAST = {"rope_theta": 1.0}
 """Limits of single numbers: with a smaller base, angles of the rotary embedding overflow."""
 MAY_BE_ZERO = ("unused_weights", "shared")
 """Numbers of which 0 says that a model lacks a part."""
-_KEYS = {"window": "sliding_window", "clip": "clip_qkv", "theta": "rope_theta"}
+_KEYS = {
+    "window": "sliding_window",
+    "clip": "clip_qkv",
+    "theta": "rope_theta",
+    "alpha": "swiglu_alpha",
+    "limit": "swiglu_limit",
+    "embedding_factor": "embedding_multiplier",
+    "residual_factor": "residual_multiplier",
+}
 """Names of numbers in config.json, where they differ."""
 RESTORE = "restore the file that came with the checkpoint"
 
@@ -61,6 +69,7 @@ class Keys(msgspec.Struct, kw_only=True):
     rope_theta: float = 1e4
     rope_parameters: dict[str, Any] | None = None
     rope_scaling: dict[str, Any] | None = None
+    original_max_position_embeddings: int | None = None
     partial_rotary_factor: float | None = None
     tie_word_embeddings: bool = False
     eos_token_id: int | list[int] | None = 2
@@ -236,7 +245,8 @@ class ConfigFile:
         if layers > MOST_LAYERS:
             raise self.impossible(f"num_hidden_layers is {layers:,}", f"it may be {MOST_LAYERS:,}")
 
-    def _require_number(self, name: str, value: float) -> None:
+    def require_number(self, name: str, value: float) -> None:
+        """Raise BadInput if a number is beyond what float32 computes with."""
         if isinstance(value, int):
             self.require_size(name, value)
         elif not LEAST.get(name, FLOAT32_RANGE[0]) <= value <= FLOAT32_RANGE[1]:
@@ -246,12 +256,13 @@ class ConfigFile:
         for name in of.__struct_fields__:
             value = getattr(of, name)
             if isinstance(value, int | float) and not isinstance(value, bool) and name not in MAY_BE_ZERO:
-                self._require_number(_KEYS.get(name, name), value)
+                self.require_number(_KEYS.get(name, name), value)
 
     def _check(self, config: ModelConfig) -> None:
         self._require_numbers(config)
         routed = config.routed
         self._require_numbers(routed)
+        self._require_numbers(routed.activation)
         for layer in config.kinds:
             self._check_attention(layer.attention)
         if config.layers * routed.experts > MOST_EXPERTS:
@@ -260,6 +271,22 @@ class ConfigFile:
         if routed.top_k > routed.experts:
             what = f"num_experts_per_tok is {routed.top_k}, num_local_experts {routed.experts}"
             raise self.impossible(what, "the first cannot be larger")
+        self._check_groups(routed)
+
+    def _check_groups(self, routed: FeedForward) -> None:
+        groups, kept, experts = routed.router.groups, routed.router.kept_groups, routed.experts
+        self.require_size("n_group", groups)
+        self.require_size("topk_group", kept)
+        if groups == 1 and kept == 1:
+            return
+        if experts % groups or experts < 2 * groups:
+            what = f"n_group is {groups:,} and there are {experts:,} experts"
+            raise self.impossible(what, "groups are equal in size and have at least two")
+        if kept > groups:
+            raise self.impossible(f"topk_group is {kept:,}, n_group {groups:,}", "the first cannot be larger")
+        if routed.top_k > kept * (experts // groups):
+            what = f"num_experts_per_tok is {routed.top_k:,}"
+            raise self.impossible(what, f"the kept groups have {kept * (experts // groups):,} experts")
 
     def _check_attention(self, attention: Attention) -> None:
         self._require_numbers(attention)
@@ -271,8 +298,6 @@ class ConfigFile:
 
     def _check_rotary(self, rotary: Rotary, head_dim: int) -> None:
         self._require_numbers(rotary)
-        if rotary.scaling is not None:
-            self._require_numbers(rotary.scaling)
         width = rotary.turning(head_dim)
         if width % 2:
             what = (
@@ -282,6 +307,10 @@ class ConfigFile:
         most = min(head_dim, MOST_ROTARY)
         if width > most:
             raise self.impossible(f"the rotary width of a head is {width:,}", f"it may be {most:,}")
+        if rotary.scaling is not None:
+            self._require_numbers(rotary.scaling)
+            if problem := rotary.scaling.problem(width // 2):
+                raise BadInput(f"{self.path}: {problem}; {RESTORE}")
 
 
 def _generation_stops(path: Path) -> tuple[int, ...] | None:

@@ -44,12 +44,16 @@ class Entry(msgspec.Struct, gc=False):
 
 
 class Found(msgspec.Struct, gc=False):
-    """A tensor found in a file; the data of the file's tensors begins at byte `data_start`."""
+    """A tensor found in a file; the data of the file's tensors begins at byte `data_start`.
+
+    scales: the tensor that has the scales, if this one has codes alone.
+    """
 
     file: Path
     name: str
     entry: Entry
     data_start: int
+    scales: Found | None = None
 
     @property
     def nbytes(self) -> int:

@@ -36,6 +36,7 @@ class GroupedAttention(msgspec.Struct, frozen=True, kw_only=True):
         clip: the largest magnitude of queries, keys and values; None does not clip.
         biases: the projections that have a bias: those of the letters "qkvo" that it contains.
         sinks: whether each head has a learned logit that no token belongs to.
+        scale: multiplies products of queries and keys; None for one over the square root of head_dim.
         gated: whether the output is multiplied by a gate, which the query projection computes.
         keys_are_values: whether one projection computes keys and values.
     """
@@ -50,8 +51,15 @@ class GroupedAttention(msgspec.Struct, frozen=True, kw_only=True):
     clip: float | None = None
     biases: str = ""
     sinks: bool = False
+    scale: float | None = None
     gated: bool = False
     keys_are_values: bool = False
+
+    @property
+    def score_scale(self) -> float:
+        """The number that multiplies products of queries and keys."""
+        scale: float = self.head_dim**-0.5 if self.scale is None else self.scale
+        return scale
 
     @property
     def query_width(self) -> int:
@@ -292,12 +300,30 @@ class Router(msgspec.Struct, frozen=True, kw_only=True):
         corrected: whether a bias per expert is added for the choice, but not for the weights of the experts.
         normalised: whether the weights of a token's experts are their scores divided by the sum of these.
         scale: multiplies the weights.
+        groups: number of groups of experts, equal in size. A group's score is the sum of its two best.
+        kept_groups: the number of groups, those with the best scores, that a token chooses from.
     """
 
     score: Score = "softmax"
     corrected: bool = False
     normalised: bool = True
     scale: float = 1.0
+    groups: int = 1
+    kept_groups: int = 1
+
+
+class Activation(msgspec.Struct, frozen=True, kw_only=True):
+    """The function of an expert's gate and up: silu(gate) * up.
+
+    With a limit it is that of gpt-oss: gate * sigmoid(alpha * gate) * (up + 1). A gate above the limit counts as the
+    limit, and so does an up beyond it on either side.
+    """
+
+    alpha: float = 1.0
+    limit: float | None = None
+
+
+SILU = Activation()
 
 
 class FeedForward(msgspec.Struct, frozen=True, kw_only=True):
@@ -308,7 +334,9 @@ class FeedForward(msgspec.Struct, frozen=True, kw_only=True):
         intermediate: inner width of each expert.
         shared: inner width of the part that every token uses: shared experts, or a dense layer's network.
         biases: whether matrices and router have biases.
-        transposed_down: whether checkpoints store the experts' down matrices as (inputs, outputs).
+        alternating: whether gate and up are one matrix, "gate_up", whose rows belong to them in turn.
+        transposed_down: whether checkpoints store the experts' down matrices, and gate_up, as (inputs, outputs).
+        activation: the function of gate and up.
         weighted: whether the shared part's output is weighted by a gate of its own.
         router: the choice of experts.
     """
@@ -318,7 +346,9 @@ class FeedForward(msgspec.Struct, frozen=True, kw_only=True):
     intermediate: int = 0
     shared: int = 0
     biases: bool = False
+    alternating: bool = False
     transposed_down: bool = False
+    activation: Activation = SILU
     weighted: bool = False
     router: Router = Router()
 
@@ -336,6 +366,26 @@ class FeedForward(msgspec.Struct, frozen=True, kw_only=True):
                 "shared_up": (self.shared, hidden),
             }
         return shapes | ({"shared_weight": (hidden,)} if self.weighted else {})
+
+    @property
+    def is_usual(self) -> bool:
+        """Whether an expert is three matrices: down @ (silu(gate @ x) * (up @ x))."""
+        return not self.biases and not self.alternating and self.activation == SILU
+
+    def expert_shapes(self, hidden: int) -> dict[str, Shape]:
+        """Shapes of the tensors of one expert, by name, in their usual order in files."""
+        width = self.intermediate
+        down = (width, hidden) if self.transposed_down else (hidden, width)
+        if not self.alternating:
+            shapes: dict[str, Shape] = {"gate": (width, hidden), "down": down, "up": (width, hidden)}
+        else:
+            both = (hidden, 2 * width) if self.transposed_down else (2 * width, hidden)
+            shapes = {"gate_up": both, "down": down}
+        if self.biases:
+            names = ("gate_up",) if self.alternating else ("gate", "up")
+            shapes |= {f"{name}_bias": (2 * width // len(names),) for name in names}
+            shapes["down_bias"] = (hidden,)
+        return shapes
 
     def split(self, ranks: int) -> FeedForward:
         """The feed-forward network of one of `ranks` ranks."""

@@ -12,6 +12,7 @@ from moesched.models.coded_models import METHOD, MIXES, coded_as
 from moesched.models.config import ModelConfig
 from moesched.models.config_file import RESTORE, ConfigFile
 from moesched.models.formats import EXPERTS_ONLY, GROUPS, integer_format
+from moesched.models.mxfp4 import with_experts_in_mxfp4
 from moesched.system.decoding import convert_value
 
 ATTENTION = re.compile(r"attn(?!.*(norm|kv_a_proj))")
@@ -59,6 +60,8 @@ def in_stored_format(config: ModelConfig, file: ConfigFile, quantization: dict[s
         BadInput: no known format has these bits.
     """
     keys = convert_value(quantization, _Keys, f"{file.path}: quantization_config", RESTORE)
+    if keys.quant_method == "mxfp4" and config.routed.alternating:
+        return with_experts_in_mxfp4(config)
     if keys.quant_method != METHOD:
         return replace(config, format=_average_format(file, keys))
     if keys.format not in MIXES:

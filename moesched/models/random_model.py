@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from msgspec.structs import replace
 
 from moesched.errors import BadInput
 from moesched.models.coded_models import coded_as
@@ -117,7 +118,7 @@ def _resolve(shape: ModelConfig | str, layers: int | None, dtype: str) -> ModelC
             known = sorted(name for name, config in SHAPES.items() if runs(config))
             remedy = with_nearest(shape, known, f"choose one of {', '.join(known)}")
             raise BadInput(f"unknown model shape {shape!r}: {remedy}")
-        shape = SHAPES[shape]
+        shape = replace(SHAPES[shape], format=None)
         require_runs(shape)
     if dtype not in DTYPES:
         raise BadInput(f"dtype {dtype!r} cannot be written; choose one of {', '.join(DTYPES)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from moesched.models.gguf.config import gguf_config
 from moesched.models.gguf.contents import read_gguf_config
 from moesched.models.gguf.parts import is_gguf, read_parts
 from moesched.models.gguf.vocabulary import read_vocabulary
+from moesched.models.layers import SILU, Layer
 from moesched.models.quantization import in_stored_format
 from moesched.models.shards import stored_names
 
@@ -24,7 +26,7 @@ HEAD = "lm_head.weight"
 
 ALIKE = ("heads", "kv_heads", "head_dim", "rotary")
 """Settings of attention that are the same in all layers of a model that runs."""
-ALIKE_OF_EXPERTS = ("experts", "top_k", "intermediate", "transposed_down")
+ALIKE_OF_EXPERTS = ("experts", "top_k", "intermediate", "alternating", "transposed_down")
 """Settings that are the same in all of its layers with experts."""
 
 
@@ -85,14 +87,32 @@ def runs(config: ModelConfig) -> bool:
 
 
 def require_plain_layers(config: ModelConfig, who: str) -> None:
-    """Raise BadInput if layers have biases, or networks that every token uses, for which `who` has no kernels."""
-    attention = [f"biases of {layer.grouped.biases}" for layer in config.kinds if layer.grouped.biases]
-    shared = ["networks that every token uses" for layer in config.kinds if layer.feed_forward.shared]
-    if parts := sorted({*attention, *shared}):
+    """Raise BadInput if a model has what `who` does not compute: biases, sinks, limits, shared networks, factors."""
+    found = {part for layer in config.kinds for part in _particular(layer)}
+    if (config.embedding_factor, config.residual_factor, config.logits_factor) != (1.0, 1.0, 1.0):
+        found.add("factors of embeddings, residual or logits")
+    if parts := sorted(found):
         raise BadInput(
             f"{config.name} has {' and '.join(parts)}, which {who} does not compute: use --device torch, or cuda, on "
             "one machine and one accelerator"
         )
+
+
+def _particular(layer: Layer) -> Iterator[str]:
+    """Yield the parts that not all devices compute, in words."""
+    attention, network = layer.grouped, layer.feed_forward
+    if attention.biases:
+        yield f"biases of {attention.biases}"
+    if attention.sinks:
+        yield "attention sinks"
+    if attention.scale is not None:
+        yield "a scale of attention"
+    if network.biases:
+        yield "biases of experts"
+    if network.activation != SILU:
+        yield "experts with a limit"
+    if network.shared:
+        yield "networks that every token uses"
 
 
 def require_runs(config: ModelConfig) -> None:

@@ -11,6 +11,9 @@ from collections.abc import Sequence
 
 import msgspec
 
+SMALLEST_FACTOR = 2.0**-64
+"""Of the factor of a single pair, so that float32 has its angles."""
+
 
 class Slowing(msgspec.Struct, frozen=True, kw_only=True, tag_field="rope_type"):
     """A scaling of a rotary embedding, for contexts longer than those of the training.
@@ -26,9 +29,8 @@ class Slowing(msgspec.Struct, frozen=True, kw_only=True, tag_field="rope_type"):
         """The number that multiplies cosines and sines."""
         return 1.0
 
-    @property
-    def problem(self) -> str:
-        """The reason why these values are impossible; empty if they are not."""
+    def problem(self, pairs: int) -> str:
+        """The reason why these values are impossible for heads of which `pairs` pairs turn; empty if they are not."""
         return ""
 
 
@@ -57,11 +59,12 @@ class Llama3(Slowing, frozen=True, kw_only=True, tag="llama3"):
         kept = (min(1.0, max(0.0, (each - self.low_freq_factor) / span)) for each in turns)
         return [share + (1 - share) / self.factor for share in kept]
 
-    @property
-    def problem(self) -> str:
+    def problem(self, pairs: int) -> str:
         """The reason why these values are impossible; empty if they are not."""
         low, high = self.low_freq_factor, self.high_freq_factor
-        return "" if low < high else f"low_freq_factor is {low:g} and high_freq_factor {high:g}"
+        if low < high:
+            return ""
+        return f"low_freq_factor is {low:g} and high_freq_factor {high:g}, but the first must be smaller"
 
 
 class Yarn(Slowing, frozen=True, kw_only=True, tag="yarn"):
@@ -104,11 +107,12 @@ class Yarn(Slowing, frozen=True, kw_only=True, tag="yarn"):
         shares = (min(1.0, max(0.0, (number - first) / width)) for number in range(pairs))
         return [1 - share + share / self.factor for share in shares]
 
-    @property
-    def problem(self) -> str:
+    def problem(self, pairs: int) -> str:
         """The reason why these values are impossible; empty if they are not."""
         slow, fast = self.beta_slow, self.beta_fast
-        return "" if slow < fast else f"beta_slow is {slow:g} and beta_fast {fast:g}"
+        if slow < fast:
+            return ""
+        return f"beta_slow is {slow:g} and beta_fast {fast:g}, but the first must be smaller"
 
     def _growth(self, scale: float) -> float:
         return 1.0 if self.factor <= 1 else 0.1 * scale * math.log(self.factor) + 1.0
@@ -119,7 +123,51 @@ class Yarn(Slowing, frozen=True, kw_only=True, tag="yarn"):
         return math.log(self.original_max_position_embeddings / (turns * 2 * math.pi)) / log_step
 
 
-Scaling = Linear | Llama3 | Yarn
+class LongRope(Slowing, frozen=True, kw_only=True, tag="longrope"):
+    """Each pair turns slower by a factor of its own (LongRoPE, Ding et al. 2024, arXiv 2402.13753).
+
+    A model whose context is longer than that of its training has the long factors at every position: a cached key stays
+    right when its sequence grows, and rows do not depend on each other.
+
+    Attributes:
+        factor: the longest context over that of the training; it also sets the magnitude.
+        long_factor, short_factor: for each pair how much slower it turns, for contexts beyond those of the training,
+            and for others.
+        attention_factor: multiplies cosines and sines; None derives it from `factor`.
+    """
+
+    long_factor: tuple[float, ...]
+    short_factor: tuple[float, ...]
+    original_max_position_embeddings: int
+    attention_factor: float | None = None
+
+    @property
+    def magnitude(self) -> float:
+        """The number that multiplies cosines and sines."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.factor <= 1:
+            return 1.0
+        return math.sqrt(1 + math.log(self.factor) / math.log(self.original_max_position_embeddings))
+
+    def slowed(self, frequencies: Sequence[float]) -> list[float]:
+        """The frequency of each pair over the one without scaling."""
+        return [1 / each for each in (self.long_factor if self.factor > 1 else self.short_factor)]
+
+    def problem(self, pairs: int) -> str:
+        """The reason why these values are impossible; empty if they are not."""
+        if self.original_max_position_embeddings == 1:
+            return "original_max_position_embeddings is 1, but contexts of the training were longer"
+        for name, factors in (("long_factor", self.long_factor), ("short_factor", self.short_factor)):
+            if len(factors) != pairs:
+                return f"{name} has {len(factors):,} numbers, but {pairs:,} pairs of a head turn"
+            for each in factors:
+                if not SMALLEST_FACTOR <= each <= 1 / SMALLEST_FACTOR:
+                    return f"{name} has {each:g}, but float32 overflows or loses it"
+        return ""
+
+
+Scaling = Linear | Llama3 | Yarn | LongRope
 
 
 class Rotary(msgspec.Struct, frozen=True, kw_only=True):

@@ -7,11 +7,13 @@ from typing import Any, get_args
 import msgspec
 
 from moesched.models.config_file import RESTORE, ConfigFile, Keys
-from moesched.models.rotary import Rotary, Scaling
+from moesched.models.rotary import LongRope, Rotary, Scaling
 from moesched.system.decoding import convert_value
 from moesched.system.near_names import nearest_of
 
 DEFAULT = "default"
+LONGROPE = LongRope.__struct_config__.tag
+TRAINED = "original_max_position_embeddings"
 KINDS = (DEFAULT, *(str(each.__struct_config__.tag) for each in get_args(Scaling)))
 """Values of `rope_type`."""
 
@@ -37,7 +39,7 @@ def read_rotary(
     """The rotary embedding that config.json describes.
 
     Args:
-        max_positions: the longest context, which is that of the training where a scaling names none.
+        max_positions: the longest context, which is that of the training where no key names another.
         theta: base of the frequencies where the keys for all types have none; None for that of `keys`.
         partial: whether models of this family may rotate a part of each head.
 
@@ -50,10 +52,12 @@ def read_rotary(
     if not partial:
         file.require("partial_rotary_factor", share, None, 1.0)
     bases = (rope.rope_theta, theta, keys.rope_theta)
+    lengths = (keys.original_max_position_embeddings, nested.get(TRAINED), max_positions)
+    trained = next(each for each in lengths if each is not None)
     rotary = Rotary(
         theta=next(each for each in bases if each is not None),
         width=None if share in (None, 1.0) else int(head_dim * share),
-        scaling=_scaling(file, rope, {"original_max_position_embeddings": max_positions} | nested),
+        scaling=_scaling(file, rope, nested | {TRAINED: trained}, max_positions),
     )
     if rotary.scaling is not None and rotary.theta == 1:
         raise file.impossible("rope_theta is 1", "frequencies that are scaled need a larger base")
@@ -66,7 +70,7 @@ def rotary_json(rotary: Rotary) -> dict[str, Any]:
     return {"rope_theta": rotary.theta, **scaling}
 
 
-def _scaling(file: ConfigFile, rope: RopeKeys, values: dict[str, Any]) -> Scaling | None:
+def _scaling(file: ConfigFile, rope: RopeKeys, values: dict[str, Any], longest: int) -> Scaling | None:
     kind = rope.rope_type or rope.type or DEFAULT
     if kind == DEFAULT:
         return None
@@ -74,8 +78,8 @@ def _scaling(file: ConfigFile, rope: RopeKeys, values: dict[str, Any]) -> Scalin
         near = nearest_of(kind, KINDS)
         raise file.unsupported("rope_type", kind, f"rope_type {', '.join(KINDS) if near is None else near}")
     values = {key: value for key, value in values.items() if value is not None}
+    if kind == LONGROPE and isinstance(values[TRAINED], int) and values[TRAINED]:
+        values = {"factor": longest / values[TRAINED]} | values
     where = f"{file.path}: rotary embedding of type {kind}"
     scaling: Scaling = convert_value(values | {"rope_type": kind}, Scaling, where, RESTORE)  # type: ignore[arg-type]  # a union is no type to mypy
-    if scaling.problem:
-        raise file.impossible(scaling.problem, "the first must be smaller")
     return scaling

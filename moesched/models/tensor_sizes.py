@@ -65,6 +65,8 @@ class TensorSizes:
         """The shapes of the matrices of one expert."""
         hidden, width = self.config.hidden, self.layer.feed_forward.intermediate
         shapes = {"gate": (width, hidden), "up": (width, hidden), "down": (hidden, width)}
+        if self.layer.feed_forward.alternating:
+            shapes = {"gate_up": (2 * width, hidden), "down": (hidden, width)}
         return MappingProxyType({f"experts.{part}": shape for part, shape in shapes.items()})
 
     @cached_property

@@ -4,7 +4,7 @@
     layers.{i}.attention_norm, q, k, v, q_norm and k_norm (in models that have them), o, ffn_norm,
         router (absent in a dense model), shared_gate, shared_down, shared_up (in layers that have them);
         other kinds of attention have other names (see `layers.py`)
-    layers.{i}.experts.{e}.gate, up, down
+    layers.{i}.experts.{e}.gate, up, down; gate_up, whose rows are those of gate and up in turn, in models that have it
 
 Matrices are stored as (outputs, inputs), so that each row computes one output, or transposed (see `is_transposed`).
 """
@@ -39,24 +39,13 @@ def expert_shapes(config: ModelConfig, layer: int, expert: int) -> dict[str, Sha
     feed_forward = config.layer(layer).feed_forward
     if expert >= feed_forward.experts:
         return {}
-    width, hidden, prefix = feed_forward.intermediate, config.hidden, f"layers.{layer}.experts.{expert}."
-    shapes: dict[str, Shape] = {
-        prefix + "gate": (width, hidden),
-        prefix + "down": (width, hidden) if feed_forward.transposed_down else (hidden, width),
-        prefix + "up": (width, hidden),
-    }
-    if feed_forward.biases:
-        shapes |= {
-            prefix + "gate_bias": (width,),
-            prefix + "up_bias": (width,),
-            prefix + "down_bias": (hidden,),
-        }
-    return shapes
+    shapes = feed_forward.expert_shapes(config.hidden)
+    return {f"layers.{layer}.experts.{expert}.{name}": shape for name, shape in shapes.items()}
 
 
 def is_transposed(config: ModelConfig, name: str) -> bool:
     """Test whether the checkpoints of this model store a matrix as (inputs, outputs)."""
-    return config.routed.transposed_down and name.endswith(".down")
+    return config.routed.transposed_down and name.endswith((".down", ".gate_up"))
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, Shape]:

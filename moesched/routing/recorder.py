@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from moesched.models.config import ModelConfig
-from moesched.routing.checks import id_type
+from moesched.routing.checks import id_type, routed_layers, with_all_layers
 from moesched.routing.choices import Integers
 from moesched.routing.trace import RoutingTrace
 from moesched.seams import TokenSpan
@@ -28,17 +28,18 @@ class RoutingRecorder:
         self._progress = progress
         self._most = most
         self._id = id_type(config.routed.experts)
+        self._places = {layer: place for place, layer in enumerate(routed_layers(config))}
         self._chosen: dict[int, Integers] = {}
         self._ends: dict[int, list[int]] = {}
         self._choices = 0
 
     def routed(self, layer: int, spans: Sequence[TokenSpan], experts_Tk: Integers) -> None:
         """Record the choices (T, k) of one layer's router for T tokens, which `spans` name in order."""
-        start = 0
+        start, place = 0, self._places[layer]
         for request, first, tokens in spans:
             stop = start + tokens
-            self._array(request, first + tokens)[first : first + tokens, layer] = experts_Tk[start:stop]
-            self._ends[request][layer] = max(self._ends[request][layer], first + tokens)
+            self._array(request, first + tokens)[first : first + tokens, place] = experts_Tk[start:stop]
+            self._ends[request][place] = max(self._ends[request][place], first + tokens)
             start = stop
         self._choices += len(experts_Tk)
         if self._progress is not None:
@@ -47,7 +48,7 @@ class RoutingRecorder:
     def trace(self, lengths: Sequence[int], prompt_tokens: Sequence[int]) -> RoutingTrace:
         """The recorded choices as a trace.
 
-        Tokens that did not pass all layers, because the run was interrupted, are omitted.
+        Tokens that did not pass all layers with experts, because the run was interrupted, are omitted.
 
         Args:
             lengths: tokens of each request; choices of later tokens are left out.
@@ -59,21 +60,21 @@ class RoutingRecorder:
             if min(ends) > 0
         }
         pieces = [self._chosen[request][:tokens] for request, tokens in kept.items()]
-        shape = (0, self._config.layers, self._config.routed.top_k)
+        empty_Tlk = np.empty((0, len(self._places), self._config.routed.top_k), self._id)
         return RoutingTrace(
             self._config.name,
             self._config.routed.experts,
-            np.concatenate(pieces) if pieces else np.empty(shape, self._id),
+            with_all_layers(np.concatenate([empty_Tlk, *pieces]), self._config),
             np.array(list(kept.values()), dtype=np.int64),
             np.array([min(prompt_tokens[request], tokens) for request, tokens in kept.items()], np.int64),
         )
 
     def _array(self, request: int, tokens: int) -> Integers:
-        """The array of a request's choices (tokens, layers, top_k), with room for at least `tokens`."""
+        """The array of a request's choices (tokens, layers with experts, top_k), with room for at least `tokens`."""
         have = self._chosen.get(request)
         if have is None:
-            self._ends[request] = [0] * self._config.layers
-            have = np.empty((0, self._config.layers, self._config.routed.top_k), self._id)
+            self._ends[request] = [0] * len(self._places)
+            have = np.empty((0, len(self._places), self._config.routed.top_k), self._id)
         if len(have) < tokens:
             grown = np.empty((max(tokens, 2 * len(have)), *have.shape[1:]), self._id)
             grown[: len(have)] = have

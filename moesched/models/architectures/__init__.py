@@ -8,6 +8,7 @@ from moesched.models.architectures.deepseek import DEEPSEEK
 from moesched.models.architectures.gemma4 import GEMMA4
 from moesched.models.architectures.glm4_moe import GLM4_MOE
 from moesched.models.architectures.gpt_oss import GPT_OSS
+from moesched.models.architectures.granite_moe import GRANITE_MOE
 from moesched.models.architectures.llama import LLAMA
 from moesched.models.architectures.llama4 import LLAMA4
 from moesched.models.architectures.minimax_m2 import MINIMAX_M2
@@ -23,6 +24,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "olmoe": OLMOE,
     "llama": LLAMA,
     "gpt_oss": GPT_OSS,
+    "granite_moe": GRANITE_MOE,
     "glm4_moe": GLM4_MOE,
     "deepseek": DEEPSEEK,
     "qwen3_next": QWEN3_NEXT,

@@ -48,8 +48,6 @@ class Glm4MoeKeys(LlamaLikeKeys, kw_only=True):
 def read(file: ConfigFile) -> ModelConfig:
     """Convert config.json to a ModelConfig."""
     keys = file.keys(Glm4MoeKeys)
-    file.require("n_group", keys.n_group, 1)
-    file.require("topk_group", keys.topk_group, 1)
     file.require_layers(keys.num_hidden_layers)
     if keys.first_k_dense_replace >= keys.num_hidden_layers:
         what = f"first_k_dense_replace is {keys.first_k_dense_replace:,}"
@@ -63,7 +61,12 @@ def read(file: ConfigFile) -> ModelConfig:
         top_k=keys.num_experts_per_tok,
         intermediate=keys.moe_intermediate_size,
         shared=keys.n_shared_experts * keys.moe_intermediate_size,
-        router=_router(normalised=keys.norm_topk_prob, scale=keys.routed_scaling_factor),
+        router=_router(
+            normalised=keys.norm_topk_prob,
+            scale=keys.routed_scaling_factor,
+            groups=keys.n_group,
+            kept_groups=keys.topk_group,
+        ),
     )
     kinds = [
         llama_like.layer(
@@ -92,7 +95,7 @@ def config_json(config: ModelConfig) -> dict[str, Any]:
         "head_dim": attention.head_dim,
         "intermediate_size": first.shared if not first.experts else routed.intermediate,
         "moe_intermediate_size": routed.intermediate,
-        "n_group": 1,
+        "n_group": routed.router.groups,
         "n_routed_experts": routed.experts,
         "n_shared_experts": routed.shared // routed.intermediate,
         "norm_topk_prob": routed.router.normalised,
@@ -100,7 +103,7 @@ def config_json(config: ModelConfig) -> dict[str, Any]:
         "num_nextn_predict_layers": 0,
         "partial_rotary_factor": attention.rotary.turning(attention.head_dim) / attention.head_dim,
         "routed_scaling_factor": routed.router.scale,
-        "topk_group": 1,
+        "topk_group": routed.router.kept_groups,
         "use_qk_norm": attention.qk_norm is not None,
     }
 
@@ -133,8 +136,8 @@ def _beside_experts(config: ModelConfig) -> Iterator[Stored]:
             yield Stored(f"{shared}{part}_proj.weight", [f"{ours}shared_{part}"])
 
 
-def _router(*, normalised: bool = True, scale: float = 1.0) -> Router:
-    return Router(score="sigmoid", corrected=True, normalised=normalised, scale=scale)
+def _router(**settings: Any) -> Router:
+    return Router(score="sigmoid", corrected=True, **settings)
 
 
 def _pattern(kinds: Sequence[Layer], dense: int, layers: int) -> list[Layer]:

@@ -1,20 +1,37 @@
-"""gpt-oss: every other layer attends to a window, all have attention sinks, experts are stored in 4 bits."""
+"""gpt-oss: every other layer attends to a window, all have attention sinks, experts have biases and a limit."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import cycle, islice
+from typing import Any
 
-from moesched.models.architectures.simulated import Family, SimulatedKeys
-from moesched.models.layers import FeedForward, GroupedAttention, Layer
+from msgspec.structs import replace
 
+from moesched.models.architectures import llama_like
+from moesched.models.architectures.architecture import Architecture, Stored
+from moesched.models.architectures.llama_like import FULL, SLIDING, LlamaLikeKeys
+from moesched.models.config import ModelConfig
+from moesched.models.config_file import ConfigFile
+from moesched.models.layers import Activation, FeedForward, GroupedAttention, Layer
+from moesched.models.rotary import Rotary, Yarn
+
+ALPHA, LIMIT = 1.702, 7.0
 STOP = 200002
 """The token that ends the text of the published models."""
+YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+"""The rotary embedding of a config.json that has none."""
 
 
-class GptOssKeys(SimulatedKeys, kw_only=True):
+class GptOssKeys(LlamaLikeKeys, kw_only=True):
     """The keys of config.json."""
-
-    kinds = ("sliding_attention", "full_attention")
 
     vocab_size: int = 201088
     hidden_size: int = 2880
@@ -23,45 +40,125 @@ class GptOssKeys(SimulatedKeys, kw_only=True):
     eos_token_id: int | list[int] | None = None
     intermediate_size: int = 2880
     num_attention_heads: int = 64
-    num_key_value_heads: int = 8
-    head_dim: int = 64
+    head_dim: int | None = 64
+    rms_norm_eps: float = 1e-5
+    rope_theta: float = 150000.0
     num_local_experts: int = 128
     num_experts_per_tok: int = 4
-    sliding_window: int = 128
+    sliding_window: int | None = 128
+    swiglu_alpha: float = ALPHA
+    swiglu_limit: float = LIMIT
+    layer_types: tuple[str, ...] | None = None
     attention_bias: bool = True
 
 
-def _pattern(keys: GptOssKeys) -> Iterator[Layer]:
-    network = FeedForward(
+def read(file: ConfigFile) -> ModelConfig:
+    """Convert config.json to a ModelConfig."""
+    keys = file.keys(GptOssKeys)
+    file.require_layers(keys.num_hidden_layers)
+    if keys.rope_parameters is None and keys.rope_scaling is None:
+        keys = replace(keys, rope_parameters=YARN)
+    network = _network(
         experts=keys.num_local_experts,
         top_k=keys.num_experts_per_tok,
         intermediate=keys.intermediate_size,
-        biases=True,
+        activation=Activation(alpha=keys.swiglu_alpha, limit=keys.swiglu_limit),
     )
-    for number in range(keys.num_hidden_layers):
-        is_near = keys.kind(number, keys.kinds[number % 2]) == "sliding_attention"
-        attention = GroupedAttention(
-            heads=keys.num_attention_heads,
-            kv_heads=keys.num_key_value_heads,
-            head_dim=keys.head_dim,
-            window=keys.sliding_window if is_near else None,
-            rolling=is_near,
-            biases="qkvo" if keys.attention_bias else "",
-            sinks=True,
+    biases = "qkvo" if keys.attention_bias else ""
+    layer_types = keys.layer_types or [*islice(cycle((SLIDING, FULL)), keys.num_hidden_layers)]
+    layers = (
+        llama_like.layer(file, keys, network, window=window, biases=biases, sinks=True)
+        for window in llama_like.windows(file, keys, layer_types, keys.sliding_window)
+    )
+    return llama_like.build(file, replace(keys, attention_bias=False), "gpt_oss", *layers)
+
+
+def config_json(config: ModelConfig) -> dict[str, Any]:
+    """The keys of config.json that are particular to the architecture."""
+    attention, routed = config.attention, config.routed
+    windows = [layer.grouped.window for layer in config.pattern]
+    return llama_like.config_json(config) | {
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "attention_bias": bool(attention.biases),
+        "head_dim": attention.head_dim,
+        "intermediate_size": routed.intermediate,
+        "layer_types": [FULL if window is None else SLIDING for window in windows],
+        "num_experts_per_tok": routed.top_k,
+        "num_local_experts": routed.experts,
+        "sliding_window": next((window for window in windows if window is not None), None),
+        "swiglu_alpha": routed.activation.alpha,
+        "swiglu_limit": routed.activation.limit,
+    }
+
+
+def tensors(config: ModelConfig) -> Iterator[Stored]:
+    """The tensors of checkpoints in 16 bits: those of all experts of a layer are one."""
+    yield from llama_like.global_tensors(config)
+    for layer, described in enumerate(config.pattern):
+        theirs, ours = f"model.layers.{layer}.", f"layers.{layer}."
+        yield from llama_like.attention_tensors(config, layer)
+        yield Stored(theirs + "self_attn.sinks", [ours + "sinks"])
+        yield Stored(theirs + "mlp.router.weight", [ours + "router"])
+        yield Stored(theirs + "mlp.router.bias", [ours + "router_bias"])
+        experts = range(described.feed_forward.experts)
+        for name in described.feed_forward.expert_shapes(config.hidden):
+            stored = name.replace("gate_up", "gate_up_proj").replace("down", "down_proj")
+            parts = [f"{ours}experts.{expert}.{name}" for expert in experts]
+            yield Stored(f"{theirs}mlp.experts.{stored}", parts, stacks=len(experts))
+
+
+def _network(**settings: Any) -> FeedForward:
+    return FeedForward(biases=True, alternating=True, transposed_down=True, **settings)
+
+
+def _model(name: str, *, layers: int, experts: int) -> ModelConfig:
+    network = _network(
+        experts=experts, top_k=4, intermediate=2880, activation=Activation(alpha=ALPHA, limit=LIMIT)
+    )
+    yarn = Yarn(factor=32.0, truncate=False, original_max_position_embeddings=4096)
+    kinds = [
+        Layer(
+            attention=GroupedAttention(
+                heads=64,
+                kv_heads=8,
+                head_dim=64,
+                window=window,
+                rotary=Rotary(theta=150000.0, scaling=yarn),
+                biases="qkvo",
+                sinks=True,
+            ),
+            feed_forward=network,
         )
-        yield Layer(attention=attention, feed_forward=network)
+        for window in (128, None)
+    ]
+    return ModelConfig(
+        name=name,
+        pattern=tuple(kinds) * (layers // 2),
+        hidden=2880,
+        vocabulary=201088,
+        norm_eps=1e-5,
+        max_positions=131072,
+        tied_embeddings=False,
+        stop_tokens=(STOP,),
+        dtype="bfloat16",
+        form="gpt_oss",
+        format="mxfp4",
+        expert_format="mxfp4",
+    )
 
 
-FAMILY = Family("gpt_oss", {"gpt_oss": GptOssKeys}, _pattern, expert_format="mxfp4")
-
-GPT_OSS = FAMILY.architecture(
-    [
-        FAMILY.model(
-            "gpt-oss-20b", GptOssKeys(num_hidden_layers=24, num_local_experts=32, eos_token_id=STOP), "mxfp4"
-        ),
-        FAMILY.model("gpt-oss-120b", GptOssKeys(eos_token_id=STOP), "mxfp4"),
-    ],
-    ["huggingface.co/openai/gpt-oss-20b", "huggingface.co/openai/gpt-oss-120b"],
-    left_out=["embedding"],
-    formats=["mxfp4", "q8_0", "bf16"],
+GPT_OSS = Architecture(
+    model_types=("gpt_oss",),
+    shapes=(_model("gpt-oss-20b", layers=24, experts=32), _model("gpt-oss-120b", layers=36, experts=128)),
+    sources={
+        "gpt-oss-20b": "huggingface.co/openai/gpt-oss-20b",
+        "gpt-oss-120b": "huggingface.co/openai/gpt-oss-120b",
+    },
+    read=read,
+    formats=("mxfp4", "q8_0", "bf16"),
+    left_out=("embedding",),
+    config_json=config_json,
+    tensors=tensors,
+    extra_tensors=llama_like.extra_tensors,
 )

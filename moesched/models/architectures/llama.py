@@ -7,13 +7,11 @@ from typing import Any
 
 from moesched.models.architectures import llama_like
 from moesched.models.architectures.architecture import Architecture, Stored
-from moesched.models.architectures.llama_like import LlamaLikeKeys
+from moesched.models.architectures.llama_like import FULL, SLIDING, LlamaLikeKeys
 from moesched.models.architectures.mixtral import window
 from moesched.models.config import ModelConfig
 from moesched.models.config_file import ConfigFile
 from moesched.models.layers import FeedForward
-
-FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 class LlamaKeys(LlamaLikeKeys, kw_only=True):
@@ -37,18 +35,9 @@ def read(file: ConfigFile) -> ModelConfig:
         return _build(file, file.keys(LlamaKeys), None)
     keys = file.keys(MistralKeys)
     if file.model_type == "ministral" and keys.layer_types:
-        return _build(file, keys, *_windows(file, keys))
+        kinds = llama_like.windows(file, keys, keys.layer_types, keys.sliding_window)
+        return _build(file, keys, *kinds)
     return _build(file, keys, window(file, keys.sliding_window, keys.layer_types))
-
-
-def _windows(file: ConfigFile, keys: MistralKeys) -> Iterator[int | None]:
-    """The attention window of each layer, in tokens; None for none."""
-    if len(keys.layer_types) != keys.num_hidden_layers:
-        what = f"layer_types has {len(keys.layer_types):,} entries"
-        raise file.impossible(what, f"num_hidden_layers is {keys.num_hidden_layers:,}")
-    for kind in keys.layer_types:
-        file.require("layer_types", kind, FULL, SLIDING)
-        yield keys.sliding_window if kind == SLIDING else None
 
 
 def _build(file: ConfigFile, keys: LlamaLikeKeys, *windows: int | None) -> ModelConfig:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from moesched.models.architectures.architecture import Stored
@@ -10,6 +10,8 @@ from moesched.models.config import ModelConfig
 from moesched.models.config_file import ConfigFile, Keys
 from moesched.models.layers import FeedForward, GroupedAttention, Layer
 from moesched.models.rotary_keys import read_rotary, rotary_json
+
+FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 class LlamaLikeKeys(Keys, kw_only=True):
@@ -51,6 +53,18 @@ def layer(
         ),
         feed_forward=feed_forward,
     )
+
+
+def windows(
+    file: ConfigFile, keys: LlamaLikeKeys, layer_types: Sequence[str], window: int | None
+) -> Iterator[int | None]:
+    """Yield each layer's attention window, in tokens, by its entry of `layer_types`; None for a layer without one."""
+    if len(layer_types) != keys.num_hidden_layers:
+        what = f"layer_types has {len(layer_types):,} entries"
+        raise file.impossible(what, f"num_hidden_layers is {keys.num_hidden_layers:,}")
+    for kind in layer_types:
+        file.require("layer_types", kind, FULL, SLIDING)
+        yield window if kind == SLIDING else None
 
 
 def build(file: ConfigFile, keys: LlamaLikeKeys, form: str, *kinds: Layer) -> ModelConfig:

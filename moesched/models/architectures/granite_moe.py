@@ -1,0 +1,117 @@
+"""Granite-MoE: factors multiply embeddings, attention's scores, what layers add to the residual, and logits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from msgspec.structs import replace
+
+from moesched.models.architectures import llama_like
+from moesched.models.architectures.architecture import Architecture, Stored
+from moesched.models.architectures.llama_like import LlamaLikeKeys
+from moesched.models.config import ModelConfig
+from moesched.models.config_file import ConfigFile
+from moesched.models.layers import FeedForward, GroupedAttention, Layer, Router
+
+
+class GraniteMoeKeys(LlamaLikeKeys, kw_only=True):
+    """The keys of config.json."""
+
+    intermediate_size: int = 11008
+    num_key_value_heads: int | None = None
+    max_position_embeddings: int = 2048
+    embedding_multiplier: float = 1.0
+    logits_scaling: float = 1.0
+    residual_multiplier: float = 1.0
+    attention_multiplier: float = 1.0
+    num_local_experts: int = 8
+    num_experts_per_tok: int = 2
+
+
+def read(file: ConfigFile) -> ModelConfig:
+    """Convert config.json to a ModelConfig."""
+    keys = file.keys(GraniteMoeKeys)
+    file.require_number("logits_scaling", keys.logits_scaling)
+    network = FeedForward(
+        experts=keys.num_local_experts,
+        top_k=keys.num_experts_per_tok,
+        intermediate=keys.intermediate_size,
+        router=Router(scale=keys.residual_multiplier),
+    )
+    layer = llama_like.layer(file, keys, network, scale=keys.attention_multiplier)
+    config = llama_like.build(file, keys, "granite_moe", layer)
+    return file.checked(
+        replace(
+            config,
+            embedding_factor=keys.embedding_multiplier,
+            residual_factor=keys.residual_multiplier,
+            logits_factor=1 / keys.logits_scaling,
+        )
+    )
+
+
+def config_json(config: ModelConfig) -> dict[str, Any]:
+    """The keys of config.json that are particular to the architecture."""
+    return llama_like.config_json(config) | {
+        "architectures": ["GraniteMoeForCausalLM"],
+        "model_type": "granitemoe",
+        "attention_multiplier": config.attention.score_scale,
+        "embedding_multiplier": config.embedding_factor,
+        "head_dim": config.attention.head_dim,
+        "intermediate_size": config.routed.intermediate,
+        "logits_scaling": 1 / config.logits_factor,
+        "num_experts_per_tok": config.routed.top_k,
+        "num_local_experts": config.routed.experts,
+        "residual_multiplier": config.residual_factor,
+    }
+
+
+def tensors(config: ModelConfig) -> Iterator[Stored]:
+    """The tensors of published checkpoints: those of all experts of a layer are one, up after gate."""
+    yield from llama_like.global_tensors(config)
+    for layer in range(config.layers):
+        block, ours = f"model.layers.{layer}.block_sparse_moe.", f"layers.{layer}."
+        experts = [f"{ours}experts.{expert}." for expert in range(config.routed.experts)]
+        gate_up = [expert + part for expert in experts for part in ("gate", "up")]
+        yield from llama_like.attention_tensors(config, layer)
+        yield Stored(block + "router.layer.weight", [ours + "router"])
+        yield Stored(block + "input_linear.weight", gate_up, stacks=len(experts))
+        yield Stored(block + "output_linear.weight", [expert + "down" for expert in experts], len(experts))
+
+
+def _model(name: str, *, layers: int, hidden: int, heads: int, experts: int) -> ModelConfig:
+    attention = GroupedAttention(heads=heads, kv_heads=8, head_dim=64, scale=1 / 64)
+    network = FeedForward(experts=experts, top_k=8, intermediate=512, router=Router(scale=0.22))
+    return ModelConfig(
+        name=name,
+        pattern=(Layer(attention=attention, feed_forward=network),) * layers,
+        hidden=hidden,
+        vocabulary=49155,
+        norm_eps=1e-6,
+        max_positions=4096,
+        tied_embeddings=True,
+        stop_tokens=(0,),
+        dtype="bfloat16",
+        form="granite_moe",
+        embedding_factor=12.0,
+        residual_factor=0.22,
+        logits_factor=1 / 6,
+    )
+
+
+GRANITE_MOE = Architecture(
+    model_types=("granitemoe",),
+    shapes=(
+        _model("granite-3.0-1b-a400m", layers=24, hidden=1024, heads=16, experts=32),
+        _model("granite-3.0-3b-a800m", layers=32, hidden=1536, heads=24, experts=40),
+    ),
+    sources={
+        "granite-3.0-1b-a400m": "huggingface.co/ibm-granite/granite-3.0-1b-a400m-base",
+        "granite-3.0-3b-a800m": "huggingface.co/ibm-granite/granite-3.0-3b-a800m-base",
+    },
+    read=read,
+    config_json=config_json,
+    tensors=tensors,
+    extra_tensors=llama_like.extra_tensors,
+)
