@@ -8,7 +8,8 @@ INSTALLED := $(VENV)/installed
 TOOLS := $(VENV)/installed-dev
 FOR_DOCS := $(VENV)/installed-docs
 NEWEST := .venv-newest
-PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check --no-input -c constraints.txt
+# Without --no-compile pip compiles all modules of torch; Python compiles those that are imported, once.
+PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check --no-input --no-compile -c constraints.txt
 # Compiled during the installation where there is a C compiler.
 COMPILED := moesched/engine.c moesched/system/bound_call.c $(wildcard devices/native/*.[ch])
 

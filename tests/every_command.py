@@ -16,7 +16,7 @@ COMMANDS = (
     "plan --model mixtral-0.8b --machine t4 --gen 2 --policy cgopipe",
     "plan --model dbrx --machine m2-ultra --nodes 2 --network 10gbe",
     "new-policy mine",
-    "check resident --limit 2 --model mixtral-0.8b --machine t4 --batch-size 1",
+    "check resident --limit 1 --model mixtral-0.8b --machine t4 --batch-size 1",
     "prestack model stacked",
     "random-model mixtral-0.8b random --layers 1",
     "list policies",

@@ -17,6 +17,7 @@ import moesched
 from command_options import app, commands, options_of
 from every_command import COMMANDS, prepare
 from moesched.cli.calibrate import print_calibration
+from moesched.cli.check import print_grid
 from moesched.cli.generation_options import GenerationArguments
 from moesched.cli.main import EPILOGUE, main
 from moesched.cli.output import say
@@ -25,6 +26,7 @@ from moesched.cli.tables import print_table
 from moesched.errors import BadInput
 from moesched.jobs.report import JobReport
 from moesched.machines.profiles import load_machine
+from moesched.testing.grid import cells_of, check_on_grid
 from terminals import COLUMNS, terminal
 
 MORE = (
@@ -37,6 +39,7 @@ MORE = (
 """Other forms of the commands' outputs."""
 APART = {
     "run": "is measured: the next test prints one result twice",
+    "check": "stops after a time: the test after that prints one result twice",
     "machine": "prints a file",
     "keygen": "prints a line for a file",
     "launch": "prints commands to paste",
@@ -88,6 +91,12 @@ def test_the_report_of_a_run_breaks_no_word_at_80_columns(
     measured: JobReport, capsys: pytest.CaptureFixture[str]
 ) -> None:
     show = partial(print_report, measured)
+    require_whole_words(capsys, show, show)
+
+
+def test_the_report_of_a_check_breaks_no_word_at_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    cells = cells_of(["mixtral-0.8b"], ["t4"], [1])
+    show = partial(print_grid, check_on_grid("resident", {}, cells=cells, limit=1.0))
     require_whole_words(capsys, show, show)
 
 
