@@ -114,11 +114,6 @@ def tensors(config: ModelConfig) -> Iterator[Stored]:
     yield from _beside_experts(config)
 
 
-def fused_tensors(config: ModelConfig) -> Iterator[Stored]:
-    """The tensors that replace some of these in the form that Hugging Face uses in memory."""
-    yield from llama_like.fused_tensors(config)
-
-
 def extra_tensors(config: ModelConfig) -> Iterator[str]:
     """The names of prediction layers, which follow the others, and of rotary frequencies."""
     yield from llama_like.extra_tensors(config)
@@ -197,6 +192,6 @@ GLM4_MOE = Architecture(
     left_out=("embedding", "lm_head"),
     config_json=config_json,
     tensors=tensors,
-    other_tensors=fused_tensors,
+    other_tensors=llama_like.fused_tensors,
     extra_tensors=extra_tensors,
 )
