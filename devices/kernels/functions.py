@@ -342,7 +342,7 @@ def router_logits(x_TD: Tensor, router: Blocks, bias_E: Tensor | None = None) ->
 
 
 def router_biases(weights: Mapping[str, Blocks], network: FeedForward) -> tuple[Tensor | None, Tensor | None]:
-    """What the router adds to its logits, and what the choice adds to the scores, both (E); None for nothing."""
+    """The router's bias (E) as what its logits get, and as what scores get for the choice; None for nothing."""
     bias_E = weights["router_bias"][0] if "router_bias" in weights else None
     return (None, bias_E) if network.router.corrected else (bias_E, None)
 
