@@ -29,8 +29,9 @@ from moesched.errors import BadInput
 from moesched.inputs.tokenizer import find_tokenizer
 from moesched.models.checkpoint import open_checkpoint
 from moesched.models.coded_models import with_formats
-from moesched.models.gguf.families import GGUF_FAMILIES, gguf_tensors
+from moesched.models.gguf.families import GGUF_FAMILIES
 from moesched.models.gguf.header import read_gguf_header
+from moesched.models.gguf.tensor_names import as_in_gguf, gguf_tensors
 from moesched.models.gguf.types import TENSOR_TYPES
 from moesched.models.reading import read_config
 from moesched.models.shapes import SHAPES
@@ -441,6 +442,6 @@ def test_names_of_tensors_are_those_of_llama_cpp() -> None:
     for name, family in GGUF_FAMILIES.items():
         architecture = next(each for each, known in gguf.MODEL_ARCH_NAMES.items() if known == name)
         theirs = {gguf.TENSOR_NAMES[each].replace("{bid}.", "") for each in gguf.MODEL_TENSORS[architecture]}
-        config = next(each for each in SHAPES.values() if each.form in family.forms).cut(1)
+        config = as_in_gguf(next(each for each in SHAPES.values() if each.form in family.forms).cut(1))
         ours = {re.sub(r"^blk\.0\.|\.(weight|bias)$", "", each.name) for each in gguf_tensors(family, config)}
         assert ours <= {each.removeprefix("blk.") for each in theirs}
