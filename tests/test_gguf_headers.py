@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import struct
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from gguf_headers import (
     Header,
     Tensor,
     byte_pairs,
+    gpt_oss,
     mixtral,
     number,
     numbers,
@@ -34,6 +36,7 @@ from moesched.models.gguf.header import read_gguf_header
 from moesched.models.gguf.tensor_names import as_in_gguf, gguf_tensors
 from moesched.models.gguf.types import TENSOR_TYPES
 from moesched.models.reading import read_config
+from moesched.models.rotary import Yarn
 from moesched.models.shapes import SHAPES
 from moesched.models.stored_formats import CODED, STORED_FORMATS
 from stored_checkpoints import assert_complete
@@ -265,6 +268,49 @@ def test_a_file_that_cannot_be_used_is_refused_in_one_line(
     assert "\n" not in str(error.value)
     assert str(file) in str(error.value)
     assert re.search(said, str(error.value))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            without("blk.1.attn_sinks.weight"),
+            "lacks 1 of the model's tensors, layers.1.sinks the first; copy",
+        ),
+        (
+            tensor("blk.0.ffn_up_exps.bias", lengths=[33, 3]),
+            r"has shape \[3, 33\], its header says \[3, 32\]",
+        ),
+        (
+            tensor("blk.0.attn_q.bias", kind=8),
+            "attn_q.bias is of type Q8_0, and norms, biases and routers have",
+        ),
+        (
+            key("gpt-oss.rope.scaling.type", string("yarm")),
+            r"is 'yarm', which is not supported: did you mean yarn\?",
+        ),
+        (key("gpt-oss.rope.scaling.factor", real(math.inf)), "factor"),
+        (key("gpt-oss.attention.sliding_window", number(0)), "sliding_window"),
+    ],
+)
+def test_a_gpt_oss_that_cannot_be_used_is_refused_in_one_line(
+    change: Change, said: str, tmp_path: Path
+) -> None:
+    header = gpt_oss()
+    change(header)
+    with pytest.raises(BadInput, match=f"^[^\n]*{said}[^\n]*$"):
+        open_checkpoint(header.write(tmp_path / "model.gguf"))
+
+
+def test_every_other_layer_of_a_gpt_oss_has_its_window_and_only_some_are_scaled(tmp_path: Path) -> None:
+    header = gpt_oss()
+    config = read_config(header.write(tmp_path / "scaled.gguf"))
+    assert [layer.grouped.window for layer in config.pattern] == [4, None]
+    assert config.attention.rotary.scaling == Yarn(
+        factor=4.0, truncate=False, original_max_position_embeddings=16
+    )
+    header.set("gpt-oss.rope.scaling.type", None)
+    assert read_config(header.write(tmp_path / "plain.gguf")).attention.rotary.scaling is None
 
 
 def test_a_file_of_each_version_is_read(tmp_path: Path) -> None:

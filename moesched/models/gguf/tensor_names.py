@@ -83,5 +83,5 @@ def single_expert_tensors(config: ModelConfig) -> Iterator[Stored]:
     for layer in range(config.layers):
         for expert in range(config.layer(layer).feed_forward.experts):
             for name in expert_shapes(config, layer, expert):
-                part = NAMES[name.rpartition(".")[2]]
-                yield Stored(f"blk.{layer}.{part}.{expert}.weight", [name])
+                part, ending = _name(NAMES, name.rpartition(".")[2])
+                yield Stored(f"blk.{layer}.{part}.{expert}.{ending}", [name])
