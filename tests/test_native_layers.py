@@ -18,7 +18,8 @@ from moesched.devices.kernels.binder import Binder
 from moesched.devices.kernels.check import check_kernel
 from moesched.devices.kernels.layer_weights import Weights
 from moesched.devices.kernels.memory import Memory, Shapes
-from moesched.devices.kernels.native_rows import NATIVE, NativeColumns
+from moesched.devices.kernels.native_products import NativeColumns
+from moesched.devices.kernels.native_rows import NATIVE
 from moesched.devices.kernels.samples import MAKERS
 from moesched.devices.kernels.torch_kernels import rows_for_native
 from moesched.devices.kernels.torch_rows import TORCH as TORCH_KERNELS
