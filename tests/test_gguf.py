@@ -26,8 +26,8 @@ from moesched.inputs.tokenizer import TOKENIZER_NAME, find_tokenizer, open_model
 from moesched.jobs.run_model import run_model
 from moesched.models.checkpoint import open_checkpoint
 from moesched.models.config import ModelConfig
-from moesched.models.layers import Activation
 from moesched.models.layout import weight_layout
+from moesched.models.networks import Activation
 from moesched.models.random_model import write_random_model
 from moesched.models.rotary import Linear, Llama3, Rotary, Yarn
 from moesched.models.shapes import SHAPES

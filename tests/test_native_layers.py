@@ -35,7 +35,7 @@ from moesched.devices.native.kernels import NativeKernels
 from moesched.devices.products.crossover import Shape
 from moesched.errors import BadInput
 from moesched.models.config import ModelConfig
-from moesched.models.layers import Router
+from moesched.models.networks import Router
 from moesched.models.stored_formats import CODED
 from small_models import SMALL
 

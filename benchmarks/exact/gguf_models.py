@@ -32,8 +32,8 @@ from moesched.models.config import ModelConfig
 from moesched.models.gguf.parts import read_parts
 from moesched.models.gguf.types import READABLE
 from moesched.models.gguf.vocabulary import read_vocabulary
-from moesched.models.layers import Activation
 from moesched.models.layout import weight_layout
+from moesched.models.networks import Activation
 from moesched.plugins import make_policy
 from odd_models import DBRX, GLM, GPT_OSS, GRANITE, MINIMAX, MIXTRAL, OLMOE, PROMPTS
 

@@ -29,9 +29,10 @@ from moesched.models.encoding import encoded
 from moesched.models.gguf.families import GGUF_FAMILIES, architecture_of
 from moesched.models.gguf.tensor_names import as_in_gguf, gguf_tensors
 from moesched.models.gguf.types import TENSOR_TYPES
-from moesched.models.layers import GroupedAttention, Shape
+from moesched.models.layers import GroupedAttention
 from moesched.models.published import with_shapes
 from moesched.models.rotary import Llama3, Yarn
+from moesched.models.tensor_shapes import Shape
 from moesched.models.tensors import is_transposed
 
 Values = npt.NDArray[np.float32]

@@ -10,7 +10,7 @@ from moesched.errors import BadInput
 from moesched.models.architectures import gpt_oss
 from moesched.models.config import ModelConfig
 from moesched.models.gguf.keys import SIGMOID, SOFTMAX, GgufKeys
-from moesched.models.layers import SILU, Activation
+from moesched.models.networks import SILU, Activation
 
 
 class GgufFamily(NamedTuple):
