@@ -55,8 +55,7 @@ class Attention:
     def embed(self, task: Task) -> None:
         """Extend the cache by the new tokens and look up their embeddings."""
         state = self._states[task.micro_batch]
-        if task.operands and len(task.operands) < len(state.requests):  # a warm-up names none
-            state.keep(task.operands)
+        if state.begin(task.operands):
             self._shapes.pop(task.micro_batch, None)
         state.extend()
         state.decodes = task.phase == "decode" and state.step.one_each
