@@ -20,7 +20,7 @@ from moesched.routing import SeededRouting
 from moesched.routing.router_forecast import RouterForecast
 from moesched.runs.decisions import simulated_decisions
 from moesched.runs.planning import make_lanes
-from moesched.runs.serving import ARRIVALS, OnServed, Serving
+from moesched.runs.serving import ARRIVALS, Serving, ServingListener
 from moesched.seams import Device, KeepsTime, LaneKind, Observer, Policy, Routing, Serves
 from moesched.serving.admission import Admission, FirstCome
 from moesched.serving.arrivals import Arrivals
@@ -43,7 +43,7 @@ class Service(NamedTuple):
         plan: a policy's plan of the capacity's fullest batch.
         admission: chooses who runs next; by default those who came first.
         stop_tokens: each of them ends its request.
-        on_token: see `Serving`.
+        listener: told of each token and each step.
     """
 
     plan: Plan
@@ -52,7 +52,7 @@ class Service(NamedTuple):
     arrivals: Arrivals
     admission: Admission | None = None
     stop_tokens: Collection[int] = ()
-    on_token: OnServed | None = None
+    listener: ServingListener | None = None
 
 
 def simulate_service(
@@ -153,7 +153,7 @@ def _assembled(
         service.arrivals,
         service.admission or FirstCome(),
         stop_tokens=service.stop_tokens,
-        on_token=service.on_token,
+        listener=service.listener,
     )
     return _Run(plan, engine, run_state, serving)
 

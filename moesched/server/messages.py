@@ -59,7 +59,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True, array_like=True):
         model: the model's name.
         policy: the name of the policy.
         machine: the name of the machine.
-        places, sequences, cache_tokens, prompt_tokens: see `moesched.serving.capacity.Capacity`.
+        places, sequences, cache_tokens, prompt_tokens, context: see `moesched.serving.capacity.Capacity`.
     """
 
     model: str
@@ -69,6 +69,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True, array_like=True):
     sequences: int
     cache_tokens: int
     prompt_tokens: int
+    context: int
 
 
 class Logprob(msgspec.Struct, frozen=True, array_like=True):
