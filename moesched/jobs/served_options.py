@@ -9,6 +9,7 @@ from moesched.errors import BadInput
 from moesched.inputs.options import SIZES
 from moesched.options import Option, Options
 from moesched.serving.admission import ADMISSIONS, Admission
+from moesched.system.near_names import with_nearest
 
 USERS = 16
 """Requests that run together by default."""
@@ -38,7 +39,8 @@ class AdmissionOptions(Options):
             BadInput: there is no such rule.
         """
         if self.admission not in ADMISSIONS:
-            raise BadInput(f"there is no admission {self.admission!r}: give one of {', '.join(ADMISSIONS)}")
+            remedy = with_nearest(self.admission, ADMISSIONS, f"give one of {', '.join(ADMISSIONS)}")
+            raise BadInput(f"there is no admission {self.admission!r}: {remedy}")
         return ADMISSIONS[self.admission]()
 
 

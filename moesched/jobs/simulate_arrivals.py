@@ -2,27 +2,56 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Annotated
+
 from moesched.errors import BadInput
 from moesched.inputs.budgets import assumed_process
 from moesched.jobs.job import Job
-from moesched.jobs.options import ScenarioOptions
+from moesched.jobs.options import ScenarioOptions, TraceOptions
 from moesched.jobs.scenario import Scenario, find_scenario
 from moesched.jobs.served_options import REQUESTS, USERS, ArrivalsOptions
+from moesched.jobs.service_trace import write_service_trace
 from moesched.jobs.simulate_model import require_context
 from moesched.keywords import takes
 from moesched.models.layout import room_for
+from moesched.options import Option
 from moesched.routing import SeededRouting
 from moesched.runs.served_runs import Service, simulate_service
 from moesched.runs.service_report import Ran, ServiceReport, parse_objectives, service_report
+from moesched.runs.serving import Served, Serving
 from moesched.serving.arrival_files import described_arrivals
 from moesched.serving.arrivals import ListedArrivals
 from moesched.serving.capacity import capacity_for
 from moesched.serving.request import Request
 from moesched.system.own_loop import interruptible
+from moesched.trace import Recorder
 
 
-class ServedScenarioOptions(ArrivalsOptions, ScenarioOptions):
+class ServedScenarioOptions(TraceOptions, ArrivalsOptions, ScenarioOptions):
     """The options of `simulate_arrivals`."""
+
+    progress: Annotated[
+        Callable[[int, int], object] | None,
+        Option("Called with the number of requests that are done, and of all.", flag=""),
+    ] = None
+
+
+class _Progress:
+    """Tells how many requests are done."""
+
+    def __init__(self, tell: Callable[[int, int], object], requests: int) -> None:
+        self._tell = tell
+        self._requests = requests
+        self._done = 0
+
+    def token(self, served: Served) -> None:
+        """Count a request that ends."""
+        self._done += served.ending is not None
+
+    def step(self, serving: Serving) -> None:
+        """Tell it once a step."""
+        self._tell(self._done, self._requests)
 
 
 @takes(ServedScenarioOptions)
@@ -54,12 +83,25 @@ def simulate_arrivals(given: ServedScenarioOptions) -> ServiceReport:
     for request in requests:
         capacity.require(request)
     plan, policy = job.plan(capacity.fullest(), room_for)
-    service = Service(plan, policy, capacity, ListedArrivals(requests), given.admission_rule())
+    service = Service(
+        plan,
+        policy,
+        capacity,
+        ListedArrivals(requests),
+        given.admission_rule(),
+        listener=None if given.progress is None else _Progress(given.progress, len(requests)),
+    )
     routed = job.layout.config.routed
     routing = SeededRouting(routed.experts, routed.top_k, given.seed)
-    serving = simulate_service(service, routing=routing, preview_accuracy=given.preview_accuracy)
+    recorder = None if given.trace is None else Recorder()
+    serving = simulate_service(
+        service, routing=routing, preview_accuracy=given.preview_accuracy, recorder=recorder
+    )
     ran = Ran(scenario.config.name, plan.machine.name, job.policy_name, job.layout.dtype, measured=False)
-    return service_report(ran, serving, capacity, objectives)
+    report = service_report(ran, serving, capacity, objectives)
+    if recorder is not None and given.trace is not None:
+        write_service_trace(given.trace, recorder, serving, report, plan)
+    return report
 
 
 def _require_servable(given: ServedScenarioOptions) -> None:
