@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.shared.small_runs import TWO_MEMORIES, Generated, generate, same_bits
 from moesched.devices.kernels.check import check_kernel, cpu_resources
-from moesched.devices.kernels.memory import KEPT_ROWS, Memory
+from moesched.devices.kernels.memory import Memory
 from moesched.devices.kernels.seam import Case
 from moesched.devices.kernels.triton_attention_rows import SPLIT, TritonAttention, TritonAttentionInputs
 from moesched.devices.kernels.triton_kernel import TritonKernel
@@ -28,13 +28,16 @@ from moesched.devices.kernels.triton_rows import (
 from moesched.devices.lagging.device import LaggingDevice, LaggingGpu
 from moesched.devices.torch.device import TorchDevice
 from moesched.devices.torch.kv_cache import BlockedKV
+from moesched.machines.launches import launches
 from moesched.models.checkpoint import Checkpoint
+from moesched.models.footprint import KEPT_ROWS
 from moesched.models.layout import weight_layout
 from moesched.plugins import make_policy
 from moesched.requests.batch import KV_BLOCK_TOKENS, split_batch
 from moesched.runs.hardware import run
 from moesched.runs.planning import plan_run
 from moesched.seams import TokenSpan
+from moesched.tasks import Task
 from odd_models import PROMPTS, WIDE, stored
 
 pytestmark = pytest.mark.usefixtures("small_heap")
@@ -230,6 +233,7 @@ class Counts(NamedTuple):
         drained: times that a thread waited for a stream to run empty, by the name of the thread.
         allocations: blocks of GPU memory that were allocated.
         launches: launches of kernels, and replays of graphs.
+        predicted: those that a prediction counts.
         kernels: those that ran, by operation.
     """
 
@@ -237,18 +241,38 @@ class Counts(NamedTuple):
     drained: Counter[str]
     allocations: int
     launches: int
+    predicted: float
     kernels: Mapping[str, Sequence[str]]
 
 
-def counts(checkpoint: Checkpoint, policy: str, new_tokens: int) -> Counts:
+class PredictedLaunches:
+    """An observer that counts the launches by which the cost model prices the accelerator's tasks."""
+
+    def __init__(self) -> None:
+        self.count = 0.0
+
+    def ended(self, task: Task) -> None:
+        if task.work.resource == TWO_MEMORIES.roles.accelerator:
+            self.count += launches(task.work, replays=True)
+
+
+def counts(
+    checkpoint: Checkpoint, policy: str, new_tokens: int, prompts: Sequence[Sequence[int]] = PROMPTS
+) -> Counts:
     gpu = LaggingGpu()
     device = LaggingDevice(checkpoint, weight_layout(MODEL, "float32", PAGE_BYTES), gpu=gpu, triton=True)
-    batch = split_batch([len(prompt) for prompt in PROMPTS], new_tokens, len(PROMPTS))
+    batch = split_batch([len(prompt) for prompt in prompts], new_tokens, len(prompts))
     chosen = make_policy(policy)
     plan = plan_run(TWO_MEMORIES, device.layout, batch, chosen, None, device.slot_bytes)
-    run(plan, chosen, device, PROMPTS)
-    launches = gpu.operations.launches + gpu.streams.replays
-    return Counts(gpu.operations.calls, gpu.streams.drained, gpu.memory.allocations, launches, device.kernels)
+    run(plan, chosen, device, prompts, observers=[predicted := PredictedLaunches()])
+    return Counts(
+        gpu.operations.calls,
+        gpu.streams.drained,
+        gpu.memory.allocations,
+        gpu.operations.launches + gpu.streams.replays,
+        predicted.count,
+        device.kernels,
+    )
 
 
 @pytest.mark.parametrize(
@@ -269,6 +293,17 @@ def test_a_later_decode_step_allocates_nothing_waits_once_and_launches_or_replay
     assert longer.allocations == shorter.allocations
     assert longer.drained["lane accelerator"] == shorter.drained["lane accelerator"] + 1
     assert longer.launches - shorter.launches <= most * MODEL.layers + AT_ENDS
+    assert longer.launches - shorter.launches == longer.predicted - shorter.predicted
+
+
+@pytest.mark.parametrize(
+    ("policy", "prompts"), [("expert_streaming", PROMPTS), ("resident", [[1]] * (KEPT_ROWS + 1))]
+)
+def test_steps_that_are_more_than_replays_have_the_launches_that_are_predicted(
+    checkpoint: Checkpoint, policy: str, prompts: Sequence[Sequence[int]]
+) -> None:
+    shorter, longer = (counts(checkpoint, policy, new_tokens, prompts) for new_tokens in (5, 6))
+    assert longer.launches - shorter.launches == longer.predicted - shorter.predicted
 
 
 def test_a_resident_decode_step_is_nothing_but_replays_and_one_copy_of_numbers(

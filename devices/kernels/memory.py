@@ -7,10 +7,10 @@ from collections.abc import Callable, Hashable
 
 import torch
 
+from moesched.models.footprint import KEPT_ROWS
+
 from .seam import Bound
 
-KEPT_ROWS = 128
-"""Rows up to which a micro-batch keeps its memory from layer to layer: that of a prompt would be too much."""
 MOST_SHAPES = 4
 """Numbers of tokens whose memory a micro-batch keeps."""
 MOST_BOUND = 2048

@@ -8,7 +8,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from typing import Any, TypeVar
 
 import torch
@@ -35,6 +35,11 @@ class TritonEmbed(TritonKernel):
 
     operation = "embed"
 
+    @cached_property
+    def _frequencies_h(self) -> Tensor:
+        """The rotary frequencies on the GPU."""
+        return functions.rotary_frequencies(self._config.attention, self._device)
+
     def refusal(self, case: Case) -> str:
         """Refuses angles with a magnitude as well."""
         plain = self._config.attention.rotary.magnitude == 1
@@ -43,13 +48,12 @@ class TritonEmbed(TritonKernel):
     def bind(self, case: Case, weights: Weights, memory: Memory) -> Bound:
         """Bind the lookup of embeddings: (ids, positions, steps) -> hidden_TD, angles."""
         attention = self._config.attention
-        frequencies_h = functions.rotary_frequencies(attention, self._device)
         hidden_TD = self._result(memory, "hidden", case.rows, self._config.hidden)
         shape = case.rows, 1, attention.rotary.turning(attention.head_dim)
         angles = tuple(
             self._result(memory, name, *shape, dtype=torch.float32) for name in ("cosines", "sines")
         )
-        arguments = weights["embedding"][0], frequencies_h, hidden_TD, *angles
+        arguments = weights["embedding"][0], self._frequencies_h, hidden_TD, *angles
 
         @self._captured
         def look_up(ids_T: Tensor, positions_T: Tensor) -> None:
