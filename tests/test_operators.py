@@ -15,7 +15,7 @@ from benchmarks.shared.small_runs import TWO_MEMORIES, Generated, generate, same
 from moesched.devices.kernels.check import check_kernel, cpu_resources
 from moesched.devices.kernels.memory import Memory
 from moesched.devices.kernels.seam import Case
-from moesched.devices.kernels.triton_attention_rows import SPLIT, TritonAttention, TritonAttentionInputs
+from moesched.devices.kernels.triton_attention_rows import TritonAttention, TritonAttentionInputs
 from moesched.devices.kernels.triton_kernel import TritonKernel
 from moesched.devices.kernels.triton_rows import (
     GROUPED_BYTES,
@@ -32,10 +32,11 @@ from moesched.machines.launches import launches
 from moesched.models.checkpoint import Checkpoint
 from moesched.models.footprint import KEPT_ROWS
 from moesched.models.layout import weight_layout
+from moesched.models.replayed import GRAPH_BYTES, PART_TOKENS
 from moesched.plugins import make_policy
 from moesched.requests.batch import KV_BLOCK_TOKENS, split_batch
 from moesched.runs.hardware import run
-from moesched.runs.planning import plan_run
+from moesched.runs.planning import as_used_by, plan_run
 from moesched.seams import TokenSpan
 from moesched.tasks import Task
 from odd_models import PROMPTS, WIDE, stored
@@ -156,7 +157,9 @@ def test_the_experts_of_long_prompts_run_in_parts(checkpoint: Checkpoint) -> Non
 
 
 def test_sequences_that_grow_get_room_for_their_parts_and_blocks(checkpoint: Checkpoint) -> None:
-    prompts = [[1 + token % 90 for token in range(tokens)] for tokens in (SPLIT - 4, 2 * KV_BLOCK_TOKENS - 2)]
+    prompts = [
+        [1 + token % 90 for token in range(tokens)] for tokens in (PART_TOKENS - 4, 2 * KV_BLOCK_TOKENS - 2)
+    ]
     devices = on_gpu(checkpoint, seed=3), on_cpu(checkpoint)
     found, wanted = (
         result(each, "resident", size=1, prompts=prompts, new_tokens=8).tokens for each in devices
@@ -198,6 +201,22 @@ def test_layers_in_caches_with_other_blocks_have_tables_of_their_own() -> None:
     ]
     assert torch.equal(attended[0], attended[2])
     assert not torch.equal(attended[0], attended[1])
+
+
+@pytest.mark.parametrize(
+    ("policy", "size", "prompts"), [("layer_streaming", 16, [[1, 2, 3]] * 48), ("flexgen", 2, PROMPTS)]
+)
+def test_results_that_stay_and_what_kernels_share_are_in_the_plan(
+    checkpoint: Checkpoint, policy: str, size: int, prompts: Sequence[Sequence[int]]
+) -> None:
+    device = on_gpu(checkpoint)
+    machine = as_used_by(device, TWO_MEMORIES)
+    batch = split_batch([len(prompt) for prompt in prompts], 4, size)
+    plan = plan_run(machine, device.layout, batch, chosen := make_policy(policy), None, device.slot_bytes)
+    run(plan, chosen, device, prompts)
+    without_graphs = plan.memory("accelerator").used - plan.reservations.sizes.graphs
+    assert device.gpu.memory.most_wanted <= without_graphs
+    assert 0 < device.gpu.streams.captures * GRAPH_BYTES <= plan.reservations.sizes.graphs
 
 
 class Choices:

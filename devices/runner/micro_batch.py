@@ -24,7 +24,7 @@ class MicroBatchState:
         chunk_of: the micro-batch that a chunk of prefill is part of; None if it is no chunk.
         before: the chunk that this one continues, if any.
         ends: the places of the sequences that tokens are sampled for; None for all of them.
-        memory: memory for results of the step's kernels; None if the step has many tokens.
+        memory: memory for results of the step's kernels, kept for steps of as many tokens; None if these are many.
         decodes: whether each sequence has one new token in the step, after its prompt.
         caches: the KV caches that have its requests: one of all layers, or two of some layers each. A cache has
             `places`, its layers; `extend`, which makes room for tokens and returns a step; and `at`, which returns a
