@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from msgspec.structs import replace
 
 from benchmarks.shared.small_runs import TWO_MEMORIES, Generated, generate, same_bits
 from moesched.devices.kernels.check import check_kernel, cpu_resources
@@ -35,6 +36,7 @@ from moesched.models.layout import weight_layout
 from moesched.models.replayed import GRAPH_BYTES, PART_TOKENS
 from moesched.plugins import make_policy
 from moesched.requests.batch import KV_BLOCK_TOKENS, split_batch
+from moesched.requests.sampling import Sampling
 from moesched.runs.hardware import run
 from moesched.runs.planning import as_used_by, plan_run
 from moesched.seams import TokenSpan
@@ -244,6 +246,28 @@ def test_observers_see_the_choices_of_routers_in_order(checkpoint: Checkpoint, p
     assert len(seen[0]) == len(PROMPTS)
 
 
+class Activations:
+    """An observer of activations that keeps those of each layer, in order."""
+
+    def __init__(self) -> None:
+        self.of: defaultdict[int, list[npt.NDArray[np.float32]]] = defaultdict(list)
+
+    def activated(self, layer: int, values_nI: npt.NDArray[np.float32]) -> None:
+        self.of[layer].append(values_nI)
+
+
+@pytest.mark.parametrize("policy", ["resident", "expert_streaming"])
+def test_observers_see_the_activations_of_experts(checkpoint: Checkpoint, policy: str) -> None:
+    seen = []
+    for device in (on_gpu(checkpoint, seed=5), on_cpu(checkpoint)):
+        device.observe_activations(activations := Activations())
+        result(device, policy, size=len(PROMPTS), weights=2.0 if policy == "resident" else 0.8)
+        seen.append(activations.of)
+    for layer in range(MODEL.layers):
+        found, wanted = (np.sort(np.concatenate(of[layer]), axis=0) for of in seen)
+        np.testing.assert_allclose(found, wanted, atol=1e-5)
+
+
 class Counts(NamedTuple):
     """Counts of a run on the imitated GPU.
 
@@ -276,14 +300,23 @@ class PredictedLaunches:
 
 
 def counts(
-    checkpoint: Checkpoint, policy: str, new_tokens: int, prompts: Sequence[Sequence[int]] = PROMPTS
+    checkpoint: Checkpoint,
+    policy: str,
+    new_tokens: int,
+    prompts: Sequence[Sequence[int]] = PROMPTS,
+    sampling: Sampling | None = None,
+    observer: Activations | None = None,
 ) -> Counts:
     gpu = LaggingGpu()
     device = LaggingDevice(checkpoint, weight_layout(MODEL, "float32", PAGE_BYTES), gpu=gpu, triton=True)
+    if observer is not None:
+        device.observe_activations(observer)
+    sampling = sampling or Sampling(temperature=0)
     batch = split_batch([len(prompt) for prompt in prompts], new_tokens, len(prompts))
+    batch = replace(batch, beams=sampling.beams)
     chosen = make_policy(policy)
     plan = plan_run(TWO_MEMORIES, device.layout, batch, chosen, None, device.slot_bytes)
-    run(plan, chosen, device, prompts, observers=[predicted := PredictedLaunches()])
+    run(plan, chosen, device, prompts, sampling=sampling, observers=[predicted := PredictedLaunches()])
     return Counts(
         gpu.operations.calls,
         gpu.streams.drained,
@@ -323,6 +356,25 @@ def test_steps_that_are_more_than_replays_have_the_launches_that_are_predicted(
 ) -> None:
     shorter, longer = (counts(checkpoint, policy, new_tokens, prompts) for new_tokens in (5, 6))
     assert longer.launches - shorter.launches == longer.predicted - shorter.predicted
+
+
+@pytest.mark.parametrize(
+    ("sampling", "observer"),
+    [
+        (Sampling(temperature=0.8), None),
+        (Sampling(temperature=0, beams=3), None),
+        (Sampling(temperature=0), Activations()),
+    ],
+    ids=["temperature", "beams", "activations"],
+)
+def test_the_host_waits_once_a_step_whatever_is_sampled_or_observed(
+    checkpoint: Checkpoint, sampling: Sampling, observer: Activations | None
+) -> None:
+    shorter, longer = (
+        counts(checkpoint, "resident", new_tokens, sampling=sampling, observer=observer)
+        for new_tokens in (4, 5)
+    )
+    assert longer.drained["lane accelerator"] == shorter.drained["lane accelerator"] + 1
 
 
 def test_a_resident_decode_step_is_nothing_but_replays_and_one_copy_of_numbers(

@@ -121,6 +121,13 @@ _OPERATIONS = (
         "(attended_TX, hidden_TD) -> hidden_TD, experts_Tk, counts or None",
         parts=("output_projection", "route", "expert", "combine"),
     ),
+    Operation(
+        "observed_moe_layer",
+        "the same, with what experts make of gate: SiLU(gate x) of rows in their order, float32",
+        (),
+        "(attended_TX, hidden_TD) -> hidden_TD, experts_Tk, gated_nI",
+        parts=("moe_layer",),
+    ),
     Operation("logits", "last norm and LM head", ("lm_head",), "(hidden_TD, rows) -> logits_SV"),
     Operation(
         "greedy",

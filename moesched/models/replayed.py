@@ -66,9 +66,8 @@ def graph_bytes(layers: int, decode: Collection[int]) -> int:
 
 def _scratch_of_a_row(operations: Operations) -> int:
     network = operations.layer.feed_forward
-    choice = (
-        2 * _NUMBER + _FLOAT + _SMALL + operations.hidden_bytes + network.intermediate * operations.element
-    )
+    inner = network.intermediate * (operations.element + _FLOAT)  # with activations, which may be observed
+    choice = 2 * _NUMBER + _FLOAT + _SMALL + operations.hidden_bytes + inner
     return 2 * operations.hidden_bytes + network.top_k * choice + network.experts * _FLOAT
 
 
