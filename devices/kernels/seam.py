@@ -123,10 +123,10 @@ _OPERATIONS = (
     ),
     Operation(
         "observed_moe_layer",
-        "the same, with what experts make of gate: SiLU(gate x) of rows in their order, float32",
+        "the same, and the activations SiLU(gate x) of the experts' rows in their order, float32",
         (),
         "(attended_TX, hidden_TD) -> hidden_TD, experts_Tk, gated_nI",
-        parts=("moe_layer",),
+        parts=("output_projection", "route", "expert", "combine"),
     ),
     Operation("logits", "last norm and LM head", ("lm_head",), "(hidden_TD, rows) -> logits_SV"),
     Operation(
