@@ -13,6 +13,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec.structs import replace
 
+from moesched.models.kv_blocks import window_tokens
 from moesched.models.rotary import Rotary
 
 Shape = tuple[int, ...]
@@ -30,7 +31,6 @@ class GroupedAttention(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         window: most tokens that a token attends to; None for all before it.
-        rolling: whether the cache drops tokens that have left the window.
         rotary: the rotary embedding of queries and keys.
         qk_norm: RMS norm of queries and keys: of each head, or of the whole projection; None for none.
         clip: the largest magnitude of queries, keys and values; None does not clip.
@@ -45,7 +45,6 @@ class GroupedAttention(msgspec.Struct, frozen=True, kw_only=True):
     kv_heads: int
     head_dim: int
     window: int | None = None
-    rolling: bool = False
     rotary: Rotary = Rotary()
     qk_norm: HeadNorm | None = None
     clip: float | None = None
@@ -85,6 +84,11 @@ class GroupedAttention(msgspec.Struct, frozen=True, kw_only=True):
     def cache_width(self) -> int:
         """Elements that the cache keeps of a token: key and value."""
         return 2 * self.key_width
+
+    @property
+    def most_cached(self) -> int | None:
+        """Most tokens that the cache keeps of a sequence; None for all."""
+        return None if self.window is None else window_tokens(self.window)
 
     @property
     def state_bytes(self) -> int:
@@ -166,6 +170,11 @@ class LatentAttention(msgspec.Struct, frozen=True, kw_only=True):
     def cache_width(self) -> int:
         """Elements that the cache keeps of a token: latent vector and rotary key."""
         return self.rank + self.rotary
+
+    @property
+    def most_cached(self) -> None:
+        """Most tokens that the cache keeps of a sequence: all."""
+        return None
 
     @property
     def state_bytes(self) -> int:
@@ -251,6 +260,11 @@ class LinearAttention(msgspec.Struct, frozen=True, kw_only=True):
     def cache_width(self) -> int:
         """Elements that the cache keeps of a token: none."""
         return 0
+
+    @property
+    def most_cached(self) -> None:
+        """Most tokens that the cache keeps of a sequence: none are counted."""
+        return None
 
     @property
     def state_bytes(self) -> int:
