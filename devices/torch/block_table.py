@@ -107,7 +107,7 @@ class BlockTable:
     def most_blocks(self, tokens: int) -> int:
         """Most blocks that a sequence of `tokens` tokens has at once: of a window its own and one more."""
         blocks = self.blocks_for(tokens)
-        return blocks if self._window is None else min(blocks, self.blocks_for(self._window) + 1)
+        return blocks if self._window is None else min(blocks, self.blocks_for(self._window))
 
     def grow(self, sequences: Sequence[int], new: Sequence[int]) -> list[Growth]:
         """Add new[i] tokens to sequences[i].
