@@ -18,6 +18,7 @@ import moesched
 from benchmarks.exact._beams import hugging_face_beams, searched
 from benchmarks.shared.random_models import gpt_oss, prompts_of
 from benchmarks.shared.small_runs import TWO_MEMORIES
+from moesched.devices.native.attention import PROMPT_TILE
 from moesched.devices.torch.block_table import BlockTable
 from moesched.devices.torch.compute import Compute
 from moesched.devices.torch.kv_cache import BlockedKV
@@ -56,6 +57,8 @@ class Marked:
             seen = texts[sequence][-(self.window + len(tokens) - 1) :]
             assert keys[-len(seen) :, 0, 0].tolist() == seen
             assert (values - keys)[-len(seen) :].eq(1).all()
+            before = len(texts[sequence]) - len(keys)
+            assert step.in_place or before % PROMPT_TILE == 0, "tiles begin where they do without a window"
 
 
 @settings(max_examples=40)
@@ -63,7 +66,7 @@ class Marked:
 def test_new_tokens_see_their_window_in_its_blocks_and_one_more(
     window: int, sequences: int, chosen: random.Random
 ) -> None:
-    most = -(-window // BLOCK) + 1
+    most = -(-(window - 1) // BLOCK) + 1
     marked = Marked(window, sequences * most)
     texts: dict[int, list[int]] = {sequence: [] for sequence in range(sequences)}
     for sequence in texts:
@@ -81,7 +84,7 @@ def test_beams_see_their_parents_windows_in_their_blocks_and_one_more_each(
     window: int, chosen: random.Random
 ) -> None:
     beams = 3
-    marked = Marked(window, beams * (-(-window // BLOCK) + 1))
+    marked = Marked(window, beams * (-(-(window - 1) // BLOCK) + 1))
     marked.cache.table.open(0)
     texts: dict[int, list[int]] = {0: []}
     marked.extend(texts, {0: chosen.randint(1, 30)})

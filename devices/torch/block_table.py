@@ -105,9 +105,9 @@ class BlockTable:
         return -(-tokens // self._block_size)
 
     def most_blocks(self, tokens: int) -> int:
-        """Most blocks that a sequence of `tokens` tokens has at once: of a window its own and one more."""
+        """Most blocks that a sequence of `tokens` tokens has at once: those of the window before a token, and one more."""
         blocks = self.blocks_for(tokens)
-        return blocks if self._window is None else min(blocks, self.blocks_for(self._window))
+        return blocks if self._window is None else min(blocks, self.blocks_for(self._window - 1) + 1)
 
     def grow(self, sequences: Sequence[int], new: Sequence[int]) -> list[Growth]:
         """Add new[i] tokens to sequences[i].

@@ -17,11 +17,11 @@ def cached_tokens_of_beams(prompt: int, new_tokens: int, beams: int) -> int:
 
 
 def window_tokens(window: int) -> int:
-    """Most tokens that a sequence takes in the cache of a window: the window's blocks and one more.
+    """Most tokens that a sequence takes in the cache of a window, in whole blocks.
 
-    The window of a new token begins and ends within blocks, and blocks before it are given back.
+    The window before a new token may begin anywhere in a block, so it takes its own blocks and one more.
     """
-    return cached_tokens(window) + KV_BLOCK_TOKENS
+    return cached_tokens(window - 1) + KV_BLOCK_TOKENS
 
 
 def kept_tokens(tokens: int, most: int | None, beams: int = 1) -> int:
