@@ -105,7 +105,7 @@ class BlockTable:
         return -(-tokens // self._block_size)
 
     def most_blocks(self, tokens: int) -> int:
-        """Most blocks that a sequence of `tokens` tokens has at once: those of the window before a token, and one more."""
+        """Most blocks that a sequence of `tokens` tokens has at once: the window before a token, and one more."""
         blocks = self.blocks_for(tokens)
         return blocks if self._window is None else min(blocks, self.blocks_for(self._window - 1) + 1)
 
