@@ -21,7 +21,7 @@ from moesched.models.host_buffers import (
     routed_prompt_bytes,
     routed_rows_bytes,
 )
-from moesched.models.kv_blocks import cached_tokens
+from moesched.models.kv_blocks import KV_BLOCK_TOKENS, cached_tokens
 from moesched.models.operations import Operations
 from moesched.models.replayed import graph_bytes, kept_bytes, shared_bytes
 from moesched.requests.batch import Batch
