@@ -17,7 +17,7 @@ LENGTH = struct.Struct("!I")
 MOST_FRAME_BYTES = 64 << 20
 
 
-class Ask(msgspec.Struct, frozen=True, tag=True):
+class Ask(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """The front asks for an answer to a prompt.
 
     Attributes:
@@ -42,24 +42,32 @@ class Ask(msgspec.Struct, frozen=True, tag=True):
     user: str = ""
 
 
-class Leave(msgspec.Struct, frozen=True, tag=True):
+class Leave(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """The front waits for a request no more: a stop string came, or the client left."""
 
     number: int
 
 
-class Close(msgspec.Struct, frozen=True, tag=True):
+class Close(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """No more requests will come: the engine ends once those that it has are done."""
 
 
-class Ready(msgspec.Struct, frozen=True, tag=True):
+class Loading(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The engine has loaded `done` of `total` pages of weights."""
+
+    done: int
+    total: int
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """The engine has loaded the weights.
 
     Attributes:
         model: the model's name.
         policy: the name of the policy.
         machine: the name of the machine.
-        places, sequences, cache_tokens, prompt_tokens: see `moesched.serving.capacity.Capacity`.
+        places, sequences, cache_tokens, prompt_tokens, context: see `moesched.serving.capacity.Capacity`.
+        vocabulary: the number of tokens that the model knows.
     """
 
     model: str
@@ -69,6 +77,8 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     sequences: int
     cache_tokens: int
     prompt_tokens: int
+    context: int
+    vocabulary: int
 
 
 class Logprob(msgspec.Struct, frozen=True, array_like=True):
@@ -98,14 +108,14 @@ class Token(msgspec.Struct, frozen=True, tag=True, array_like=True):
     prompt: list[Logprob | None] | None = None
 
 
-class Refused(msgspec.Struct, frozen=True, tag=True):
+class Refused(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """The engine does not take a request, such as one that is too long."""
 
     number: int
     why: str
 
 
-class State(msgspec.Struct, frozen=True, tag=True):
+class State(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """How full the engine is; sent after a step, a few times a second at most.
 
     Attributes:
@@ -125,14 +135,14 @@ class State(msgspec.Struct, frozen=True, tag=True):
     busy: dict[str, float]
 
 
-class Failed(msgspec.Struct, frozen=True, tag=True):
+class Failed(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """The engine ends, with all requests that it has; `why` is one line."""
 
     why: str
 
 
 ToEngine: TypeAlias = Ask | Leave | Close
-ToFront: TypeAlias = Ready | Token | Refused | State | Failed
+ToFront: TypeAlias = Loading | Ready | Token | Refused | State | Failed
 
 
 class BadFrame(MoeschedError):
