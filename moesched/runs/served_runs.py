@@ -20,7 +20,8 @@ from moesched.routing import SeededRouting
 from moesched.routing.router_forecast import RouterForecast
 from moesched.runs.decisions import simulated_decisions
 from moesched.runs.planning import make_lanes
-from moesched.runs.serving import ARRIVALS, OnServed, Serving
+from moesched.runs.serving import ARRIVALS, Serving, ServingListener
+from moesched.runs.virtual_run import Perform
 from moesched.seams import Device, KeepsTime, LaneKind, Observer, Policy, Routing, Serves
 from moesched.serving.admission import Admission, FirstCome
 from moesched.serving.arrivals import Arrivals
@@ -30,7 +31,7 @@ from moesched.steps.contention import lanes_contend
 from moesched.steps.plan import Plan
 from moesched.steps.run_state import RunState
 from moesched.system.own_loop import run_on_own_loop
-from moesched.tasks import Decision, Lane, Preview, Task
+from moesched.tasks import Decision, HostKernel, Kernel, Lane, PageTransfer, Preview, Task
 from moesched.trace import Recorder
 
 EngineType = TypeVar("EngineType", bound=Engine)
@@ -43,7 +44,7 @@ class Service(NamedTuple):
         plan: a policy's plan of the capacity's fullest batch.
         admission: chooses who runs next; by default those who came first.
         stop_tokens: each of them ends its request.
-        on_token: see `Serving`.
+        listener: told of each token and each step.
     """
 
     plan: Plan
@@ -52,7 +53,7 @@ class Service(NamedTuple):
     arrivals: Arrivals
     admission: Admission | None = None
     stop_tokens: Collection[int] = ()
-    on_token: OnServed | None = None
+    listener: ServingListener | None = None
 
 
 def simulate_service(
@@ -64,10 +65,14 @@ def simulate_service(
     sharing: bool | None = None,
     observers: Sequence[Observer] = (),
     recorder: Recorder | None = None,
+    device: Device | None = None,
+    make_engine: Callable[[Iterable[Lane]], Engine] = new_engine,
 ) -> Serving:
     """Serve on the virtual clock.
 
     Args:
+        device: computes every task as it ends; by default nothing is computed.
+        make_engine: makes the engine of some lanes; by default a checked one if the environment asks for validation.
         cost, routing, preview_accuracy, sharing, recorder: as `moesched.runs.simulation.simulate` takes them.
 
     Raises:
@@ -77,13 +82,18 @@ def simulate_service(
     config = plan.layout.config
     routing = routing or SeededRouting(config.routed.experts, config.routed.top_k)
     previews = RouterForecast(routing, config.routed.experts, preview_accuracy)
-    run = _assembled(service, new_engine)
-    decide = simulated_decisions(plan, routing, previews, by_step=True)
+    run = _assembled(service, make_engine)
+    if device is None:
+        decide = simulated_decisions(plan, routing, previews, by_step=True)
+        perform: dict[type[Task], Perform] = dict.fromkeys((Decision, Preview), decide)
+    else:
+        _serves(device).serve(plan)
+        perform = dict.fromkeys((Kernel, HostKernel, PageTransfer, Decision, Preview), device.execute)
     driver = VirtualDriver(
         [run.engine],
         cost or cost_model(plan.machine, plan.layout.dtype),
         sharing=lanes_contend(plan) if sharing is None else sharing,
-        perform=dict.fromkeys((Decision, Preview), decide),
+        perform=perform,
         observers=_observers(run, observers, recorder),
     )
     with _closed(run):
@@ -103,10 +113,7 @@ def serve_on(
     Raises:
         BadInput: the device serves no requests that join and leave, or as `simulate_service`.
     """
-    if not isinstance(device, Serves):
-        raise BadInput(
-            f"device {type(device).__name__} runs batches only: serve with --device torch, or `moesched simulate`"
-        )
+    serves = _serves(device)
     kinds: dict[str, LaneKind] = {**device.kinds, ARRIVALS: "awaitable"}
     run = _assembled(service, new_shared_engine, kinds)
     driver = RealtimeDriver(
@@ -118,11 +125,19 @@ def serve_on(
         clock=device.clock if isinstance(device, KeepsTime) else time.perf_counter_ns,
     )
     with _closed(run):
-        device.serve(service.plan)
+        serves.serve(service.plan)
         run_on_own_loop(partial(driver.run, run.serving.run()))
     if recorder is not None:
         recorder.origin = driver.origin
     return run.serving
+
+
+def _serves(device: Device) -> Serves:
+    if not isinstance(device, Serves):
+        raise BadInput(
+            f"device {type(device).__name__} runs batches only: serve with --device torch, or use `moesched simulate`"
+        )
+    return device
 
 
 class _Run(NamedTuple, Generic[EngineType]):
@@ -153,7 +168,7 @@ def _assembled(
         service.arrivals,
         service.admission or FirstCome(),
         stop_tokens=service.stop_tokens,
-        on_token=service.on_token,
+        listener=service.listener,
     )
     return _Run(plan, engine, run_state, serving)
 

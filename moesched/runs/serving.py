@@ -6,8 +6,8 @@ The same coroutine runs under both drivers.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Literal
+from collections.abc import Collection, Mapping, Sequence
+from typing import Literal, Protocol
 
 import msgspec
 
@@ -66,7 +66,14 @@ class Occupancy(msgspec.Struct):
     waiting: list[int] = []
 
 
-OnServed = Callable[[Served], object]
+class ServingListener(Protocol):
+    """Follows requests that are served; called on the thread that runs the policy."""
+
+    def token(self, served: Served) -> None:
+        """A request has one more token, or ends: the last call for a request has its `ending`."""
+
+    def step(self, serving: Serving) -> None:
+        """A step has ended, and its tokens were told."""
 
 
 class Serving:
@@ -78,8 +85,7 @@ class Serving:
     Args:
         places: the places of the plan's capacity, all empty.
         stop_tokens: each of them ends its request.
-        on_token: called for each new token, and once for a request that leaves; the last call for a request has its
-            `ending`.
+        listener: told of each token and each step.
 
     Attributes:
         loaded: time at which the weights were loaded; nanoseconds on the driver's clock.
@@ -96,7 +102,7 @@ class Serving:
         admission: Admission,
         *,
         stop_tokens: Collection[int] = (),
-        on_token: OnServed | None = None,
+        listener: ServingListener | None = None,
     ) -> None:
         self.loaded = 0
         self.requests: dict[int, Served] = {}
@@ -107,7 +113,7 @@ class Serving:
         self._arrivals = arrivals
         self._admission = admission
         self._stop_tokens = frozenset(stop_tokens)
-        self._on_token = on_token
+        self._listener = listener
         self._waiting: deque[Request] = deque()
         self._before: Phase = "decode"
 
@@ -131,6 +137,11 @@ class Serving:
                 return self.requests
             else:
                 await self._wait()
+
+    @property
+    def busy(self) -> dict[str, int]:
+        """Nanoseconds that each lane ran, by its name, apart from the one that waits for arrivals."""
+        return {name: lane.busy for name, lane in self._run.lanes.items() if name != ARRIVALS}
 
     def _now(self) -> int:
         return self._run.engine.now() - self.loaded
@@ -190,6 +201,8 @@ class Serving:
                 self._take(self.requests[number], token, sample.end - self.loaded)
         self._places.collected(index)
         self._note(end)
+        if self._listener is not None:
+            self._listener.step(self)
 
     def _take(self, served: Served, token: int, now: int) -> None:
         """Add a token to a request, unless it has ended."""
@@ -201,16 +214,16 @@ class Serving:
             self._end(served, "stop", now)
         elif len(served.tokens) == served.request.new_tokens:
             self._end(served, "length", now)
-        elif self._on_token is not None:
-            self._on_token(served)
+        elif self._listener is not None:
+            self._listener.token(served)
 
     def _end(self, served: Served, ending: Ending, now: int) -> None:
         number = served.request.number
         served.ending, served.ended = ending, now
         self._places.leave(number)
         self._waiting = deque(each for each in self._waiting if each.number != number)
-        if self._on_token is not None:
-            self._on_token(served)
+        if self._listener is not None:
+            self._listener.token(served)
 
     def _note(self, now: int) -> None:
         seen = self.occupancy

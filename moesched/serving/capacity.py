@@ -18,15 +18,17 @@ class Capacity(msgspec.Struct, frozen=True):
         sequences: the most requests of each.
         cache_tokens: tokens of each in the KV cache, in whole blocks.
         prompt_tokens: the most prompt tokens of each in a step.
+        context: the most tokens of a request, prompt and answer together.
     """
 
     places: int
     sequences: int
     cache_tokens: int
     prompt_tokens: int
+    context: int
 
     def __post_init__(self) -> None:
-        for what in ("places", "sequences", "prompt_tokens"):
+        for what in ("places", "sequences", "prompt_tokens", "context"):
             if getattr(self, what) < 1:
                 raise BadInput(f"{what} is {getattr(self, what)}: give 1 or more")
         least = 2 * KV_BLOCK_TOKENS * self.sequences
@@ -64,15 +66,18 @@ class Capacity(msgspec.Struct, frozen=True):
             )
         if request.new_tokens < 1:
             raise BadInput(f"{request.new_tokens} tokens to generate: give 1 or more")
-        if request.blocks_tokens > self.cache_tokens:
+        most = min(self.context, self.cache_tokens)
+        if request.prompt + request.new_tokens > most:
             raise BadInput(
-                f"a prompt of {request.prompt} tokens and {request.new_tokens} new ones are more than the "
-                f"{self.cache_tokens} tokens of a place's KV cache: ask for fewer"
+                f"a prompt of {request.prompt} tokens and {request.new_tokens} new ones: a request may have {most} "
+                "tokens in all"
             )
 
 
-def capacity_for(sizes: BatchSizes, longest_prompt: int, new_tokens: int) -> Capacity:
-    """The capacity with the sizes of a batch, each of whose requests may be as long as the longest."""
-    each = max(cached_tokens(longest_prompt + new_tokens), 2 * KV_BLOCK_TOKENS)
+def capacity_for(sizes: BatchSizes, context: int) -> Capacity:
+    """The capacity with the sizes of a batch, each of whose requests may have `context` tokens."""
+    each = max(cached_tokens(context), 2 * KV_BLOCK_TOKENS)
     cache_tokens = sizes.cache_tokens or sizes.micro_batch_size * each
-    return Capacity(sizes.micro_batches, sizes.micro_batch_size, max(cache_tokens, each), longest_prompt)
+    return Capacity(
+        sizes.micro_batches, sizes.micro_batch_size, max(cache_tokens, each), max(1, context - 1), context
+    )
