@@ -16,6 +16,7 @@ import msgspec
 from moesched.server.messages import (
     Ask,
     Close,
+    Ending,
     Frames,
     Leave,
     Loading,
@@ -24,6 +25,7 @@ from moesched.server.messages import (
     Refused,
     State,
     ToEngine,
+    ToFront,
     Token,
     frame,
 )
@@ -58,7 +60,7 @@ class FakeEngine:
 
     def begin(self) -> None:
         """Say that the weights are loaded."""
-        self._send(frame([Loading(1, 1), self.ready]))
+        self._tell(Loading(1, 1), self.ready)
 
     def feed(self, data: bytes) -> None:
         """Take bytes from the front."""
@@ -66,7 +68,7 @@ class FakeEngine:
             if isinstance(message, Ask):
                 self.asked.append(message)
                 if self.refuses:
-                    self._send(frame([Refused(message.number, self.refuses)]))
+                    self._tell(Refused(message.number, self.refuses))
                 else:
                     self._open[message.number] = message, 0
             elif isinstance(message, Leave):
@@ -84,19 +86,24 @@ class FakeEngine:
 
     def _turn(self) -> None:
         self._turning = False
-        tokens = [self._next(ask, count) for ask, count in list(self._open.values())]
+        tokens: list[Token] = [self._next(ask, count) for ask, count in list(self._open.values())]
         self._open = {
             number: (ask, count + 1)
             for (number, (ask, count)), token in zip(self._open.items(), tokens, strict=True)
             if token.ending is None
         }
         state = State(len(self._open), 0, 32 * len(self._open), 2048, 1, {"cpu": 0.5, "disk": 0.25})
-        self._send(frame([*tokens, state]))
+        self._tell(*tokens, state)
         self.resume()
+
+    def _tell(self, *messages: ToFront) -> None:
+        self._send(frame(messages))
 
     def _next(self, ask: Ask, count: int) -> Token:
         token = self.says[count % len(self.says)]
-        ending = "stop" if token == self.stop_token else "length" if count + 1 == ask.new_tokens else None
+        ending: Ending | None = (
+            "stop" if token == self.stop_token else "length" if count + 1 == ask.new_tokens else None
+        )
         logprob = None if ask.logprobs is None else scored(token, ask.logprobs)
         prompt = None
         if ask.echo and count == 0:

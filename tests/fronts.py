@@ -66,5 +66,3 @@ def answered(
             await use(Server(front, engine, link, http, client))
 
     run_on_own_loop(whole)
-
-

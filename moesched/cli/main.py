@@ -27,6 +27,7 @@ from moesched.cli import (
     reproduce,
     roofline,
     run,
+    serve,
     simulate,
     timeline,
     view,
@@ -64,6 +65,7 @@ EPILOGUE = paragraphs(
 
 COMMANDS = (
     run.run,
+    serve.serve,
     simulate.simulate,
     sweeping.sweep,
     plan.plan,

@@ -115,5 +115,9 @@ def _of_gguf(model: Path) -> ChatTemplate | None:
     }
     return ChatTemplate(
         text,
-        {name: vocabulary.tokens[token] for name, token in ids.items() if token is not None and vocabulary.tokens},
+        {
+            name: vocabulary.tokens[token]
+            for name, token in ids.items()
+            if token is not None and vocabulary.tokens
+        },
     )

@@ -25,7 +25,8 @@ MOST_VALUES = 3_000_000
 PIECE = 200_000
 """Characters encoded at once to see whether a prompt is too long; each takes about 400 bytes of memory."""
 
-_UNFINISHED = "\ufffd"
+UNFINISHED = "\ufffd"
+"""Stands for bytes that are no whole character."""
 _CONTEXT_TOKENS = 8
 _RESTORE = "copy it again from where the checkpoint came from"
 
@@ -160,7 +161,7 @@ class TextStream:
         known = self._tokenizer.decode(self._ids[self._before : self._shown])
         text = self._tokenizer.decode(self._ids[self._before :])
         fresh = text[len(known) :]
-        if fresh.endswith(_UNFINISHED) and not final:
+        if fresh.endswith(UNFINISHED) and not final:
             return ""
         if fresh:
             self._before = max(self._before, self._shown - _CONTEXT_TOKENS)

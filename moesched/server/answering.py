@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 from starlette.requests import Request
-from starlette.responses import Response
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from moesched.server.bodies import read_bytes
 from moesched.server.errors import ApiError, ClientLeft, bad_request
@@ -89,8 +88,8 @@ class Answers(ABC, Generic[Given]):
                 body = _json.encode(asked.form.whole(answers, _usage(generation)))
                 await _send_whole(send, body)
                 return
-            with_usage = given.stream_options is not None and given.stream_options.include_usage
-            await _send_stream(send, _events(pieces, asked.form, generation, with_usage=with_usage))
+            events = _events(pieces, asked.form, generation, with_usage=_with_usage(given))
+            await _send_stream(send, events)
 
 
 class Completions(Answers[CompletionRequest]):
@@ -112,7 +111,10 @@ class Completions(Answers[CompletionRequest]):
             **_settings(given, user),
         )
         form = CompletionForm(
-            self.model.name, self.model.codec, scored=given.logprobs is not None, with_usage=_with_usage(given)
+            self.model.name,
+            self.model.codec,
+            scored=given.logprobs is not None,
+            with_usage=_with_usage(given),
         )
         return Asked(prompts, wanted, form)
 
@@ -157,7 +159,9 @@ def _prompts(given: str | list[str | int | list[int]]) -> list[str | list[int]]:
         return [given]
     if given and all(isinstance(each, int) for each in given):
         return [given]  # type: ignore[list-item]  # all are ids
-    if given and (all(isinstance(each, str) for each in given) or all(isinstance(each, list) for each in given)):
+    if given and (
+        all(isinstance(each, str) for each in given) or all(isinstance(each, list) for each in given)
+    ):
         return given  # type: ignore[return-value]  # all are texts, or all are lists of ids
     raise bad_request("prompt: give a text, a list of texts, token ids, or a list of lists of them", "prompt")
 
@@ -221,9 +225,7 @@ async def _send_stream(send: Send, events: AsyncIterator[bytes]) -> None:
     except ApiError as error:
         if not begun:
             raise
-        await send(
-            {"type": "http.response.body", "body": b"data: %b\n\n" % error.body(), "more_body": True}
-        )
+        await send({"type": "http.response.body", "body": b"data: %b\n\n" % error.body(), "more_body": True})
     await send({"type": "http.response.body", "body": b""})
 
 

@@ -19,7 +19,9 @@ async def read_bytes(request: Request, most: int = MOST_BYTES) -> bytes:
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
-        raise ApiError(415, f"the body is {kind or 'of no type'}: send JSON, with Content-Type: application/json")
+        raise ApiError(
+            415, f"the body is {kind or 'of no type'}: send JSON, with Content-Type: application/json"
+        )
     announced = request.headers.get("content-length", "0")
     if int(announced) > most:  # h11 has checked that it is a number
         raise _too_long(most)

@@ -136,6 +136,7 @@ def ready(model: ServedModel) -> Ready:
         capacity.cache_tokens,
         capacity.prompt_tokens,
         capacity.context,
+        model.checkpoint.config.vocabulary,
     )
 
 

@@ -21,6 +21,8 @@ MOST_VALUES = 2_000_000
 MOST_CHOICES = 128
 MOST_STOPS = 16
 MOST_LIKELIEST = 20
+MOST_NAME = 100
+"""The most characters of a field's name that are given back."""
 
 HARMLESS = frozenset(
     ["metadata", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_retention", "safety_identifier"]
@@ -145,7 +147,7 @@ def read_body(data: bytes, kind: type[Body]) -> Body:
     try:
         return msgspec.convert(left, kind)
     except DECODE_ERRORS as error:
-        raise _of_wrong_type(reason(error)) from error
+        raise _of_wrong_type(reason(error), left) from error
 
 
 def _is_taken(name: str, value: object) -> bool:
@@ -156,22 +158,25 @@ def _is_taken(name: str, value: object) -> bool:
 def _unknown(name: str, value: object, known: tuple[str, ...]) -> ApiError:
     if name in NEUTRAL:
         return bad_request(
-            f"{name} is {shown(value)}, and this server does not have it: omit it", name, "unsupported_parameter"
+            f"{name} is {shown(value)}, and this server does not have it: omit it",
+            name,
+            "unsupported_parameter",
         )
     near = nearest_of(name, known)
     remedy = "omit it" if near is None else f"did you mean {near}? Otherwise omit it"
-    return bad_request(f"unknown field {shown(name)}: {remedy}", shown(name), "unknown_parameter")
+    return bad_request(f"unknown field {shown(name)}: {remedy}", name[:MOST_NAME], "unknown_parameter")
 
 
 _PATH = re.compile(r"(.*?) - at `(?:key )?\$\.?(.*)`$")
 _MISSING = re.compile(r"Object missing required field `(.*)`")
 
 
-def _of_wrong_type(message: str) -> ApiError:
-    """The error for what msgspec says: a fault, and the path of the field that has it."""
+def _of_wrong_type(message: str, fields: Mapping[str, Any]) -> ApiError:
+    """The error for what msgspec says of these fields: a fault, and the path of the one that has it."""
     found = _PATH.match(message)
     fault, path = (found[1], found[2]) if found else (message, "")
     if missing := _MISSING.match(fault):
         path = ".".join(filter(None, [path, missing[1]]))
         return bad_request(f"{path} is missing: give it", path, "missing_required_parameter")
-    return bad_request(f"{path}: {fault}", path or None, "invalid_value")
+    where = f"{path} is {shown(fields[path])}" if path in fields else path
+    return bad_request(f"{where}: {fault[:1].lower()}{fault[1:]}", path or None, "invalid_value")

@@ -143,4 +143,7 @@ def gathered(pieces: Iterable[Piece], answers: int) -> list[Whole]:
         texts[piece.answer].append(piece.text)
         tokens[piece.answer] += piece.tokens
         endings[piece.answer] = piece.ending or "length"
-    return [Whole("".join(text), scored, ending) for text, scored, ending in zip(texts, tokens, endings, strict=True)]
+    return [
+        Whole("".join(text), scored, ending)
+        for text, scored, ending in zip(texts, tokens, endings, strict=True)
+    ]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hmac
 import time
-from collections.abc import Callable
 from typing import NamedTuple
 
 import msgspec

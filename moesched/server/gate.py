@@ -44,7 +44,9 @@ class Gate:
                 503, "the server closes: ask another one", kind="server_error", headers={"Retry-After": "10"}
             )
         if answers > self.most:
-            raise bad_request(f"{answers} answers at once: this server gives at most {self.most}; ask for fewer", "n")
+            raise bad_request(
+                f"{answers} answers at once: this server gives at most {self.most}; ask for fewer", "n"
+            )
         if self.inside + answers > self.most:
             raise ApiError(
                 429,

@@ -88,7 +88,7 @@ class _Answer:
             text.append(self._prompt.text)
             scored += self._of_prompt(tokens[0])
         for token in tokens:
-            self.count += not self._wanted.scored
+            self.count += 0 if self._wanted.scored else 1
             ending = token.ending
             if not self._wanted.scored and ending != "stop":
                 text.append(self._text.push(token.token))
@@ -104,7 +104,9 @@ class _Answer:
         return Piece(self._index, "".join(text), scored if self._wanted.logprobs is not None else [], ending)
 
     def _of_prompt(self, first: Token) -> list[Scored]:
-        return [Scored(token, each) for token, each in zip(self._prompt.ids, first.prompt or (), strict=False)]
+        return [
+            Scored(token, each) for token, each in zip(self._prompt.ids, first.prompt or (), strict=False)
+        ]
 
 
 class Generation:
@@ -151,8 +153,9 @@ class Generation:
                 answer = self._answers[index]
                 if answer.over:
                     continue
-                pieces.append(answer.take(tokens))
-                if answer.over:
+                piece = answer.take(tokens)
+                pieces.append(piece)
+                if piece.ending is not None:
                     waiting -= 1
                     self._link.leave([self._numbers[index]])
             yield pieces
@@ -186,8 +189,8 @@ def _by_answer(arrived: Sequence[Arrived]) -> list[tuple[int, list[Token]]]:
         ApiError: the engine does not take one of the requests.
     """
     tokens: dict[int, list[Token]] = {}
-    for index, message in arrived:
+    for answer, message in arrived:
         if isinstance(message, Refused):
             raise bad_request(message.why)
-        tokens.setdefault(index, []).append(message)
+        tokens.setdefault(answer, []).append(message)
     return list(tokens.items())

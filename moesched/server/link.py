@@ -31,9 +31,9 @@ IDLE = State(0, 0, 0, 0, 0, {})
 
 
 class Arrived(NamedTuple):
-    """A message about one of the requests of a mailbox, by its index there."""
+    """A message about one of the requests of a mailbox, by its place among them."""
 
-    index: int
+    answer: int
     message: Token | Refused
 
 
@@ -83,7 +83,9 @@ class EngineLink:
     """
 
     def __init__(
-        self, write: Callable[[bytes], object], on_loading: Callable[[int, int], object] = lambda done, total: None
+        self,
+        write: Callable[[bytes], object],
+        on_loading: Callable[[int, int], object] = lambda done, total: None,
     ) -> None:
         loop = asyncio.get_running_loop()
         self._write = write
@@ -160,5 +162,3 @@ class EngineLink:
         if isinstance(message, Refused) or message.ending is not None:
             del self._boxes[message.number]
         box.put(Arrived(index, message))
-
-

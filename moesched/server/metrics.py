@@ -30,16 +30,22 @@ class Metrics:
         self._prompt_tokens = Counter("moesched_prompt_tokens", "Tokens of prompts.", registry=registry)
         self._answer_tokens = Counter("moesched_answer_tokens", "Tokens of answers.", registry=registry)
         self._first = Histogram(
-            "moesched_time_to_first_token_seconds", "From the request to its first token.", buckets=SECONDS,
+            "moesched_time_to_first_token_seconds",
+            "From the request to its first token.",
+            buckets=SECONDS,
             registry=registry,
         )
         self._each = Histogram(
-            "moesched_time_per_token_seconds", "From one token of a request to its next.", buckets=SECONDS,
+            "moesched_time_per_token_seconds",
+            "From one token of a request to its next.",
+            buckets=SECONDS,
             registry=registry,
         )
         self._gauges = {
             "running": Gauge("moesched_requests_running", "Requests that run.", registry=registry),
-            "waiting": Gauge("moesched_requests_waiting", "Requests that wait for a place.", registry=registry),
+            "waiting": Gauge(
+                "moesched_requests_waiting", "Requests that wait for a place.", registry=registry
+            ),
             "held": Gauge("moesched_kv_tokens_held", "Tokens of the KV cache in use.", registry=registry),
             "room": Gauge("moesched_kv_tokens_room", "Tokens of the KV cache in all.", registry=registry),
             "steps": Gauge("moesched_steps", "Steps so far.", registry=registry),

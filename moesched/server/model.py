@@ -27,7 +27,9 @@ class Model:
         loaded: the time at which it was loaded, in seconds since 1970.
     """
 
-    def __init__(self, ready: Ready, codec: Codec, template: Renders, *, chat_tokens: int, loaded: int) -> None:
+    def __init__(
+        self, ready: Ready, codec: Codec, template: Renders, *, chat_tokens: int, loaded: int
+    ) -> None:
         self.name = ready.model
         self.ready = ready
         self.codec = codec
@@ -65,7 +67,7 @@ class Model:
             text = await self._template.render(messages)
         except BadInput as error:
             raise bad_request(str(error), "messages") from error
-        return Prompt(text, await self._encoded(text, bare=True))
+        return Prompt(text, await self._encoded(text, bare=self._template.bare))
 
     def of_ids(self, ids: Sequence[int]) -> Prompt:
         """The prompt of token ids.
@@ -112,7 +114,9 @@ class Model:
         most = min(self.ready.prompt_tokens, self.most_tokens - 1)
         if len(ids) > most:
             raise bad_request(
-                f"the prompt has {len(ids)} tokens, and may have {most}: shorten it", "prompt", "context_length_exceeded"
+                f"the prompt has {len(ids)} tokens, and may have {most}: shorten it",
+                "prompt",
+                "context_length_exceeded",
             )
         unknown = next((token for token in ids if not 0 <= token < self.ready.vocabulary), None)
         if unknown is not None:

@@ -9,8 +9,6 @@ import msgspec
 from moesched.server.messages import Ending
 
 
-
-
 class Usage(msgspec.Struct, frozen=True):
     """Tokens of prompts and answers."""
 
@@ -52,7 +50,7 @@ class Completion(msgspec.Struct, frozen=True):
     created: int
     model: str
     choices: list[CompletionChoice]
-    usage: Usage | None | msgspec.UnsetType = msgspec.UNSET
+    usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
     object: Literal["text_completion"] = "text_completion"
 
 
@@ -134,5 +132,5 @@ class ChatChunk(msgspec.Struct, frozen=True):
     created: int
     model: str
     choices: list[ChatPiece]
-    usage: Usage | None | msgspec.UnsetType = msgspec.UNSET
+    usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"

@@ -86,7 +86,7 @@ def answer(renderer: Renderer, line: bytes) -> dict[str, str]:
 
 
 def serve(lines: BinaryIO, out: BinaryIO) -> None:
-    """Compile the template of the first line, say whether that worked, and render one conversation for each further line.
+    """Compile the template of the first line, say whether that worked, and render each further line's messages.
 
     Rendering that takes longer than `SECONDS` ends the process by SIGALRM.
     """

@@ -74,7 +74,9 @@ class ModelTemplate:
             worker = await self._ready_worker()
             try:
                 reply = await _asked(worker, messages)
-            except BaseException:  # also if the caller is cancelled: the answer would be taken for the next one's
+            except (
+                BaseException
+            ):  # also if the caller is cancelled: the answer would be taken for the next one's
                 await self._end()
                 raise
             if reply is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from moesched.inputs.tokenizer import Decodes, TextStream
+from moesched.inputs.tokenizer import UNFINISHED, Decodes, TextStream
 
 
 class StopStrings:
@@ -67,6 +67,6 @@ class AnswerText:
         return self._stops.push(self._stream.push(token))
 
     def finish(self) -> str:
-        """Return the text that was held back."""
-        text = self._stops.push(self._stream.finish())
+        """Return the text that was held back, without a character of which bytes are missing."""
+        text = self._stops.push(self._stream.finish().rstrip(UNFINISHED))
         return text + self._stops.finish()
