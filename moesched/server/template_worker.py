@@ -18,8 +18,6 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-SECONDS = 2.0
-"""The time that a rendering may take."""
 BYTES = 1 << 30
 """The memory that this process may take."""
 
@@ -88,7 +86,7 @@ def answer(renderer: Renderer, line: bytes) -> dict[str, str]:
 def serve(lines: BinaryIO, out: BinaryIO) -> None:
     """Compile the template of the first line, say whether that worked, and render each further line's messages.
 
-    Rendering that takes longer than `SECONDS` ends the process by SIGALRM.
+    The first line also has the seconds that rendering may take: longer ones end the process, by SIGALRM.
     """
     first = json.loads(next(lines))
     try:
@@ -98,7 +96,7 @@ def serve(lines: BinaryIO, out: BinaryIO) -> None:
         return
     _reply(out, {"text": ""})
     for line in lines:
-        signal.setitimer(signal.ITIMER_REAL, SECONDS)
+        signal.setitimer(signal.ITIMER_REAL, first["seconds"])
         reply = answer(renderer, line)
         signal.setitimer(signal.ITIMER_REAL, 0)
         _reply(out, reply)

@@ -13,6 +13,8 @@ from moesched.inputs.chat_template import ChatTemplate
 
 COMMAND = (sys.executable, "-m", "moesched.server.template_worker")
 MOST_LINE_BYTES = 64 << 20
+SECONDS = 2.0
+"""The time that rendering a conversation may take."""
 
 Messages = Sequence[dict[str, Any]]
 
@@ -46,12 +48,16 @@ class PlainTemplate:
 
 
 class ModelTemplate:
-    """A model's template, rendered by `moesched.server.template_worker`, which is started again after it was ended."""
+    """A model's template, rendered by `moesched.server.template_worker`, which is started again after it was ended.
+
+    Args:
+        seconds: the time that rendering may take.
+    """
 
     bare = True
 
-    def __init__(self, template: ChatTemplate) -> None:
-        self._template = template
+    def __init__(self, template: ChatTemplate, seconds: float = SECONDS) -> None:
+        self._first_line = {"text": template.text, "special": template.special, "seconds": seconds}
         self._turn = asyncio.Lock()
         self._worker: asyncio.subprocess.Process | None = None
 
@@ -96,9 +102,7 @@ class ModelTemplate:
             self._worker = await asyncio.create_subprocess_exec(
                 *COMMAND, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, limit=MOST_LINE_BYTES
             )
-            compiled = await _asked(
-                self._worker, {"text": self._template.text, "special": self._template.special}
-            )
+            compiled = await _asked(self._worker, self._first_line)
             if compiled is None or "fault" in compiled:
                 await self._end()
                 raise BadInput(
