@@ -17,6 +17,7 @@ from moesched.server.messages import (
     Ask,
     Close,
     Ending,
+    Failed,
     Frames,
     Leave,
     Loading,
@@ -35,7 +36,7 @@ LIKELIEST = 5
 
 
 class FakeEngine:
-    """Answers a token of each request per turn of the event loop; `says` again and again if an answer is longer.
+    """Answers a token of each request every `pace` seconds; `says` again and again if an answer is longer.
 
     Attributes:
         asked: the requests so far.
@@ -43,13 +44,13 @@ class FakeEngine:
         held: while True, nothing is answered.
     """
 
-    def __init__(self, send: Callable[[bytes], object], says: Sequence[int], ready: Ready = READY) -> None:
+    def __init__(self, send: Callable[[bytes], object], says: Sequence[int], pace: float = 0.0) -> None:
         self._send = send
         self._frames = Frames(ToEngine)
         self._loop = asyncio.get_running_loop()
         self._open: dict[int, tuple[Ask, int]] = {}
         self._turning = False
-        self.ready = ready
+        self._pace = pace
         self.says = list(says)
         self.stop_token = -1
         self.refuses = ""
@@ -60,7 +61,7 @@ class FakeEngine:
 
     def begin(self) -> None:
         """Say that the weights are loaded."""
-        self._tell(Loading(1, 1), self.ready)
+        self._tell(Loading(1, 1), READY)
 
     def feed(self, data: bytes) -> None:
         """Take bytes from the front."""
@@ -82,7 +83,7 @@ class FakeEngine:
         """Go on with answers after `held` was set to False."""
         if self._open and not self._turning and not self.held:
             self._turning = True
-            self._loop.call_soon(self._turn)
+            self._loop.call_later(self._pace, self._turn)
 
     def _turn(self) -> None:
         self._turning = False
@@ -118,11 +119,14 @@ def scored(token: int, likeliest: int) -> Logprob:
 
 
 async def main(options: dict[str, Any]) -> None:
-    """Speak on standard input and output until the input ends, or after a `Close` all answers are given."""
+    """Speak on standard input and output until the input ends, or `Close` comes; with `fails`, say that and end."""
+    if "fails" in options:
+        os.write(1, frame([Failed(options["fails"])]))
+        sys.exit(options["code"])
     reader = asyncio.StreamReader()
     loop = asyncio.get_running_loop()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
-    engine = FakeEngine(lambda data: os.write(1, data), options["says"])
+    engine = FakeEngine(lambda data: os.write(1, data), options["says"], options.get("pace", 0.0))
     engine.begin()
     while not engine.closed and (data := await reader.read(1 << 16)):
         engine.feed(data)
