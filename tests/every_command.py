@@ -43,6 +43,7 @@ COMMANDS = (
 OTHERS = {
     "calibrate": "measures for half a minute: test_terminal.py prints its result",
     "node": "has no result: the launcher has it, so that there is no --json",
+    "serve": "serves until Ctrl-C: see test_server_process.py",
     "view": "serves until Ctrl-C: see test_view.py",
 }
 """Commands without a call here, and the reason of each."""
