@@ -15,7 +15,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from clusters import cluster
-from gguf_headers import byte_pairs, mixtral
+from gguf_headers import byte_pairs, gpt_oss, mixtral
 from moesched.analysis.explanation import explain
 from moesched.analysis.sides import read_side, replayed_side
 from moesched.cluster.cluster_file import cluster_toml, load_cluster
@@ -310,6 +310,7 @@ PARSERS: dict[str, Parser] = {
     "safetensors, codes and scales": Parser(published_gpt_oss, lambda file: open_checkpoint(file.parent)),
     "GGUF, byte pairs": Parser(lambda folder: byte_pairs().write(folder / "m.gguf"), _read_gguf),
     "GGUF, SentencePiece": Parser(lambda folder: mixtral().write(folder / "m.gguf"), _read_gguf),
+    "GGUF, gpt-oss": Parser(lambda folder: gpt_oss().write(folder / "m.gguf"), _read_gguf),
     "tokenizer.json": Parser(_tokenizer, _read_tokenizer),
     "tokenizer_config.json": Parser(
         _text("tokenizer_config.json", lambda: '{"chat_template": "a", "bos_token": {"content": "<s>"}}'),

@@ -13,31 +13,22 @@ from moesched.inputs.lookup import find_machine
 from moesched.inputs.options import SIZES, DeviceOptions, WeightsOptions
 from moesched.jobs.job import Job
 from moesched.jobs.options import CostOptions, PlannedOptions
+from moesched.jobs.served_options import USERS, AdmissionOptions, ContextOptions
 from moesched.models.checkpoint import Checkpoint, open_checkpoint
-from moesched.options import Option, Options
+from moesched.options import Option
 from moesched.runs.ranks import Devices, open_devices, process_of
 from moesched.runs.served_runs import Service, serve_on
 from moesched.runs.serving import Serving, ServingListener
-from moesched.serving.admission import ADMISSIONS
 from moesched.serving.arrivals import Arrivals
 from moesched.serving.capacity import Capacity, capacity_for
 
-USERS = 16
-"""Requests that run together by default."""
 CONTEXT = 4096
 """Tokens of a prompt and its answer together, at most, by default."""
 
 
-class AdmissionOptions(Options):
-    """Option for the order in which requests run."""
-
-    admission: Annotated[
-        str,
-        Option(f"Who runs next: {', '.join(ADMISSIONS)}.", "RULE"),
-    ] = next(iter(ADMISSIONS))
-
-
-class ServedOptions(AdmissionOptions, CostOptions, DeviceOptions, PlannedOptions, WeightsOptions):
+class ServedOptions(
+    AdmissionOptions, ContextOptions, CostOptions, DeviceOptions, PlannedOptions, WeightsOptions
+):
     """Options of a model that serves requests."""
 
     policy: PolicyGiven = "resident"
@@ -45,15 +36,6 @@ class ServedOptions(AdmissionOptions, CostOptions, DeviceOptions, PlannedOptions
         int | None,
         Option("Requests that run together, at most.", "N", group=SIZES, ge=1, le=65_536),
     ] = USERS
-    context: Annotated[
-        int | None,
-        Option(
-            f"Tokens of a prompt and its answer together, at most. By default {CONTEXT}, or the model's context.",
-            "N",
-            group=SIZES,
-            ge=32,
-        ),
-    ] = None
 
 
 class ServedModel:
@@ -90,7 +72,7 @@ class ServedModel:
             self._policy,
             self.capacity,
             arrivals,
-            ADMISSIONS[self._given.admission](),
+            self._given.admission_rule(),
             self.checkpoint.config.stop_tokens,
             listener,
         )
@@ -104,8 +86,7 @@ def served_model(given: ServedOptions) -> Iterator[ServedModel]:
     Raises:
         BadInput: an option cannot be used, or the plan does not fit.
     """
-    if given.admission not in ADMISSIONS:
-        raise BadInput(f"there is no admission {given.admission!r}: give one of {', '.join(ADMISSIONS)}")
+    given.admission_rule()
     checkpoint = open_checkpoint(Path(given.model))
     machine = find_machine(given.machine, given.device, foreign=given.foreign_machine)
     job = Job(given, checkpoint.config, machine, device=given.device)

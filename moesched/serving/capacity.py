@@ -75,9 +75,12 @@ class Capacity(msgspec.Struct, frozen=True):
 
 
 def capacity_for(sizes: BatchSizes, context: int) -> Capacity:
-    """The capacity with the sizes of a batch, each of whose requests may have `context` tokens."""
+    """The capacity with the sizes of a batch, each of whose requests may have `context` tokens.
+
+    Its places are equal, and have no more requests than the batch.
+    """
     each = max(cached_tokens(context), 2 * KV_BLOCK_TOKENS)
-    cache_tokens = sizes.cache_tokens or sizes.micro_batch_size * each
-    return Capacity(
-        sizes.micro_batches, sizes.micro_batch_size, max(cache_tokens, each), max(1, context - 1), context
-    )
+    places = sizes.micro_batches
+    sequences = max(1, sizes.batch_size // places)
+    cache_tokens = sizes.cache_tokens or sequences * each
+    return Capacity(places, sequences, max(cache_tokens, each), max(1, context - 1), context)
