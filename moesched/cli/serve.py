@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from moesched.cli.command import command
 from moesched.cli.failures import tell
 from moesched.cli.output import Bar
-from moesched.jobs.served_model import ServedOptions
+from moesched.jobs.served_options import ServedOptions
 from moesched.options import part_of
 from moesched.server.options import FrontOptions
 from moesched.system.standard_output import command_output

@@ -16,7 +16,8 @@ from typing import Any
 import msgspec
 
 from moesched.errors import BadInput, MoeschedError
-from moesched.jobs.served_model import ServedModel, ServedOptions, served_model
+from moesched.jobs.served_model import ServedModel, served_model
+from moesched.jobs.served_options import ServedOptions
 from moesched.requests.sampling import Sampling
 from moesched.runs.serving import Served, Serving
 from moesched.server.messages import (

@@ -64,7 +64,7 @@ class Gate:
             self._changed.set()
 
     def retry_seconds(self, answers: int) -> int:
-        """Seconds until there is room for so many answers, by the rate at which others ended lately."""
+        """Seconds until there is room for more answers, by the rate at which others ended lately."""
         if len(self._ends) < 2 or self._ends[-1] <= self._ends[0]:
             return 1
         rate = (len(self._ends) - 1) / (self._ends[-1] - self._ends[0])

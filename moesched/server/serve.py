@@ -42,7 +42,7 @@ class Listener(NamedTuple):
     """Callbacks of a server.
 
     Attributes:
-        loading: the engine has loaded so many pages of weights, of so many.
+        loading: the engine has loaded pages of weights: how many so far, and in all.
         ready: it listens at an address, and says what it serves.
     """
 

@@ -13,7 +13,7 @@ import sys
 from datetime import datetime
 from typing import Any, BinaryIO
 
-from jinja2 import TemplateError, nodes
+from jinja2 import TemplateError, TemplateSyntaxError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -91,8 +91,11 @@ def serve(lines: BinaryIO, out: BinaryIO) -> None:
     first = json.loads(next(lines))
     try:
         renderer = Renderer(first["text"], first["special"])
+    except TemplateSyntaxError as error:
+        _reply(out, {"fault": f"line {error.lineno}: {error}"})
+        return
     except Exception as error:  # of Jinja, or of Python's compiler
-        _reply(out, {"fault": f"line {getattr(error, 'lineno', 1)}: {error}"})
+        _reply(out, {"fault": str(error)})
         return
     _reply(out, {"text": ""})
     for line in lines:
