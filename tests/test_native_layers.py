@@ -17,7 +17,7 @@ from moesched.devices.kernels import functions
 from moesched.devices.kernels.binder import Binder
 from moesched.devices.kernels.check import check_kernel
 from moesched.devices.kernels.layer_weights import Weights
-from moesched.devices.kernels.memory import Memory, Shapes
+from moesched.devices.kernels.memory import Memory
 from moesched.devices.kernels.native_products import NativeColumns
 from moesched.devices.kernels.native_rows import NATIVE
 from moesched.devices.kernels.samples import MAKERS
@@ -35,6 +35,7 @@ from moesched.devices.native.kernels import NativeKernels
 from moesched.devices.products.crossover import Shape
 from moesched.errors import BadInput
 from moesched.models.config import ModelConfig
+from moesched.models.footprint import KEPT_ROWS
 from moesched.models.networks import Router
 from moesched.models.stored_formats import CODED
 from small_models import SMALL
@@ -255,10 +256,8 @@ def test_a_token_has_the_same_bits_alone_and_beside_few_or_many_others(
 
 
 def test_the_memory_of_prompts_is_not_kept() -> None:
-    shapes = Shapes()
-    few, many = shapes.of(5), shapes.of(1000)
-    assert few.kept and shapes.of(5) is few
-    assert not many.kept and shapes.of(1000) is not many
+    assert Memory(KEPT_ROWS).kept
+    assert not Memory(KEPT_ROWS + 1).kept
 
 
 @pytest.mark.skipif(not instruction_sets(), reason=availability())

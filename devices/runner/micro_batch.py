@@ -26,7 +26,7 @@ class MicroBatchState:
         before: the chunk that this one continues, if any.
         ends: the places of the sequences that tokens are sampled for; None for all of them.
         samplings: the way that each of these tokens is chosen, each by its own seed; None if they have the batch's.
-        memory: memory for results of the step's kernels; None if the step has many tokens.
+        memory: memory for results of the step's kernels, kept for steps of as many tokens; None if these are many.
         decodes: whether each sequence has one new token in the step, after its prompt.
         caches: the KV caches that have its requests: one of all layers, or two of some layers each. A cache has
             `places`, its layers; `extend`, which makes room for tokens and returns a step; and `at`, which returns a
@@ -64,16 +64,10 @@ class MicroBatchState:
         self.sequences = tuple(self.sequences[place] for place in places)
         self.new = [self.new[place] for place in places]
 
-    def begin(self, operands: Any) -> bool:
-        """Begin a step with the operands of `embed`: the requests that are left; none in a warm-up.
-
-        Returns:
-            whether its number of rows has changed for good.
-        """
-        if not operands or len(operands) == len(self.requests):
-            return False
-        self.keep(operands)
-        return True
+    def begin(self, operands: Any) -> None:
+        """Begin a step with the operands of `embed`: the requests that are left; none in a warm-up."""
+        if operands and len(operands) < len(self.requests):
+            self.keep(operands)
 
     def hand_on(self, tokens: Sequence[int]) -> None:
         """Set each sequence's sampled token as its input of the next step."""

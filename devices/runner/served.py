@@ -17,12 +17,8 @@ class ServedState(MicroBatchState):
         self._sampled: dict[int, int] = {}
         """The token that was sampled last, by request."""
 
-    def begin(self, operands: Rows) -> bool:
-        """Free the blocks of those that left, make room for those that came, and take the rows of the step.
-
-        Returns:
-            False: any number of rows may come next.
-        """
+    def begin(self, operands: Rows) -> None:
+        """Free the blocks of those that left, make room for those that came, and take the rows of the step."""
         for request in operands.left:
             self._sampled.pop(request, None)
             for cache in self.caches:
@@ -37,7 +33,6 @@ class ServedState(MicroBatchState):
         self.samplings = [row.sampling for row in sampled]
         all_of_them = len(sampled) == len(operands.rows)
         self.ends = None if all_of_them else [place for place, row in enumerate(operands.rows) if row.samples]
-        return False
 
     def _ids(self, row: Row) -> list[int]:
         return [self._sampled[row.request]] if row.ids is None else list(row.ids)

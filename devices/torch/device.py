@@ -84,6 +84,7 @@ class TorchDevice(ChoosesDtype):
     """
 
     gives_scores = True
+    replays = False
 
     def __init__(
         self,

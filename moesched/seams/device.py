@@ -238,6 +238,14 @@ class HasOwnBytes(Protocol):
 
 
 @runtime_checkable
+class ReplaysGraphs(Protocol):
+    """A device that may replay graphs of kernels, whose results then stay in its memory."""
+
+    replays: bool
+    """Whether it does; constant."""
+
+
+@runtime_checkable
 class StandsBy(Protocol):
     """A device whose weights would be paged out while it idles."""
 

@@ -261,7 +261,7 @@ def _description(task: TaskInfo) -> str:
     if task.priority_class:
         args["priority_class"] = task.priority_class
     if task.pool:
-        args["pool"] = task.pool
+        args |= {"pool": task.pool, "pool_slots": task.pool_slots}
     if task.nbytes:
         args["bytes"] = _plain(task.nbytes)
     if task.flops:

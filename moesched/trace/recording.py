@@ -34,6 +34,7 @@ class TaskInfo(msgspec.Struct, frozen=True, gc=False, rename={"nbytes": "bytes",
         pages: the number of weight pages that it moves.
         priority_class: its class on a ready-first lane; lower classes go first.
         pool: the pool that it brings pages to, with its memory, such as "experts in gpu".
+        pool_slots: the number of pages that this pool has room for.
         rows: the rows (tokens) that it works on; 0 for transfers.
         page_names: the weight pages that it moves, in words.
     """
@@ -53,6 +54,7 @@ class TaskInfo(msgspec.Struct, frozen=True, gc=False, rename={"nbytes": "bytes",
     pool: str = ""
     rows: int = 0
     page_names: str = ""
+    pool_slots: int = 0
 
     @property
     def work(self) -> WorkKey:
