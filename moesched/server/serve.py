@@ -33,7 +33,7 @@ from moesched.server.templates import ModelTemplate, PlainTemplate, Renders
 from moesched.system.own_loop import run_on_own_loop
 from moesched.system.signals import stopped_by
 
-ENGINE = (sys.executable, "-m", "moesched.server.engine")
+ENGINE = (sys.executable, "-P", "-m", "moesched.server.engine")
 CLOSING_SECONDS = 5
 """The time in which connections are closed after the last answer."""
 
@@ -93,8 +93,8 @@ def serve(model: Path, given: FrontOptions, engine: Sequence[str], listener: Lis
                     )
                     gate = Gate(ready.places * ready.sequences + given.queue)
                     front = Front(served, child.link, gate, key)
-                    listener.ready(url_of(listener_socket), ready, notes)
-                    await _serve_until(closing, front, child, listener_socket)
+                    say = partial(listener.ready, url_of(listener_socket), ready, notes)
+                    await _serve_until(closing, SignalFreeServer(front, say), front, child, listener_socket)
 
         run_on_own_loop(run)
 
@@ -120,25 +120,17 @@ async def _ready(child: Child, closing: asyncio.Event) -> Ready | None:
 
 
 async def _serve_until(
-    closing: asyncio.Event, front: Front, child: Child, listener_socket: socket.socket
+    closing: asyncio.Event,
+    server: SignalFreeServer,
+    front: Front,
+    child: Child,
+    listener_socket: socket.socket,
 ) -> None:
     """Serve until the event is set and all answers have been given.
 
     Raises:
         EngineFailed: the engine has ended before.
     """
-    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
-    config = uvicorn.Config(
-        front.app,
-        http=TimedProtocol,
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        timeout_graceful_shutdown=CLOSING_SECONDS,
-    )
-    server = SignalFreeServer(config)
     serving = asyncio.ensure_future(server.serve(sockets=[listener_socket]))
     asked_to_close = asyncio.ensure_future(closing.wait())
     ended = child.link.ended
@@ -158,9 +150,34 @@ async def _serve_until(
 
 
 class SignalFreeServer(uvicorn.Server):
-    """uvicorn's server without its handlers of signals, since the program has its own."""
+    """uvicorn's server without its handlers of signals, since the program has its own.
+
+    Args:
+        on_listening: called once clients can connect.
+    """
 
     capture_signals = nullcontext  # type: ignore[assignment]  # a context manager as well
+
+    def __init__(self, front: Front, on_listening: Callable[[], object]) -> None:
+        logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
+        super().__init__(
+            uvicorn.Config(
+                front.app,
+                http=TimedProtocol,
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                timeout_graceful_shutdown=CLOSING_SECONDS,
+            )
+        )
+        self._on_listening = on_listening
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, and say so."""
+        await super().startup(sockets)
+        self._on_listening()
 
 
 # ---------------------------------------------------------------- sockets

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from moesched.errors import BadInput
 from moesched.inputs.chat_template import ChatTemplate
 
-COMMAND = (sys.executable, "-m", "moesched.server.template_worker")
+COMMAND = (sys.executable, "-P", "-m", "moesched.server.template_worker")
 MOST_LINE_BYTES = 64 << 20
 SECONDS = 2.0
 """The time that rendering a conversation may take."""
