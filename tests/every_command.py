@@ -42,6 +42,7 @@ COMMANDS = (
 
 OTHERS = {
     "calibrate": "measures for half a minute: test_terminal.py prints its result",
+    "chat": "talks to a server: see test_chat_command.py",
     "node": "has no result: the launcher has it, so that there is no --json",
     "serve": "serves until Ctrl-C: see test_server_process.py",
     "view": "serves until Ctrl-C: see test_view.py",

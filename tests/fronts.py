@@ -59,9 +59,9 @@ def answered(
         model = Model(ready, tiny_tokenizer(), template or PlainTemplate(), chat_tokens=64, loaded=1)
         front = Front(model, link, Gate(most), key)
         transport = httpx2.ASGITransport(app=front.app)
-        async with httpx2.AsyncClient(transport=transport, base_url="http://server") as http:
+        async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as http:
             client = AsyncOpenAI(
-                api_key=key or "none", base_url="http://server/v1", http_client=http, max_retries=0
+                api_key=key or "none", base_url="http://localhost/v1", http_client=http, max_retries=0
             )
             await use(Server(front, engine, link, http, client))
 

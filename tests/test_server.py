@@ -385,6 +385,15 @@ def test_a_key_is_asked_for_where_the_server_has_one() -> None:
     answered(use, key="secret")
 
 
+def test_without_a_key_other_names_of_this_machine_are_refused() -> None:
+    async def use(server: Server) -> None:
+        for host, status in [("127.0.0.1:8000", 200), ("[::1]:8000", 200), ("example.org", 403), ("[", 403)]:
+            response = await server.http.get("/v1/models", headers={"host": host})
+            assert response.status_code == status, host
+
+    answered(use)
+
+
 def test_a_full_server_says_when_to_come_again() -> None:
     async def use(server: Server) -> None:
         server.engine.held = True

@@ -12,6 +12,7 @@ from cyclopts import App
 
 from moesched.cli import (
     calibrate,
+    chat,
     check,
     cluster,
     compare,
@@ -66,6 +67,7 @@ EPILOGUE = paragraphs(
 COMMANDS = (
     run.run,
     serve.serve,
+    chat.chat,
     simulate.simulate,
     sweeping.sweep,
     plan.plan,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hmac
 import time
 from typing import NamedTuple
+from urllib.parse import urlsplit
 
 import msgspec
 from starlette.applications import Starlette
@@ -22,7 +23,8 @@ from moesched.server.gate import Gate
 from moesched.server.link import EngineLink
 from moesched.server.metrics import Metrics
 from moesched.server.model import Model
-from moesched.server.page import PAGE
+from moesched.server.options import is_loopback
+from moesched.server.page import PAGE, PAGE_POLICY
 
 OPEN_PATHS = frozenset(["/", "/health"])
 """Paths that need no key: the page asks for it, and says nothing by itself."""
@@ -57,7 +59,8 @@ class Front:
         faults = {ApiError: _api_error, HTTPException: _http_error, Exception: _own_error}
         plain = Starlette(routes=routes, exception_handlers=faults)  # type: ignore[arg-type]  # each takes its own kind
         known = frozenset(route.path for route in routes)
-        self.app: ASGIApp = Counted(plain if key is None else Keyed(plain, key), self._metrics, known)
+        guarded = OfThisMachine(plain) if key is None else Keyed(plain, key)
+        self.app: ASGIApp = Counted(guarded, self._metrics, known)
 
     async def models(self, _: Request) -> Response:
         """/v1/models: the model that is served."""
@@ -96,7 +99,7 @@ class Front:
 
     async def page(self, _: Request) -> Response:
         """/: a chat in the browser."""
-        return Response(PAGE, media_type="text/html")
+        return Response(PAGE, headers={"Content-Security-Policy": PAGE_POLICY}, media_type="text/html")
 
     def _described(self) -> dict[str, object]:
         return {
@@ -145,6 +148,27 @@ class Keyed:
         await _error_response(error)(scope, receive, send)
 
 
+class OfThisMachine:
+    """Lets requests pass that name this machine, where no key is asked for.
+
+    Otherwise a page of a stranger whose name was made to mean this machine could read answers in a browser here.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, or refuse it."""
+        host = host_of(Headers(scope=scope).get("host", "localhost"))
+        if is_loopback(host):
+            await self._app(scope, receive, send)
+            return
+        error = ApiError(
+            403, f"{host!r} is no name of this machine: ask 127.0.0.1, or let the server have a key"
+        )
+        await _error_response(error)(scope, receive, send)
+
+
 class Counted:
     """Counts responses by path and status; `known` are the paths, so that strangers make no new ones."""
 
@@ -163,6 +187,14 @@ class Counted:
             await send(message)
 
         await self._app(scope, receive, noting)
+
+
+def host_of(header: str) -> str:
+    """The name in a header `Host`, without the port."""
+    try:
+        return urlsplit(f"//{header}").hostname or header
+    except ValueError:
+        return header
 
 
 # ---------------------------------------------------------------- responses

@@ -49,16 +49,25 @@ class FrontOptions(Options):
             BadInput: it cannot be read, or the address needs one.
         """
         if self.api_key_file is not None:
-            data = read_input(self.api_key_file, "API key", MOST_KEY_BYTES)
-            return _checked(data.decode("ascii", "replace").strip(), str(self.api_key_file))
+            return read_key(self.api_key_file)
         given = os.environ.get(KEY_VARIABLE)
         if given is not None:
             return _checked(given.strip(), KEY_VARIABLE)
-        if not _is_loopback(self.host):
+        if not is_loopback(self.host):
             raise BadInput(
                 f"--host {self.host} lets others in: set a key with --api-key-file FILE, or in {KEY_VARIABLE}"
             )
         return None
+
+
+def read_key(file: Path) -> str:
+    """The key in a file.
+
+    Raises:
+        BadInput: it cannot be read, or has none.
+    """
+    data = read_input(file, "API key", MOST_KEY_BYTES)
+    return _checked(data.decode("ascii", "replace").strip(), str(file))
 
 
 def _checked(key: str, where: str) -> str:
@@ -67,7 +76,8 @@ def _checked(key: str, where: str) -> str:
     return key
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Test whether an address is one of this machine that no other machine reaches."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
