@@ -20,6 +20,8 @@ from moesched.server.templates import PlainTemplate, Renders
 from moesched.system.own_loop import run_on_own_loop
 
 TINY = Path(__file__).resolve().parent.parent / "examples" / "tiny-mixtral"
+CHAT = "/v1/chat/completions"
+HELLO: Any = [{"role": "user", "content": "Hello"}]
 SAYS = "The answer: é 🙂 is, of course, forty-two."
 
 
@@ -66,3 +68,8 @@ def answered(
             await use(Server(front, engine, link, http, client))
 
     run_on_own_loop(whole)
+
+
+async def chat(server: Server, **more: Any) -> Any:
+    """A chat's answer."""
+    return await server.openai.chat.completions.create(model="fake", messages=HELLO, **more)
