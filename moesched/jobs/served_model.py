@@ -5,17 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
 
 from moesched.errors import BadInput
-from moesched.inputs.chosen_policy import PolicyGiven
 from moesched.inputs.lookup import find_machine
-from moesched.inputs.options import SIZES, DeviceOptions, WeightsOptions
 from moesched.jobs.job import Job
-from moesched.jobs.options import CostOptions, PlannedOptions
-from moesched.jobs.served_options import USERS, AdmissionOptions, ContextOptions
+from moesched.jobs.served_options import USERS, ServedOptions
 from moesched.models.checkpoint import Checkpoint, open_checkpoint
-from moesched.options import Option
 from moesched.runs.ranks import Devices, open_devices, process_of
 from moesched.runs.served_runs import Service, serve_on
 from moesched.runs.serving import Serving, ServingListener
@@ -24,18 +19,6 @@ from moesched.serving.capacity import Capacity, capacity_for
 
 CONTEXT = 4096
 """Tokens of a prompt and its answer together, at most, by default."""
-
-
-class ServedOptions(
-    AdmissionOptions, ContextOptions, CostOptions, DeviceOptions, PlannedOptions, WeightsOptions
-):
-    """Options of a model that serves requests."""
-
-    policy: PolicyGiven = "resident"
-    batch_size: Annotated[
-        int | None,
-        Option("Requests that run together, at most.", "N", group=SIZES, ge=1, le=65_536),
-    ] = USERS
 
 
 class ServedModel:

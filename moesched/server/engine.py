@@ -16,7 +16,8 @@ from typing import Any
 import msgspec
 
 from moesched.errors import BadInput, MoeschedError
-from moesched.jobs.served_model import ServedModel, ServedOptions, served_model
+from moesched.jobs.served_model import ServedModel, served_model
+from moesched.jobs.served_options import ServedOptions
 from moesched.requests.sampling import Sampling
 from moesched.runs.serving import Served, Serving
 from moesched.server.messages import (
@@ -136,6 +137,7 @@ def ready(model: ServedModel) -> Ready:
         capacity.cache_tokens,
         capacity.prompt_tokens,
         capacity.context,
+        model.checkpoint.config.vocabulary,
     )
 
 

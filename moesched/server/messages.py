@@ -52,6 +52,13 @@ class Close(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """No more requests will come: the engine ends once those that it has are done."""
 
 
+class Loading(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The engine has loaded `done` of `total` pages of weights."""
+
+    done: int
+    total: int
+
+
 class Ready(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """The engine has loaded the weights.
 
@@ -60,6 +67,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True, array_like=True):
         policy: the name of the policy.
         machine: the name of the machine.
         places, sequences, cache_tokens, prompt_tokens, context: see `moesched.serving.capacity.Capacity`.
+        vocabulary: the number of tokens that the model knows.
     """
 
     model: str
@@ -70,6 +78,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True, array_like=True):
     cache_tokens: int
     prompt_tokens: int
     context: int
+    vocabulary: int
 
 
 class Logprob(msgspec.Struct, frozen=True, array_like=True):
@@ -133,7 +142,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 ToEngine: TypeAlias = Ask | Leave | Close
-ToFront: TypeAlias = Ready | Token | Refused | State | Failed
+ToFront: TypeAlias = Loading | Ready | Token | Refused | State | Failed
 
 
 class BadFrame(MoeschedError):
