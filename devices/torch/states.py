@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
 
-from moesched.models.config import ModelConfig
 from moesched.models.kv_blocks import KV_BLOCK_TOKENS, kept_tokens
 from moesched.steps.plan import Plan
 from moesched.steps.reservations import held_alike
@@ -26,17 +25,9 @@ def states_of(plan: Plan, prompts: Sequence[Sequence[int]], compute: Compute) ->
     for role in KV_ROLES if plan.nodes.attends else ():
         device = compute.accelerator if role == "accelerator" else HOST
         for layers, numbers in held_alike(plan.kv.roles, role).items():
-            for alike in with_one_window(plan.layout.config, layers):
+            for alike in plan.layout.config.by_window(layers):
                 _open_cache(plan, alike, [states[number] for number in numbers], compute, device)
     return states + chunks_of(plan.chunks, states, prompts) if plan.batch.chunked else states
-
-
-def with_one_window(config: ModelConfig, layers: Iterable[int]) -> Iterable[list[int]]:
-    """The layers in groups that have the same window, and so the same tokens in their caches."""
-    groups: dict[int | None, list[int]] = {}
-    for layer in layers:
-        groups.setdefault(config.layer(layer).grouped.window, []).append(layer)
-    return groups.values()
 
 
 def _open_cache(
