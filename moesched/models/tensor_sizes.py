@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 from moesched.models.config import ITEM_BYTES, ModelConfig
 from moesched.models.kv_blocks import kept_tokens
-from moesched.models.layers import Layer, Shape, elements
+from moesched.models.layers import Layer
+from moesched.models.tensor_shapes import Shape, elements
 
 BytesByFormat = tuple[tuple[str, int], ...]
 """Names of coded storage formats, each with a number of bytes."""
