@@ -52,7 +52,7 @@ def claims(result: Result) -> Iterator[Claim]:
     claims = [
         Claim(
             "",
-            f"{row['done']:,}{' with faults' if row['problems'] else ''}",
+            f"{row['done']:,}{' with faults' if row.get('problems') else ''}",
             f"{row['planned']:,}",
             row["holds"],
         )
