@@ -142,5 +142,6 @@ def _open(given: SessionOptions, checkpoint: Checkpoint, ahead_bytes: Sequence[i
                 devices.first.memory_ahead = ahead
             else:
                 ahead.give_back()
+            job.use_device(devices.first)
             job.use_process(process_of(devices.all, job.machine, ahead.nbytes))
             yield _Opened(job, devices, obstacle(given, job, devices))
