@@ -109,7 +109,7 @@ class Bench:
         }
 
     def predict(self, case: Case, machine: Machine) -> dict[str, float]:
-        """The run on the virtual clock, in seconds, with the band of the decode steps where it knows no run's choices."""
+        """The run on the virtual clock, in seconds; with the band of the decode steps, but not by a run's choices."""
         device, lanes = self.device(), BusyLanes()
         report = simulate(
             *self.plan(case, device, machine), observers=[lanes], routing=self._routing.get(case)
