@@ -1,7 +1,8 @@
 """A server under thousands of requests: is one lost, is a block held afterwards, does memory grow?
 
-`moesched serve examples/tiny-mixtral` gets requests of random lengths, numbers of answers and stop strings, 64 at once. A tenth of their
-clients go away, and a tenth of the requests cannot be answered. Memory is compared after a fifth and after all.
+`moesched serve examples/tiny-mixtral` gets requests of random lengths, numbers of answers and stop strings, 64 at once.
+A tenth of their clients go away, and a tenth of the requests cannot be answered. Memory is compared after a fifth and
+after all.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """The server's front: its processor time for a token, and the time that it adds to each, with 16 streams at once.
 
-The engine is a fake one that gives each stream a token every 20 ms. For the processor time texts come from the tokenizer
-of examples/tiny-mixtral. For the time that it adds tokens are the microseconds at which the engine wrote them, of a model
-without a tokenizer, so that the text of a piece says when its tokens were written; the client runs on the same cores.
+The engine is a fake one that gives each stream a token every 20 ms. For the processor time texts come from the
+tokenizer of examples/tiny-mixtral. For the time that it adds tokens are the microseconds at which the engine wrote
+them, of a model without a tokenizer, so that the text of a piece says when its tokens were written; the client runs on
+the same cores.
 """
 
 from __future__ import annotations
@@ -119,7 +120,7 @@ async def processor_ms(model: Path) -> float:
         await streams(server.port, TOKENS)
         after = server.process.cpu_times()
     seconds = after.user + after.system - before.user - before.system
-    return round(1000 * seconds / (USERS * TOKENS), 4)
+    return round(1000 * float(seconds) / (USERS * TOKENS), 4)
 
 
 async def added_ms(model: Path) -> list[float]:

@@ -98,8 +98,10 @@ class Tokenizer:
         return b"" if name is None else token_bytes(name, in_bytes=self._in_bytes)
 
     def _encode(self, text: str, *, bare: bool = False) -> list[int]:
-        encode = partial(self._tokenizer.encode, add_special_tokens=not bare)
-        ids: list[int] = self._call(encode, text, "cannot encode the text").ids
+        # A batch, also of one text, lets other threads run meanwhile.
+        encode = partial(self._tokenizer.encode_batch, add_special_tokens=not bare)
+        [encoded] = self._call(encode, [text], "cannot encode the text")
+        ids: list[int] = encoded.ids
         return ids
 
     def _require_short(self, text: str, most: int) -> None:
