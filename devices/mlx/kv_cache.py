@@ -115,12 +115,9 @@ class CachedLayer(NamedTuple):
     cache: RequestsKV
     layer: int
 
-    def append(self, step: KVStep, keys_TKd: Array, values_TKd: Array) -> None:
-        """Store the new tokens' keys and values."""
+    def extended(self, step: KVStep, keys_TKd: Array, values_TKd: Array) -> list[KVView]:
+        """Store the new tokens' keys and values; returns all that the step's tokens see, theirs included; no copies."""
         self.cache.append(self.layer, step, keys_TKd, values_TKd)
-
-    def views(self, step: KVStep) -> list[KVView]:
-        """The cached keys and values of the step's requests, in the step's order, new tokens included; no copies."""
         return self.cache.views(self.layer, step)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from moesched.requests.batch import cached_tokens
+from moesched.models.kv_blocks import cached_tokens
 from moesched.seams import Transport
 from moesched.steps.plan import Plan
 from moesched.tasks import Task

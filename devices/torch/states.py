@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 import torch
 
-from moesched.requests.batch import KV_BLOCK_TOKENS
+from moesched.models.config import ModelConfig
+from moesched.models.kv_blocks import KV_BLOCK_TOKENS, kept_tokens
 from moesched.steps.plan import Plan
 from moesched.steps.reservations import held_alike
 from moesched.steps.roles import KV_ROLES
@@ -42,8 +43,17 @@ def _with_caches(plan: Plan, states: list[MicroBatchState], compute: Compute) ->
     for role in KV_ROLES if plan.nodes.attends else ():
         device = compute.accelerator if role == "accelerator" else HOST
         for layers, numbers in held_alike(plan.kv.roles, role).items():
-            _add_cache(plan, layers, numbers, states, compute, device)
+            for alike in with_one_window(plan.layout.config, layers):
+                _add_cache(plan, alike, numbers, states, compute, device)
     return states
+
+
+def with_one_window(config: ModelConfig, layers: Iterable[int]) -> Iterable[list[int]]:
+    """The layers in groups that have the same window, and so the same tokens in their caches."""
+    groups: dict[int | None, list[int]] = {}
+    for layer in layers:
+        groups.setdefault(config.layer(layer).grouped.window, []).append(layer)
+    return groups.values()
 
 
 def _add_cache(
@@ -54,16 +64,17 @@ def _add_cache(
     compute: Compute,
     device: torch.device,
 ) -> None:
-    """Add one KV cache of these layers to these micro-batches, with room for all tokens of requests and beams.
+    """Add one KV cache of these layers to these micro-batches, with room for all tokens that it keeps.
 
     A cache on the host is page-locked for a GPU, which then copies from it directly; native calls write to it.
     """
     lock = device == HOST and not compute.on_cpu
-    of_batch = plan.batch.micro_batches
-    blocks = sum(plan.batch.tokens_at_end(of_batch[number]) for number in numbers) // KV_BLOCK_TOKENS
+    requests = [request for number in numbers for request in plan.batch.micro_batches[number]]
+    most = plan.layout.config.layer(layers[0]).attention.most_cached
+    tokens = sum(kept_tokens(each, most, plan.batch.beams) for each in plan.batch.each_at_end(requests))
     cache = BlockedKV(
         plan.layout.config,
-        blocks,
+        tokens // KV_BLOCK_TOKENS,
         block_size=KV_BLOCK_TOKENS,
         dtype=compute.dtype,
         device=device,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from moesched.requests.batch import cached_tokens
+from moesched.models.kv_blocks import cached_tokens
 from moesched.requests.sampling import Sampling
 
 
