@@ -163,7 +163,10 @@ class TextStream:
         known = self._tokenizer.decode(self._ids[self._before : self._shown])
         text = self._tokenizer.decode(self._ids[self._before :])
         fresh = text[len(known) :]
-        if fresh.endswith(UNFINISHED) and not final:
+        held = len(self._ids) - self._shown
+        if (
+            fresh.endswith(UNFINISHED) and not final and held < _CONTEXT_TOKENS
+        ):  # more are no character's bytes
             return ""
         if fresh:
             self._before = max(self._before, self._shown - _CONTEXT_TOKENS)
