@@ -63,6 +63,8 @@ class Tokenizer:
             self._tokenizer.no_truncation()
             self._tokenizer.no_padding()
         self._in_bytes = stands_for_bytes(self._tokenizer)
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._special = frozenset(number for number, token in added.items() if token.special)
 
     def encode(self, text: str, most: int | None = None, *, bare: bool = False) -> list[int]:
         """Return the token ids of a text, with the special tokens that the tokenizer adds.
@@ -91,6 +93,10 @@ class Tokenizer:
         """
         text: str = self._call(self._tokenizer.decode, list(ids), "cannot decode tokens")
         return text
+
+    def is_special(self, token: int) -> bool:
+        """Test whether a token is one that texts leave out."""
+        return token in self._special
 
     def bytes_of(self, token: int) -> bytes:
         """The bytes of UTF-8 that a token stands for, special tokens by their names; empty for unknown ids."""
