@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
 
-from moesched.models.config import ModelConfig
 from moesched.models.kv_blocks import KV_BLOCK_TOKENS, kept_tokens
 from moesched.steps.plan import Plan
 from moesched.steps.reservations import held_alike
@@ -43,17 +42,9 @@ def _with_caches(plan: Plan, states: list[MicroBatchState], compute: Compute) ->
     for role in KV_ROLES if plan.nodes.attends else ():
         device = compute.accelerator if role == "accelerator" else HOST
         for layers, numbers in held_alike(plan.kv.roles, role).items():
-            for alike in with_one_window(plan.layout.config, layers):
+            for alike in plan.layout.config.by_window(layers):
                 _add_cache(plan, alike, numbers, states, compute, device)
     return states
-
-
-def with_one_window(config: ModelConfig, layers: Iterable[int]) -> Iterable[list[int]]:
-    """The layers in groups that have the same window, and so the same tokens in their caches."""
-    groups: dict[int | None, list[int]] = {}
-    for layer in layers:
-        groups.setdefault(config.layer(layer).grouped.window, []).append(layer)
-    return groups.values()
 
 
 def _add_cache(

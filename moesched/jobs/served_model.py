@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -14,8 +14,10 @@ from moesched.models.checkpoint import Checkpoint, open_checkpoint
 from moesched.runs.ranks import Devices, open_devices, process_of
 from moesched.runs.served_runs import Service, serve_on
 from moesched.runs.serving import Serving, ServingListener
+from moesched.seams import Observer
 from moesched.serving.arrivals import Arrivals
 from moesched.serving.capacity import Capacity, capacity_for
+from moesched.steps.memory import slots_of
 
 CONTEXT = 4096
 """Tokens of a prompt and its answer together, at most, by default."""
@@ -48,8 +50,26 @@ class ServedModel:
         self.policy_name = job.policy_name
         self.machine_name = job.machine.name
 
-    def serve(self, arrivals: Arrivals, listener: ServingListener | None = None) -> Serving:
-        """Serve until no more requests arrive."""
+    @property
+    def pages_to_load(self) -> int:
+        """The number of pages that are loaded before the first step."""
+        return sum(len(slots_of(kept)) for kept in self._plan.weights.resident)
+
+    def serve(
+        self,
+        arrivals: Arrivals,
+        listener: ServingListener | None = None,
+        *,
+        observers: Sequence[Observer] = (),
+        keeps_history: bool = False,
+    ) -> Serving:
+        """Serve until no more requests arrive.
+
+        Args:
+            listener: told of each token and each step.
+            observers: told of each task that ran.
+            keeps_history: whether to keep requests that have ended, for a report.
+        """
         service = Service(
             self._plan,
             self._policy,
@@ -58,8 +78,9 @@ class ServedModel:
             self._given.admission_rule(),
             self.checkpoint.config.stop_tokens,
             listener,
+            keeps_history,
         )
-        return serve_on(self._devices.first, service)
+        return serve_on(self._devices.first, service, observers=observers)
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from moesched.errors import MoeschedError
+from moesched.requests.logprobs import Logprob as Logprob
 
 LENGTH = struct.Struct("!I")
 MOST_FRAME_BYTES = 64 << 20
@@ -79,13 +80,6 @@ class Ready(msgspec.Struct, frozen=True, tag=True, array_like=True):
     prompt_tokens: int
     context: int
     vocabulary: int
-
-
-class Logprob(msgspec.Struct, frozen=True, array_like=True):
-    """A token's natural log probability, and the likeliest tokens with theirs, the likeliest first."""
-
-    logprob: float
-    likeliest: list[tuple[int, float]]
 
 
 Ending: TypeAlias = Literal["stop", "length"]
