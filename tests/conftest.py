@@ -64,6 +64,14 @@ def same_environment() -> Iterator[None]:
     os.environ.update(before)
 
 
+def pytest_sessionstart() -> None:
+    """End at once where a compiled part is stale: its tests would be skipped, and the others prove nothing."""
+    from compiled_parts import stale
+
+    if why := stale():
+        pytest.exit(why, returncode=pytest.ExitCode.USAGE_ERROR)
+
+
 def pytest_xdist_auto_num_workers() -> int:
     """One process more than cores, at most four: a process whose test waits for a child or a socket leaves its core."""
     return min(4, (os.cpu_count() or 1) + 1)

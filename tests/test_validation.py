@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 from msgspec.structs import replace
@@ -17,6 +17,7 @@ from benchmarks.fidelity.validation import machine_of, predicted_by
 from benchmarks.record.results import RESULTS, stored
 from benchmarks.shared import in_turn
 from moesched.analysis.published import PREFILL_ERROR, PREFILL_SPREAD
+from moesched.errors import BadInput
 from moesched.machines import parts
 
 MACHINES = Path(parts.__file__).parent
@@ -195,3 +196,12 @@ def test_a_run_is_near_its_prediction_or_only_inside_the_band() -> None:
     settings = {"disk-one": {"policies": policies, "ranking": fidelity.rankings(policies)}}
     _, near, inside, lanes, *_ = fidelity.claims({"settings": settings})
     assert [each.figure for each in (near, inside, lanes)] == ["2 of 3", "3 of 3", "2 of 3"]
+
+
+def test_a_setting_of_which_no_case_fits_is_refused_with_a_reason() -> None:
+    def plan(case: fidelity.Case) -> NoReturn:
+        raise BadInput(f"{case.policy} does not fit")
+
+    cases = {name: fidelity.Case(name, 0.1, 1) for name in ("resident", "flexgen")}
+    with pytest.raises(BadInput, match=r"no case .* fits \(resident: resident does not fit\): give other"):
+        fidelity.unfit(cases, plan)

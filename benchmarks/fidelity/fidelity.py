@@ -30,7 +30,7 @@ import gc
 import random
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import mean, median
@@ -227,16 +227,15 @@ def times(step_seconds: Sequence[float]) -> dict[str, float]:
 
 
 def measure(setting: str, names: Sequence[str], repeats: int) -> dict[str, Any]:
-    """All policies in a setting."""
-    left_out: dict[str, str] = {}
+    """All policies in a setting.
+
+    Raises:
+        BadInput: none of them fits.
+    """
     with tempfile.TemporaryDirectory(dir=cache_folder()) as folder:
         bench = Bench(setting, Path(folder))
         cases = {bench.setting.name_of(case): case for case in bench.setting.cases(names)}
-        for name, case in cases.items():
-            try:
-                bench.plan(case, bench.device(), bench.machine)
-            except BadInput as error:
-                left_out[name] = str(error)
+        left_out = unfit(cases, lambda case: bench.plan(case, bench.device(), bench.machine))
         fit = [name for name in cases if name not in left_out]
         if not bench.emulated:  # the first run of a process prepares products, and is not counted
             bench.measure(cases[fit[0]])
@@ -254,6 +253,26 @@ def measure(setting: str, names: Sequence[str], repeats: int) -> dict[str, Any]:
         "policies": [{key: each[key] for key in each if key != "runs"} for each in policies],
         **({} if bench.setting.weights else {"ranking": rankings(policies)}),
     }
+
+
+def unfit(cases: Mapping[str, Case], plan: Callable[[Case], object]) -> dict[str, str]:
+    """The cases that do not fit, and the reason of each.
+
+    Raises:
+        BadInput: none of them fits.
+    """
+    left_out: dict[str, str] = {}
+    for name, case in cases.items():
+        try:
+            plan(case)
+        except BadInput as error:
+            left_out[name] = str(error)
+    if len(left_out) == len(cases):
+        name, why = next(iter(left_out.items()))
+        raise BadInput(
+            f"no case of the setting fits ({name}: {why}): give other --policies or another setting"
+        )
+    return left_out
 
 
 def rankings(policies: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -480,9 +499,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     policies = options.policies or [name for name in plugins.names("policies") if name not in LEFT_OUT]
     settings: dict[str, Any] = BENCHMARK.stored().get("settings", {})
     cache_folder().mkdir(parents=True, exist_ok=True)
-    for each in track(options.only, "settings", still=True):
-        settings[each] = measure(each, policies, options.rounds)
-        BENCHMARK.write({"settings": {name: settings[name] for name in SETTINGS if name in settings}})
+    try:
+        for each in track(options.only, "settings", still=True):
+            settings[each] = measure(each, policies, options.rounds)
+            BENCHMARK.write({"settings": {name: settings[name] for name in SETTINGS if name in settings}})
+    except BadInput as error:
+        BENCHMARK.parser.error(str(error))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch.library import Library, infer_schema
 
-from moesched.models.layers import FeedForward, Router
+from moesched.models.networks import FeedForward, Router
 
 from . import functions
 

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from moesched.models.footprint import KEPT_ROWS
-from moesched.models.layers import FeedForward
+from moesched.models.networks import FeedForward
 
 from . import functions, operators
 from .kernel_weights import EXPERT_PARTS

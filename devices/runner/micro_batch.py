@@ -6,8 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from moesched.requests.chunks import Chunk
+from moesched.requests.logprobs import WantedLogprobs
+from moesched.requests.sampling import Sampling
 
-from ..kernels.memory import Memory
+from ..kernels.memory import Memory, Scratch
 
 
 class MicroBatchState:
@@ -24,7 +26,10 @@ class MicroBatchState:
         chunk_of: the micro-batch that a chunk of prefill is part of; None if it is no chunk.
         before: the chunk that this one continues, if any.
         ends: the places of the sequences that tokens are sampled for; None for all of them.
-        memory: memory for results of the step's kernels, kept for steps of as many tokens; None if these are many.
+        samplings: the way that each of these tokens is chosen, each by its own seed; None if they have the batch's.
+        logprobs: the log probabilities that are wanted of each of these tokens; None if none are.
+        memory: memory for results of the step's kernels; None if the step has many tokens.
+        most_memories: numbers of tokens whose memory is kept; the oldest makes room.
         decodes: whether each sequence has one new token in the step, after its prompt.
         caches: the KV caches that have its requests: one of all layers, or two of some layers each. A cache has
             `places`, its layers; `extend`, which makes room for tokens and returns a step; and `at`, which returns a
@@ -34,6 +39,8 @@ class MicroBatchState:
             operation combine.
     """
 
+    most_memories = 1
+
     def __init__(self, requests: Sequence[int], new: Sequence[Sequence[int]], beams: int = 1) -> None:
         self.requests = tuple(requests)
         self.beams = beams
@@ -42,7 +49,10 @@ class MicroBatchState:
         self.chunk_of: MicroBatchState | None = None
         self.before: MicroBatchState | None = None
         self.ends: list[int] | None = None
+        self.samplings: list[Sampling] | None = None
+        self.logprobs: list[WantedLogprobs | None] | None = None
         self.memory: Memory | None = None
+        self._memories: dict[int, Memory] = {}
         self.decodes = False
         self.caches: tuple[Any, ...] = ()
         self._cached: dict[int, tuple[Any, int]] = {}
@@ -60,6 +70,34 @@ class MicroBatchState:
         self.requests = requests
         self.sequences = tuple(self.sequences[place] for place in places)
         self.new = [self.new[place] for place in places]
+
+    def begin(self, operands: Any) -> None:
+        """Begin a step with the operands of `embed`: the requests that are left; none in a warm-up."""
+        if operands and len(operands) < len(self.requests):
+            self.keep(operands)
+
+    def hand_on(self, tokens: Sequence[int]) -> None:
+        """Set each sequence's sampled token as its input of the next step."""
+        if self.ends is None and self.chunk_of is None:
+            self.new = [[token] for token in tokens]
+            return
+        whole = self.whole
+        mine = self.requests if self.ends is None else [self.requests[end] for end in self.ends]
+        for request, token in zip(mine, tokens, strict=True):
+            whole.new[whole.requests.index(request)] = [token]
+
+    def take_memory(self, rows: int, scratch: Scratch) -> Memory:
+        """The memory for results of a step of as many tokens; kept for later ones unless these are many.
+
+        scratch: memory for intermediate results.
+        """
+        memory = self._memories.get(rows) or Memory(rows, scratch)
+        if memory.kept and rows not in self._memories:
+            if len(self._memories) == self.most_memories:
+                del self._memories[next(iter(self._memories))]
+            self._memories[rows] = memory
+        self.memory = memory if memory.kept else None
+        return memory
 
     def extend(self) -> None:
         """Begin the next step: make room in the caches for its tokens."""

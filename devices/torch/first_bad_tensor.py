@@ -8,8 +8,8 @@ from functools import partial
 import torch
 
 from moesched.models.config import ModelConfig
-from moesched.models.layers import FeedForward
 from moesched.models.layout import Page, WeightLayout
+from moesched.models.networks import FeedForward
 
 from ..kernels import functions
 from ..kernels.expert_of_products import expert_of
@@ -97,7 +97,7 @@ class FirstBadTensor:
             x_TD = functions.norm(hidden_TD, weights["ffn_norm"][0], config.norm_eps, config.norm)
             experts_Tk, weights_Tk = _route(x_TD, weights, network)
             yield f"the router's weights in layer {layer}", weights_Tk
-            rows = ExpertRows(x_TD, experts_Tk, weights_Tk, shared=bool(network.shared))
+            rows = ExpertRows(x_TD, experts_Tk, weights_Tk, network)
             yield from self._experts(layer, network, experts_Tk, rows)
             if rows.shared is not None:
                 gate, up, down = (weights[f"shared_{part}"] for part in EXPERT_PARTS)
@@ -167,8 +167,7 @@ def _route(x_TD: Tensor, weights: PlainBlocks, network: FeedForward) -> tuple[Te
     if network.experts <= 1:
         tokens = (len(x_TD), network.experts)
         return x_TD.new_zeros(tokens, dtype=torch.int64), x_TD.new_ones(tokens, dtype=torch.float32)
-    bias_E = weights["router_bias"][0] if "router_bias" in weights else None
-    return functions.route(x_TD, weights["router"], network, bias_E)
+    return functions.route(x_TD, weights, network)
 
 
 def _named(weights: PlainBlocks) -> Iterator[tuple[str, Tensor]]:
