@@ -248,7 +248,7 @@ def test_all_numbers_of_a_step_of_prompts_come_with_its_tokens_in_one_upload() -
     case = Case("attention", 5, frozenset(), "float32", "cpu", layer)
     heads = layer.grouped.heads, layer.grouped.kv_heads, layer.grouped.kv_heads
     qkv = [torch.ones(5, each, layer.grouped.head_dim) for each in heads]
-    attended = TritonAttention(resources).bind(case, None, memory)(qkv, cache.at(0), step)
+    attended = TritonAttention(resources).bind(case, Weights(), memory)(qkv, cache.at(0), step)
     assert attended.allclose(torch.ones(()))
     assert len(uploads) == 1
 
