@@ -90,6 +90,14 @@ def test_plain_experts_of_gpt_oss_lie_transposed_and_published_ones_do_not() -> 
     assert Operations(published, "bfloat16").expert_product.coded == ()
 
 
+def test_weights_beyond_the_measured_sizes_take_what_a_product_with_them_takes_more() -> None:
+    """A route is measured up to 2 x PLAIN, in 6 s; each PLAIN more of a product takes a third of a second."""
+    larger = replace(PRODUCTS[0], size=4 * PLAIN, seconds=2.0)
+    costs = Calibrated(measured(*ROUTES, PRODUCTS[0], larger), "bfloat16")
+    assert costs.seconds(WorkPart("resident route", 8 * PLAIN)) == pytest.approx(6.0 + 6 / 3)
+    assert costs.seconds(WorkPart("resident route", 2 * PLAIN)) == 6.0
+
+
 def test_products_on_a_gpu_and_on_its_host_are_told_apart() -> None:
     machine = replace(
         load_machine("t4-nvme"),

@@ -35,6 +35,10 @@ class ProductTimes:
         found = [stored for kind, measured, stored in self._surfaces if (kind, measured) == (PRODUCT, dtype)]
         return [stored for stored in found if stored and stored != COLUMNS] if "" in found else []
 
+    def has(self, dtype: str) -> bool:
+        """Return whether products with plain weights were measured in a dtype."""
+        return (PRODUCT, dtype, "") in self._surfaces
+
     def has_columns(self, dtype: str) -> bool:
         """Return whether products with matrices that lie transposed were measured in a dtype."""
         return (PRODUCT, dtype, COLUMNS) in self._surfaces
