@@ -16,6 +16,7 @@ from moesched.jobs.report import JobReport as JobReport
 from moesched.jobs.report import write_report as write_report
 from moesched.jobs.run_model import run_model as run_model
 from moesched.jobs.session import Session as Session
+from moesched.jobs.simulate_arrivals import simulate_arrivals as simulate_arrivals
 from moesched.jobs.simulate_model import simulate_model as simulate_model
 from moesched.jobs.sparsity import sparsity_of as sparsity_of
 from moesched.machines import Machine as Machine
@@ -32,6 +33,7 @@ from moesched.requests.workloads import given_lengths as given_lengths
 from moesched.requests.workloads import load_workload as load_workload
 from moesched.routing.profile import read_routing_profile as read_routing_profile
 from moesched.runs.listeners import Listener as Listener
+from moesched.runs.service_report import ServiceReport as ServiceReport
 from moesched.steps.plan import Plan as Plan
 from moesched.steps.step import Step as Step
 from moesched.trace import check_trace as check_trace

@@ -49,8 +49,9 @@ class CGOPipe:
     async def prefill(self, step: Step) -> None:
         """Run everything on the accelerator, layer by layer; keys and values go to the host's KV cache (§4)."""
         self._divide(step)
-        self._pin(step, self.streamed[0])
-        self._fetch(step, self.streamed[0])
+        first = [page for page in self.streamed[0] if page not in self.buffer]
+        self._pin(step, first)
+        self._fetch(step, first)
         for j in step.micro_batches:
             step.embed(j)
         for i in step.layers:

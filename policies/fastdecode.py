@@ -29,6 +29,6 @@ class FastDecode(CGOPipe):
 
     def _page(self, step: Step, i: int, j: int) -> list[Page]:
         """All pages of a layer, with the first micro-batch."""
-        if j > 0 or (i == len(step.layers) and step.last):
+        if j != step.micro_batches[0] or (i == len(step.layers) and step.last):
             return []
         return self.streamed[i % len(step.layers)]

@@ -57,8 +57,6 @@ class LayerSplit:
         if self.at_once:
             slots = self.at_once * len(plan.layout.an_expert)
             self.copies = plan.pool("accelerator", "copies", slots, pages)
-        self.prompt_tokens = [sum(chunk.tokens) for chunk in plan.chunks.values()]
-        self.sequences = [plan.batch.sequences(requests) for requests in plan.batch.micro_batches]
 
     async def prefill(self, step: Step) -> None:
         for j in step.micro_batches:
@@ -69,7 +67,7 @@ class LayerSplit:
                 attend(step, i, j)
                 if i in self.whole:
                     step.post_attention(i, j)
-                elif self.at_once and self._tokens(step, j) >= self.copy_from:
+                elif self.at_once and step.tokens(j) >= self.copy_from:
                     await self._copied(step, i, j)
                 else:
                     await self._on_host(step, i, j)
@@ -77,9 +75,6 @@ class LayerSplit:
             step.sample(j)
 
     decode = prefill
-
-    def _tokens(self, step: Step, j: int) -> int:
-        return self.prompt_tokens[j] if step.phase(j) == "prefill" else self.sequences[j]
 
     async def _copied(self, step: Step, i: int, j: int) -> None:
         """Copy as many of the chosen experts as there is room for, run them, and go on with the next ones."""

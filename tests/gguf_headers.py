@@ -165,3 +165,53 @@ def byte_pairs() -> Header:
     header.set("tokenizer.ggml.pre", string("gpt-2"))
     header.set("tokenizer.ggml.merges", texts(["a b"]))
     return header
+
+
+def gpt_oss() -> Header:
+    """A gpt-oss of two layers with three experts in MXFP4, without a tokenizer."""
+    name, width, mxfp4 = "gpt-oss", 32, 39
+    sizes = {
+        "block_count": 2,
+        "context_length": 64,
+        "embedding_length": width,
+        "expert_feed_forward_length": width,
+        "attention.head_count": 2,
+        "attention.head_count_kv": 1,
+        "attention.key_length": 16,
+        "attention.value_length": 16,
+        "attention.sliding_window": 4,
+        "expert_count": 3,
+        "expert_used_count": 2,
+        "rope.scaling.original_context_length": 16,
+    }
+    keys = [("general.architecture", string(name)), (f"{name}.rope.scaling.type", string("yarn"))]
+    keys += [(f"{name}.{key}", number(value)) for key, value in sizes.items()]
+    keys += [
+        (f"{name}.attention.layer_norm_rms_epsilon", real(1e-5)),
+        (f"{name}.rope.freq_base", real(150_000.0)),
+        (f"{name}.rope.scaling.factor", real(4.0)),
+        ("tokenizer.ggml.model", string("no_vocab")),
+    ]
+    tensors = [
+        Tensor("token_embd.weight", [width, 6]),
+        Tensor("output_norm.weight", [width]),
+        Tensor("output.weight", [width, 6]),
+    ]
+    matrices = {
+        "attn_q": [width, 32],
+        "attn_k": [width, 16],
+        "attn_v": [width, 16],
+        "attn_output": [32, width],
+    }
+    matrices |= {"ffn_gate_inp": [width, 3]}
+    experts = {f"ffn_{part}_exps": [width, width, 3] for part in ("gate", "down", "up")}
+    for block in ("blk.0.", "blk.1."):
+        vectors = {"attn_norm": width, "post_attention_norm": width, "attn_sinks": 2}
+        tensors += [Tensor(f"{block}{part}.weight", [length]) for part, length in vectors.items()]
+        for part, lengths in (matrices | experts).items():
+            kind = mxfp4 if part in experts else 0
+            tensors += [
+                Tensor(f"{block}{part}.weight", lengths, kind),
+                Tensor(f"{block}{part}.bias", lengths[1:]),
+            ]
+    return Header(keys, tensors)

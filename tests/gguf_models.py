@@ -15,9 +15,11 @@ from benchmarks.shared.gguf_files import TypeOf, Values, write_gguf
 from benchmarks.shared.random_models import load_model
 from moesched.models.checkpoint import open_checkpoint
 from moesched.models.config import ModelConfig
-from moesched.models.gguf.families import GGUF_FAMILIES, architecture_of, gguf_tensors
+from moesched.models.gguf.families import GGUF_FAMILIES, architecture_of
+from moesched.models.gguf.tensor_names import as_in_gguf, gguf_tensors
 from moesched.models.published import published_config, published_tensors
 from moesched.models.random_model import write_random_model
+from moesched.models.tensors import is_transposed
 
 
 def gguf_model(config: ModelConfig, folder: Path, type_of: TypeOf, seed: int = 0, **options: Any) -> Path:
@@ -57,7 +59,7 @@ def _unpacked(file: Path, config: ModelConfig) -> dict[str, Values]:
     read = {each.name: each for each in GGUFReader(file).tensors}
     family = GGUF_FAMILIES[architecture_of(config)]
     weights: dict[str, Values] = {}
-    for name, parts, stacks in gguf_tensors(family, config):
+    for name, parts, stacks in gguf_tensors(family, as_in_gguf(config)):
         if name not in read:
             continue
         values = quants.dequantize(read[name].data, read[name].tensor_type)
@@ -70,6 +72,10 @@ def _unpacked(file: Path, config: ModelConfig) -> dict[str, Values]:
         if family.interleaved and name.endswith((".q", ".k")):
             pairs = values.reshape(-1, config.attention.head_dim // 2, 2, values.shape[1])
             weights[name] = np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(values.shape)
-        if config.routed.transposed_down and name.endswith(".down"):
-            weights[name] = np.ascontiguousarray(values.T)
+    if config.routed.alternating:
+        for name in [name for name in weights if ".gate" in name]:
+            pair = np.stack([weights.pop(name), weights.pop(name.replace(".gate", ".up"))], axis=1)
+            weights[name.replace(".gate", ".gate_up")] = pair.reshape(-1, *pair.shape[2:])
+    for name in [name for name in weights if is_transposed(config, name)]:
+        weights[name] = np.ascontiguousarray(weights[name].T)
     return weights

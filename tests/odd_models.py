@@ -13,8 +13,9 @@ from moesched.devices.torch.device import TorchDevice
 from moesched.models.checkpoint import Checkpoint, open_checkpoint
 from moesched.models.coded_models import coded_as
 from moesched.models.config import ModelConfig
-from moesched.models.layers import Activation, FeedForward, GroupedAttention, Layer, Router
+from moesched.models.layers import GroupedAttention, Layer
 from moesched.models.layout import WeightLayout, weight_layout
+from moesched.models.networks import Activation, FeedForward, Router
 from moesched.models.random_model import write_random_model
 from moesched.models.rotary import Rotary, Yarn
 from moesched.plugins import make_policy

@@ -15,7 +15,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from clusters import cluster
-from gguf_headers import byte_pairs, mixtral
+from gguf_headers import byte_pairs, gpt_oss, mixtral
 from moesched.analysis.explanation import explain
 from moesched.analysis.sides import read_side, replayed_side
 from moesched.cluster.cluster_file import cluster_toml, load_cluster
@@ -303,6 +303,7 @@ PARSERS: dict[str, Parser] = {
     "safetensors, codes and scales": Parser(published_gpt_oss, lambda file: open_checkpoint(file.parent)),
     "GGUF, byte pairs": Parser(lambda folder: byte_pairs().write(folder / "m.gguf"), _read_gguf),
     "GGUF, SentencePiece": Parser(lambda folder: mixtral().write(folder / "m.gguf"), _read_gguf),
+    "GGUF, gpt-oss": Parser(lambda folder: gpt_oss().write(folder / "m.gguf"), _read_gguf),
     "tokenizer.json": Parser(_tokenizer, _read_tokenizer),
     "prompts": Parser(
         _text("prompts.jsonl", lambda: '{"prompt": "a text"}\n{"prompt_ids": [1, 2, 3]}\n'), _read_prompts

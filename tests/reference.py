@@ -102,7 +102,9 @@ class Reference:
     def experts(self, layer: int, x_TD: Tensor, residual_TD: Tensor) -> Tensor:
         """Route, run each chosen expert on its rows, combine."""
         network = self.config.layer(layer).feed_forward
-        experts_Tk, weights_Tk = functions.route(x_TD, self.blocks[f"layers.{layer}.router"], network)
+        experts_Tk, weights_Tk = functions.route(
+            x_TD, {"router": self.blocks[f"layers.{layer}.router"]}, network
+        )
         tokens_n, rows_Tk = functions.sorted_by_expert(experts_Tk)
         counts = experts_Tk.flatten().bincount(minlength=network.experts).tolist()
         x_nD = x_TD.index_select(0, tokens_n)

@@ -11,6 +11,7 @@ import torch
 
 import moesched
 from moesched.models.checkpoint import Checkpoint, open_checkpoint
+from moesched.models.random_model import write_random_model
 from moesched.requests.batch import KV_BLOCK_TOKENS
 from moesched.trace import check_trace
 from odd_models import MIXTRAL, stored
@@ -25,6 +26,8 @@ RUNS = {
     "several ranks": ("--policy", "cgopipe", *EMULATED[:-1], "t4x2"),
 }
 TOKENS = 6
+CODED = {"layers": 2, "hidden": 64, "heads": 4, "head_dim": 16, "intermediate": 64, "window": None}
+"""Sizes of a small model whose rows consist of whole blocks."""
 PROMPTS = ("--prompt-ids", "1,2,3;4,5", "--max-new-tokens", TOKENS)
 
 
@@ -44,8 +47,24 @@ def damage(directory: Path, name: str, *, row: int = 0, number: float = float("n
         file.write(struct.pack("<f", number))
 
 
+def damage_scale(model: Path, name: str, scale: bytes) -> None:
+    """Write the scale with which the first block of a tensor begins."""
+    stored = open_checkpoint(model).tensors[name]
+    with stored.file.open("r+b") as file:
+        file.seek(stored.offset)
+        file.write(scale)
+
+
+def refused(said: Any) -> str:
+    """The line of a run that has no token."""
+    assert said.code == 2
+    assert not said.out
+    (line,) = said.err.splitlines()
+    return str(line.removeprefix("moesched: "))
+
+
 def stopped(said: Any) -> str:
-    """The line of a run that stopped."""
+    """The line of a run that stopped after some tokens."""
     assert said.code == 1
     (line,) = said.err.splitlines()
     assert line.startswith("moesched: after ")
@@ -60,7 +79,7 @@ def test_the_damaged_weight_is_named(command: Any, model: Path, name: str, run: 
     """Of experts, one that tokens were routed to."""
     for each in [name] if "experts" not in name else [f"{name}{expert}.down" for expert in range(4)]:
         damage(model, each)
-    line = stopped(command("run", model, *run, *PROMPTS, "--json"))
+    line = refused(command("run", model, *run, *PROMPTS, "--json"))
     assert line.startswith("prefill: the logits of request ")
     assert f"the first bad tensor is weight {name}" in line
 
@@ -90,16 +109,28 @@ def test_an_activation_is_named_where_the_weights_are_numbers(command: Any, mode
         for number in (3e38, -3e38):
             damage(model, "layers.1.o", row=row, number=number)
     damage(model, "layers.1.v", number=3e38)
-    line = stopped(command("run", model, "--policy", "resident", *PROMPTS, "--json"))
+    line = refused(command("run", model, "--policy", "resident", *PROMPTS, "--json"))
     assert "weight" not in line.partition("first bad tensor")[2].partition(":")[0]
     assert "layer 1:" in line
 
 
 def test_batches_after_the_one_that_stopped_do_not_run(command: Any, model: Path) -> None:
-    damage(model, "final_norm")
+    damage(model, "embedding", row=4)
     said = command("run", model, "--policy", "resident", *PROMPTS, "--batch-size", 1, "--json")
-    stopped(said)
-    assert said.json["tokens"] == [[], []]
+    assert "prefill: the logits of request 1" in stopped(said)
+    assert [len(tokens) for tokens in said.json["tokens"]] == [TOKENS, 0]
+
+
+@pytest.mark.parametrize(
+    ("stored_as", "scale"), [("q8_0", b"\x00\x7e"), ("q4_0", b"\x00\xfc"), ("mxfp4", b"\xff")]
+)
+def test_a_scale_of_a_gguf_that_is_no_number_is_found_before_the_first_token(
+    command: Any, tmp_path: Path, stored_as: str, scale: bytes
+) -> None:
+    model = write_random_model(MIXTRAL.varied(**CODED), tmp_path / "model.gguf", stored_as=stored_as)
+    damage_scale(model, "layers.1.o", scale)
+    line = refused(command("run", model, "--policy", "expert_cache", "--prompt-ids", "1,2"))
+    assert "the first bad tensor is weight layers.1.o" in line
 
 
 def test_whoever_only_watches_a_run_is_told(model: Path) -> None:
@@ -142,7 +173,7 @@ def test_the_search_holds_few_scores_on_a_gpu_without_fused_attention(tmp_path: 
 
 def test_beam_search_stops_as_well(command: Any, model: Path) -> None:
     damage(model, "lm_head", row=5)
-    line = stopped(command("run", model, "--policy", "resident", *PROMPTS, "--beams", 3, "--json"))
+    line = refused(command("run", model, "--policy", "resident", *PROMPTS, "--beams", 3, "--json"))
     assert line.startswith(
         "prefill: the logits of request 0 at position 3 are not finite, and the first bad tensor"
     )

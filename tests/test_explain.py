@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,10 +17,12 @@ from moesched.analysis.explanation_tables import bottleneck_in_words, tables_of
 from moesched.engine import Engine
 from moesched.errors import BadInput
 from moesched.models.layout import Page
-from moesched.tasks import Block, Lane, PageTransfer, Work
+from moesched.tasks import Block, Lane, PageTransfer, Task, Work
 from moesched.trace import About, Recorder, Recording, read_trace, write_trace
 from runs import FORTY_PERCENT, realtime_run, virtual_run
 from traces import ranks_that_meet, run_graph, run_ranks, task
+
+T = TypeVar("T", bound=Task)
 
 ABOUT = About(driver="virtual", policy="by hand")
 
@@ -258,6 +261,24 @@ def test_the_bottleneck_is_what_would_save_most_if_it_were_relieved(
     assert told.saved == pytest.approx(saved / (fetch_time + kernel_time), rel=0.06)
 
 
+@pytest.mark.parametrize(("slots", "cause"), [(2, "budget"), (1, "lane")])
+def test_a_pool_is_blamed_for_experts_that_one_of_twice_the_slots_would_keep(slots: int, cause: str) -> None:
+    async def policy(engine: Engine) -> None:
+        link, gpu = engine.lanes
+        for turn in range(30):
+            page = Block("page")
+            engine.submit(of_expert(turn % 3, fetch(link, "fetch", 50)), (), (page,))
+            engine.submit(of_expert(turn % 3, task(gpu, "run_expert", 5)), (page,))
+
+    recording = recorded(policy, ["link", "gpu"])
+    for each in recording.slices:
+        each.task = msgspec.structs.replace(each.task, pool_slots=slots if each.task.pages else 0)
+    told = explain(recording, ABOUT).bottleneck
+    assert told is not None
+    assert (told.kind, told.cause) == ("fetch", cause)
+    assert told.saved == pytest.approx(0.85 if cause == "budget" else 0.5, abs=0.05)
+
+
 def test_a_router_that_fetches_wait_for_is_the_bottleneck() -> None:
     async def policy(engine: Engine) -> None:
         gpu, link = engine.lanes
@@ -328,6 +349,12 @@ def recorded(policy: Callable[[Engine], Any], lanes: list[str]) -> Recording:
     recorder.watch(engine)
     run_ranks([engine], recorder, policy(engine))
     return recorder.recording()
+
+
+def of_expert(expert: int, made: T) -> T:
+    """A task of an expert of the first layer."""
+    made.layer, made.expert = 0, expert
+    return made
 
 
 def fetch(link: Lane, verb: str, nanoseconds: int) -> PageTransfer:

@@ -27,11 +27,12 @@ from moesched.jobs.run_model import run_model
 from moesched.models.checkpoint import open_checkpoint
 from moesched.models.config import ModelConfig
 from moesched.models.layout import weight_layout
+from moesched.models.networks import Activation
 from moesched.models.random_model import write_random_model
 from moesched.models.rotary import Linear, Llama3, Rotary, Yarn
 from moesched.models.shapes import SHAPES
 from moesched.plugins import make_policy
-from odd_models import DBRX, GLM, GRANITE, MINIMAX, MIXTRAL, OLMOE, PROMPTS
+from odd_models import DBRX, GLM, GPT_OSS, GRANITE, MINIMAX, MIXTRAL, OLMOE, PROMPTS
 from stored_checkpoints import assert_complete, content
 
 WHOLE_ROWS = MIXTRAL.varied(
@@ -39,6 +40,7 @@ WHOLE_ROWS = MIXTRAL.varied(
 )
 K_QUANTS = WHOLE_ROWS.varied(hidden=256, intermediate=256, heads=8)
 LLAMA = MIXTRAL.varied(name="llama", layers=2, experts=1, top_k=1, window=None, form="llama")
+GPT_OSS_FILE = GPT_OSS.cut(2).varied(activation=Activation(alpha=1.702, limit=7.0))
 MODELS = {
     "mixtral in Q4_K_M": (K_QUANTS, q4_k_m),
     "mixtral in Q8_0": (WHOLE_ROWS, quantized(Type.Q8_0)),
@@ -72,6 +74,11 @@ MODELS = {
     "granitemoe in F32": (GRANITE.varied(layers=2), quantized(Type.F32)),
     "minimax-m2 in F32": (MINIMAX.varied(layers=2), quantized(Type.F32)),
     "glm4moe in F32": (GLM.cut(2), quantized(Type.F32)),
+    "gpt-oss in F32": (GPT_OSS_FILE, quantized(Type.F32)),
+    "gpt-oss in MXFP4": (
+        GPT_OSS_FILE.varied(hidden=64, intermediate=32, heads=4, kv_heads=2, head_dim=32),
+        quantized(Type.MXFP4),
+    ),
 }
 
 
@@ -241,12 +248,14 @@ def test_random_models_are_written_to_files_too(stored_as: str | None, tmp_path:
         MINIMAX.varied(layers=2, **sizes),
         replace(GLM, hidden=256, pattern=(dense, *others)),
         DBRX.varied(layers=2, **sizes),
+        GPT_OSS_FILE.varied(layers=3, **sizes),
     ):
         file = write_random_model(config, tmp_path / f"{config.name}.gguf", stored_as=stored_as)
         checkpoint = open_checkpoint(file)
         assert_complete(checkpoint)
         wanted = config.varied(
             rotary=replace(config.attention.rotary, interleaved=config.form in ("mixtral", "granite_moe")),
+            alternating=False,
             transposed_down=False,
         ).pattern
         assert [replace(each, formats=()) for each in checkpoint.config.pattern] == [*wanted]
@@ -265,6 +274,17 @@ def test_layers_that_no_file_describes_are_refused(tmp_path: Path) -> None:
     layers = (MIXTRAL.pattern[0], MIXTRAL.pattern[0].varied(window=None))
     with pytest.raises(BadInput, match="mixtral has layers that differ, which no GGUF file describes: use"):
         write_random_model(replace(MIXTRAL, pattern=layers), tmp_path / "model.gguf")
-    with pytest.raises(BadInput, match="gpt-oss-20b: GGUF files of the family gpt_oss are not written: name"):
-        write_random_model(SHAPES["gpt-oss-20b"], tmp_path / "model.gguf")
+    with pytest.raises(BadInput, match="gpt-oss has layers that differ, which no GGUF file describes: use"):
+        write_random_model(GPT_OSS_FILE.varied(window=4), tmp_path / "model.gguf")
+    with pytest.raises(
+        BadInput, match=r"gpt-oss has experts with .* limit=0\.01\), and GGUF files .* limit=7\.0"
+    ):
+        write_random_model(GPT_OSS, tmp_path / "model.gguf")
+    whole_pairs = GPT_OSS_FILE.varied(
+        rotary=Rotary(scaling=Yarn(factor=4.0, original_max_position_embeddings=16))
+    )
+    with pytest.raises(
+        BadInput, match="GGUF files with a rotation scaled by yarn, truncate=True are not written"
+    ):
+        write_random_model(whole_pairs, tmp_path / "model.gguf")
     assert not [*tmp_path.iterdir()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import struct
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from gguf_headers import (
     Header,
     Tensor,
     byte_pairs,
+    gpt_oss,
     mixtral,
     number,
     numbers,
@@ -29,10 +31,12 @@ from moesched.errors import BadInput
 from moesched.inputs.tokenizer import find_tokenizer
 from moesched.models.checkpoint import open_checkpoint
 from moesched.models.coded_models import with_formats
-from moesched.models.gguf.families import GGUF_FAMILIES, gguf_tensors
+from moesched.models.gguf.families import GGUF_FAMILIES
 from moesched.models.gguf.header import read_gguf_header
+from moesched.models.gguf.tensor_names import as_in_gguf, gguf_tensors
 from moesched.models.gguf.types import TENSOR_TYPES
 from moesched.models.reading import read_config
+from moesched.models.rotary import Yarn
 from moesched.models.shapes import SHAPES
 from moesched.models.stored_formats import CODED, STORED_FORMATS
 from stored_checkpoints import assert_complete
@@ -266,6 +270,49 @@ def test_a_file_that_cannot_be_used_is_refused_in_one_line(
     assert re.search(said, str(error.value))
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            without("blk.1.attn_sinks.weight"),
+            "lacks 1 of the model's tensors, layers.1.sinks the first; copy",
+        ),
+        (
+            tensor("blk.0.ffn_up_exps.bias", lengths=[33, 3]),
+            r"has shape \[3, 33\], its header says \[3, 32\]",
+        ),
+        (
+            tensor("blk.0.attn_q.bias", kind=8),
+            "attn_q.bias is of type Q8_0, and norms, biases and routers have",
+        ),
+        (
+            key("gpt-oss.rope.scaling.type", string("yarm")),
+            r"is 'yarm', which is not supported: did you mean yarn\?",
+        ),
+        (key("gpt-oss.rope.scaling.factor", real(math.inf)), "factor"),
+        (key("gpt-oss.attention.sliding_window", number(0)), "sliding_window"),
+    ],
+)
+def test_a_gpt_oss_that_cannot_be_used_is_refused_in_one_line(
+    change: Change, said: str, tmp_path: Path
+) -> None:
+    header = gpt_oss()
+    change(header)
+    with pytest.raises(BadInput, match=f"^[^\n]*{said}[^\n]*$"):
+        open_checkpoint(header.write(tmp_path / "model.gguf"))
+
+
+def test_every_other_layer_of_a_gpt_oss_has_its_window_and_only_some_are_scaled(tmp_path: Path) -> None:
+    header = gpt_oss()
+    config = read_config(header.write(tmp_path / "scaled.gguf"))
+    assert [layer.grouped.window for layer in config.pattern] == [4, None]
+    assert config.attention.rotary.scaling == Yarn(
+        factor=4.0, truncate=False, original_max_position_embeddings=16
+    )
+    header.set("gpt-oss.rope.scaling.type", None)
+    assert read_config(header.write(tmp_path / "plain.gguf")).attention.rotary.scaling is None
+
+
 def test_a_file_of_each_version_is_read(tmp_path: Path) -> None:
     for version in (2, 3):
         header = mixtral()
@@ -441,6 +488,6 @@ def test_names_of_tensors_are_those_of_llama_cpp() -> None:
     for name, family in GGUF_FAMILIES.items():
         architecture = next(each for each, known in gguf.MODEL_ARCH_NAMES.items() if known == name)
         theirs = {gguf.TENSOR_NAMES[each].replace("{bid}.", "") for each in gguf.MODEL_TENSORS[architecture]}
-        config = next(each for each in SHAPES.values() if each.form in family.forms).cut(1)
+        config = as_in_gguf(next(each for each in SHAPES.values() if each.form in family.forms).cut(1))
         ours = {re.sub(r"^blk\.0\.|\.(weight|bias)$", "", each.name) for each in gguf_tensors(family, config)}
         assert ours <= {each.removeprefix("blk.") for each in theirs}

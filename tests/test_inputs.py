@@ -59,7 +59,7 @@ def test_any_damage_is_accepted_or_refused(benches: dict[str, Bench], name: str,
 FILES = [
     name for name, parser in PARSERS.items() if parser.refusal is BadInput and name != "results of a sweep"
 ]
-GGUF = {"GGUF, byte pairs", "GGUF, SentencePiece"}
+GGUF = {"GGUF, byte pairs", "GGUF, SentencePiece", "GGUF, gpt-oss"}
 BINARY = {"safetensors", "safetensors, codes and scales", "header of an absent file", "packed trace"}
 TEXTS = sorted(set(FILES) - GGUF - BINARY - {"secret key"})
 GIT_LFS = b"""version https://git-lfs.github.com/spec/v1

@@ -15,8 +15,8 @@ from moesched.errors import BadInput
 from moesched.machines import Machine
 from moesched.models.checkpoint import Checkpoint
 from moesched.models.config import ModelConfig
-from moesched.models.layers import Router
 from moesched.models.layout import weight_layout
+from moesched.models.networks import Router
 from moesched.models.prestack import prestack_model
 from moesched.models.reading import require_runs
 from moesched.models.rotary import Rotary

@@ -33,8 +33,8 @@ from moesched.devices.torch.device import TorchDevice
 from moesched.errors import BadInput
 from moesched.models.checkpoint import open_checkpoint
 from moesched.models.config import ModelConfig
-from moesched.models.layers import FeedForward, Router
 from moesched.models.layout import weight_layout
+from moesched.models.networks import FeedForward, Router
 from moesched.models.random_model import write_random_model
 from moesched.models.reading import read_config
 from moesched.models.shapes import SHAPES
@@ -149,7 +149,7 @@ def test_weights_that_need_not_sum_to_one_are_shares_of_a_softmax_over_all_exper
     torch.manual_seed(3)
     x_TD, router = torch.randn(30, 16), torch.randn(9, 16)
     experts_Tk, weights_Tk = functions.route(
-        x_TD, [router], FeedForward(experts=9, top_k=4, router=Router(normalised=False))
+        x_TD, {"router": [router]}, FeedForward(experts=9, top_k=4, router=Router(normalised=False))
     )
     shares_TE = (x_TD @ router.T).softmax(-1)
     assert torch.equal(experts_Tk, shares_TE.topk(4).indices.sort(-1).values)

@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 from moesched.inputs.lookup import find_shape
 from moesched.models.checkpoint import open_checkpoint
 from moesched.models.headers import header_copy
-from moesched.models.layers import FeedForward, GroupedAttention
+from moesched.models.layers import GroupedAttention
+from moesched.models.networks import FeedForward
 from moesched.models.random_model import write_random_model
 from moesched.models.reading import read_config
 from moesched.models.rotary import Rotary

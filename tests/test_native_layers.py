@@ -17,8 +17,9 @@ from moesched.devices.kernels import functions
 from moesched.devices.kernels.binder import Binder
 from moesched.devices.kernels.check import check_kernel
 from moesched.devices.kernels.layer_weights import Weights
-from moesched.devices.kernels.memory import Memory, Shapes
-from moesched.devices.kernels.native_rows import NATIVE, NativeColumns
+from moesched.devices.kernels.memory import Memory
+from moesched.devices.kernels.native_products import NativeColumns
+from moesched.devices.kernels.native_rows import NATIVE
 from moesched.devices.kernels.samples import MAKERS
 from moesched.devices.kernels.torch_kernels import rows_for_native
 from moesched.devices.kernels.torch_rows import TORCH as TORCH_KERNELS
@@ -34,7 +35,8 @@ from moesched.devices.native.kernels import NativeKernels
 from moesched.devices.products.crossover import Shape
 from moesched.errors import BadInput
 from moesched.models.config import ModelConfig
-from moesched.models.layers import Router
+from moesched.models.footprint import KEPT_ROWS
+from moesched.models.networks import Router
 from moesched.models.stored_formats import CODED
 from small_models import SMALL
 
@@ -159,7 +161,7 @@ def test_kernels_keep_their_promises_with_each_instruction_set(number: int, vari
     assert check_kernel(CHECKED[number], instruction_set=variant, formats=[coded]) > 0
 
 
-@pytest.mark.parametrize("rows", [1, 2, 5, 16])
+@pytest.mark.parametrize("rows", [1, 5, 16, 19])
 def test_products_by_matrices_that_lie_transposed_are_right_and_bits_depend_on_no_cut_and_no_row(
     native: NativeKernels, rows: int
 ) -> None:
@@ -254,10 +256,8 @@ def test_a_token_has_the_same_bits_alone_and_beside_few_or_many_others(
 
 
 def test_the_memory_of_prompts_is_not_kept() -> None:
-    shapes = Shapes()
-    few, many = shapes.of(5), shapes.of(1000)
-    assert few.kept and shapes.of(5) is few
-    assert not many.kept and shapes.of(1000) is not many
+    assert Memory(KEPT_ROWS).kept
+    assert not Memory(KEPT_ROWS + 1).kept
 
 
 @pytest.mark.skipif(not instruction_sets(), reason=availability())

@@ -10,12 +10,13 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from msgspec.structs import replace
 
 from benchmarks.shared.small_runs import TWO_MEMORIES, Generated, generate, same_bits
 from moesched.devices.kernels.check import check_kernel, cpu_resources
-from moesched.devices.kernels.memory import KEPT_ROWS, Memory
+from moesched.devices.kernels.memory import Memory
 from moesched.devices.kernels.seam import Case
-from moesched.devices.kernels.triton_attention_rows import SPLIT, TritonAttention, TritonAttentionInputs
+from moesched.devices.kernels.triton_attention_rows import TritonAttention, TritonAttentionInputs
 from moesched.devices.kernels.triton_kernel import TritonKernel
 from moesched.devices.kernels.triton_rows import (
     GROUPED_BYTES,
@@ -28,13 +29,18 @@ from moesched.devices.kernels.triton_rows import (
 from moesched.devices.lagging.device import LaggingDevice, LaggingGpu
 from moesched.devices.torch.device import TorchDevice
 from moesched.devices.torch.kv_cache import BlockedKV
+from moesched.machines.launches import launches
 from moesched.models.checkpoint import Checkpoint
+from moesched.models.footprint import KEPT_ROWS
 from moesched.models.layout import weight_layout
+from moesched.models.replayed import GRAPH_BYTES, PART_TOKENS
 from moesched.plugins import make_policy
 from moesched.requests.batch import KV_BLOCK_TOKENS, split_batch
+from moesched.requests.sampling import Sampling
 from moesched.runs.hardware import run
-from moesched.runs.planning import plan_run
+from moesched.runs.planning import as_used_by, plan_run
 from moesched.seams import TokenSpan
+from moesched.tasks import Task
 from odd_models import PROMPTS, WIDE, stored
 
 pytestmark = pytest.mark.usefixtures("small_heap")
@@ -153,7 +159,9 @@ def test_the_experts_of_long_prompts_run_in_parts(checkpoint: Checkpoint) -> Non
 
 
 def test_sequences_that_grow_get_room_for_their_parts_and_blocks(checkpoint: Checkpoint) -> None:
-    prompts = [[1 + token % 90 for token in range(tokens)] for tokens in (SPLIT - 4, 2 * KV_BLOCK_TOKENS - 2)]
+    prompts = [
+        [1 + token % 90 for token in range(tokens)] for tokens in (PART_TOKENS - 4, 2 * KV_BLOCK_TOKENS - 2)
+    ]
     devices = on_gpu(checkpoint, seed=3), on_cpu(checkpoint)
     found, wanted = (
         result(each, "resident", size=1, prompts=prompts, new_tokens=8).tokens for each in devices
@@ -197,6 +205,22 @@ def test_layers_in_caches_with_other_blocks_have_tables_of_their_own() -> None:
     assert not torch.equal(attended[0], attended[1])
 
 
+@pytest.mark.parametrize(
+    ("policy", "size", "prompts"), [("layer_streaming", 16, [[1, 2, 3]] * 48), ("flexgen", 2, PROMPTS)]
+)
+def test_results_that_stay_and_what_kernels_share_are_in_the_plan(
+    checkpoint: Checkpoint, policy: str, size: int, prompts: Sequence[Sequence[int]]
+) -> None:
+    device = on_gpu(checkpoint)
+    machine = as_used_by(device, TWO_MEMORIES)
+    batch = split_batch([len(prompt) for prompt in prompts], 4, size)
+    plan = plan_run(machine, device.layout, batch, chosen := make_policy(policy), None, device.slot_bytes)
+    run(plan, chosen, device, prompts)
+    without_graphs = plan.memory("accelerator").used - plan.reservations.sizes.graphs
+    assert device.gpu.memory.most_wanted <= without_graphs
+    assert 0 < device.gpu.streams.captures * GRAPH_BYTES <= plan.reservations.sizes.graphs
+
+
 class Choices:
     """An observer of routing that keeps the choices for each request, in order."""
 
@@ -222,6 +246,28 @@ def test_observers_see_the_choices_of_routers_in_order(checkpoint: Checkpoint, p
     assert len(seen[0]) == len(PROMPTS)
 
 
+class Activations:
+    """An observer of activations that keeps those of each layer, in order."""
+
+    def __init__(self) -> None:
+        self.of: defaultdict[int, list[npt.NDArray[np.float32]]] = defaultdict(list)
+
+    def activated(self, layer: int, values_nI: npt.NDArray[np.float32]) -> None:
+        self.of[layer].append(values_nI)
+
+
+@pytest.mark.parametrize("policy", ["resident", "expert_streaming"])
+def test_observers_see_the_activations_of_experts(checkpoint: Checkpoint, policy: str) -> None:
+    seen = []
+    for device in (on_gpu(checkpoint, seed=5), on_cpu(checkpoint)):
+        device.observe_activations(activations := Activations())
+        result(device, policy, size=len(PROMPTS), weights=2.0 if policy == "resident" else 0.8)
+        seen.append(activations.of)
+    for layer in range(MODEL.layers):
+        found, wanted = (np.sort(np.concatenate(of[layer]), axis=0) for of in seen)
+        np.testing.assert_allclose(found, wanted, atol=1e-5)
+
+
 class Counts(NamedTuple):
     """Counts of a run on the imitated GPU.
 
@@ -230,6 +276,7 @@ class Counts(NamedTuple):
         drained: times that a thread waited for a stream to run empty, by the name of the thread.
         allocations: blocks of GPU memory that were allocated.
         launches: launches of kernels, and replays of graphs.
+        predicted: those that a prediction counts.
         kernels: those that ran, by operation.
     """
 
@@ -237,18 +284,47 @@ class Counts(NamedTuple):
     drained: Counter[str]
     allocations: int
     launches: int
+    predicted: float
     kernels: Mapping[str, Sequence[str]]
 
 
-def counts(checkpoint: Checkpoint, policy: str, new_tokens: int) -> Counts:
+class PredictedLaunches:
+    """An observer that counts the launches by which the cost model prices the accelerator's tasks."""
+
+    def __init__(self) -> None:
+        self.count = 0.0
+
+    def ended(self, task: Task) -> None:
+        if task.work.resource == TWO_MEMORIES.roles.accelerator:
+            self.count += launches(task.work, replays=True)
+
+
+def counts(
+    checkpoint: Checkpoint,
+    policy: str,
+    new_tokens: int,
+    prompts: Sequence[Sequence[int]] = PROMPTS,
+    sampling: Sampling | None = None,
+    observer: Activations | None = None,
+) -> Counts:
     gpu = LaggingGpu()
     device = LaggingDevice(checkpoint, weight_layout(MODEL, "float32", PAGE_BYTES), gpu=gpu, triton=True)
-    batch = split_batch([len(prompt) for prompt in PROMPTS], new_tokens, len(PROMPTS))
+    if observer is not None:
+        device.observe_activations(observer)
+    sampling = sampling or Sampling(temperature=0)
+    batch = split_batch([len(prompt) for prompt in prompts], new_tokens, len(prompts))
+    batch = replace(batch, beams=sampling.beams)
     chosen = make_policy(policy)
     plan = plan_run(TWO_MEMORIES, device.layout, batch, chosen, None, device.slot_bytes)
-    run(plan, chosen, device, PROMPTS)
-    launches = gpu.operations.launches + gpu.streams.replays
-    return Counts(gpu.operations.calls, gpu.streams.drained, gpu.memory.allocations, launches, device.kernels)
+    run(plan, chosen, device, prompts, sampling=sampling, observers=[predicted := PredictedLaunches()])
+    return Counts(
+        gpu.operations.calls,
+        gpu.streams.drained,
+        gpu.memory.allocations,
+        gpu.operations.launches + gpu.streams.replays,
+        predicted.count,
+        device.kernels,
+    )
 
 
 @pytest.mark.parametrize(
@@ -269,6 +345,36 @@ def test_a_later_decode_step_allocates_nothing_waits_once_and_launches_or_replay
     assert longer.allocations == shorter.allocations
     assert longer.drained["lane accelerator"] == shorter.drained["lane accelerator"] + 1
     assert longer.launches - shorter.launches <= most * MODEL.layers + AT_ENDS
+    assert longer.launches - shorter.launches == longer.predicted - shorter.predicted
+
+
+@pytest.mark.parametrize(
+    ("policy", "prompts"), [("expert_streaming", PROMPTS), ("resident", [[1]] * (KEPT_ROWS + 1))]
+)
+def test_steps_that_are_more_than_replays_have_the_launches_that_are_predicted(
+    checkpoint: Checkpoint, policy: str, prompts: Sequence[Sequence[int]]
+) -> None:
+    shorter, longer = (counts(checkpoint, policy, new_tokens, prompts) for new_tokens in (5, 6))
+    assert longer.launches - shorter.launches == longer.predicted - shorter.predicted
+
+
+@pytest.mark.parametrize(
+    ("sampling", "observer"),
+    [
+        (Sampling(temperature=0.8), None),
+        (Sampling(temperature=0, beams=3), None),
+        (Sampling(temperature=0), Activations()),
+    ],
+    ids=["temperature", "beams", "activations"],
+)
+def test_the_host_waits_once_a_step_whatever_is_sampled_or_observed(
+    checkpoint: Checkpoint, sampling: Sampling, observer: Activations | None
+) -> None:
+    shorter, longer = (
+        counts(checkpoint, "resident", new_tokens, sampling=sampling, observer=observer)
+        for new_tokens in (4, 5)
+    )
+    assert longer.drained["lane accelerator"] == shorter.drained["lane accelerator"] + 1
 
 
 def test_a_resident_decode_step_is_nothing_but_replays_and_one_copy_of_numbers(

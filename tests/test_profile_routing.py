@@ -51,7 +51,9 @@ class WatchedReference(Reference):
     """Remembers what its routers chose."""
 
     def experts(self, layer: int, x_TD: Any, residual_TD: Any) -> Any:
-        chosen_Tk, _ = functions.route(x_TD, self.blocks[f"layers.{layer}.router"], self.config.routed)
+        chosen_Tk, _ = functions.route(
+            x_TD, {"router": self.blocks[f"layers.{layer}.router"]}, self.config.routed
+        )
         self.chosen.append(chosen_Tk.numpy())
         return super().experts(layer, x_TD, residual_TD)
 

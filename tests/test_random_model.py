@@ -18,7 +18,7 @@ from against_hugging_face import assert_same_tokens, generated
 from benchmarks.gpu._peers import hugging_face
 from moesched.errors import BadInput
 from moesched.models.config import ModelConfig
-from moesched.models.layers import Router
+from moesched.models.networks import Router
 from moesched.models.random_model import write_random_model
 from moesched.models.reading import read_config
 from small_models import SMALL_DBRX, TINY

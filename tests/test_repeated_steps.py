@@ -18,7 +18,7 @@ from benchmarks.shared.small_runs import ONE_MEMORY, fast_memory
 from kernel_tables import kernels_of
 from moesched.devices.kernels.binder import Binder
 from moesched.devices.kernels.layer_weights import Weights
-from moesched.devices.kernels.memory import MOST_BOUND, MOST_SHAPES, Memory, Shapes
+from moesched.devices.kernels.memory import MOST_BOUND, Memory, Scratch
 from moesched.devices.native.attention import LayerAddresses, NativeAttention, SequencesInBlocks
 from moesched.devices.native.compiled import availability, instruction_sets
 from moesched.devices.native.kernels import NativeKernels
@@ -112,23 +112,12 @@ def captured(kernels: Binder, memory: Memory) -> torch.Tensor:
     return out_TD.clone()
 
 
-def test_a_batch_that_shrinks_gets_memory_of_its_own_and_has_the_old_one_when_it_grows(
+def test_a_batch_that_shrinks_has_the_same_bits_in_memory_that_shares_what_is_intermediate(
     kernels: Binder,
 ) -> None:
-    shapes = Shapes()
-    large, of_seven = captured(kernels, shapes.of(7)), shapes.of(7)
-    small = captured(kernels, shapes.of(2))
+    scratch = Scratch()
+    large, small = (captured(kernels, Memory(rows, scratch)) for rows in (7, 2))
     assert torch.equal(small, large[:2])
-    assert torch.equal(captured(kernels, shapes.of(7)), large)
-    assert shapes.of(7) is of_seven
-    assert shapes.of(2) is not of_seven
-
-
-def test_the_shape_that_was_made_first_makes_room_for_another() -> None:
-    shapes = Shapes()
-    first, *others = [shapes.of(tokens) for tokens in range(1, MOST_SHAPES + 2)]
-    assert [shapes.of(memory.rows) for memory in others] == others
-    assert shapes.of(first.rows) is not first
 
 
 def test_kernels_bound_to_streamed_weights_do_not_add_up() -> None:

@@ -21,7 +21,8 @@ from moesched.devices.kernels.functions import KVView
 from moesched.devices.products.linear import expert_ffn, linear
 from moesched.devices.products.packed_weights import pack, packed_bytes, packing_pays
 from moesched.models.footprint import QUERY_TILE
-from moesched.models.layers import FeedForward, GroupedAttention
+from moesched.models.layers import GroupedAttention
+from moesched.models.networks import FeedForward
 from reference import Reference, cut_in_three, generate, whole
 
 Tensor = torch.Tensor
@@ -127,7 +128,7 @@ def test_the_order_in_which_experts_run_does_not_show_in_the_bits(dtype: torch.d
     x_TD, residual_TD = torch.randn(2, 17, 24).to(dtype)
     router = torch.randn(8, 24).to(dtype)
     experts = [[torch.randn(shape).to(dtype) for shape in ((40, 24), (40, 24), (24, 40))] for _ in range(8)]
-    experts_Tk, weights_Tk = functions.route(x_TD, [router], FeedForward(experts=8, top_k=3))
+    experts_Tk, weights_Tk = functions.route(x_TD, {"router": [router]}, FeedForward(experts=8, top_k=3))
     tokens_n, rows_Tk = functions.sorted_by_expert(experts_Tk)
     counts = experts_Tk.flatten().bincount(minlength=8).tolist()
     starts = [sum(counts[:expert]) for expert in range(8)]
@@ -152,7 +153,9 @@ def test_the_order_in_which_experts_run_does_not_show_in_the_bits(dtype: torch.d
 def test_routing_takes_the_largest_logits_and_softmaxes_those() -> None:
     torch.manual_seed(10)
     x_TD, router = torch.randn(30, 16), torch.randn(7, 16)
-    experts_Tk, weights_Tk = functions.route(x_TD, [router[:3], router[3:]], FeedForward(experts=7, top_k=3))
+    experts_Tk, weights_Tk = functions.route(
+        x_TD, {"router": [router[:3], router[3:]]}, FeedForward(experts=7, top_k=3)
+    )
     logits = x_TD @ router.T
     assert experts_Tk.dtype == torch.int64
     assert weights_Tk.dtype == torch.float32

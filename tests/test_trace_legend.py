@@ -49,6 +49,7 @@ TASK = TaskInfo(
     "experts in gpu",
     1,
     "L0 E0 #0",
+    4,
 )
 SLICE = Slice(1, LANE, TASK, 1, 10, 20, "failed", 1, "p.py:3", 2, 1, 1, 0, {0: 1})
 ABOUT = About(

@@ -209,7 +209,7 @@ def experts(of: ModuleType, data: Data, rows: Rows) -> Tensor:
     of.sort_rows(experts_Tk, rows_Tk, pairs_n, starts_E)
     gates, ups = (data.stack(name, INNER, WIDTH, EXPERTS) for name in ("gate", "up"))
     inner_nI, y_nD = data.out(len(pairs_n), INNER), data.out(len(pairs_n), WIDTH)
-    of.gate_and_up(x_TD, pairs_n, starts_E, *gates, *ups, inner_nI)
+    of.gate_and_up(x_TD, pairs_n, starts_E, *gates, *ups, inner_nI, None)
     of.down(inner_nI, starts_E, *data.stack("down", WIDTH, INNER, EXPERTS), y_nD)
     weights_Tk, out_TD = data.tensor("weights", ROWS, TOP_K)[[*rows]].float(), data.out(len(rows), WIDTH)
     of.combine(y_nD, rows_Tk, weights_Tk, data.tensor("residual", ROWS, WIDTH)[[*rows]], out_TD)
@@ -219,9 +219,9 @@ def experts(of: ModuleType, data: Data, rows: Rows) -> Tensor:
 def one_expert(of: ModuleType, data: Data, rows: Rows) -> Tensor:
     x_nD, starts = data.tensor("x", ROWS, WIDTH)[[*rows]], data.numbers([0, len(rows)])
     gate, up = (data.stack(name, INNER, WIDTH) for name in ("gate", "up"))
-    inner_nI = data.out(len(rows), INNER)
-    of.gate_and_up(x_nD, None, starts, *gate, *up, inner_nI)
-    return inner_nI
+    inner_nI, gated_nI = data.out(len(rows), INNER), data.out(len(rows), INNER, dtype=torch.float32)
+    of.gate_and_up(x_nD, None, starts, *gate, *up, inner_nI, gated_nI)
+    return torch.cat([inner_nI.float(), gated_nI], dim=1)
 
 
 def logits(of: ModuleType, data: Data, rows: Rows) -> Tensor:
@@ -323,7 +323,7 @@ def test_bits_of_tensor_cores_depend_on_no_tile(dtype: torch.dtype) -> None:
         projected, inner, y = (data.out(rows, width) for _ in range(3))
         starts = data.numbers([0, rows])
         triton_launches.output_projection(x_TD[:rows], *projection, x_TD[:rows], projected)
-        triton_launches.gate_and_up(x_TD[:rows], None, starts, *gate, *up, inner)
+        triton_launches.gate_and_up(x_TD[:rows], None, starts, *gate, *up, inner, None)
         triton_launches.down(inner, starts, *projection, y)
         return [projected, inner, y]
 

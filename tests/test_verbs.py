@@ -15,8 +15,10 @@ from moesched.steps.verbs.table import VERBS, paths, picture
 from moesched.tasks import Kernel, Lane, Work
 from moesched.testing import Case
 from moesched.testing.symbolic import SymbolicDevice
+from moesched.testing.symbolic.attention import Attention
 from moesched.testing.symbolic.batch import SymbolicBatch
 from moesched.testing.symbolic.exchanges import Board
+from moesched.testing.symbolic.experts import Experts
 from moesched.testing.symbolic.verbs import verbs_of
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -53,7 +55,8 @@ def a_plan() -> Plan:
 
 def test_the_symbolic_device_has_an_entry_for_every_verb_of_the_table_that_has_a_task() -> None:
     plan = a_plan()
-    entries = verbs_of(plan, SymbolicBatch(plan), Board())
+    batch = SymbolicBatch(plan)
+    entries = verbs_of(plan, Attention(batch), Experts(batch), Board())
     assert {verb.name for verb in VERBS if verb.lane} <= entries.keys()
 
 

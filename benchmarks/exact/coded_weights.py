@@ -29,8 +29,8 @@ from moesched.devices.shared.coded import Coded
 from moesched.devices.torch.device import TorchDevice
 from moesched.models.checkpoint import Checkpoint, open_checkpoint
 from moesched.models.coded_models import MIXES
-from moesched.models.layers import Router
 from moesched.models.layout import weight_layout
+from moesched.models.networks import Router
 from moesched.models.random_model import write_random_model
 from moesched.models.stored_formats import CODED, STORED_FORMATS
 from moesched.plugins import make_policy

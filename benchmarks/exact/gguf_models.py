@@ -33,8 +33,9 @@ from moesched.models.gguf.parts import read_parts
 from moesched.models.gguf.types import READABLE
 from moesched.models.gguf.vocabulary import read_vocabulary
 from moesched.models.layout import weight_layout
+from moesched.models.networks import Activation
 from moesched.plugins import make_policy
-from odd_models import DBRX, GLM, GRANITE, MINIMAX, MIXTRAL, OLMOE, PROMPTS
+from odd_models import DBRX, GLM, GPT_OSS, GRANITE, MINIMAX, MIXTRAL, OLMOE, PROMPTS
 
 MOST_DIFFERENCE = 1e-5
 NEW_TOKENS = 4
@@ -50,6 +51,7 @@ FAMILIES: dict[str, ModelConfig] = {
     "dbrx": DBRX.varied(**SIZES),
     "granitemoe": GRANITE.varied(**SIZES),
     "minimax-m2": MINIMAX.varied(**SIZES),
+    "gpt-oss": GPT_OSS.cut(2).varied(**SIZES, activation=Activation(alpha=1.702, limit=7.0)),
     "glm4moe": replace(GLM, hidden=SIZES["hidden"], pattern=(_DENSE.varied(intermediate=0), _ROUTED)),
 }
 TYPES: dict[str, TypeOf] = {

@@ -195,7 +195,7 @@ class Data:
         if name == "down":
             return lambda copy: launch(inner, starts, *tables[copy], y)
         ups = [self._table(sizes.experts, *shape) for _ in range(sizes.copies)]
-        return lambda copy: launch(x, pairs, starts, *tables[copy], *ups[copy], inner)
+        return lambda copy: launch(x, pairs, starts, *tables[copy], *ups[copy], inner, None)
 
     def _random(self, *shape: int) -> Tensor:
         return torch.randn(shape, dtype=torch.bfloat16, device="cuda" if self._on_gpu else "cpu")

@@ -21,7 +21,7 @@ from benchmarks.peers.rounds import (
 )
 from benchmarks.shared.limits import Buffer, limit_of, measured_flops, read_limit
 from moesched.models.config import ITEM_BYTES, ModelConfig
-from moesched.models.layers import elements
+from moesched.models.tensor_shapes import elements
 from moesched.models.tensors import count_active_weights, count_weights, global_shapes
 from moesched.system.cores import usable_cores
 

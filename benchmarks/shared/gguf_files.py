@@ -26,11 +26,14 @@ from moesched.models.architectures.architecture import Stored
 from moesched.models.checkpoint import Checkpoint, StoredTensor, open_checkpoint
 from moesched.models.config import ModelConfig
 from moesched.models.encoding import encoded
-from moesched.models.gguf.families import GGUF_FAMILIES, architecture_of, gguf_tensors
+from moesched.models.gguf.families import GGUF_FAMILIES, architecture_of
+from moesched.models.gguf.tensor_names import as_in_gguf, gguf_tensors
 from moesched.models.gguf.types import TENSOR_TYPES
-from moesched.models.layers import GroupedAttention, Shape
+from moesched.models.layers import GroupedAttention
 from moesched.models.published import with_shapes
 from moesched.models.rotary import Llama3, Yarn
+from moesched.models.tensor_shapes import Shape
+from moesched.models.tensors import is_transposed
 
 Values = npt.NDArray[np.float32]
 TypeOf = Callable[[str, Shape], GGMLQuantizationType]
@@ -46,10 +49,11 @@ def bfloat16(name: str, shape: Shape) -> GGMLQuantizationType:
 
 
 def quantized(kind: GGMLQuantizationType) -> TypeOf:
-    """Norms and routers in float32, as llama.cpp wants them, all other weights of one type."""
+    """Norms, biases and routers in float32, as llama.cpp wants them, all other weights of one type."""
 
     def type_of(name: str, shape: Shape) -> GGMLQuantizationType:
-        return GGMLQuantizationType.F32 if len(shape) == 1 or ROUTER in name else kind
+        small = len(shape) == 1 or ROUTER in name or name.endswith(".bias")
+        return GGMLQuantizationType.F32 if small else kind
 
     return type_of
 
@@ -120,9 +124,9 @@ def write_sparse_gguf(
     _describe(writer, config)
     describe(writer)
     nbytes = 0
-    for name, stored in with_shapes(
-        config, gguf_tensors(GGUF_FAMILIES[architecture_of(config)], config)
-    ).items():
+    config = as_in_gguf(config)
+    tensors = gguf_tensors(GGUF_FAMILIES[architecture_of(config)], config)
+    for name, stored in with_shapes(config, tensors).items():
         kind = type_of(name, stored.shape)
         block, block_bytes = GGML_QUANT_SIZES[kind]
         size = math.prod(stored.shape) // block * block_bytes
@@ -140,9 +144,9 @@ def tensors(checkpoint: Checkpoint) -> Iterator[tuple[Stored, Values]]:
     """Names of tensors with their values; a layer's experts are one tensor of three dimensions."""
     config = checkpoint.config
     family = GGUF_FAMILIES[architecture_of(config)]
-    for stored in gguf_tensors(family, config):
-        if stored.parts[0] not in checkpoint.tensors:
-            continue  # the router of a model with one expert
+    for stored in gguf_tensors(family, as_in_gguf(config)):
+        if config.routed.experts == 1 and "router" in stored.parts[0]:
+            continue
         parts = [values_of(checkpoint, name) for name in stored.parts]
         if family.interleaved and stored.parts[0].endswith((".q", ".k")):
             parts = [interleaved(parts[0], config.attention.head_dim)]
@@ -150,7 +154,16 @@ def tensors(checkpoint: Checkpoint) -> Iterator[tuple[Stored, Values]]:
 
 
 def values_of(checkpoint: Checkpoint, name: str) -> Values:
-    """A tensor of plain weights, its rows as outputs."""
+    """A tensor of plain weights by its name in a model `as_in_gguf`, its rows as outputs."""
+    if name in checkpoint.tensors:
+        return _rows_of(checkpoint, name)
+    of_expert, _, part = name.rpartition(".")
+    matrix, bias, _ = part.partition("_bias")
+    both = _rows_of(checkpoint, f"{of_expert}.gate_up{bias}")
+    return both[("gate", "up").index(matrix) :: 2]
+
+
+def _rows_of(checkpoint: Checkpoint, name: str) -> Values:
     tensor: StoredTensor = checkpoint.tensors[name]
     assert tensor.format.name in _NUMBERS and tensor.columns is None
     numbers: npt.NDArray[Any] = np.memmap(
@@ -158,7 +171,7 @@ def values_of(checkpoint: Checkpoint, name: str) -> Values:
     )
     if tensor.format.name == "bfloat16":
         numbers = (numbers.astype(np.uint32) << 16).view(np.float32)
-    transposed = name.endswith(".down") and checkpoint.config.routed.transposed_down
+    transposed = is_transposed(checkpoint.config, name)
     return np.ascontiguousarray(numbers.T if transposed else numbers, dtype=np.float32)
 
 
@@ -200,8 +213,9 @@ def _describe(writer: Any, config: ModelConfig) -> None:
     _describe_scaling(writer, attention)
     if attention.clip is not None:
         writer.add_clamp_kqv(attention.clip)
-    if attention.window is not None:
-        writer.add_sliding_window(attention.window)
+    window = config.layer(0).grouped.window
+    if window is not None:
+        writer.add_sliding_window(window)
     if network.experts > 1:
         writer.add_expert_count(network.experts)
         writer.add_expert_used_count(network.top_k)

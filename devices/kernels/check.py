@@ -13,7 +13,8 @@ from msgspec.structs import replace
 from moesched import plugins
 from moesched.errors import KernelFailed
 from moesched.models.config import ModelConfig
-from moesched.models.layers import Activation, FeedForward, GroupedAttention, Layer, Router
+from moesched.models.layers import GroupedAttention, Layer
+from moesched.models.networks import Activation, FeedForward, Router
 from moesched.models.rotary import Rotary
 from moesched.models.stored_formats import CODED, STORED_FORMATS, StoredFormat
 

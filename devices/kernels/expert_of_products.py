@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from moesched.models.layers import Activation
+from moesched.models.networks import Activation
 
 from .functions import activated, with_bias
 from .layer_weights import Blocks, Tensor, Weights

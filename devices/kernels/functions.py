@@ -22,7 +22,8 @@ import torch.nn.functional as F
 
 from moesched.models.config import ModelConfig, NormKind
 from moesched.models.footprint import QUERY_TILE
-from moesched.models.layers import Activation, FeedForward, GroupedAttention, Router
+from moesched.models.layers import GroupedAttention
+from moesched.models.networks import Activation, FeedForward, Router
 
 from ..products.linear import Blocks, Tensor, linear
 from .fused_attention import queries_in_a_piece
@@ -352,15 +353,10 @@ def scores(logits_TE: Tensor) -> Tensor:
     return logits_TE.softmax(dim=-1).mean(dim=0)
 
 
-def route(
-    x_TD: Tensor, router: Blocks, network: FeedForward, bias_E: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """The experts of each token and their weights, as `choose_experts` gives them; x is the router's input.
-
-    bias_E: of the router: a correction, or added to the logits.
-    """
-    added_E, correction_E = (None, bias_E) if network.router.corrected else (bias_E, None)
-    return choose_experts(router_logits(x_TD, router, added_E), network, correction_E)
+def route(x_TD: Tensor, weights: Mapping[str, Blocks], network: FeedForward) -> tuple[Tensor, Tensor]:
+    """The experts of each token and their weights, as `choose_experts` gives them; x is the router's input."""
+    added_E, correction_E = router_biases(weights, network)
+    return choose_experts(router_logits(x_TD, weights["router"], added_E), network, correction_E)
 
 
 def choose_experts(

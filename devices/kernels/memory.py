@@ -7,12 +7,10 @@ from collections.abc import Callable, Hashable
 
 import torch
 
+from moesched.models.footprint import KEPT_ROWS
+
 from .seam import Bound
 
-KEPT_ROWS = 128
-"""Rows up to which a micro-batch keeps its memory from layer to layer: that of a prompt would be too much."""
-MOST_SHAPES = 4
-"""Numbers of tokens whose memory a micro-batch keeps."""
 MOST_BOUND = 2048
 """Bound kernels that a micro-batch keeps. Streamed weights are new ones in every step."""
 
@@ -97,27 +95,6 @@ class SharedMemory(Memory):
     ) -> torch.Tensor:
         """The shared tensor of a name."""
         return self.scratch.tensor(name, *shape, dtype=dtype, device=device)
-
-
-class Shapes:
-    """The memories of a micro-batch by number of rows, kept for later steps.
-
-    Args:
-        scratch: memory for intermediate results; by default each has its own.
-    """
-
-    def __init__(self, scratch: Scratch | None = None) -> None:
-        self._scratch = scratch
-        self._kept: dict[int, Memory] = {}
-
-    def of(self, rows: int) -> Memory:
-        """The memory for a number of rows, made if needed; with more than `MOST_SHAPES`, the oldest is dropped."""
-        memory = self._kept.get(rows) or Memory(rows, self._scratch)
-        if memory.kept and rows not in self._kept:
-            if len(self._kept) == MOST_SHAPES:
-                del self._kept[next(iter(self._kept))]
-            self._kept[rows] = memory
-        return memory
 
 
 def _allocated(

@@ -17,7 +17,8 @@ import mlx.core as mx
 
 from moesched.models.config import ModelConfig, NormKind
 from moesched.models.footprint import EXPERT_TILE, EXPERTS_AT_ONCE, QUERY_TILE
-from moesched.models.layers import FeedForward, GroupedAttention, Router
+from moesched.models.layers import GroupedAttention
+from moesched.models.networks import FeedForward, Router
 
 from . import mlx_elements
 

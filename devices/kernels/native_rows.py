@@ -5,128 +5,23 @@ Roundings to bfloat16 are where torch has them: after each product, norm, rotati
 
 from __future__ import annotations
 
-import ctypes
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 import torch
 
 from moesched.models.config import ModelConfig
 
-from ..native.arguments import Head, Inputs, Layer, Tokens
-from ..native.compiled import formats, library, why_unusable
-from ..native.kernels import NativeKernels, address, check, matrix_of, numbers
-from . import functions
+from ..native.arguments import Inputs, Layer
+from ..native.compiled import library
+from ..native.kernels import address, check, numbers
 from .layer_weights import Tensor, Weights
 from .memory import Memory
-from .native_preparation import Preparation
-from .resources import Resources
-from .seam import CODED, COLUMNS, ROWS, Bound, Case, Kernel, Routed
-
-BFLOAT16 = torch.bfloat16
-MOST_COLUMN_ROWS = 16
-MOST_GROUPS = 64
-"""Of the experts of a router, as in moe_layer.c."""
-
-
-class NativeKernel(Kernel):
-    """A kernel of the library. A row's bits depend on no other row, and on the instruction set alone."""
-
-    name = "native"
-    takes = "rows of bfloat16 by coded weights, and few by bfloat16 ones, on a CPU"
-    independent = True
-    has_threads = True
-
-    def __init__(self, resources: Resources) -> None:
-        assert resources.threads is not None, "the library is there"
-        self._threads: NativeKernels = resources.threads
-        self._config: ModelConfig = resources.config
-        self._prepare = Preparation(resources.config)
-        self.name = f"native {self._threads.instruction_set}"
-
-    @classmethod
-    def problem(cls) -> str | None:
-        """The reason why the native library cannot be used: it is missing or does not load; None if it can."""
-        return why_unusable() or None
-
-    def refusal(self, case: Case) -> str:
-        """A reason to refuse what the library lacks, and many rows, for which torch is faster; else empty."""
-        if case.device != "cpu":
-            return "it is for the CPU"
-        if case.dtype != "bfloat16":
-            return "it multiplies bfloat16 numbers"
-        coded = case.formats - {ROWS}
-        if not coded <= set(formats()):
-            return f"it reads plain rows and {', '.join(sorted(CODED & set(formats())))}"
-        if not case.rows:
-            return "it multiplies rows"
-        if not coded and case.rows > self._threads.most_rows:
-            return f"torch is faster from {self._threads.most_rows + 1} rows on"
-        if case.layer is not None and case.layer.feed_forward.router.groups > MOST_GROUPS:
-            return f"its routers have at most {MOST_GROUPS} groups"
-        return ""
-
-    def _bound(self, function: Callable[..., int], arguments: ctypes.Structure) -> Callable[[], int]:
-        return self._threads.bound(function, arguments)
-
-
-class NativeMemoryKernel(NativeKernel):
-    """A kernel that writes its results to the memory of a micro-batch."""
-
-    uses_memory = True
-
-
-class NativeEmbed(NativeMemoryKernel):
-    """Embeddings and angles."""
-
-    operation = "embed"
-
-    def bind(self, case: Case, weights: Weights, memory: Memory) -> Bound:
-        """Bind the lookup of embeddings: (ids, positions, steps) -> hidden_TD, angles."""
-        attention = self._config.attention
-        turning = attention.rotary.turning(attention.head_dim)
-        hidden_TD = hidden_states(memory, self._config)
-        cosines, sines = (
-            memory.tensor(name, memory.rows, 1, turning, dtype=torch.float32) for name in ("cosines", "sines")
-        )
-        frequencies = functions.rotary_frequencies(attention, torch.device("cpu"))
-        ids, positions, embedding = (
-            numbers(memory.rows),
-            numbers(memory.rows),
-            matrix_of(weights["embedding"]),
-        )
-        arguments = Tokens(
-            tokens=memory.rows,
-            hidden=self._config.hidden,
-            turning=turning,
-            magnitude=attention.rotary.magnitude,
-            factor=self._config.embedding_factor,
-            ids=address(ids),
-            positions=address(positions),
-            embedding=address(embedding),
-            frequencies=frequencies.data_ptr(),
-            x=hidden_TD.data_ptr(),
-            cosines=cosines.data_ptr(),
-            sines=sines.data_ptr(),
-        )
-        run = self._bound(library().moesched_embed, arguments)
-        room = memoryview(ids), memoryview(positions)  # which keep their size
-        return partial(_embed, run, room, (hidden_TD, (cosines, sines)), (frequencies, embedding))
-
-
-def _embed(
-    run: Callable[[], int],
-    room: tuple[memoryview, memoryview],
-    results: tuple[Tensor, tuple[Tensor, Tensor]],
-    held: object,
-    ids: Sequence[int],
-    positions: Sequence[int],
-    _: object,
-) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    room[0][:], room[1][:] = array("q", ids), array("q", positions)
-    check(run())
-    return results
+from .native_ends import NATIVE_ENDS
+from .native_kernel import BFLOAT16, NativeKernel, NativeMemoryKernel, hidden_states
+from .native_products import NATIVE_PRODUCTS
+from .seam import Bound, Case, Routed
 
 
 class NativeAttentionInputs(NativeMemoryKernel):
@@ -310,120 +205,6 @@ class _MoELayer:
         return self._out_TD, self._experts_Tk, counts
 
 
-class NativeLogits(NativeKernel):
-    """Logits of some rows, each time in new memory."""
-
-    operation = "logits"
-
-    def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
-        """Bind last norm and LM head: (hidden_TD, rows) -> logits_SV."""
-        return partial(_logits, self._threads, weights.arguments(Head, self._prepare.head))
-
-
-def _logits(threads: NativeKernels, head: Head, hidden_TD: Tensor, rows: Sequence[int]) -> Tensor:
-    call = HeadCall(threads, head, rows)
-    call(hidden_TD)
-    return call.logits_SV
-
-
-class NativeGreedy(NativeMemoryKernel):
-    """Logits and the likeliest tokens, in memory that the next call for the same number of rows overwrites."""
-
-    operation = "greedy"
-
-    def bind(self, case: Case, weights: Weights, memory: Memory) -> Bound:
-        """Bind logits and the likeliest tokens: (hidden_TD, rows) -> logits_SV, tokens."""
-        return _Greedy(self._threads, weights.arguments(Head, self._prepare.head))
-
-
-class _Greedy:
-    """A bound call; it makes a new `HeadCall` only when the rows differ from the last call's."""
-
-    def __init__(self, threads: NativeKernels, head: Head) -> None:
-        self._threads = threads
-        self._head = head
-        self._rows: Sequence[int] = ()
-        self._call: HeadCall | None = None
-
-    def __call__(self, hidden_TD: Tensor, rows: Sequence[int]) -> tuple[Tensor, list[int]]:
-        call = self._call
-        if call is None or rows != self._rows:
-            call = self._call = HeadCall(self._threads, self._head, rows)
-            self._rows = rows
-        return call.logits_SV, call(hidden_TD)
-
-
-class HeadCall:
-    """The call for the logits of some rows, with memory for them.
-
-    Args:
-        head: the prepared arguments, which are copied.
-
-    Attributes:
-        logits_SV: logits of each row, float32.
-    """
-
-    def __init__(self, threads: NativeKernels, head: Head, rows: Sequence[int]) -> None:
-        head = Head.from_buffer_copy(head)
-        self._chosen = array("q", rows)
-        self._likeliest = numbers(len(rows))
-        self._head = head
-        self._hidden_TD: Tensor | None = None
-        self.logits_SV = torch.empty(len(rows), head.vocabulary)
-        head.rows, head.chosen = len(rows), address(self._chosen)
-        head.logits, head.likeliest = self.logits_SV.data_ptr(), address(self._likeliest)
-        self._run = threads.bound(library().moesched_logits, head)
-
-    def __call__(self, hidden_TD: Tensor) -> list[int]:
-        """Compute the logits; returns the likeliest token of each row, -1 if its logits are not finite."""
-        if hidden_TD is not self._hidden_TD:
-            self._hidden_TD, self._head.x = hidden_TD, hidden_TD.data_ptr()
-        check(self._run())
-        return self._likeliest.tolist()
-
-
-class NativeProduct(NativeKernel):
-    """A product by the row blocks of a matrix."""
-
-    operation = "product"
-
-    def refusal(self, case: Case) -> str:
-        """Refuse row blocks in several formats, too."""
-        several = len(case.formats) > 1
-        return super().refusal(case) or ("it reads row blocks in one format" if several else "")
-
-    def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
-        """Bind the product with a matrix: (x_TD) -> y_TN."""
-        return partial(self._threads.linear, blocks=weights["matrix"])
-
-
-class NativeColumns(NativeProduct):
-    """A product by a matrix that is stored transposed."""
-
-    takes = f"{MOST_COLUMN_ROWS} rows of bfloat16 and less by matrices that are stored transposed, on a CPU"
-
-    def __init__(self, resources: Resources) -> None:
-        super().__init__(resources)
-        self.name = f"{self.name}, columns"
-
-    def refusal(self, case: Case) -> str:
-        """Refuse many rows, and other matrices."""
-        if case.formats != {COLUMNS}:
-            return "it reads matrices that are stored transposed"
-        if case.rows > MOST_COLUMN_ROWS:
-            return f"torch is faster from {MOST_COLUMN_ROWS + 1} rows on"
-        return super().refusal(case._replace(formats=frozenset({ROWS})))
-
-    def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
-        """Bind the product with a matrix: (x_TD) -> y_TN."""
-        return partial(self._threads.linear_by_columns, blocks=weights["matrix"])
-
-
-def hidden_states(memory: Memory, config: ModelConfig) -> Tensor:
-    """The tensor for hidden states, which all layers share."""
-    return memory.tensor("hidden", memory.rows, config.hidden, dtype=BFLOAT16)
-
-
 def choices_in(memory: Memory, config: ModelConfig) -> Routed:
     """The tensors for a router's result; logits begin as zeros, which a single expert keeps."""
     rows, routed = memory.rows, config.routed
@@ -450,14 +231,11 @@ def _write_choices(layer: Layer, choices: Routed, memory: Memory, case: Case) ->
 
 
 NATIVE = (
-    NativeEmbed,
     NativeAttentionInputs,
     NativeRoute,
     NativeExpert,
     NativeCombine,
     NativeMoELayer,
-    NativeLogits,
-    NativeGreedy,
-    NativeProduct,
-    NativeColumns,
+    *NATIVE_ENDS,
+    *NATIVE_PRODUCTS,
 )

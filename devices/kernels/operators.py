@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch.library import Library, infer_schema
 
-from moesched.models.layers import FeedForward, Router
+from moesched.models.networks import FeedForward, Router
 
 from . import functions
 
@@ -250,7 +250,7 @@ def sort_rows(experts_Tk: Tensor, rows_Tk: Tensor, pairs_n: Tensor, starts_E: Te
     starts_E.copy_(torch.searchsorted(sorted_n, torch.arange(len(starts_E))))
 
 
-@_operator("inner_nI")
+@_operator("inner_nI", "gated_nI")
 def gate_and_up(
     x_TD: Tensor,
     pairs_n: Tensor | None,
@@ -260,8 +260,12 @@ def gate_and_up(
     up_table: Tensor,
     ups: list[Tensor],
     inner_nI: Tensor,
+    gated_nI: Tensor | None,
 ) -> None:
-    """silu(gate x) * up x of all experts, on rows in the order of `sort_rows`; without pairs, on x as it is."""
+    """silu(gate x) * up x of all experts, on rows in the order of `sort_rows`; without pairs, on x as it is.
+
+    gated_nI: becomes silu(gate x), float32, for an observer.
+    """
     choices = len(inner_nI) // len(x_TD)
     x_nD = x_TD if pairs_n is None else x_TD[pairs_n // choices]
     stacks = (
@@ -269,7 +273,10 @@ def gate_and_up(
         for blocks, table in ((gates, gate_table), (ups, up_table))
     )
     for rows, gate, up in zip(_rows(starts_E), *stacks, strict=True):
-        inner_nI[rows] = (F.silu(_product(x_nD[rows], gate)) * _product(x_nD[rows], up)).to(inner_nI.dtype)
+        own_nI = F.silu(_product(x_nD[rows], gate))
+        inner_nI[rows] = (own_nI * _product(x_nD[rows], up)).to(inner_nI.dtype)
+        if gated_nI is not None:
+            gated_nI[rows] = own_nI.to(inner_nI.dtype).float()
 
 
 @_operator("y_nD")

@@ -121,6 +121,13 @@ _OPERATIONS = (
         "(attended_TX, hidden_TD) -> hidden_TD, experts_Tk, counts or None",
         parts=("output_projection", "route", "expert", "combine"),
     ),
+    Operation(
+        "observed_moe_layer",
+        "the same, and the activations SiLU(gate x) of the experts' rows in their order, float32",
+        (),
+        "(attended_TX, hidden_TD) -> hidden_TD, experts_Tk, gated_nI",
+        parts=("output_projection", "route", "expert", "combine"),
+    ),
     Operation("logits", "last norm and LM head", ("lm_head",), "(hidden_TD, rows) -> logits_SV"),
     Operation(
         "greedy",

@@ -8,14 +8,13 @@ from typing import Any
 
 import torch
 
+from moesched.models.replayed import PART_TOKENS
+
 from . import functions, operators
 from .layer_weights import Blocks, Tensor, Weights
 from .memory import Memory
 from .seam import Bound, Case
 from .triton_kernel import TritonKernel, power_of_two
-
-SPLIT = 512
-"""Tokens of a part of a sequence, each of which a program attends over."""
 
 
 class TritonAttentionInputs(TritonKernel):
@@ -102,14 +101,14 @@ class TritonAttention(TritonKernel):
             ]
 
         def launch(qkv: Blocks, table: Tensor, block: int, cached: Blocks, *parts: Tensor) -> Tensor:
-            operators.attend(*qkv, table, block, window, SPLIT, *cached, *parts)
-            operators.join_parts(*parts, table, SPLIT, attended_SX)
+            operators.attend(*qkv, table, block, window, PART_TOKENS, *cached, *parts)
+            operators.join_parts(*parts, table, PART_TOKENS, attended_SX)
             return attended_SX
 
         launch = self._captured(launch)
 
         def attend(qkv: Sequence[Tensor], cached: Any, step: Any) -> Tensor:
-            own = parts(power_of_two(-(-max(step.in_blocks.lengths) // SPLIT)))
+            own = parts(power_of_two(-(-max(step.in_blocks.lengths) // PART_TOKENS)))
             table = step.table(upload)
             return launch(qkv, table, cached.block_size, (cached.keys, cached.values), *own)
 

@@ -138,12 +138,14 @@ def gate_and_up(
     gates,
     ups,
     inner_nI,
+    gated_nI,
     row_tiles,
     experts,
     width,
     intermediate,
     TOP_K: tl.constexpr,
     GATHERS: tl.constexpr,
+    OBSERVED: tl.constexpr,
     EXPERTS: tl.constexpr,
     GATE_BLOCKS: tl.constexpr,
     UP_BLOCKS: tl.constexpr,
@@ -151,7 +153,7 @@ def gate_and_up(
     OUTPUTS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """silu(gate x) * up x of some rows of one expert, for some of its outputs."""
+    """silu(gate x) * up x of some rows of one expert, for some of its outputs, and silu(gate x) if it is observed."""
     tile, part = tile_of(tl.program_id(0), row_tiles, tl.cdiv(intermediate, OUTPUTS))
     expert, row, stop = group_of(starts_E, tile, experts, ROWS, EXPERTS)
     if row >= stop:
@@ -177,9 +179,12 @@ def gate_and_up(
         OUTPUTS,
         COLUMNS,
     )
-    inner = rounded(gated / (1.0 + tl.exp(-gated)) * upped, x_TD.dtype.element_ty)
+    gated = gated / (1.0 + tl.exp(-gated))
     at = r.to(tl.int64)[None, :] * intermediate + n[:, None]
-    tl.store(inner_nI + at, inner, (r[None, :] < stop) & (n[:, None] < intermediate))
+    inside = (r[None, :] < stop) & (n[:, None] < intermediate)
+    tl.store(inner_nI + at, rounded(gated * upped, x_TD.dtype.element_ty), inside)
+    if OBSERVED:
+        tl.store(gated_nI + at, rounded(gated, x_TD.dtype.element_ty).to(tl.float32), inside)
 
 
 @triton.jit

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from moesched.models.layers import Layer
+from moesched.models.replayed import MOST_TABLES
 
 from . import operators
 from .layer_weights import Blocks, Tensor
@@ -20,8 +21,6 @@ ALIGNED_BYTES = 16
 """Rows of matrices begin at multiples of this, so that a GPU reads them in its widest loads."""
 DTYPES = {"bfloat16": 2, "float16": 2, "float32": 4}
 """The dtypes of weights and hidden states that the kernels take, with their bytes."""
-MOST_TABLES = 1024
-"""Tables of row blocks that are kept on the GPU. Streamed weights come back to the same addresses."""
 
 
 class Matrix(NamedTuple):

@@ -281,6 +281,7 @@ def gate_and_up(
     up_table: Tensor,
     ups: list[Tensor],
     inner_nI: Tensor,
+    gated_nI: Tensor | None,
 ) -> None:
     """Launch gate and up of all experts."""
     rows, intermediate = inner_nI.shape
@@ -292,12 +293,14 @@ def gate_and_up(
         gate_table,
         up_table,
         inner_nI,
+        inner_nI if gated_nI is None else gated_nI,
         tiles,
         len(starts_E) - 1,
         x_TD.shape[1],
         intermediate,
         TOP_K=rows // len(x_TD),
         GATHERS=pairs_n is not None,
+        OBSERVED=gated_nI is not None,
         GATE_BLOCKS=gate_table.shape[1],
         UP_BLOCKS=up_table.shape[1],
         **sizes,

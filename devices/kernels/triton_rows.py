@@ -8,12 +8,13 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from typing import Any, TypeVar
 
 import torch
 
-from moesched.models.layers import FeedForward
+from moesched.models.footprint import KEPT_ROWS
+from moesched.models.networks import FeedForward
 
 from . import functions, operators
 from .kernel_weights import EXPERT_PARTS
@@ -35,6 +36,11 @@ class TritonEmbed(TritonKernel):
 
     operation = "embed"
 
+    @cached_property
+    def _frequencies_h(self) -> Tensor:
+        """The rotary frequencies on the GPU."""
+        return functions.rotary_frequencies(self._config.attention, self._device)
+
     def refusal(self, case: Case) -> str:
         """Refuses angles with a magnitude as well."""
         plain = self._config.attention.rotary.magnitude == 1
@@ -43,13 +49,12 @@ class TritonEmbed(TritonKernel):
     def bind(self, case: Case, weights: Weights, memory: Memory) -> Bound:
         """Bind the lookup of embeddings: (ids, positions, steps) -> hidden_TD, angles."""
         attention = self._config.attention
-        frequencies_h = functions.rotary_frequencies(attention, self._device)
         hidden_TD = self._result(memory, "hidden", case.rows, self._config.hidden)
         shape = case.rows, 1, attention.rotary.turning(attention.head_dim)
         angles = tuple(
             self._result(memory, name, *shape, dtype=torch.float32) for name in ("cosines", "sines")
         )
-        arguments = weights["embedding"][0], frequencies_h, hidden_TD, *angles
+        arguments = weights["embedding"][0], self._frequencies_h, hidden_TD, *angles
 
         @self._captured
         def look_up(ids_T: Tensor, positions_T: Tensor) -> None:
@@ -142,7 +147,7 @@ class TritonExpert(TritonKernel):
         def run(x_nD: Tensor, y_nD: Tensor) -> None:
             starts = self._indices([0, len(x_nD)])
             inner_nI = x_nD.new_empty(len(x_nD), intermediate)
-            operators.gate_and_up(x_nD, None, starts, *gate, *up, inner_nI)
+            operators.gate_and_up(x_nD, None, starts, *gate, *up, inner_nI, None)
             operators.down(inner_nI, starts, *down, y_nD)
 
         return run
@@ -191,21 +196,31 @@ class TritonMoELayer(TritonKernel):
         shared = SharedMemory(case.rows, memory.scratch)
         project, route = (part.bind(case, weights, shared) for part in (self._project, self._route))
         tokens = min(case.rows, max(1, GROUPED_BYTES // DTYPES[case.dtype] // network.top_k))
-        add_experts = self._experts(tokens, network, weights, memory)
+        gated_nI = self._gated(case.rows * network.top_k, network.intermediate, memory)
+        add_experts = self._experts(tokens, network, weights, memory, gated_nI)
         out_TD = self._result(memory, "hidden", case.rows, self._config.hidden)
 
-        def run(attended_TX: Tensor, hidden_TD: Tensor) -> tuple[Tensor, Tensor, None]:
+        def run(attended_TX: Tensor, hidden_TD: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
             projected_TD = project(attended_TX, hidden_TD)
             routed = route(projected_TD)
             whole = routed.x_TD, routed.experts_Tk, routed.weights_Tk, projected_TD, out_TD
             for part in zip(*(each.split(tokens) for each in whole), strict=True):
                 add_experts(*part)
-            return out_TD, routed.experts_Tk, None
+            return out_TD, routed.experts_Tk, gated_nI
 
         return self._captured(run)
 
+    def _gated(self, rows: int, intermediate: int, memory: Memory) -> Tensor | None:
+        """Memory for activations; None if nobody observes them."""
+        return None
+
     def _experts(
-        self, tokens: int, network: FeedForward, weights: Weights, memory: Memory
+        self,
+        tokens: int,
+        network: FeedForward,
+        weights: Weights,
+        memory: Memory,
+        gated_nI: Tensor | None,
     ) -> Callable[..., None]:
         """Bind the experts of up to `tokens` tokens: (x_TD, experts_Tk, weights_Tk, residual_TD, out_TD) -> None."""
         gates, ups, downs = (
@@ -224,11 +239,25 @@ class TritonMoELayer(TritonKernel):
         ) -> None:
             rows_Tk, n = most_Tk[: len(x_TD)], experts_Tk.numel()
             operators.sort_rows(experts_Tk, rows_Tk, pairs_n[:n], starts_E)
-            operators.gate_and_up(x_TD, pairs_n[:n], starts_E, *gates, *ups, inner_nI[:n])
+            operators.gate_and_up(x_TD, pairs_n[:n], starts_E, *gates, *ups, inner_nI[:n], gated_nI)
             operators.down(inner_nI[:n], starts_E, *downs, y_nD[:n])
             operators.combine(y_nD[:n], rows_Tk, weights_Tk, residual_TD, out_TD)
 
         return add
+
+
+class TritonObservedLayer(TritonMoELayer):
+    """All that follows attention, with the activations of experts, for few tokens."""
+
+    operation = "observed_moe_layer"
+
+    def refusal(self, case: Case) -> str:
+        """Refuses more tokens than a micro-batch keeps memory for as well."""
+        few = case.rows <= KEPT_ROWS and case.rows * DTYPES[case.dtype] <= GROUPED_BYTES // _top_k(case)
+        return super().refusal(case) or ("" if few else f"it takes up to {KEPT_ROWS} rows in one part")
+
+    def _gated(self, rows: int, intermediate: int, memory: Memory) -> Tensor:
+        return self._scratch(memory, "gated", rows, intermediate, dtype=torch.float32)
 
 
 class TritonLogits(TritonKernel):
@@ -291,9 +320,15 @@ TRITON = (
     TritonExpert,
     TritonCombine,
     TritonMoELayer,
+    TritonObservedLayer,
     TritonLogits,
     TritonGreedy,
 )
+
+
+def _top_k(case: Case) -> int:
+    assert case.layer is not None, "it is in a layer"
+    return case.layer.feed_forward.top_k
 
 
 def _padded(numbers: array[int]) -> array[int]:

@@ -109,6 +109,7 @@ class LaggingDevice(TorchDevice):
             kernel=kernel,
             map_files=map_files,
         )
+        self.replays = triton
         if triton:
             self._compute.kernels.front = TRITON
         self._warm_ups.on_thread = _stay_on_gpu

@@ -189,7 +189,7 @@ class Gpu:
         events: the events that are still referred to.
         events_made: number of all events that were made.
         waits: number of times that the host has waited for a GPU.
-        replays: number of graphs that were replayed.
+        captures, replays: numbers of graphs that were captured, and of replays.
         drained: number of times that each thread has waited for a stream to run empty, by the thread's name.
     """
 
@@ -197,7 +197,7 @@ class Gpu:
         self._clock = clock
         self.lock = threading.RLock()
         self.waits = 0
-        self.replays = 0
+        self.captures = self.replays = 0
         self.drained: Counter[str] = Counter()
         self.random = Random(seed)
         self._fails_at = fails_at
@@ -280,6 +280,7 @@ class Gpu:
             if stream.capture is not None:
                 raise stream.capture.refused()
             stream.capture = capture
+            self.captures += 1
 
     def end_capture(self, stream: LaggingStream) -> None:
         """Let a stream run its work again."""

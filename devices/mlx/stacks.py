@@ -10,9 +10,9 @@ from typing import NamedTuple, Protocol
 import mlx.core as mx
 import torch
 
-from moesched.models.layers import Shape
 from moesched.models.layout import Page, WeightLayout
 from moesched.models.published import StackedBy
+from moesched.models.tensor_shapes import Shape
 from moesched.models.tensors import expert_shapes, is_transposed
 
 from ..kernels.mlx_functions import Array

@@ -207,9 +207,9 @@ static TARGET void ISA(unpack_mxfp4)(const uint8_t *rows, int64_t stride, int64_
         ISA(unpack_halves)(rows + 1, stride, 4, codes);
         for (int w = 0; w < 8; w++) codes[w] = ISA(of_fp4)(codes[w]);
         const Words exponents = ISA(halves)(rows, stride) & 255;
-        const Words subnormal = (Words)(exponents < 2);
+        const Words subnormal = (Words)(exponents < 2), no_number = (Words)(exponents == 255);
         fetch(ahead);
         const Words least = 0x00200000u << (exponents & 1);
-        tile->scales[group] = (Floats)((subnormal & least) | (~subnormal & (exponents - 1) << 23));
+        tile->scales[group] = (Floats)((subnormal & least) | (~subnormal & (exponents - 1) << 23) | no_number);
     }
 }

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 from moesched.tasks import Task
 
 from ..kernels.binder import Binder
 from ..kernels.kernel_weights import KernelWeights
-from ..kernels.memory import Scratch, Shapes
+from ..kernels.memory import Memory, Scratch
 from .micro_batch import MicroBatchState
 
 WeightsOf = Callable[[Any], KernelWeights[Any]]
@@ -49,20 +47,19 @@ class Attention:
         self._kernels = kernels
         self._residual_of = residual_of
         self._keeps_attended = keeps_attended
-        self._shapes: defaultdict[int, Shapes] = defaultdict(partial(Shapes, Scratch()))
-        """Memory of each micro-batch for results."""
+        self._scratch = Scratch()
 
     def embed(self, task: Task) -> None:
         """Extend the cache by the new tokens and look up their embeddings."""
         state = self._states[task.micro_batch]
-        if task.operands and len(task.operands) < len(state.requests):  # a warm-up names none
-            state.keep(task.operands)
-            self._shapes.pop(task.micro_batch, None)
+        state.begin(task.operands)
         state.extend()
         state.decodes = task.phase == "decode" and state.step.one_each
         ids = [token for tokens in state.new for token in tokens]
-        memory = self._shapes[task.micro_batch].of(len(ids))
-        state.memory = memory if memory.kept else None
+        memory = state.memory
+        if memory is None or memory.rows != len(ids):
+            memory = Memory(len(ids), self._scratch)
+            state.memory = memory if memory.kept else None
         embed = self._kernels.bound("embed", self._embedding, memory)
         state.hidden_TD, state.angles = embed(ids, state.step.positions, state.steps)
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from moesched.requests.chunks import Chunk
+from moesched.requests.sampling import Sampling
 
 from ..kernels.memory import Memory
 
@@ -24,7 +25,8 @@ class MicroBatchState:
         chunk_of: the micro-batch that a chunk of prefill is part of; None if it is no chunk.
         before: the chunk that this one continues, if any.
         ends: the places of the sequences that tokens are sampled for; None for all of them.
-        memory: memory for results of the step's kernels; None if the step has many tokens.
+        samplings: the way that each of these tokens is chosen, each by its own seed; None if they have the batch's.
+        memory: memory for results of the step's kernels, kept for steps of as many tokens; None if these are many.
         decodes: whether each sequence has one new token in the step, after its prompt.
         caches: the KV caches that have its requests: one of all layers, or two of some layers each. A cache has
             `places`, its layers; `extend`, which makes room for tokens and returns a step; and `at`, which returns a
@@ -42,6 +44,7 @@ class MicroBatchState:
         self.chunk_of: MicroBatchState | None = None
         self.before: MicroBatchState | None = None
         self.ends: list[int] | None = None
+        self.samplings: list[Sampling] | None = None
         self.memory: Memory | None = None
         self.decodes = False
         self.caches: tuple[Any, ...] = ()
@@ -60,6 +63,21 @@ class MicroBatchState:
         self.requests = requests
         self.sequences = tuple(self.sequences[place] for place in places)
         self.new = [self.new[place] for place in places]
+
+    def begin(self, operands: Any) -> None:
+        """Begin a step with the operands of `embed`: the requests that are left; none in a warm-up."""
+        if operands and len(operands) < len(self.requests):
+            self.keep(operands)
+
+    def hand_on(self, tokens: Sequence[int]) -> None:
+        """Set each sequence's sampled token as its input of the next step."""
+        if self.ends is None and self.chunk_of is None:
+            self.new = [[token] for token in tokens]
+            return
+        whole = self.whole
+        mine = self.requests if self.ends is None else [self.requests[end] for end in self.ends]
+        for request, token in zip(mine, tokens, strict=True):
+            whole.new[whole.requests.index(request)] = [token]
 
     def extend(self) -> None:
         """Begin the next step: make room in the caches for its tokens."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 
 from moesched.models.config import ModelConfig
@@ -61,11 +63,11 @@ class MoELayer:
         """Run output projection, router, experts and combine; returns each expert's number of rows, now or later."""
         state, weights = self._states[task.micro_batch], self._weights(task.operands)
         observers = self._observers
-        whole = None if observers.activations else self._kernels.fused("moe_layer", weights, state.room)
+        if observers.activations:
+            return self._observed(task)
+        whole = self._kernels.fused("moe_layer", weights, state.room)
         if whole is None:
-            with self._library.computing():
-                self._attention.project_output(task)
-                return self.run_all(task)
+            return self._in_parts(task)
         counts: dict[int, int] | None
         state.hidden_TD, experts_Tk, counts = whole(state.attended_TX, state.hidden_TD)
         self._attention.drop_attended(task)
@@ -74,6 +76,29 @@ class MoELayer:
         if observers.routing is not None:
             observers.routed(task.layer, observers.spans(state), self._library.on_host(experts_Tk))
         return counts
+
+    def _in_parts(self, task: Task) -> Mapping[int, int]:
+        with self._library.computing():
+            self._attention.project_output(task)
+            return self.run_all(task)
+
+    def _observed(self, task: Task) -> Any:
+        """`post_attention` that reports activations."""
+        state, weights = self._states[task.micro_batch], self._weights(task.operands)
+        whole = self._kernels.fused("observed_moe_layer", weights, state.room)
+        if whole is None:
+            return self._in_parts(task)
+        state.hidden_TD, experts_Tk, gated_nI = whole(state.attended_TX, state.hidden_TD)
+        self._attention.drop_attended(task)
+        counted = self._reader(task)
+
+        def read(experts_Tk: Choices, gated_nI: npt.NDArray[Any]) -> Mapping[int, int]:
+            counts = counted(experts_Tk)
+            own = np.split(gated_nI.copy(), [*accumulate(counts.values())][:-1])
+            self._observers.activated(task.layer, own)
+            return counts
+
+        return self._library.value(task, read, experts_Tk, gated_nI)
 
     def run_all(self, task: Task) -> dict[int, int]:
         """Run router, experts and combine; returns each expert's number of rows."""

@@ -69,7 +69,7 @@ class NextTokens:
         self._library = library
         self._choice = choice
         self._beams = beams
-        self._is_greedy = beams is None and choice.keep is None and choice.sampling.temperature == 0
+        self._keeps_logits = choice.keep is not None
         self._first_bad = first_bad
 
     def logits(self, state: MicroBatchState) -> Any:
@@ -99,27 +99,33 @@ class NextTokens:
         mine = state.requests if state.ends is None else [state.requests[end] for end in ends]
         rows = len(positions) // len(mine)
         requests = [self._choice.first_request + request for request in mine for _ in range(rows)]
-        whole = state.whole
-        places = [whole.requests.index(request) for request in mine]
         if self._beams:
+            whole = state.whole
             require_finite(logits_SV, requests, positions)
-            return self._beams.advance(whole, places, logits_SV)
-        tokens = sample(logits_SV, self._choice.sampling, requests, positions)
-        self._hand_on(state, tokens)
+            return self._beams.advance(whole, [whole.requests.index(each) for each in mine], logits_SV)
+        sampling = state.samplings or self._choice.sampling
+        drawn_as = [0] * len(mine) if state.samplings else None
+        tokens = sample(logits_SV, sampling, requests, positions, drawn_as)
+        state.hand_on(tokens)
         return tokens
 
     def sample_next(self, task: Task) -> list[int] | list[Standing]:
         """Compute the logits, and `draw` the next tokens from them."""
         state = self._states[task.micro_batch]
-        likeliest = self.likeliest(state) if self._is_greedy else None
+        likeliest = self.likeliest(state) if self._is_greedy(state) else None
         if likeliest is None:
             with self._library.computing():
                 return self.draw(task, self.logits(state))
         logits_SV, tokens = likeliest
         if -1 in tokens:
             return self.draw(task, logits_SV)  # raises
-        self._hand_on(state, tokens)
+        state.hand_on(tokens)
         return tokens
+
+    def _is_greedy(self, state: MicroBatchState) -> bool:
+        if self._beams is not None or self._keeps_logits:
+            return False
+        return not any(each.temperature for each in state.samplings or [self._choice.sampling])
 
     def likeliest(self, state: MicroBatchState) -> tuple[Any, list[int]] | None:
         """The logits and the likeliest token of each row; None if no kernel finds both."""
@@ -133,13 +139,3 @@ class NextTokens:
         if memory is not None and memory.rows == sampled:
             return memory, range(sampled)
         return Memory(sampled), state.last
-
-    def _hand_on(self, state: MicroBatchState, tokens: Sequence[int]) -> None:
-        """Set each sequence's sampled token as its input of the next step."""
-        if state.ends is None and state.chunk_of is None:
-            state.new = [[token] for token in tokens]
-            return
-        whole = state.whole
-        mine = state.requests if state.ends is None else [state.requests[end] for end in state.ends]
-        for request, token in zip(mine, tokens, strict=True):
-            whole.new[whole.requests.index(request)] = [token]

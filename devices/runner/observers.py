@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -34,6 +34,12 @@ class DeviceObservers:
             TokenSpan(self.first_request + request, past, new)
             for request, past, new in zip(state.requests, step.past, step.new, strict=True)
         ]
+
+    def activated(self, layer: int, values: Iterable[npt.NDArray[np.float32]]) -> None:
+        """Report activations of some experts, each on rows (n, I) of its own."""
+        if self.activations is not None:
+            for values_nI in values:
+                self.activations.activated(layer, values_nI)
 
     def routed(self, layer: int, spans: Sequence[TokenSpan], experts_Tk: npt.NDArray[Any]) -> None:
         """Report a router's choices for these tokens."""

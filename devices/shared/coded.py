@@ -165,10 +165,11 @@ def _six_bits(raw_NBb: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _numbers(blocks_NBb: Tensor, offset: int, stored: StoredFormat) -> Tensor:
-    """The number at an offset of each block, float32: (N, B, 1)."""
+    """The number at an offset of each block, float32: (N, B, 1). The exponent 255 is none (OCP MX, E8M0)."""
     if stored.number == "exponent":
-        exponents_NB1 = _bytes_at(blocks_NBb, offset, 1).int() - 128
-        return torch.ldexp(torch.ones_like(exponents_NB1, dtype=torch.float32), exponents_NB1)
+        exponents_NB1 = _bytes_at(blocks_NBb, offset, 1).int()
+        numbers_NB1 = torch.ldexp(torch.ones_like(exponents_NB1, dtype=torch.float32), exponents_NB1 - 128)
+        return numbers_NB1.masked_fill(exponents_NB1 == 255, torch.nan)
     return _bytes_at(blocks_NBb, offset, 2).contiguous().view(torch.float16).float()
 
 

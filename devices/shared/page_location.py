@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from moesched.models.checkpoint import Blocks, StoredTensor
-from moesched.models.layers import Shape
 from moesched.models.layout import Extent, Page
 from moesched.models.stored_formats import StoredFormat
+from moesched.models.tensor_shapes import Shape
 
 from .arena import round_down, round_up
 

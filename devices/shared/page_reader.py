@@ -14,9 +14,9 @@ import torch
 
 from moesched.errors import MoeschedError
 from moesched.models.checkpoint import Blocks, Checkpoint, StoredTensor
-from moesched.models.layers import Shape
 from moesched.models.layout import Page, WeightLayout
 from moesched.models.stored_formats import STORED_FORMATS, StoredFormat
+from moesched.models.tensor_shapes import Shape
 from moesched.models.tensors import is_transposed
 from moesched.system.logs import Log
 from moesched.system.memory_ahead import MemoryAhead

@@ -14,15 +14,13 @@ from weakref import WeakSet
 
 import torch
 
+from moesched.models.replayed import MOST_GRAPHS
 from moesched.system.logs import Log
 
 from ..kernels.seam import Bound
 
 WARM_CALLS = 2
 """Calls that run before one is captured: they load kernels, and allocate the memory that later calls use again."""
-
-MOST_GRAPHS = 512
-"""Graphs at a time: CUDA takes memory for each that no plan counts."""
 
 _log = Log(__name__)
 

@@ -71,6 +71,7 @@ class CudaDevice(TorchDevice):
             threads=threads,
             own_kernels=own_kernels,
         )
+        self.replays = triton
         if triton:
             self._compute.kernels.front = kernels_in_triton()
         self._compute.kernels.fused_attention = has_fused_attention(

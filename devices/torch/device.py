@@ -38,6 +38,7 @@ from moesched.tasks import HostKernel, Task
 from ..kernels.layer_weights import Weights
 from ..kernels.torch_kernels import kernel_rows
 from ..products.linear import Tensor
+from ..runner.micro_batch import MicroBatchState
 from ..runner.next_tokens import Choice
 from ..runner.observers import DeviceObservers
 from ..shared.token_ids import check_token_ids
@@ -48,7 +49,7 @@ from .cuda_streams import CudaStreams
 from .global_weights import GlobalWeights, read_global_weights
 from .gpu_memory import require_room
 from .locked_memory import wait_for_device
-from .states import states_of
+from .states import places_of, states_of
 from .topologies import Topology, Verbs
 from .warm_up import ExpertWarmUp, WarmUp, WarmUps, memory_for_kv, shapes_of, stand_in
 from .weights import WeightStore
@@ -83,6 +84,7 @@ class TorchDevice(ChoosesDtype):
     """
 
     gives_scores = True
+    replays = False
 
     def __init__(
         self,
@@ -216,8 +218,22 @@ class TorchDevice(ChoosesDtype):
             BadInput: a token id is outside the vocabulary.
             OutOfMemory: the plan takes more of a GPU than it has.
         """
+        check_token_ids(prompts, self.layout.config.vocabulary)
+        self._start(plan)
+        self._open(plan, states_of(plan, prompts, self._compute), sampling)
+
+    def serve(self, plan: Plan) -> None:
+        """Allocate all that the plan says, for requests that join and leave.
+
+        Raises:
+            OutOfMemory: the plan takes more of a GPU than it has.
+        """
+        self._start(plan)
+        self._open(plan, places_of(plan, self._compute), Sampling())
+
+    def _start(self, plan: Plan) -> None:
+        """Free the previous batch's memory, and make the weights ready."""
         config = self.layout.config
-        check_token_ids(prompts, config.vocabulary)
         self._warm_ups.forget()
         wait_for_device(self._compute.accelerator)  # a run that failed may have left copies
         if self._verbs:
@@ -235,7 +251,9 @@ class TorchDevice(ChoosesDtype):
         self._store.begin(plan, self.tell)
         self.weights_home = None if self._compute.on_cpu else self._store.home.chosen
         self._observers.first_request = plan.batch.first_request
-        states = states_of(plan, prompts, self._compute)
+
+    def _open(self, plan: Plan, states: list[MicroBatchState], sampling: Sampling) -> None:
+        """Make the verbs of a run, and warm up its kernels."""
         choice = Choice(sampling, plan.batch.first_request, self._keep if self._keep_logits else None)
         topology = Topology(plan, states, choice, self._compute, self._store, self._observers)
         self._verbs = self._verbs_of(topology, plan)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import numpy.typing as npt
 import torch
 
 from moesched.models.config import ModelConfig
@@ -73,8 +74,10 @@ class TorchExperts:
     def run_all(self, task: Task, counts: Mapping[int, int], weights: Weights) -> None:
         """Run all experts that have rows: each on a core where that is faster, the others one after the other."""
         rows: ExpertRows = self._states[task.micro_batch].rows
-        for expert in counts:
-            report_activations(self._observers, task.layer, [rows.part(expert)], expert, weights)
+        activated: list[Tensor] = []
+        if self._observers.activations:
+            for expert in counts:
+                activated += activations([rows.part(expert)], expert, weights)
         shared = [expert for expert in counts if self._is_shared_out(weights, expert, counts[expert])]
         for expert in counts.keys() - shared:
             self._runner.apply([rows.part(expert)], expert, weights)
@@ -83,6 +86,8 @@ class TorchExperts:
             self._team.run(
                 [partial(self._runner.apply_part, rows.part(expert), expert, weights) for expert in shared]
             )
+        if activated:
+            self._library.settled(self._library.value(task, self._reader(task.layer), *activated))
 
     def run_shared(self, task: Task, weights: Weights) -> None:
         """Run the network that every token uses."""
@@ -90,15 +95,29 @@ class TorchExperts:
         if rows.shared is not None:
             self._runner.apply([rows.shared], None, weights)
 
-    def run_expert(self, task: Task) -> None:
-        """Run one expert on its rows of one or several micro-batches, each as if it ran alone."""
+    def run_expert(self, task: Task) -> Any:
+        """Run one expert on its rows of one or several micro-batches, each as if it ran alone.
+
+        Returns the task's value, which reports its activations where they are observed.
+        """
         weights = self._weights(task.operands)
         parts: list[Part] = [
             self._states[micro_batch].rows.part(task.expert, start, stop)
             for micro_batch, start, stop in task.expert_rows
         ]
-        report_activations(self._observers, task.layer, parts, task.expert, weights)
         self._runner.apply(parts, task.expert, weights)
+        if self._observers.activations:
+            activated = activations(parts, task.expert, weights)
+            return self._library.value(task, self._reader(task.layer), *activated)
+        return None
+
+    def _reader(self, layer: int) -> Callable[..., None]:
+        """A function that reports activations."""
+
+        def read(*activated: npt.NDArray[Any]) -> None:
+            self._observers.activated(layer, (values_nI.copy() for values_nI in activated))
+
+        return read
 
     def warm_expert(self, task: Task) -> None:
         """Run one expert on a row of zeros, only to read its weights."""
@@ -118,16 +137,12 @@ def _counting(rows: ExpertRows, read: Callable[..., Mapping[int, int]], *arrays:
     return counts
 
 
-def report_activations(
-    observers: DeviceObservers, layer: int, parts: Iterable[Part], expert: int, weights: Weights
-) -> None:
-    """Report the activations of an expert that is about to run; they are computed a second time for that."""
-    if observers.activations is None:
-        return
+def activations(parts: Iterable[Part], expert: int, weights: Weights) -> list[Tensor]:
+    """The activations (n, I) of an expert, float32; they are computed a second time, for an observer."""
+    found = []
     for part in parts:
         gate = [plain_block(block, part.x_nD.dtype) for block in weights[f"experts.{expert}.gate"]]
         for tile, kept in tiles_of(part.rows, part.wanted):
             values_nI = gated(part.x_nD[tile], gate)
-            if kept is not None:
-                values_nI = values_nI[kept]
-            observers.activations.activated(layer, values_nI.float().cpu().numpy())
+            found.append((values_nI if kept is None else values_nI[kept]).float())
+    return found

@@ -8,8 +8,8 @@ from functools import partial
 import torch
 
 from moesched.models.config import ModelConfig
-from moesched.models.layers import FeedForward
 from moesched.models.layout import Page, WeightLayout
+from moesched.models.networks import FeedForward
 
 from ..kernels import functions
 from ..kernels.expert_of_products import expert_of
@@ -167,8 +167,7 @@ def _route(x_TD: Tensor, weights: PlainBlocks, network: FeedForward) -> tuple[Te
     if network.experts <= 1:
         tokens = (len(x_TD), network.experts)
         return x_TD.new_zeros(tokens, dtype=torch.int64), x_TD.new_ones(tokens, dtype=torch.float32)
-    bias_E = weights["router_bias"][0] if "router_bias" in weights else None
-    return functions.route(x_TD, weights["router"], network, bias_E)
+    return functions.route(x_TD, weights, network)
 
 
 def _named(weights: PlainBlocks) -> Iterator[tuple[str, Tensor]]:

@@ -15,7 +15,7 @@ from .compute import Compute
 from .exchange_rows import ExchangeRows
 from .expert_parts import ExpertRunner
 from .expert_rows import HostRows
-from .experts import TorchExperts, report_activations
+from .experts import TorchExperts, activations
 
 
 class HostExperts:
@@ -59,18 +59,20 @@ class HostExperts:
         on_host.tokens_n.copy_(rows.order.tokens_n, non_blocking=True)
         rows.on_host = HostRows(on_host)
 
-    def run_expert(self, task: Task) -> None:
+    def run_expert(self, task: Task) -> Any:
         if not isinstance(task, HostKernel):
-            self._there.run_expert(task)
-            return
+            return self._there.run_expert(task)
         weights, parts = self._weights(task.operands), []
         for micro_batch, start, stop in task.expert_rows:
             rows = self._states[micro_batch].rows
             assert rows.on_host is not None, "the step saw to it that the rows are there"
             part = rows.part(task.expert, start, stop)
             parts.append(part._replace(x_nD=rows.on_host.x_nD, y_nD=rows.on_host.y_nD))
-        report_activations(self._observers, task.layer, parts, task.expert, weights)
+        if self._observers.activations:
+            activated = activations(parts, task.expert, weights)
+            self._observers.activated(task.layer, (values_nI.numpy() for values_nI in activated))
         self._experts.apply(parts, task.expert, weights)
+        return None
 
     def load_routed(self, task: Task) -> None:
         """Copy the output rows that the host computed to the accelerator; adjacent ranges are one copy."""

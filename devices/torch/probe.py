@@ -16,7 +16,7 @@ from ..kernels.samples import coded_block
 from ..kernels.timed_products import TimedProducts
 from ..products.crossover import forget
 from ..products.team import Team
-from ..shared.arena import aligned_bytes, round_down
+from ..shared.arena import Arena, aligned_bytes, round_down
 from ..shared.coded import Coded
 from ..shared.direct_file import DirectFile, parts_of
 from ..shared.page_reader import DTYPES
@@ -80,11 +80,12 @@ class TorchProbe:
         return self._products.of_rows(_cold_matrices(row_1D, outputs), packed=packed)
 
     def read(self, path: Path, nbytes: int, pieces: int) -> Call:
-        """Concurrent reads of `pieces` pieces of a file, as in a transfer of pages, into memory like that of slots."""
+        """Concurrent reads of `pieces` pieces of a file, as in a transfer of pages, into slots of a pool."""
         if path not in self._files:
             self._files[path] = DirectFile(path)
         file = self._files[path]
-        slots = [aligned_bytes(nbytes).numpy().data for _ in range(pieces)]
+        pool = Arena(pieces, nbytes)  # in huge pages, which small pieces of their own would not get
+        slots = [pool.slot(index).numpy().data for index in range(pieces)]
         offsets = cycle(range(0, round_down(path.stat().st_size - nbytes) + 1, nbytes))
         return lambda: self._readers.run(
             [partial(file.read, *part) for slot in slots for part in parts_of(slot, next(offsets), nbytes)]

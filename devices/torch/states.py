@@ -13,6 +13,7 @@ from moesched.steps.reservations import held_alike
 from moesched.steps.roles import KV_ROLES
 
 from ..runner.micro_batch import MicroBatchState, chunks_of, wholes_of
+from ..runner.served import ServedState
 from .compute import Compute
 from .copies import HOST, host_indices
 from .kv_cache import BlockedKV
@@ -22,26 +23,44 @@ from .locked_memory import locked_if_possible
 def states_of(plan: Plan, prompts: Sequence[Sequence[int]], compute: Compute) -> list[MicroBatchState]:
     """Make the states of decode micro-batches, then those of prefill chunks if prompts are cut."""
     states = wholes_of(plan.batch.micro_batches, prompts, plan.batch.beams)
-    for role in KV_ROLES if plan.nodes.attends else ():
-        device = compute.accelerator if role == "accelerator" else HOST
-        for layers, numbers in held_alike(plan.kv.roles, role).items():
-            _open_cache(plan, layers, [states[number] for number in numbers], compute, device)
+    _with_caches(plan, states, compute)
+    for state in states:
+        for request, sequence in zip(state.requests, state.sequences, strict=True):
+            # Beams take blocks as they grow.
+            new_tokens = plan.batch.new_tokens if state.beams == 1 else 0
+            for cache in state.caches:
+                cache.table.open(sequence, plan.batch.prompts[request] + new_tokens)
     return states + chunks_of(plan.chunks, states, prompts) if plan.batch.chunked else states
 
 
-def _open_cache(
+def places_of(plan: Plan, compute: Compute) -> list[MicroBatchState]:
+    """Make the states of empty places, with caches that have room for the fullest batch."""
+    return _with_caches(plan, [ServedState() for _ in plan.micro_batches], compute)
+
+
+def _with_caches(plan: Plan, states: list[MicroBatchState], compute: Compute) -> list[MicroBatchState]:
+    for role in KV_ROLES if plan.nodes.attends else ():
+        device = compute.accelerator if role == "accelerator" else HOST
+        for layers, numbers in held_alike(plan.kv.roles, role).items():
+            _add_cache(plan, layers, numbers, states, compute, device)
+    return states
+
+
+def _add_cache(
     plan: Plan,
     layers: Sequence[int],
+    numbers: Sequence[int],
     states: Sequence[MicroBatchState],
     compute: Compute,
     device: torch.device,
 ) -> None:
-    """Open one KV cache of these layers for these micro-batches, with room for all tokens of requests and beams.
+    """Add one KV cache of these layers to these micro-batches, with room for all tokens of requests and beams.
 
     A cache on the host is page-locked for a GPU, which then copies from it directly; native calls write to it.
     """
     lock = device == HOST and not compute.on_cpu
-    blocks = sum(plan.batch.tokens_at_end(state.requests) for state in states) // KV_BLOCK_TOKENS
+    of_batch = plan.batch.micro_batches
+    blocks = sum(plan.batch.tokens_at_end(of_batch[number]) for number in numbers) // KV_BLOCK_TOKENS
     cache = BlockedKV(
         plan.layout.config,
         blocks,
@@ -57,9 +76,5 @@ def _open_cache(
         ),
         kernels=compute.kernels.threads if lock else None,
     )
-    for state in states:
-        state.add_cache(cache)
-        for request, sequence in zip(state.requests, state.sequences, strict=True):
-            # Beams take blocks as they grow.
-            new_tokens = plan.batch.new_tokens if state.beams == 1 else 0
-            cache.table.open(sequence, plan.batch.prompts[request] + new_tokens)
+    for number in numbers:
+        states[number].add_cache(cache)

@@ -2,15 +2,16 @@
 
 The critical path alone does not tell: where a fetch and a kernel alternate because the pool is full, each has half of
 the path, and relief of one may save nothing. So the run is replayed once per relief: a lane is twice as fast, transfers
-wait for no room, the policy waits for no router, or no rank waits for another. Time of the policy and the driver lies
-between tasks and is not replayed: a relief counts as half of it.
+wait for no room and pages stay that a pool of twice the slots would keep, the policy waits for no router, or no rank
+waits for another. Time of the policy and the driver lies between tasks and is not replayed: a relief counts as half of
+it.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -18,6 +19,7 @@ import msgspec
 from moesched.analysis.critical_time import BETWEEN, Stretch, share_of
 from moesched.analysis.idle_spans import ROUTERS, Cause
 from moesched.analysis.replayed_run import replay_recording
+from moesched.analysis.returning_pages import Key, key_of
 from moesched.errors import BadInput
 from moesched.trace.recording import Recording
 from moesched.trace.waits import lacked_room
@@ -75,19 +77,22 @@ class _Part(NamedTuple):
         return sum(each.nanoseconds for each in self.stretches)
 
 
-def bottleneck(recording: Recording, stretches: Sequence[Stretch]) -> Bottleneck | None:
+def bottleneck(
+    recording: Recording, stretches: Sequence[Stretch], returning: Set[Key] = frozenset()
+) -> Bottleneck | None:
     """Find the bottleneck of a run; None if no task ran.
 
     Args:
         recording: the run, without the loading of weights.
         stretches: the run's critical path, in order of time.
+        returning: fetches that a larger pool would not need.
     """
     parts = _parts(stretches, _networks(recording))
     if not parts:
         return None
     total = recording.end - recording.start
     large = [part for part in parts if part.nanoseconds >= LEAST_SHARE * total] or parts[:1]
-    saved = _savings(recording, large)
+    saved = _savings(recording, large, returning)
     # Where two lanes are equally busy, each would save nearly the same: the longer part of the path is named.
     part, share = next(
         (part, each) for part, each in zip(large, saved, strict=True) if each >= NEARLY * max(saved)
@@ -128,7 +133,7 @@ def _parts(stretches: Sequence[Stretch], networks: Mapping[str, str]) -> list[_P
     return sorted(parts, key=lambda part: -part.nanoseconds)
 
 
-def _savings(recording: Recording, parts: Sequence[_Part]) -> list[float]:
+def _savings(recording: Recording, parts: Sequence[_Part], returning: Set[Key]) -> list[float]:
     """Return the share of the run's time that the relief of each part would save, from replays."""
     total = recording.end - recording.start
     first = _first_of_middle(recording)
@@ -142,7 +147,7 @@ def _savings(recording: Recording, parts: Sequence[_Part]) -> list[float]:
         if part.cause in BETWEEN:
             saved.append(share_of(part.nanoseconds, total) / 2)
         else:
-            saved.append(max(0.0, 1 - _length(*_relieved(window, part)) / before))
+            saved.append(max(0.0, 1 - _length(*_relieved(window, part, returning)) / before))
     return saved
 
 
@@ -153,7 +158,7 @@ def _first_of_middle(recording: Recording) -> int:
     return max(0, min(middle - MOST_TASKS // 2, len(slices) - MOST_TASKS))
 
 
-def _relieved(recording: Recording, part: _Part) -> tuple[Recording, list[int]]:
+def _relieved(recording: Recording, part: _Part, returning: Set[Key]) -> tuple[Recording, list[int]]:
     """Return the recording with one part relieved, and the nanoseconds of each slice: half for a slow lane."""
     durations = recording.durations
     if part.cause is None:
@@ -164,7 +169,11 @@ def _relieved(recording: Recording, part: _Part) -> tuple[Recording, list[int]]:
         ]
         return recording, halved
     if part.cause == "budget":
-        return _with_room(recording), durations
+        fetched = [
+            0 if key_of(each) in returning else nanoseconds
+            for each, nanoseconds in zip(recording.slices, durations, strict=True)
+        ]
+        return _with_room(recording), fetched
     slices = [msgspec.structs.replace(each) for each in recording.slices]
     for each in slices:
         if part.cause == "rank":

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from itertools import pairwise
 from typing import NamedTuple
 
 import msgspec
 
 from moesched.analysis.idle_spans import Cause, cause_of
+from moesched.analysis.returning_pages import Key, key_of
 from moesched.trace.critical import critical_path
 from moesched.trace.recording import Recording
 from moesched.trace.waits import Wait
@@ -47,14 +48,20 @@ class Stretch(NamedTuple):
     nanoseconds: int
 
 
-def stretches_of(recording: Recording, waits: Sequence[Wait]) -> Iterator[Stretch]:
-    """Yield the stretches of the critical path, in order of time."""
+def stretches_of(
+    recording: Recording, waits: Sequence[Wait], returning: Set[Key] = frozenset()
+) -> Iterator[Stretch]:
+    """Yield the stretches of the critical path, in order of time.
+
+    returning: fetches that a larger pool would not need; the budget is blamed for them.
+    """
     titles = recording.titles
     path = critical_path(recording, waits)
     reached: list[Cause] = [cause_of(hop.slice, after.wait.why) for hop, after in pairwise(path)]
     free = recording.start
-    for hop, cause in zip(path, [*reached, "data"], strict=True):
+    for hop, waited in zip(path, [*reached, "data"], strict=True):
         each, lane = hop.slice, titles[hop.slice.lane]
+        cause: Cause = "budget" if key_of(each) in returning else waited
         for between, spent in zip(BETWEEN, (hop.wait.policy, hop.wait.host), strict=True):
             if spent:
                 yield Stretch(between, lane, between, each.line, spent)

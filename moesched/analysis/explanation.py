@@ -11,6 +11,7 @@ from moesched.analysis.critical_time import PathPart, path_parts, stretches_of
 from moesched.analysis.helps import Help, helps
 from moesched.analysis.lane_times import LaneTime, lane_times, together
 from moesched.analysis.replayed_run import without_loading
+from moesched.analysis.returning_pages import returning_pages
 from moesched.analysis.what_if import Progress, WhatIf, what_if
 from moesched.errors import BadInput
 from moesched.steps.pool_counts import Counted
@@ -99,7 +100,8 @@ def explain(
     run = without_loading(recording)
     total = run.end - run.start
     waits = waits_of(run)
-    stretches = list(stretches_of(run, waits))
+    returning = returning_pages(recording)
+    stretches = list(stretches_of(run, waits, returning))
     busy = together(run)
     path = path_parts(stretches, total)
     return Explanation(
@@ -110,7 +112,7 @@ def explain(
         seconds=total / 1e9,
         tasks=len(run.slices),
         overlap=busy.overlap,
-        bottleneck=bottleneck(run, stretches),
+        bottleneck=bottleneck(run, stretches, returning),
         lanes=lane_times(run, waits, busy.alone),
         critical_path=path,
         pools=_pools(recording.pools),

@@ -21,7 +21,7 @@ OF_THE_POLICY = ("policy", "router")
 """Causes of a bottleneck that are shown with the policy's line."""
 
 RELIEFS = {
-    "budget": "Pages wait for room; more room",
+    "budget": "Pages wait for room, or come back soon after they left; more room",
     "router": "The policy awaits the choice of experts; knowing it before",
     "rank": "Other ranks wait; an even load",
     "policy": "It is the time of the policy's own Python; half of it",

@@ -110,8 +110,9 @@ class TaskTimes:
         self._take_means(times)
 
     def _take_means(self, times: Mapping[Group, Sequence[float]]) -> None:
+        """Add the mean of each group, without its first task, which binds kernels for all that follow."""
         for group, seconds in times.items():
-            self._times.setdefault(group, []).append(fmean(seconds))
+            self._times.setdefault(group, []).append(fmean(seconds[1:] or seconds))
 
     def add_gaps(self, tasks: Sequence[Task]) -> None:
         """Add the gaps between a task and the next that waited for it only: on one lane, and across lanes."""

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 from moesched.cli import options
 from moesched.cli.command import command
-from moesched.cli.output import Bar
-from moesched.jobs.options import SimulationOptions
+from moesched.cli.output import Bar, print_json
+from moesched.jobs.options import ScenarioOptions, SimulationOptions
+from moesched.jobs.served_options import ArrivalsOptions
 from moesched.options import part_of
 
 if TYPE_CHECKING:
@@ -32,15 +33,21 @@ EPILOGUE = """Examples:
   moesched simulate --model deepseek-v2-lite --format q4_k_m --machine l4 \\
       --policy twiddler --workload mtbench --batch-size 1
   moesched simulate --model dbrx --machine m2-ultra --nodes 4 --network 10gbe \\
-      --policy ep_router_aided --workload uniform --batch-size 1"""
+      --policy ep_router_aided --workload uniform --batch-size 1
+  moesched simulate --model mixtral-8x7b --machine a100-80g \\
+      --policy expert_cache --workload mtbench --gen 64 \\
+      --arrivals poisson:0.5 --slo ttft=10s,tpot=500ms"""
 
 
 @command(2, EPILOGUE)
-def simulate(given: SimulationOptions, shown: options.ReportArguments) -> int:
+def simulate(given: SimulationOptions, arriving: ArrivalsOptions, shown: options.ReportArguments) -> int:
     """Predict a run on any machine with a virtual clock; needs neither weights nor a GPU.
 
     Simulates one full batch of the workload, or --requests N in successive batches, from loading to the last token. A
     prompts file is simulated as a whole.
+
+    With --arrivals, requests arrive over time, and join and leave between steps: the report has their times to the
+    first token and per token.
 
     Malformed lines of a prompts file are reported by number and skipped; the exit code is then 2.
     """
@@ -48,6 +55,9 @@ def simulate(given: SimulationOptions, shown: options.ReportArguments) -> int:
     from moesched.cli.results import hand_out
     from moesched.jobs.simulate_model import simulate_model
 
+    if arriving.arrivals is not None:
+        _simulate_arrivals(given, arriving, shown)
+        return 0
     code = 0
     if str(given.workload).endswith(".jsonl"):
         prompts, code = options.read_prompt_file(Path(str(given.workload)))
@@ -60,3 +70,27 @@ def simulate(given: SimulationOptions, shown: options.ReportArguments) -> int:
 
     hand_out(job, shown, given.trace)
     return code
+
+
+def _simulate_arrivals(
+    given: SimulationOptions, arriving: ArrivalsOptions, shown: options.ReportArguments
+) -> None:
+    from moesched.cli.results import say_where
+    from moesched.cli.service_table import print_service
+    from moesched.jobs.simulate_arrivals import simulate_arrivals
+    from moesched.system.whole_file import write_json
+
+    with Bar("simulating") as bar:
+        report = simulate_arrivals(
+            **part_of(given, ScenarioOptions),
+            **part_of(arriving, ArrivalsOptions),
+            trace=given.trace,
+            progress=bar.update,
+        )
+    if shown.json_report is not None:
+        write_json(shown.json_report, "report", report.as_dict())
+    if shown.json:
+        print_json(report.as_dict())
+        return
+    print_service(report)
+    say_where(given.trace, None)

@@ -32,7 +32,7 @@ from moesched.runs.ending import Ending
 from moesched.runs.generation import TokenHandling
 from moesched.runs.hardware import run
 from moesched.runs.listeners import KindMeter
-from moesched.runs.planning import plan_run
+from moesched.runs.planning import as_used_by, plan_run
 from moesched.runs.ranks import process_of
 from moesched.seams import JoinsRanks, Policy, StandsBy, Transport
 from moesched.settings import check_settings
@@ -132,6 +132,7 @@ class NodeJob:
             raise BadInput(f"device {run.device} cannot be one of several nodes: choose another one")
         settings = check_settings(kind, f"device {run.device}", run.device_settings or {})
         self._device = kind(checkpoint, self._layout, **settings)
+        self._machine = as_used_by(self._device, self._machine)
         self._budgets, self._process = within_process(
             budgets, self._machine, process_of([self._device], self._machine), 1
         )

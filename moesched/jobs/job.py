@@ -24,7 +24,7 @@ from moesched.planner.sizing import SMALLEST_CHUNK, choose_sizes
 from moesched.requests.batch import Batch
 from moesched.requests.batching import BatchSizes
 from moesched.runs.batch_policies import BatchPolicies
-from moesched.runs.planning import plan_run
+from moesched.runs.planning import as_used_by, plan_run
 from moesched.seams import Device, Policy
 from moesched.steps.plan import Plan
 from moesched.steps.process import Process
@@ -77,6 +77,10 @@ class Job:
         job = copy(self)
         job.beams = beams
         return job
+
+    def use_device(self, device: Device) -> None:
+        """Plan for a device; call it before `sizes` and `plan`."""
+        self.machine = as_used_by(device, self.machine)
 
     def use_process(self, process: Process) -> None:
         """Set the process whose bytes, apart from plans, count in its budget; call it before `sizes` and `plan`.

@@ -39,8 +39,8 @@ OUTPUT = "Output"
 """Headings of options in `--help`; this is the last one."""
 
 
-class OutputOptions(Options):
-    """Options for outputs of a job other than its report."""
+class TraceOptions(Options):
+    """Option for a trace."""
 
     trace: Annotated[
         Path | str | None,
@@ -52,6 +52,11 @@ class OutputOptions(Options):
             numbered=True,
         ),
     ] = None
+
+
+class OutputOptions(TraceOptions):
+    """Options for outputs of a job other than its report."""
+
     html: Annotated[
         Path | str | None,
         Option("File to write a report to look at; those of later batches get a number, too.", flag=""),

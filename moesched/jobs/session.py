@@ -73,13 +73,14 @@ class Session:
         """Generate text. More prompts than fit a batch run as successive batches.
 
         Ctrl-C ends the call cleanly: the report then has `interrupted` set and the tokens so far. Weights that cannot
-        be read, or logits that are not finite, also end the call, and the report's `failure` says where. If a file of
-        weights changes during a batch, no further batch begins, and `failure` says that this batch's tokens may be
-        wrong. Any other error after the run began has the report as its attribute `report`. After all of these the
-        session answers further calls, unless a file has changed.
+        be read, or logits that are not finite after some tokens, also end the call, and the report's `failure` says
+        where. If a file of weights changes during a batch, no further batch begins, and `failure` says that this
+        batch's tokens may be wrong. Any other error after the run began has the report as its attribute `report`. After
+        all of these the session answers further calls, unless a file has changed.
 
         Raises:
             BadInput: an argument cannot be used, a file of weights has changed, or the session is closed or busy.
+            NotFinite: the first logits are not finite; the message names the damaged weight.
             NotTraced: the trace could not be written; the error has the report.
             PolicyError: the policy submitted something illegal; it is raised at the policy's line.
             TaskFailed: a task raised on its lane.
@@ -141,5 +142,6 @@ def _open(given: SessionOptions, checkpoint: Checkpoint, ahead_bytes: Sequence[i
                 devices.first.memory_ahead = ahead
             else:
                 ahead.give_back()
+            job.use_device(devices.first)
             job.use_process(process_of(devices.all, job.machine, ahead.nbytes))
             yield _Opened(job, devices, obstacle(given, job, devices))

@@ -20,7 +20,7 @@ from moesched.jobs.report import require_complete
 from moesched.jobs.run_model import run_model
 from moesched.keywords import takes
 from moesched.models.config import ModelConfig
-from moesched.models.layers import SILU
+from moesched.models.networks import SILU
 from moesched.options import part_of
 from moesched.system.cells import counted_in_cell
 from moesched.system.own_loop import interruptible

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from moesched.errors import BadInput
 from moesched.machines.demand import Demand
-from moesched.machines.kernel_times import ONLY_MOVING
+from moesched.machines.launches import ONLY_MOVING
 from moesched.machines.machine import (
     ATTENTION,
     ATTENTION_CALLS,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from moesched.machines.calibrated import CACHE_WRITING, DISPATCH, sort_of
 from moesched.machines.demand import Demand
-from moesched.machines.kernel_times import EXPERTS, is_product
+from moesched.machines.launches import EXPERTS, is_product
 from moesched.machines.machine import ATTENTION, ATTENTION_CALLS, CACHE_WRITE, CostPoint, Machine
 from moesched.machines.product_times import PRODUCT, CodedCosts
 from moesched.machines.roofline import NO_LEVELS, Roofline, slowed_beside

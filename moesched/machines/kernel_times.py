@@ -8,17 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from moesched.machines.launches import EXPERTS, is_attention, is_product, launches
 from moesched.machines.machine import Processor
 from moesched.machines.sustained import DeviceClass, Levels, device_class, group, rates_of
 from moesched.tasks import Work, WorkPart
 
-EXPERTS = ("expert", "resident expert", "experts", "resident experts")
-ONLY_MOVING = ("combine", "embed")
 WAITED_FOR = {"route": "host_seconds", "sample": "step_seconds"}
 """Kinds of work whose result the host awaits, with the name of the estimate of the host's time."""
-
-KERNELS_OF_A_PRODUCT, KERNELS_OF_EXPERTS, KERNELS_OF_ATTENTION = 3, 5, 2
-"""Number of kernels of a product with norm and activation, of one expert or several grouped ones, and of attention."""
 
 
 class WorkTimes(NamedTuple):
@@ -102,33 +98,15 @@ class KernelTimes:
     def _fixed(self, work: Work) -> float:
         """Return the seconds to start a work and its kernels, and of the host's handling of the result.
 
-        A GPU starts each kernel. A team of threads wakes once for a work, and meets after each of its kernels. A work
-        that joins an earlier call starts nothing. Without a class of device, the processor's `launch_seconds` are used.
+        A GPU starts each kernel, or the replay of a graph of them. A team of threads wakes once for a work, and meets
+        after each of its kernels. A work that joins an earlier call starts nothing. Without a class of device, the
+        processor's `launch_seconds` are used.
         """
         rates = self._rates
         if "launch_seconds" not in rates:
             return self._processor.launch_seconds
-        if work.joins:
+        if work.joins and not self._processor.replays:
             return 0.0
         waiting = rates[WAITED_FOR[work.kind]] if work.kind in WAITED_FOR else 0.0
-        each = rates["launch_seconds"]
-        return rates.get("wake_seconds", 0.0) + each * sum(map(kernels, work.parts)) + waiting
-
-
-def kernels(part: WorkPart) -> float:
-    """Return the number of kernels that compute a part."""
-    if is_product(part):
-        if part.operation.endswith("experts"):
-            return KERNELS_OF_EXPERTS * min(1.0, part.times)
-        return part.times * (KERNELS_OF_EXPERTS if part.operation in EXPERTS else KERNELS_OF_A_PRODUCT)
-    return KERNELS_OF_ATTENTION if is_attention(part) else 1.0
-
-
-def is_attention(part: WorkPart) -> bool:
-    """Test whether a part of a work is attention itself, not a projection before or after it."""
-    return "attention" in part.operation.split()
-
-
-def is_product(part: WorkPart) -> bool:
-    """Test whether a part of a work multiplies rows with weights."""
-    return part.size > 0 and part.operation not in ONLY_MOVING and not is_attention(part)
+        started = rates["launch_seconds"] * launches(work, replays=self._processor.replays)
+        return rates.get("wake_seconds", 0.0) + started + waiting

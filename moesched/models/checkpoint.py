@@ -19,12 +19,12 @@ from moesched.models.file_identity import FileIdentity
 from moesched.models.gguf.contents import gguf_contents
 from moesched.models.gguf.parts import is_gguf
 from moesched.models.headers import Found
-from moesched.models.layers import Shape
 from moesched.models.mxfp4 import CODE_BYTES, MXFP4, joined
 from moesched.models.published import Published, extra_names, other_tensors, published_tensors
 from moesched.models.reading import read_config, require_runs
 from moesched.models.shards import FLOATS, read_shards
 from moesched.models.stored_formats import StoredFormat
+from moesched.models.tensor_shapes import Shape
 from moesched.models.tensors import count_tensors, tensor_shapes
 from moesched.system.logs import Log
 

@@ -11,8 +11,9 @@ from msgspec.structs import replace
 from moesched.errors import BadInput
 from moesched.models.config import ModelConfig, tensor_in_layer
 from moesched.models.formats import role_of
-from moesched.models.layers import Formats, Shape
+from moesched.models.layers import Formats
 from moesched.models.stored_formats import CODED, STORED_FORMATS, StoredFormat
+from moesched.models.tensor_shapes import Shape
 from moesched.models.tensors import dense_shapes, expert_shapes, global_shapes, is_transposed
 from moesched.system.near_names import with_nearest
 

@@ -12,8 +12,10 @@ import msgspec
 from msgspec.structs import replace
 
 from moesched.models.formats import CODED_RATES, EXPERT_ROLES, FORMATS, Format, Role, role_of
-from moesched.models.layers import FeedForward, Formats, GroupedAttention, Layer, Shape, representative
+from moesched.models.layers import Formats, GroupedAttention, Layer, representative
+from moesched.models.networks import FeedForward
 from moesched.models.stored_formats import CODED, PLAIN, STORED_FORMATS, StoredFormat
+from moesched.models.tensor_shapes import Shape
 
 DType = Literal["float32", "bfloat16", "float16"]
 NormKind = Literal["rms", "layer"]

@@ -12,7 +12,8 @@ import msgspec
 
 from moesched.errors import BadInput
 from moesched.models.config import DType, ModelConfig
-from moesched.models.layers import Attention, FeedForward, GroupedAttention, Layer
+from moesched.models.layers import Attention, GroupedAttention, Layer
+from moesched.models.networks import FeedForward
 from moesched.models.rotary import Rotary
 from moesched.models.shards import stored_dtype
 from moesched.system.decoding import convert_value, decode_json, reason

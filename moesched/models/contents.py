@@ -13,10 +13,10 @@ from moesched.errors import BadInput
 from moesched.models.config import ModelConfig
 from moesched.models.gguf.vocabulary import Vocabulary
 from moesched.models.headers import MOST_TENSORS, Found
-from moesched.models.layers import Shape
 from moesched.models.published import Published
 from moesched.models.shards import Shards
 from moesched.models.stored_formats import StoredFormat
+from moesched.models.tensor_shapes import Shape
 from moesched.models.tensors import count_tensors, count_weights
 
 

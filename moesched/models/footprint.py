@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from moesched.models.operations import Operations
 
+KEPT_ROWS = 128
+"""Rows up to which a micro-batch keeps its results' memory from layer to layer: that of a prompt would be too much."""
 EXPERT_TILE = 512
 """Most rows that an expert's kernel processes at once; bounds its workspace for any micro-batch."""
 EXPERTS_AT_ONCE = 2

@@ -12,7 +12,7 @@ from msgspec.structs import force_setattr
 
 from moesched.errors import BadInput
 from moesched.models.config import ITEM_BYTES, DType, ModelConfig
-from moesched.models.layers import Shape
+from moesched.models.tensor_shapes import Shape
 from moesched.models.tensors import dense_shapes, expert_shapes, global_shapes
 
 EXTENT_ALIGNMENT = 64  # bytes: a cache line, which also suits vector loads

@@ -17,7 +17,8 @@ from operator import ne
 from types import MappingProxyType
 from typing import NamedTuple
 
-from moesched.models.layers import GroupedAttention, Layer, LinearAttention, Shape, elements
+from moesched.models.layers import GroupedAttention, Layer, LinearAttention
+from moesched.models.tensor_shapes import Shape, elements
 from moesched.models.tensor_sizes import BytesByFormat, TensorSizes
 from moesched.tasks import WorkPart
 

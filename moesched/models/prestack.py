@@ -15,12 +15,12 @@ from moesched.models.checkpoint import Checkpoint, StoredTensor, open_checkpoint
 from moesched.models.contents import by_stored_name, without_prefix
 from moesched.models.gguf.parts import is_gguf
 from moesched.models.headers import RESTORE, header_copy
-from moesched.models.layers import Shape
 from moesched.models.published import Published, StackedBy, known_tensors, stacked_tensors
 from moesched.models.random_model import Progress
 from moesched.models.reading import require_plain_layers
 from moesched.models.shards import INDEX_NAME, read_shards
 from moesched.models.stored_formats import StoredFormat
+from moesched.models.tensor_shapes import Shape
 from moesched.system.cells import counted_in_cell
 from moesched.system.new_folder import new_folder, reserve, write_at, write_json
 from moesched.system.own_loop import interruptible

@@ -14,7 +14,7 @@ from moesched.models.architectures import ARCHITECTURES
 from moesched.models.architectures.architecture import Stored
 from moesched.models.coded_models import quantization_config
 from moesched.models.config import ModelConfig
-from moesched.models.layers import Shape
+from moesched.models.tensor_shapes import Shape
 from moesched.models.tensors import expert_shapes, tensor_shapes
 
 STANDARD_DEVIATION = 0.02

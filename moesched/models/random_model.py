@@ -24,6 +24,7 @@ from moesched.models.config import ModelConfig
 from moesched.models.config_file import MOST_LAYERS
 from moesched.models.encoding import encoded
 from moesched.models.gguf.parts import SUFFIX
+from moesched.models.gguf.tensor_names import as_in_gguf
 from moesched.models.gguf.writing import gguf_tensors_of, written_header
 from moesched.models.published import STANDARD_DEVIATION, published_config, published_tensors
 from moesched.models.reading import read_config, require_runs, runs
@@ -81,7 +82,7 @@ def write_random_model(
     config, target = _resolve(shape, layers, dtype), Path(directory)
     is_gguf = target.suffix == SUFFIX
     if is_gguf:
-        config = config.varied(transposed_down=False)
+        config = as_in_gguf(config)
     if stored_as is not None:
         config = coded_as(config, stored_as)
     progress = progress or counted_in_cell("writing weights")

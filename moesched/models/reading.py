@@ -17,7 +17,8 @@ from moesched.models.gguf.config import gguf_config
 from moesched.models.gguf.contents import read_gguf_config
 from moesched.models.gguf.parts import is_gguf, read_parts
 from moesched.models.gguf.vocabulary import read_vocabulary
-from moesched.models.layers import SILU, Layer
+from moesched.models.layers import Layer
+from moesched.models.networks import SILU
 from moesched.models.quantization import in_stored_format
 from moesched.models.shards import stored_names
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
-from moesched.models.layers import Shape
+from moesched.models.tensor_shapes import Shape
 
 
 class Bits(NamedTuple):

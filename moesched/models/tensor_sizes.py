@@ -10,7 +10,8 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from moesched.models.config import ITEM_BYTES, ModelConfig
-from moesched.models.layers import GroupedAttention, Layer, Shape, elements
+from moesched.models.layers import GroupedAttention, Layer
+from moesched.models.tensor_shapes import Shape, elements
 
 BytesByFormat = tuple[tuple[str, int], ...]
 """Names of coded storage formats, each with a number of bytes."""

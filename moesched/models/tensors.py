@@ -14,7 +14,8 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from moesched.models.config import ModelConfig
-from moesched.models.layers import Layer, Shape, elements
+from moesched.models.layers import Layer
+from moesched.models.tensor_shapes import Shape, elements
 
 
 def global_shapes(config: ModelConfig) -> dict[str, Shape]:

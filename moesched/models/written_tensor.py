@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from moesched.models.layers import Shape
 from moesched.models.stored_formats import StoredFormat
+from moesched.models.tensor_shapes import Shape
 
 
 class WrittenTensor(NamedTuple):

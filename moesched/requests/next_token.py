@@ -16,23 +16,32 @@ Probabilities = npt.NDArray[np.float64]
 
 
 def sample(
-    logits_SV: Logits, sampling: Sampling, requests: Sequence[int], positions: Sequence[int]
+    logits_SV: Logits,
+    sampling: Sampling | Sequence[Sampling],
+    requests: Sequence[int],
+    positions: Sequence[int],
+    drawn_as: Sequence[int] | None = None,
 ) -> list[int]:
     """Choose a token for each row of logits.
 
     Args:
+        sampling: the way that all tokens are chosen, or each row's.
         requests: index of each row's request among all requests of the run.
         positions: position of each row's token in its sequence.
+        drawn_as: the number that each row's random numbers depend on, beside seed and position; by default `requests`.
 
     Raises:
         NotFinite: logits are not finite.
     """
     require_finite(logits_SV, requests, positions)
-    if sampling.temperature == 0:
-        return [int(token) for token in logits_SV.argmax(axis=1)]
+    each = [sampling] * len(logits_SV) if isinstance(sampling, Sampling) else sampling
+    likeliest = logits_SV.argmax(axis=1)
+    rows = zip(logits_SV, likeliest, each, drawn_as or requests, positions, strict=True)
     return [
-        _draw(probabilities(logits, sampling), uniform(sampling.seed, request, position))
-        for logits, request, position in zip(logits_SV, requests, positions, strict=True)
+        _draw(probabilities(logits, way), uniform(way.seed, number, position))
+        if way.temperature
+        else int(token)
+        for logits, token, way, number, position in rows
     ]
 
 

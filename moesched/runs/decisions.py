@@ -19,6 +19,8 @@ def simulated_decisions(
     routing: Routing | None = None,
     previews: RouterForecast | None = None,
     tokens: Sequence[Sequence[int]] = (),
+    *,
+    by_step: bool = False,
 ) -> Callable[[Task], Any]:
     """A function that computes the values of a simulated run's decisions, for the virtual driver.
 
@@ -29,6 +31,8 @@ def simulated_decisions(
         routing: by default uniform, with seed 0.
         previews: forecasts the routing for `Step.preview_route`; by default with `RouterForecast`'s own accuracy.
         tokens: tokens that each request generates, such as those of a real run; by default, and after these, zeros.
+        by_step: choose by the number of a task's step, not by its micro-batch's tokens: where requests join, many steps
+            are of prompts.
     """
     config = plan.layout.config
     chosen = routing or SeededRouting(config.routed.experts, config.routed.top_k)
@@ -37,20 +41,23 @@ def simulated_decisions(
     scored = plan.declared.scores
     scores = chosen.scores if isinstance(chosen, ScoresExperts) else None
 
+    def moment(task: Task) -> int:
+        return task.step if by_step else task.generated
+
     def with_scores(task: Task, counts: dict[int, int]) -> Mapping[int, int]:
         if scores is None or isinstance(task, Preview):
             return with_shares(counts, config.routed.experts)
-        return ScoredTokens(counts, scores(task.generated, task.layer, task.micro_batch, task.work.tokens))
+        return ScoredTokens(counts, scores(moment(task), task.layer, task.micro_batch, task.work.tokens))
 
     def decide(task: Task) -> Any:
         if task.layer in dense:
             return {}
         if task.verb == "route":
-            counts = chosen.choose(task.generated, task.layer, task.micro_batch, task.work.tokens)
+            counts = chosen.choose(moment(task), task.layer, task.micro_batch, task.work.tokens)
             return with_scores(task, counts) if scored else counts
         if isinstance(task, Preview):
             rows, ahead = task.work.tokens, task.ahead
-            counts = forecast.choose(task.generated, task.layer, task.micro_batch, rows, ahead)
+            counts = forecast.choose(moment(task), task.layer, task.micro_batch, rows, ahead)
             return with_scores(task, counts) if scored else counts
         if plan.batch.beams > 1:
             return [Standing((0,) * (task.generated + 1), 0.0, done=False)] * len(task.operands)

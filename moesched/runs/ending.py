@@ -43,8 +43,13 @@ class Ending:
         error = self.error
         if error is None:
             return None
-        cause = error.__cause__ if isinstance(error, TaskFailed) else None
+        cause = self._cause
         return str(cause if isinstance(cause, MoeschedError) else error) or type(error).__name__
+
+    def raise_cause(self, kind: type[MoeschedError]) -> None:
+        """Raise the cause of a failed task, if it is of this kind."""
+        if isinstance(cause := self._cause, kind):
+            raise cause
 
     def raise_error(self, report: object = None) -> None:
         """Raise the error that ended the run, if there is one; a run that had begun adds its report to it."""
@@ -57,3 +62,7 @@ class Ending:
             raise error
         finally:
             del error  # it refers to this frame
+
+    @property
+    def _cause(self) -> BaseException | None:
+        return self.error.__cause__ if isinstance(self.error, TaskFailed) else None

@@ -81,7 +81,8 @@ class Generation:
 
     async def run(self) -> list[list[int]]:
         """Load, prefill, decode; returns the tokens. A step is submitted while the one before it runs."""
-        await self._load()
+        self.loaded = await load(self._run)
+        self.busy_loading = self.busy = self._busy()
         steps = self._run.steps
         samples = await self._submit(0, last=steps == 1)
         for index in range(1, steps):
@@ -95,17 +96,6 @@ class Generation:
         await self._collect(samples)
         self.ended = True
         return self.tokens
-
-    async def _load(self) -> None:
-        loads = [task for resident in self._run.plan.weights.resident for task in self._run.load(resident)]
-        await self._wait_for(loads)
-        await self._wait_for(self._run.fill())  # slots may have been used to load resident pages
-        self.busy_loading = self.busy = self._busy()
-
-    async def _wait_for(self, loads: Sequence[Task]) -> None:
-        for task in loads:
-            await task
-            self.loaded = max(self.loaded, task.end)
 
     async def _submit(self, index: int, *, last: bool) -> list[Sampled]:
         step = Step(self._run, index, last=last)
@@ -160,3 +150,17 @@ class Generation:
                 if self._on_tokens is not None:
                     for token in tokens:
                         self._on_tokens({request: token})
+
+
+async def load(run_state: RunState) -> int:
+    """Load the resident weights, then the pages that are in pools before the first step; return the time of the end."""
+    resident = [task for kept in run_state.plan.weights.resident for task in run_state.load(kept)]
+    loaded = await _end_of(resident)
+    return max(loaded, await _end_of(run_state.fill()))  # slots may have been used to load resident pages
+
+
+async def _end_of(loads: Sequence[Task]) -> int:
+    """Wait for all of these tasks; return the time at which the last one ended."""
+    for task in loads:
+        await task
+    return max((task.end for task in loads), default=0)

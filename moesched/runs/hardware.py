@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from moesched.drivers.realtime import RealtimeDriver
 from moesched.drivers.validation import new_shared_engine
-from moesched.errors import BadInput, MoeschedError, TaskFailed, TransportError
+from moesched.errors import BadInput, MoeschedError, NotFinite, TaskFailed, TransportError
 from moesched.machines.networks import NETWORK
 from moesched.requests.sampling import Sampling
 from moesched.runs.assembly import assemble, close_at_end, observers_of
@@ -59,7 +59,7 @@ def run(
 
     The run also ends early if weights cannot be read, if logits are not finite, or if this node of a cluster loses the
     others. The report's `failure` then gives the reason. Any other error of a run that has begun is raised, with the
-    report as its attribute `report`.
+    report as its attribute `report`. Logits that are not finite before any token are raised without one.
 
     Args:
         tokens: stop tokens of requests, and the callback for their tokens.
@@ -69,6 +69,7 @@ def run(
 
     Raises:
         BadInput: the plan is a pipeline, which no device runs; or it requests router scores, and the device gives none.
+        NotFinite: the first logits are not finite, as those of damaged weights.
         OutOfMemory: the system gave no more memory.
     """
     _require_runnable(plan, policy, device)
@@ -80,6 +81,8 @@ def run(
         hardware.run(prompts, sampling or Sampling(), keep_open=keep_open)
     if not hardware.began:
         ending.raise_error()
+    if plan.nodes.count == 1 and not plan.batch.first_request and not hardware.gave_tokens:
+        ending.raise_cause(NotFinite)
     if recorder is not None:
         recorder.origin = hardware.origin
     seconds = time.perf_counter() - started
@@ -161,6 +164,11 @@ class _HardwareRun:
             observers=observers_of(self.rank_runs, observers, recorder),
             clock=device.clock if isinstance(device, KeepsTime) else time.perf_counter_ns,
         )
+
+    @property
+    def gave_tokens(self) -> bool:
+        """Whether a request has a token."""
+        return any(self.rank_runs[0].generation.tokens)
 
     @property
     def origin(self) -> int:

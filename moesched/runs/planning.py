@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from inspect import iscoroutinefunction
 
+from msgspec.structs import replace
+
 from moesched.drivers.policies import policys_failures
 from moesched.errors import BadInput, OverBudget, PolicyError
 from moesched.machines import INTERCONNECT, Machine
@@ -12,7 +14,7 @@ from moesched.machines.group import numbered
 from moesched.machines.networks import NETWORK
 from moesched.models.layout import Page, WeightLayout
 from moesched.requests.batch import Batch
-from moesched.seams import LaneKind, Policy, is_expert_parallel, is_pipelined
+from moesched.seams import Device, LaneKind, Policy, ReplaysGraphs, is_expert_parallel, is_pipelined
 from moesched.steps.plan import Plan
 from moesched.steps.process import Process
 from moesched.system.source_lines import raising_line
@@ -25,6 +27,15 @@ KERNELS_AHEAD = 8
 """Tasks that an accelerator's stream has in its queue: short kernels would otherwise wait for the host."""
 TRANSFERS_AHEAD = 2
 """Tasks that a copy's stream has in its queue; more would undo the order of urgent and less urgent transfers."""
+
+
+def as_used_by(device: Device, machine: Machine) -> Machine:
+    """The machine as a device uses it: its accelerator replays graphs if the device does."""
+    if not (isinstance(device, ReplaysGraphs) and device.replays):
+        return machine
+    name = machine.roles.accelerator
+    replaying = replace(machine.accelerator, replays=True)
+    return replace(machine, processors={**machine.processors, name: replaying})
 
 
 def plan_run(

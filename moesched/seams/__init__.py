@@ -28,7 +28,9 @@ from .device import LaneKind as LaneKind
 from .device import ObservesActivations as ObservesActivations
 from .device import ObservesRouting as ObservesRouting
 from .device import Progress as Progress
+from .device import ReplaysGraphs as ReplaysGraphs
 from .device import ReportsHome as ReportsHome
+from .device import Serves as Serves
 from .device import StandsBy as StandsBy
 from .device import Streams as Streams
 from .device import TellsProgress as TellsProgress

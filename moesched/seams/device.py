@@ -110,6 +110,18 @@ class Device(Protocol):
 
 
 @runtime_checkable
+class Serves(Protocol):
+    """A device whose requests may join and leave between steps."""
+
+    def serve(self, plan: Plan) -> None:
+        """Prepare as `begin` does, with no request yet.
+
+        The plan's batch is the fullest one that requests may form. The operands of `embed` are then
+        `moesched.requests.rows.Rows`: who left the micro-batch, and the new tokens of each request in it.
+        """
+
+
+@runtime_checkable
 class JoinsRanks(Protocol):
     """A device that can be one of several: tensor-parallel ranks, or nodes that share a model's experts."""
 
@@ -223,6 +235,14 @@ class HasOwnBytes(Protocol):
     @property
     def own_bytes(self) -> int:
         """Bytes of that memory, for the report."""
+
+
+@runtime_checkable
+class ReplaysGraphs(Protocol):
+    """A device that may replay graphs of kernels, whose results then stay in its memory."""
+
+    replays: bool
+    """Whether it does; constant."""
 
 
 @runtime_checkable

@@ -22,7 +22,8 @@ from moesched.models.host_buffers import (
     routed_rows_bytes,
 )
 from moesched.models.operations import Operations
-from moesched.requests.batch import Batch, cached_tokens
+from moesched.models.replayed import graph_bytes, kept_bytes, shared_bytes
+from moesched.requests.batch import KV_BLOCK_TOKENS, Batch, cached_tokens
 from moesched.requests.chunks import Chunk
 from moesched.steps.read_only import ReadOnly
 
@@ -49,7 +50,7 @@ class BatchBytes(ReadOnly):
         self._operations = operations
         self._cut = {chunk.micro_batch for chunk in chunks.values() if chunk.before >= 0}
         chunked = len(chunks) > len(batch.micro_batches)
-        prefill = [sum(chunk.tokens) for chunk in chunks.values()]
+        self._prefill = prefill = [sum(chunk.tokens) for chunk in chunks.values()]
         self._decode_rows = list(map(batch.sequences, batch.micro_batches))
         rows = prefill if chunked else list(map(max, prefill, self._decode_rows))
         self._largest_first = sorted(rows, reverse=True)
@@ -89,6 +90,25 @@ class BatchBytes(ReadOnly):
     def host_prompt_rows(self, in_flight: int) -> int:
         """Bytes of the rows of experts on the host in prefill, with `in_flight` micro-batches within a layer."""
         return sum(routed_prompt_bytes(self._operations, rows) for rows in self._largest_first[:in_flight])
+
+    @property
+    def graphs(self) -> int:
+        """Bytes of the graphs of decode steps."""
+        return graph_bytes(self._operations.config.layers, self._decode_rows)
+
+    def replayed(self, *, loads: bool) -> int:
+        """Bytes of results and tables that a GPU keeps for kernels that are replayed.
+
+        loads: whether keys and values are loaded from the host.
+        """
+        operations, batch = self._operations, self._batch
+        ends = list(map(batch.longest_at_end, batch.micro_batches))
+        blocks = max(map(sum, ends)) // KV_BLOCK_TOKENS
+        kept = sum(
+            kept_bytes(operations, rows, blocks, loads=loads) for rows in (*self._prefill, *self._decode_rows)
+        )
+        longest = max(map(max, ends)) // batch.beams
+        return kept + shared_bytes(operations, self._prefill, self._decode_rows, longest)
 
     def exchanged(self, in_flight: int) -> int:
         """Bytes of buffers for the rows that nodes exchange, with `in_flight` prefill micro-batches within a layer."""

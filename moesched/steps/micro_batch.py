@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import compress
 from typing import NamedTuple, TypeAlias
 
 from moesched.requests.chunks import Chunk
+from moesched.requests.rows import Rows
 from moesched.steps.pipeline_stages import PipelineStage
 from moesched.steps.verbs.table import START, VERBS, Verb
 from moesched.tasks import Block, Lane, Phase, Task, Work, phase_after
@@ -122,9 +124,14 @@ class MicroBatch:
     """One micro-batch of a run, or a chunk of one in prefill.
 
     Attributes:
-        requests: the requests that its step computes.
-        generated: number of tokens that each of its sequences generated before its step.
+        requests: the requests that have new tokens in its step.
+        starts: each one's tokens before the step.
+        tokens: each one's new tokens.
+        ends: the requests that it samples tokens for.
+        generated: number of tokens that each of its sequences generated before its step. Where requests join and leave,
+            the numbers differ: it is 0 for prompts, else the number of the step.
         phase: the phase of its step.
+        served: the rows of its step, where requests join and leave; None in a batch.
         progress: the layers and verbs of its step that it has been through, as one number: `STRIDE` values for each
             layer.
         last: the task that brought it to this progress.
@@ -132,12 +139,11 @@ class MicroBatch:
         stage: the pipeline stage that it is at.
         works: the works of its verbs at that stage, in its kind of layer; `works_at` has those of all stages and kinds.
         bound: by a verb's number, its lane and its work at that stage, and the blocks that its task reads and writes.
-        sized_for: the phase and the requests that its works are for.
+        sized_for: the phase, and the numbers of sampled and of new tokens, that its works are for.
         chunk: the part of the prompts that it takes through prefill; None if chunks of it do that.
         chunk_of: the micro-batch whose prompts it is a part of; None if it is no chunk.
         is_chunk: whether it is a part of another micro-batch's prompts.
         before: the chunk that it continues.
-        ends: the requests that it samples tokens for.
     """
 
     __slots__ = (
@@ -158,8 +164,11 @@ class MicroBatch:
         "requests",
         "room",
         "routing",
+        "served",
         "sized_for",
         "stage",
+        "starts",
+        "tokens",
         "works",
         "works_at",
     )
@@ -167,6 +176,8 @@ class MicroBatch:
     def __init__(self, index: int, requests: tuple[int, ...], blocks: Blocks, kv: KVState) -> None:
         self.index = index
         self.requests = self.ends = requests
+        self.starts = self.tokens = (0,) * len(requests)
+        self.served: Rows | None = None
         self.blocks = blocks
         self.kv = kv
         self.routing = RoutingState()
@@ -180,7 +191,7 @@ class MicroBatch:
         self.progress = START
         self.last: Task | None = None
         self.stage: PipelineStage
-        self.sized_for: tuple[Phase, tuple[int, ...]] | None = None
+        self.sized_for: tuple[Phase, int, int] | None = None
         self.works: dict[str, Work] = {}
         self.works_at: list[list[dict[str, Work]]] = []
         self.bound: list[BoundVerb] = []
@@ -191,10 +202,23 @@ class MicroBatch:
         """The micro-batch of decode steps that a chunk is a part of; itself if it is no chunk."""
         return self.chunk_of or self
 
-    def begin(self, progress: int) -> None:
-        """Begin a step with this progress, such as `START`."""
+    def begin(self, starts: tuple[int, ...], tokens: tuple[int, ...]) -> None:
+        """Have its requests begin a step, with `tokens` new tokens after `starts` earlier ones."""
         self.phase = phase_after(self.generated)
-        self.progress = progress
+        self.starts, self.tokens = starts, tokens
+
+    def serve(self, rows: Rows, step: int) -> None:
+        """Begin a step with the rows of requests that join and leave."""
+        self.served = rows
+        self.requests, self.starts, self.tokens, samples, *_ = zip(*rows.rows, strict=True)
+        self.ends = tuple(compress(self.requests, samples))
+        self.phase = rows.phase
+        self.generated = 0 if rows.phase == "prefill" else step
+
+    @property
+    def embeds(self) -> tuple[int, ...] | Rows:
+        """The operands of `embed`: the requests, or their rows where requests join and leave."""
+        return self.requests if self.served is None else self.served
 
     def keep(self, requests: tuple[int, ...]) -> None:
         """Continue with some of its requests only."""

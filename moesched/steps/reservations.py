@@ -176,6 +176,7 @@ class Reservations(ReadOnly):
             *self._within_layers(declared),
             *self._kv_cache(declared),
             *self._kv_buffers(declared),
+            *self._replayed(declared),
             *self._host_experts(declared),
             *self._host_buffers(declared),
             *self._node_weights(declared.nodes),
@@ -283,6 +284,13 @@ class Reservations(ReadOnly):
             for fast in self._accelerators:
                 what, parts = f"{kv.slots} slots for keys and values", Parts(kv.slots, "slots")
                 yield Reservation(fast, what, kv.slots * kv.slot_bytes, parts=parts)
+
+    def _replayed(self, declared: Declared) -> Iterator[Reservation]:
+        if self._machine.accelerator.replays:
+            nbytes = self.sizes.replayed(loads=self.kv(declared).slots > 0)
+            for fast in self._accelerators:
+                yield Reservation(fast, "results of kernels that are replayed", nbytes)
+                yield Reservation(fast, "graphs of kernels", self.sizes.graphs)
 
     def _host_experts(self, declared: Declared) -> Iterator[Reservation]:
         """Reservations for rows that go to experts on the host, for the outputs that come back, and for workspace."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Set
+from collections.abc import Callable, Mapping, Set
 
 from moesched.engine import Engine
 from moesched.machines import INTERCONNECT
 from moesched.machines.networks import NETWORK
 from moesched.models.layout import Page
+from moesched.requests.rows import Rows
 from moesched.steps.memory import Fixed, Slot, counts_of, slots_of
 from moesched.steps.micro_batch import MicroBatch, chunk_of, whole_micro_batch
 from moesched.steps.node_tasks import NodeTasks
@@ -52,7 +53,8 @@ class RunState:
         self.stage_of = [
             stage for stage, layers in zip(self.stages, plan.stages, strict=True) for _ in layers
         ]
-        self.works = Works(plan, lanes, self.stages, age)
+        self.works = Works(plan, lanes, self.stages)
+        self._age = age
         kv_roles = plan.kv.roles
         self.micro_batches = [
             whole_micro_batch(
@@ -92,11 +94,31 @@ class RunState:
         """
         start = START if self.plan.nodes.attends else INPUT  # only a node that attends has `embed`
         for batch in self.present:
-            batch.begin(start)
+            if batch.served is None:
+                self._continue(batch)
+            batch.progress = start
             self.works.size(batch)
         only_chunks = all(batch.is_chunk for batch in self.present)
         first = len(self.micro_batches) if only_chunks else 0
         return {batch.index - first: batch for batch in self.present}
+
+    def serve(self, rows: Mapping[int, Rows], step: int) -> None:
+        """Have these micro-batches take part in the next step, with these rows of requests that join and leave."""
+        self.present = [self.micro_batches[number] for number in rows]
+        for batch in self.present:
+            batch.serve(rows[batch.index], step)
+
+    def _continue(self, batch: MicroBatch) -> None:
+        """Have the requests of a batch begin their next step: prompts or chunks of them, or one token each."""
+        if batch.generated == 0:
+            assert batch.chunk is not None, (
+                "a micro-batch of prompts is a chunk, or has one of all its prompts"
+            )
+            batch.begin(batch.chunk.starts, batch.chunk.tokens)
+            return
+        prompts, generated = self.plan.batch.prompts, batch.generated + self._age - 1
+        starts = tuple([prompts[request] + generated for request in batch.requests])
+        batch.begin(starts, (1,) * len(starts))
 
     def end_step(self) -> None:
         """Have the micro-batches whose prompts are complete decode from now on, with one more token each."""

@@ -76,6 +76,11 @@ class Step(PageVerbs, AttentionVerbs, ExpertVerbs, Outlook):
         """The phase of a micro-batch: it holds prompts, or decodes."""
         return self._batches[micro_batch].phase
 
+    def tokens(self, micro_batch: int) -> int:
+        """The number of new tokens of a micro-batch: those of its prompts, or one for each sequence."""
+        batch = self._batches[micro_batch]
+        return sum(batch.tokens) if batch.phase == "prefill" else batch.works["embed"].tokens
+
     def goes_on(self, micro_batch: int) -> bool:
         """Test whether a micro-batch of prefill is a chunk that continues the one before it."""
         return self._batches[micro_batch].before is not None
@@ -91,7 +96,7 @@ class Step(PageVerbs, AttentionVerbs, ExpertVerbs, Outlook):
             work = batch.works["reorder"]
             reorder = kernel(lane, work, "reorder", -1, batch.index, -1, None, self._number, batch.generated)
             self._enter(reorder, (blocks.tokens,), (blocks.positions, *kv.layers))
-        return self._run(EMBED, -1, batch, batch.requests)
+        return self._run(EMBED, -1, batch, batch.embeds)
 
     def post_attention(self, layer: int, micro_batch: int) -> Task:
         """Output projection, router, all experts and combine as one kernel over the whole layer's pages."""

@@ -26,17 +26,12 @@ _TO_THE_HOST_AND_BACK = WorkPart("hop", 0, times=2)
 class Works:
     """Makes `Work` objects, and sets those of a micro-batch for each of its steps.
 
-    Args:
-        age: tokens that count as generated before the first decode step, to look into the middle of a long run.
-
     Attributes:
         operations: costs of the operations in the model's typical layer.
         kinds: costs of the operations in each kind of layer, by its number; `kind_of` has the number for each layer.
     """
 
-    def __init__(
-        self, plan: Plan, lanes: Mapping[str, Lane], stages: Sequence[PipelineStage], age: int
-    ) -> None:
+    def __init__(self, plan: Plan, lanes: Mapping[str, Lane], stages: Sequence[PipelineStage]) -> None:
         self.operations = Operations(plan.layout.config, plan.layout.dtype, _resident(plan))
         self.kinds = list(self.operations.kinds.values())
         numbers = {kind: number for number, kind in enumerate(self.operations.kinds)}
@@ -44,7 +39,6 @@ class Works:
         self._plan = plan
         self._lanes = lanes
         self._stages = stages
-        self._age = age
         self._works: dict[tuple[str, str, int, int, bool], Work] = {}
         self._moves: dict[tuple[str, str, int, int, str], tuple[Lane, Work]] = {}
 
@@ -94,7 +88,7 @@ class Works:
 
     def size(self, batch: MicroBatch) -> None:
         """Set the works for a micro-batch's step; only those of attention change with the length of the KV cache."""
-        needed = batch.phase, batch.requests
+        needed = batch.phase, len(batch.ends), sum(batch.tokens)
         if batch.sized_for != needed:
             numbers = range(len(self.kinds))
             batch.bind(
@@ -110,8 +104,7 @@ class Works:
         plan, operations = self._plan, self.kinds[number]
         sequences = tokens = plan.batch.sequences(batch.requests)
         if batch.phase == "prefill":
-            assert batch.chunk is not None
-            sequences, tokens = len(batch.ends), sum(batch.chunk.tokens)
+            sequences, tokens = len(batch.ends), sum(batch.tokens)
         accelerator = stage.processors["accelerator"]
         amounts: dict[str, Callable[[int], Amount]] = {
             "embed": operations.embed,
@@ -146,18 +139,12 @@ class Works:
     def _size_attention(self, batch: MicroBatch) -> None:
         """Set a micro-batch's works that grow with the KV cache."""
         plan = self._plan
-        prompts, beams = plan.batch.prompts, plan.batch.beams
+        beams, new = plan.batch.beams, batch.tokens
         decodes = batch.phase == "decode"
-        if decodes:
-            generated = batch.generated + self._age
-            lengths = [prompts[request] + generated for request in batch.requests for _ in range(beams)]
-            new: tuple[int, ...] = ()
-            tokens = len(lengths)
-        else:
-            assert batch.chunk is not None
-            new = batch.chunk.tokens
-            lengths = list(map(add, batch.chunk.starts, new))
-            tokens = sum(new)
+        lengths = list(map(add, batch.starts, new))
+        if decodes and beams > 1:
+            lengths = [length for length in lengths for _ in range(beams)]
+        tokens = len(lengths) if decodes else sum(new)
         loads = decodes and plan.kv.slots and not (plan.machine.unified or all(batch.kv.on_accelerator))
         for number, operations in enumerate(self.kinds):
             if decodes:

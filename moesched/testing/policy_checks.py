@@ -23,16 +23,18 @@ from moesched.machines.staging import staged
 from moesched.models.config import ModelConfig
 from moesched.models.layout import WeightLayout, weight_layout
 from moesched.models.shapes import SHAPES
-from moesched.requests.batch import split_batch
+from moesched.requests.batch import KV_BLOCK_TOKENS, Batch, split_batch
 from moesched.runs.assembly import assemble, close_at_end
 from moesched.runs.generation import TokenHandling
 from moesched.runs.planning import plan_run
 from moesched.runs.ranks import OnDevices, Rank
 from moesched.runs.virtual_run import VirtualRun
-from moesched.seams import Observer, Policy, is_expert_parallel, keeps_state
+from moesched.seams import Observer, Policy, is_expert_parallel, is_pipelined, keeps_state
+from moesched.serving.capacity import Capacity
 from moesched.steps.plan import Plan
 from moesched.system.own_loop import run_on_own_loop
 from moesched.tasks import Lane, Task
+from moesched.testing.served_checks import check_served, random_requests
 from moesched.testing.symbolic import SymbolicDevice, expected_tokens
 
 Clock = Literal["virtual", "shared", "real"]
@@ -70,14 +72,21 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
         expert = sum(page.nbytes for page in whole.expert(0, 0))
         return weight_layout(whole.config, page_bytes=max(1024, expert // self.pages_per_expert))
 
-    def plan(self, policy: Policy, node: int = 0) -> Plan:
-        """The policy's plan for one of the nodes.
+    @property
+    def capacity(self) -> Capacity:
+        """As many places as the batch has micro-batches, for requests that join and leave."""
+        places = -(-len(self.prompts) // self.micro_batch_size)
+        size = self.micro_batch_size
+        return Capacity(places, size, 2 * KV_BLOCK_TOKENS * size, max(self.prompts), 2 * KV_BLOCK_TOKENS)
+
+    def plan(self, policy: Policy, node: int = 0, batch: Batch | None = None) -> Plan:
+        """The policy's plan for one of the nodes; of the case's batch, by default.
 
         Raises:
             BadInput: the policy's plan does not fit.
         """
         layout = self.layout()
-        batch = split_batch(self.prompts, self.new_tokens, self.micro_batch_size)
+        batch = batch or split_batch(self.prompts, self.new_tokens, self.micro_batch_size)
         empty = Plan(self.machine, layout, batch)
         fast = empty.memory("accelerator")
         cache = empty.reservations.cache_bytes(empty.micro_batches, empty.layers)
@@ -269,14 +278,23 @@ def check_policy(
                 if keeps_state(policies[0]):
                     again = _plans(case, policies)
                     check_plans(again, policies, clock, f"{where}, second batch", ends_early=early)
+                if clock == "virtual" and case.nodes == 1 and not is_pipelined(policies[0]):
+                    where = f"{where}, requests that join and leave"
+                    _check_served(make(), case)
             except Exception as error:
-                error.add_note(f"in the case {case.name}, {clock} clock")
+                error.add_note(f"in the case {where}")
                 raise
         else:
             taken += 1
     if not taken:
         raise AssertionError(f"the policy's plan fits in none of {len(unfit)} cases; the first is {unfit[0]}")
     return taken
+
+
+def _check_served(policy: Policy, case: Case) -> None:
+    capacity = case.capacity
+    requests = random_requests(len(case.name), max(case.prompts), 2 * case.new_tokens)
+    check_served(policy, case.plan(policy, batch=capacity.fullest()), capacity, requests)
 
 
 def _plans(case: Case, policies: Sequence[Policy]) -> list[Plan]:

@@ -24,7 +24,7 @@ from moesched.trace.chrome_writer import CRITICAL_PID, microseconds
 
 SHOWN_PER_RULE = 5
 
-_TIMED = frozenset("XsfCi")
+_TIMED = frozenset("XsfCibe")
 
 
 class _Point(NamedTuple):

@@ -19,7 +19,14 @@ from moesched.system.decoding import DECODE_ERRORS, decode_json, reason
 from moesched.system.input_file import read_input
 from moesched.system.own_loop import interruptible
 from moesched.system.plain_text import shown
-from moesched.trace.chrome_writer import CANCELLED, CRITICAL_PID, FIRST_RANK_PID, FORMAT, SIDE_BY_SIDE
+from moesched.trace.chrome_writer import (
+    CANCELLED,
+    CRITICAL_PID,
+    FIRST_RANK_PID,
+    FORMAT,
+    REQUEST,
+    SIDE_BY_SIDE,
+)
 from moesched.trace.recording import (
     About,
     Cancelled,
@@ -28,6 +35,7 @@ from moesched.trace.recording import (
     MemorySample,
     PoolSample,
     Recording,
+    RequestSpan,
     Roof,
     Slice,
     TaskInfo,
@@ -269,6 +277,11 @@ def trace_of(file: TraceFile) -> Trace:
         costs={WorkKey(*each[:4]): Demand(*each[4:]) for each in other.costs},
         predictions={WorkKey(*each[:4]): each.seconds for each in other.predictions},
         cancelled=_cancelled(events, lanes),
+        requests=[
+            msgspec.json.decode(event.args, type=RequestSpan)
+            for event in events
+            if event.ph == "b" and event.cat == REQUEST and event.args
+        ],
     )
     if slices and recording.end == recording.start:
         raise ValueError("all of its tasks last nothing")

@@ -25,6 +25,8 @@ from moesched.trace.summary import summarize
 FORMAT = "moesched trace 7"
 SIDE_BY_SIDE = "moesched traces side by side 3"
 CRITICAL_PATH = "critical path"
+REQUEST = "request"
+"""The category of a request's spans."""
 CANCELLED = "cancelled "
 CRITICAL_PID = 1
 FIRST_RANK_PID = 2
@@ -171,6 +173,7 @@ def _events(runs: Sequence[_Shown]) -> Iterator[str]:
         yield from _flows(run)
         yield from _critical(run)
         yield from _counters(run)
+        yield from _requests(run)
 
 
 def _names(run: _Shown) -> Iterator[str]:
@@ -258,7 +261,7 @@ def _description(task: TaskInfo) -> str:
     if task.priority_class:
         args["priority_class"] = task.priority_class
     if task.pool:
-        args["pool"] = task.pool
+        args |= {"pool": task.pool, "pool_slots": task.pool_slots}
     if task.nbytes:
         args["bytes"] = _plain(task.nbytes)
     if task.flops:
@@ -346,3 +349,16 @@ def _counters(run: _Shown) -> Iterable[str]:
             f'"ts":{microseconds(count.time + run.shift)},'
             f'"args":{json.dumps(count.counted._asdict(), separators=(",", ":"))}}}'
         )
+
+
+def _requests(run: _Shown) -> Iterator[str]:
+    """Yield each request as an asynchronous span, with its parts in it."""
+    for each in run.recording.requests:
+        track = f'"cat":"{REQUEST}","id":{each.request},"pid":{run.pid},"tid":0'
+        args = json.dumps(msgspec.to_builtins(each), separators=(",", ":"))
+        name = f"request {each.request}"
+        for part, start, end in [(name, each.arrived, each.ended), *each.parts]:
+            more = f',"args":{args}' if part == name else ""
+            for sign, time in (("b", start), ("e", end)):
+                at = microseconds(time + run.shift)
+                yield f'{{"ph":"{sign}",{track},"name":"{part}","ts":{at}{more if sign == "b" else ""}}}'

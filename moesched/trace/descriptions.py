@@ -45,19 +45,21 @@ class Descriptions:
 
 
 class _Moved(NamedTuple):
-    """The pages that a transfer moves, and the title of the pool that they go to."""
+    """The pages that a transfer moves, and the title and the slots of the pool that they go to."""
 
     pages: Sequence[Page]
-    pool: str
+    pool: str = ""
+    slots: int = 0
 
 
-_NOTHING = _Moved((), "")
+_NOTHING = _Moved(())
 
 
 def _moved(task: PageTransfer) -> _Moved:
     slot = task.slots[0] if task.pages and task.slots else None
-    pool = title_of(slot.pool) if isinstance(slot, Slot) and not slot.fixed else ""
-    return _Moved(task.pages, pool)
+    if isinstance(slot, Slot) and not slot.fixed:
+        return _Moved(task.pages, title_of(slot.pool), len(slot.pool.slots))
+    return _Moved(task.pages)
 
 
 def _task_info(task: Task, moved: _Moved, priority_class: int) -> TaskInfo:
@@ -78,4 +80,5 @@ def _task_info(task: Task, moved: _Moved, priority_class: int) -> TaskInfo:
         moved.pool,
         work.tokens,
         describe_all(moved.pages),
+        moved.slots,
     )

@@ -34,6 +34,7 @@ class TaskInfo(msgspec.Struct, frozen=True, gc=False, rename={"nbytes": "bytes",
         pages: the number of weight pages that it moves.
         priority_class: its class on a ready-first lane; lower classes go first.
         pool: the pool that it brings pages to, with its memory, such as "experts in gpu".
+        pool_slots: the number of pages that this pool has room for.
         rows: the rows (tokens) that it works on; 0 for transfers.
         page_names: the weight pages that it moves, in words.
     """
@@ -53,6 +54,7 @@ class TaskInfo(msgspec.Struct, frozen=True, gc=False, rename={"nbytes": "bytes",
     pool: str = ""
     rows: int = 0
     page_names: str = ""
+    pool_slots: int = 0
 
     @property
     def work(self) -> WorkKey:
@@ -151,6 +153,38 @@ class PoolSample(NamedTuple):
     counted: Counted
 
 
+class RequestSpan(msgspec.Struct, frozen=True):
+    """A request that joined and left a run; times are nanoseconds from the start of the run, -1 where there is none.
+
+    Attributes:
+        request: its number.
+        arrived: its arrival.
+        entered: when it got a place.
+        first_token: when it had its first token.
+        ended: when it had its last one, or left.
+        tokens: the number of its tokens.
+    """
+
+    request: int
+    arrived: int
+    entered: int
+    first_token: int
+    ended: int
+    tokens: int
+
+    @property
+    def parts(self) -> list[tuple[str, int, int]]:
+        """Name, start and end of what it did: it waited, had its prompt computed, then its tokens."""
+        ends = [("waits", self.entered), ("prompt", self.first_token), ("tokens", self.ended)]
+        parts, start = [], self.arrived
+        for name, end in ends:
+            end = self.ended if end < 0 else end
+            if end > start:
+                parts.append((name, start, end))
+            start = end
+        return parts
+
+
 class Recording(msgspec.Struct):
     """The tasks of a run, in order of their ends.
 
@@ -165,6 +199,7 @@ class Recording(msgspec.Struct):
         costs: the works' demands on the machine, where a cost model gave them.
         predictions: the seconds that the works of a measured run should take, each alone on the machine.
         cancelled: tasks that the policy cancelled, in order of time.
+        requests: requests that joined and left, in order of arrival; empty for a batch.
     """
 
     lanes: list[LaneName]
@@ -179,6 +214,7 @@ class Recording(msgspec.Struct):
     costs: dict[WorkKey, Demand] = {}
     predictions: dict[WorkKey, float] = {}
     cancelled: list[Cancelled] = []
+    requests: list[RequestSpan] = []
 
     def __repr__(self) -> str:
         return f"<Recording: {len(self.slices):,} tasks on {len(self.lanes)} lanes, {self.end / 1e9:.3g} s>"

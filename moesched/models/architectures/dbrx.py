@@ -10,7 +10,8 @@ import msgspec
 from moesched.models.architectures.architecture import Architecture, Stored
 from moesched.models.config import ModelConfig
 from moesched.models.config_file import ConfigFile, Keys
-from moesched.models.layers import FeedForward, GroupedAttention, Layer
+from moesched.models.layers import GroupedAttention, Layer
+from moesched.models.networks import FeedForward
 from moesched.models.rotary import Rotary
 from moesched.models.rotary_keys import read_rotary
 

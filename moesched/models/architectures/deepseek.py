@@ -7,7 +7,8 @@ from typing import Any
 
 from moesched.models.architectures.simulated import Family, SimulatedKeys, prediction_layer
 from moesched.models.config import ModelConfig
-from moesched.models.layers import FeedForward, LatentAttention, Layer, Router
+from moesched.models.layers import LatentAttention, Layer
+from moesched.models.networks import FeedForward, Router
 
 
 class DeepSeekKeys(SimulatedKeys, kw_only=True):

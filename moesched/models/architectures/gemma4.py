@@ -10,7 +10,8 @@ from msgspec.structs import replace
 
 from moesched.models.architectures.simulated import Family, SimulatedKeys
 from moesched.models.config import ModelConfig
-from moesched.models.layers import FeedForward, GroupedAttention, Layer, Router
+from moesched.models.layers import GroupedAttention, Layer
+from moesched.models.networks import FeedForward, Router
 
 LayerNumber = Annotated[str, msgspec.Meta(pattern="^[0-9]{1,5}$")]
 

@@ -13,7 +13,8 @@ from moesched.models.architectures.llama_like import ExpertNames, LlamaLikeKeys
 from moesched.models.architectures.simulated import prediction_layer
 from moesched.models.config import ModelConfig
 from moesched.models.config_file import ConfigFile
-from moesched.models.layers import FeedForward, GroupedAttention, Layer, Router
+from moesched.models.layers import GroupedAttention, Layer
+from moesched.models.networks import FeedForward, Router
 from moesched.models.rotary import Rotary
 
 NAMES = ExpertNames("mlp", gate="gate_proj", down="down_proj", up="up_proj")

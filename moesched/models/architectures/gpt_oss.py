@@ -13,7 +13,8 @@ from moesched.models.architectures.architecture import Architecture, Stored
 from moesched.models.architectures.llama_like import FULL, SLIDING, LlamaLikeKeys
 from moesched.models.config import ModelConfig
 from moesched.models.config_file import ConfigFile
-from moesched.models.layers import Activation, FeedForward, GroupedAttention, Layer
+from moesched.models.layers import GroupedAttention, Layer
+from moesched.models.networks import Activation, FeedForward
 from moesched.models.rotary import Rotary, Yarn
 
 ALPHA, LIMIT = 1.702, 7.0

@@ -11,7 +11,7 @@ from moesched.models.architectures.llama_like import FULL, SLIDING, LlamaLikeKey
 from moesched.models.architectures.mixtral import window
 from moesched.models.config import ModelConfig
 from moesched.models.config_file import ConfigFile
-from moesched.models.layers import FeedForward
+from moesched.models.networks import FeedForward
 
 
 class LlamaKeys(LlamaLikeKeys, kw_only=True):

@@ -7,7 +7,8 @@ from typing import Any
 
 from moesched.models.architectures.simulated import Family, SimulatedKeys
 from moesched.models.config import ModelConfig
-from moesched.models.layers import FeedForward, GroupedAttention, Layer
+from moesched.models.layers import GroupedAttention, Layer
+from moesched.models.networks import FeedForward
 
 
 class Llama4Keys(SimulatedKeys, kw_only=True):

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 from moesched.models.architectures.architecture import Stored
 from moesched.models.config import ModelConfig
 from moesched.models.config_file import ConfigFile, Keys
-from moesched.models.layers import FeedForward, GroupedAttention, Layer
+from moesched.models.layers import GroupedAttention, Layer
+from moesched.models.networks import FeedForward
 from moesched.models.rotary_keys import read_rotary, rotary_json
 
 FULL, SLIDING = "full_attention", "sliding_attention"

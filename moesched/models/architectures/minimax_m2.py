@@ -12,7 +12,8 @@ from moesched.models.architectures.architecture import Architecture, Stored
 from moesched.models.architectures.llama_like import ExpertNames, LlamaLikeKeys
 from moesched.models.config import ModelConfig
 from moesched.models.config_file import ConfigFile
-from moesched.models.layers import FeedForward, GroupedAttention, Layer, Router
+from moesched.models.layers import GroupedAttention, Layer
+from moesched.models.networks import FeedForward, Router
 from moesched.models.rotary import Rotary
 
 ROUTER = Router(score="sigmoid", corrected=True)

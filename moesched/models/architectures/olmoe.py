@@ -10,7 +10,8 @@ from moesched.models.architectures.architecture import Architecture, Stored
 from moesched.models.architectures.llama_like import ExpertNames, LlamaLikeKeys
 from moesched.models.config import ModelConfig
 from moesched.models.config_file import ConfigFile
-from moesched.models.layers import FeedForward, GroupedAttention, Layer, Router
+from moesched.models.layers import GroupedAttention, Layer
+from moesched.models.networks import FeedForward, Router
 
 
 class OlmoeKeys(LlamaLikeKeys, kw_only=True):

@@ -10,7 +10,8 @@ from typing import Any
 
 from moesched.models.architectures.simulated import Family, SimulatedKeys, prediction_layer
 from moesched.models.config import ModelConfig
-from moesched.models.layers import FeedForward, GroupedAttention, Layer, LinearAttention
+from moesched.models.layers import GroupedAttention, Layer, LinearAttention
+from moesched.models.networks import FeedForward
 
 
 class Qwen3NextKeys(SimulatedKeys, kw_only=True):

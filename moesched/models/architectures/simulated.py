@@ -11,7 +11,8 @@ from moesched.errors import BadInput
 from moesched.models.architectures.architecture import COMMON_FORMATS, Architecture
 from moesched.models.config import DType, ModelConfig
 from moesched.models.config_file import ConfigFile
-from moesched.models.layers import Layer, LinearAttention, elements
+from moesched.models.layers import Layer, LinearAttention
+from moesched.models.tensor_shapes import elements
 from moesched.models.tensors import dense_shapes, expert_shapes
 
 _NORM_EPS = 1e-6

@@ -11,9 +11,11 @@ from moesched.errors import BadInput
 from moesched.models.architectures import BY_MODEL_TYPE
 from moesched.models.config import ModelConfig
 from moesched.models.config_file import ConfigFile
-from moesched.models.gguf.families import GGUF_FAMILIES, GgufFamily, GgufKeys
+from moesched.models.gguf.families import GGUF_FAMILIES, GgufFamily
+from moesched.models.gguf.keys import GgufKeys
 from moesched.models.gguf.parts import GgufParts, gguf_name
 from moesched.models.gguf.rotation import rope_scaling
+from moesched.models.gguf.tensor_names import as_in_gguf
 from moesched.models.gguf.types import BY_NAME
 from moesched.models.gguf.vocabulary import Vocabulary
 from moesched.models.headers import RESTORE, Found
@@ -55,14 +57,14 @@ def gguf_config(parts: GgufParts, vocabulary: Vocabulary) -> ModelConfig:
     values = family.config_json(keys) | {
         "vocab_size": _vocabulary_size(parts, tensors[EMBEDDING], len(vocabulary.tokens), keys.vocab_size),
         "tie_word_embeddings": HEAD not in tensors,
-        "rope_scaling": rope_scaling(parts.path, keys, tensors),
+        "rope_scaling": rope_scaling(parts.path, keys, tensors, truncate=family.truncate),
     }
     file = ConfigFile(
         parts.path, values, gguf_name(parts.path), lambda: _dtype(tensors.values()), vocabulary.stop_tokens
     )
     config = BY_MODEL_TYPE[values["model_type"]].read(file)
     rotary = replace(config.attention.rotary, interleaved=family.interleaved)
-    return config.varied(rotary=rotary, transposed_down=False)
+    return as_in_gguf(config.varied(rotary=rotary))
 
 
 def _keys(parts: GgufParts, family: GgufFamily) -> GgufKeys:

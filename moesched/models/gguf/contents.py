@@ -11,9 +11,9 @@ from moesched.models.config import ModelConfig
 from moesched.models.contents import Contents, Names, require_counts, require_shape
 from moesched.models.formats import role_of
 from moesched.models.gguf.config import family_of, gguf_config
-from moesched.models.gguf.families import gguf_tensors, single_expert_tensors
 from moesched.models.gguf.parts import read_parts
 from moesched.models.gguf.rotation import FACTORS
+from moesched.models.gguf.tensor_names import gguf_tensors, single_expert_tensors
 from moesched.models.gguf.types import BY_NAME, READABLE
 from moesched.models.gguf.vocabulary import read_vocabulary
 from moesched.models.headers import Found
@@ -68,8 +68,8 @@ def _format_of(found: Found, published: Published) -> StoredFormat:
         raise BadInput(f"{found.file}: {found.name} is of type {kind.name}, which no kernel reads: {remedy}")
     if kind.stored.codes is not None and role_of(published.parts[0][0]) == "small":
         raise BadInput(
-            f"{found.file}: {found.name} is of type {kind.name}, and norms and routers have to be plain: use a file in "
-            "which they are F32"
+            f"{found.file}: {found.name} is of type {kind.name}, and norms, biases and routers have to be plain: use a "
+            "file in which they are F32"
         )
     require_shape(found, published.shape, HEADER)
     return kind.stored

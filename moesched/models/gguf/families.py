@@ -1,81 +1,16 @@
-"""Families in GGUF files: the name of each, its keys of config.json, and the names of its tensors."""
+"""Families in GGUF files: the name of each, and its keys of config.json."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from itertools import takewhile
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-import msgspec
-
 from moesched.errors import BadInput
-from moesched.models.architectures.architecture import Stored
+from moesched.models.architectures import gpt_oss
 from moesched.models.config import ModelConfig
-from moesched.models.rotary import Linear, Yarn
-from moesched.models.tensors import dense_shapes, expert_shapes, global_shapes
-
-SOFTMAX, SIGMOID = 1, 2
-"""Values of `expert_gating_func`."""
-
-
-class GgufKeys(msgspec.Struct, kw_only=True, rename=lambda name: name.replace("__", ".")):
-    """Keys of the metadata that describe a model, without the name of the architecture before them."""
-
-    vocab_size: int | None = None
-    block_count: int
-    context_length: int
-    embedding_length: int
-    attention__head_count: int
-    feed_forward_length: int = 0
-    attention__head_count_kv: int | None = None
-    attention__key_length: int | None = None
-    attention__value_length: int | None = None
-    attention__layer_norm_rms_epsilon: float | None = None
-    attention__layer_norm_epsilon: float | None = None
-    attention__clamp_kqv: float | None = None
-    attention__sliding_window: int | None = None
-    attention__scale: float | None = None
-    embedding_scale: float | None = None
-    residual_scale: float | None = None
-    logit_scale: float | None = None
-    rope__dimension_count: int | None = None
-    rope__freq_base: float = 10_000.0
-    rope__scaling__type: str = "none"
-    rope__scaling__factor: float | None = None
-    rope__scaling__original_context_length: int | None = None
-    rope__scaling__attn_factor: float | None = None
-    rope__scaling__yarn_attn_factor: float | None = None
-    rope__scaling__yarn_ext_factor: float | None = None
-    rope__scaling__yarn_beta_fast: float | None = None
-    rope__scaling__yarn_beta_slow: float | None = None
-    expert_count: int = 0
-    expert_used_count: int = 0
-    expert_feed_forward_length: int | None = None
-    expert_shared_count: int | None = None
-    expert_gating_func: int | None = None
-    expert_weights_norm: bool | None = None
-    expert_weights_scale: float | None = None
-    expert_group_count: int | None = None
-    expert_group_used_count: int | None = None
-    leading_dense_block_count: int | None = None
-    nextn_predict_layers: int | None = None
-
-    @property
-    def head_dim(self) -> int:
-        """Elements of a query or key."""
-        return self.attention__key_length or self.embedding_length // max(self.attention__head_count, 1)
-
-    @property
-    def kv_heads(self) -> int:
-        """Number of key-value heads."""
-        given = self.attention__head_count_kv
-        return self.attention__head_count if given is None else given
-
-    @property
-    def layers(self) -> int:
-        """Number of layers without prediction layers, which follow them."""
-        return self.block_count - (self.nextn_predict_layers or 0)
+from moesched.models.gguf.keys import SIGMOID, SOFTMAX, GgufKeys
+from moesched.models.networks import SILU, Activation
 
 
 class GgufFamily(NamedTuple):
@@ -89,6 +24,9 @@ class GgufFamily(NamedTuple):
         interleaved: whether rows of queries and keys are in the order in which llama.cpp rotates them: neighbours.
         partial: whether a part of each head may be rotated.
         dense_first: whether the first layers may be dense.
+        windows_in_turn: whether only every other layer has the window, the first one included.
+        truncate: whether YaRN slows rotations down by whole pairs, which no key says.
+        activation: the function of gate and up, which no key says.
         score: the number of the function that makes scores of the router's logits.
     """
 
@@ -99,38 +37,10 @@ class GgufFamily(NamedTuple):
     interleaved: bool = False
     partial: bool = False
     dense_first: bool = False
+    windows_in_turn: bool = False
+    truncate: bool = True
+    activation: Activation = SILU
     score: int = SOFTMAX
-
-
-DENSE = MappingProxyType({"shared_gate": "ffn_gate", "shared_down": "ffn_down", "shared_up": "ffn_up"})
-"""Names of the network of a dense layer, in families whose other layers have routed experts."""
-NAMES: Mapping[str, str] = MappingProxyType(
-    {
-        "embedding": "token_embd",
-        "final_norm": "output_norm",
-        "lm_head": "output",
-        "attention_norm": "attn_norm",
-        "q": "attn_q",
-        "k": "attn_k",
-        "v": "attn_v",
-        "q_bias": "attn_q",
-        "k_bias": "attn_k",
-        "v_bias": "attn_v",
-        "q_norm": "attn_q_norm",
-        "k_norm": "attn_k_norm",
-        "o": "attn_output",
-        "ffn_norm": "ffn_norm",
-        "router": "ffn_gate_inp",
-        "router_bias": "exp_probs_b",
-        "shared_gate": "ffn_gate_shexp",
-        "shared_down": "ffn_down_shexp",
-        "shared_up": "ffn_up_shexp",
-        "gate": "ffn_gate",
-        "down": "ffn_down",
-        "up": "ffn_up",
-    }
-)
-"""Names of tensors in GGUF files, without layer and ending, by the last part of their canonical names."""
 
 
 def _llama_like(keys: GgufKeys) -> dict[str, Any]:
@@ -205,6 +115,16 @@ def _glm4_moe(keys: GgufKeys) -> dict[str, Any]:
     }
 
 
+def _gpt_oss(keys: GgufKeys) -> dict[str, Any]:
+    scaled = keys.rope__scaling__type != "none"  # without keys of a rotation, config.json means YaRN
+    rotary = {"rope_type": "default", "rope_theta": keys.rope__freq_base}
+    return _llama_like(keys) | {
+        "model_type": "gpt_oss",
+        "intermediate_size": keys.expert_feed_forward_length or keys.feed_forward_length,
+        "rope_parameters": None if scaled else rotary,
+    }
+
+
 def _dbrx(keys: GgufKeys) -> dict[str, Any]:
     return {
         "model_type": "dbrx",
@@ -240,6 +160,14 @@ GGUF_FAMILIES: Mapping[str, GgufFamily] = MappingProxyType(
             dense_first=True,
             score=SIGMOID,
         ),
+        "gpt-oss": GgufFamily(
+            ("gpt_oss",),
+            _gpt_oss,
+            names={"ffn_norm": "post_attention_norm", "router_bias": "ffn_gate_inp"},
+            windows_in_turn=True,
+            truncate=False,
+            activation=Activation(alpha=gpt_oss.ALPHA, limit=gpt_oss.LIMIT),
+        ),
         "dbrx": GgufFamily(
             ("dbrx",), _dbrx, names={"ffn_norm": "attn_output_norm"}, fused={"attn_qkv": ("q", "k", "v")}
         ),
@@ -260,114 +188,3 @@ def architecture_of(config: ModelConfig) -> str:
             f"{config.name}: GGUF files of the family {config.form} are not written: name a folder"
         )
     return found
-
-
-def gguf_keys(config: ModelConfig) -> GgufKeys:
-    """The metadata that describe a model.
-
-    Raises:
-        BadInput: its layers differ in more than the formats of their weights, or no key describes its rotation.
-    """
-    dense = _dense_layers(config)
-    if len({(layer.attention, layer.feed_forward) for layer in config.pattern[dense:]}) > 1:
-        raise BadInput(
-            f"{config.name} has layers that differ, which no GGUF file describes: use layers that are alike"
-        )
-    attention, network, router = config.attention, config.routed, config.routed.router
-    by_mean = config.norm == "layer"
-    return GgufKeys(
-        vocab_size=config.vocabulary,
-        block_count=config.layers,
-        context_length=config.max_positions,
-        embedding_length=config.hidden,
-        feed_forward_length=config.layer(0).feed_forward.shared if dense else network.intermediate,
-        attention__head_count=attention.heads,
-        attention__head_count_kv=attention.kv_heads,
-        attention__key_length=attention.head_dim,
-        attention__value_length=attention.head_dim,
-        attention__layer_norm_rms_epsilon=None if by_mean else config.norm_eps,
-        attention__layer_norm_epsilon=config.norm_eps if by_mean else None,
-        attention__clamp_kqv=attention.clip,
-        attention__sliding_window=attention.window,
-        attention__scale=attention.scale,
-        embedding_scale=_unless_one(config.embedding_factor),
-        residual_scale=_unless_one(config.residual_factor),
-        logit_scale=_unless_one(1 / config.logits_factor),
-        rope__dimension_count=attention.rotary.turning(attention.head_dim),
-        rope__freq_base=attention.rotary.theta,
-        **_scaling(config),
-        expert_count=network.experts if network.experts > 1 else 0,
-        expert_used_count=network.top_k if network.experts > 1 else 0,
-        expert_feed_forward_length=network.intermediate,
-        expert_shared_count=network.shared // network.intermediate or None,
-        expert_gating_func=SIGMOID if router.score == "sigmoid" else None,
-        expert_weights_norm=router.normalised if network.shared else None,
-        expert_weights_scale=router.scale if network.shared else None,
-        expert_group_count=router.groups if router.groups > 1 else None,
-        expert_group_used_count=router.kept_groups if router.groups > 1 else None,
-        leading_dense_block_count=dense or None,
-    )
-
-
-def _dense_layers(config: ModelConfig) -> int:
-    """Number of dense first layers that are alike, of a family that may have some."""
-    family, first = GGUF_FAMILIES[architecture_of(config)], config.layer(0)
-    if not family.dense_first or first.feed_forward.experts:
-        return 0
-    return sum(1 for _ in takewhile(lambda layer: layer == first, config.pattern))
-
-
-def _scaling(config: ModelConfig) -> dict[str, Any]:
-    scaling = config.attention.rotary.scaling
-    if scaling is None:
-        return {}
-    kind = scaling.__struct_config__.tag
-    keys = {"rope__scaling__type": kind, "rope__scaling__factor": scaling.factor}
-    if isinstance(scaling, Yarn):
-        keys |= {
-            "rope__scaling__original_context_length": scaling.original_max_position_embeddings,
-            "rope__scaling__yarn_beta_fast": scaling.beta_fast,
-            "rope__scaling__yarn_beta_slow": scaling.beta_slow,
-        }
-    elif not isinstance(scaling, Linear):
-        raise BadInput(
-            f"{config.name}: GGUF files with a rotation scaled by {kind} are not written: name a folder"
-        )
-    return keys
-
-
-def _unless_one(factor: float) -> float | None:
-    return None if factor == 1 else factor
-
-
-def gguf_tensors(family: GgufFamily, config: ModelConfig) -> Iterator[Stored]:
-    """Yield the tensors of a model's files; those of a layer's experts are stacked."""
-    common = {**NAMES, **family.names}
-    for name in global_shapes(config):
-        yield Stored(f"{common[name]}.weight", [name])
-    for layer in range(config.layers):
-        experts = range(config.layer(layer).feed_forward.experts)
-        names = common if experts else common | DENSE
-        theirs, ours = f"blk.{layer}.", f"layers.{layer}."
-        parts = [name.removeprefix(ours) for name in dense_shapes(config, layer)]
-        for name, fused in family.fused.items():
-            yield Stored(f"{theirs}{name}.weight", [ours + part for part in fused])
-            parts = [part for part in parts if part not in fused]
-        for part in parts:
-            ending = "bias" if part.endswith("_bias") else "weight"
-            yield Stored(f"{theirs}{names[part]}.{ending}", [ours + part])
-        for part in ("gate", "down", "up") if experts else ():
-            stacked = [f"{ours}experts.{expert}.{part}" for expert in experts]
-            if len(experts) == 1:
-                yield Stored(f"{theirs}{names[part]}.weight", stacked)
-            else:
-                yield Stored(f"{theirs}{names[part]}_exps.weight", stacked, stacks=len(experts))
-
-
-def single_expert_tensors(config: ModelConfig) -> Iterator[Stored]:
-    """Yield the tensors that files of early 2024 have instead of stacked ones: one for each matrix of each expert."""
-    for layer in range(config.layers):
-        for expert in range(config.layer(layer).feed_forward.experts):
-            for name in expert_shapes(config, layer, expert):
-                part = NAMES[name.rpartition(".")[2]]
-                yield Stored(f"blk.{layer}.{part}.{expert}.weight", [name])

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from moesched.errors import BadInput
-from moesched.models.gguf.families import GgufKeys
+from moesched.models.gguf.keys import GgufKeys
 from moesched.models.headers import RESTORE, Found
 from moesched.models.rotary import Linear, LongRope, Yarn
 from moesched.system.input_file import open_input
@@ -21,10 +21,12 @@ KINDS = (NONE, LINEAR, YARN)
 """Values of `rope.scaling.type`."""
 
 
-def rope_scaling(path: Path, keys: GgufKeys, tensors: Mapping[str, Found]) -> dict[str, Any] | None:
+def rope_scaling(
+    path: Path, keys: GgufKeys, tensors: Mapping[str, Found], *, truncate: bool
+) -> dict[str, Any] | None:
     """The scaling of a rotary embedding, in the keys of config.json; None without one.
 
-    path: the file, for messages.
+    path: the file, for messages. truncate: as in `Yarn`, which no key says.
 
     Raises:
         BadInput: its type is unknown, its magnitude is not YaRN's own, or the factors are no vector of float32.
@@ -55,6 +57,7 @@ def rope_scaling(path: Path, keys: GgufKeys, tensors: Mapping[str, Found]) -> di
         "original_max_position_embeddings": keys.rope__scaling__original_context_length,
         "beta_fast": keys.rope__scaling__yarn_beta_fast,
         "beta_slow": keys.rope__scaling__yarn_beta_slow,
+        "truncate": truncate,
     }
 
 

@@ -10,9 +10,11 @@ import msgspec
 
 from moesched.models.config import ModelConfig
 from moesched.models.formats import role_of
-from moesched.models.gguf.families import GGUF_FAMILIES, architecture_of, gguf_keys, gguf_tensors
+from moesched.models.gguf.families import GGUF_FAMILIES, architecture_of
 from moesched.models.gguf.header import ALIGNMENT, FLAG, FLOAT32, MAGIC, TEXT, UNSIGNED, VERSIONS
+from moesched.models.gguf.tensor_names import gguf_tensors
 from moesched.models.gguf.types import TENSOR_TYPES
+from moesched.models.gguf.written_keys import gguf_keys
 from moesched.models.published import with_shapes
 from moesched.models.stored_formats import STORED_FORMATS
 from moesched.models.written_tensor import WrittenTensor

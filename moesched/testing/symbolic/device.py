@@ -11,9 +11,12 @@ from moesched.seams import Device, LaneKind, Transport
 from moesched.steps.memory import slots_of
 from moesched.steps.plan import Plan
 from moesched.tasks import Task
+from moesched.testing.symbolic.attention import Attention
 from moesched.testing.symbolic.batch import SymbolicBatch
 from moesched.testing.symbolic.data import Data
 from moesched.testing.symbolic.exchanges import Board
+from moesched.testing.symbolic.experts import Experts
+from moesched.testing.symbolic.served import ServedAttention, ServedBatch
 from moesched.testing.symbolic.verbs import Verb, verbs_of
 
 
@@ -22,10 +25,14 @@ class SymbolicDevice:
 
     Args:
         fails: returns whether a task should fail; by default none does.
+
+    Attributes:
+        places: after `serve`, the rows of each place, step by step.
     """
 
     def __init__(self, fails: Callable[[Task], bool] | None = None) -> None:
         self._fails = fails or (lambda task: False)
+        self.places: ServedBatch
         self._board = Board()
         self._data = Data()
         self._verbs: dict[str, Verb] = {}
@@ -57,13 +64,21 @@ class SymbolicDevice:
         self, plan: Plan, prompts: Sequence[Sequence[int]] = (), sampling: Sampling | None = None
     ) -> None:
         """Forget the previous batch, and prepare this one. The prompts' token ids have no effect."""
-        self._plan = plan
         batch = SymbolicBatch(plan)
+        self._open(plan, batch, Attention(batch))
+
+    def serve(self, plan: Plan) -> None:
+        """Prepare for requests that join and leave; their token ids have no effect."""
+        self.places = ServedBatch(plan)
+        self._open(plan, self.places, ServedAttention(self.places))
+
+    def _open(self, plan: Plan, batch: SymbolicBatch, attention: Attention) -> None:
+        self._plan = plan
         self._data = Data()
         self._data.values.update(batch.prompts())
         for slot in slots_of(plan.weights.home) if plan.weights.home else ():
             self._data.values[slot] = slot.page.id if slot.page is not None else 0
-        self._verbs = verbs_of(plan, batch, self._board)
+        self._verbs = verbs_of(plan, attention, Experts(batch), self._board)
 
     def execute(self, task: Task) -> Any:
         """Run one task and return its value; its writes become visible when it ends.

@@ -7,6 +7,7 @@ from hashlib import blake2b
 from random import Random
 
 from moesched.models.config import ModelConfig
+from moesched.models.layout import WeightLayout
 from moesched.steps.plan import Plan
 
 VOCABULARY = 50_000
@@ -93,6 +94,27 @@ def expected_tokens(plan: Plan) -> list[list[int]]:
     return tokens
 
 
+def through_layers(
+    layout: WeightLayout, hidden: int, cache: dict[int, int], where: int, tokens: int, *, alone: bool
+) -> int:
+    """The symbol of the hidden state after all layers; appends to the caches, by layer.
+
+    alone: attend over the new keys and values only, as prompts do in a place where others decode.
+    """
+    for i in cache:
+        dense = symbol("weights", *(page.id for page in layout.dense(i)))
+        qkv = project(i, hidden, {-1: dense})
+        cache[i] = append(cache[i], qkv, where)
+        seen = append(0, qkv, where) if alone else cache[i]
+        hidden = project_output(i, attend(i, qkv, seen), hidden, dense)
+        outputs = [
+            expert(i, e, hidden, symbol("weights", *(page.id for page in layout.expert(i, e))))
+            for e in choose_experts(layout.config, hidden, tokens)
+        ]
+        hidden = combine(hidden, outputs)
+    return hidden
+
+
 def _generate(plan: Plan, requests: tuple[int, ...]) -> Iterable[dict[int, int]]:
     layout, batch = plan.layout, plan.batch
     cache = dict.fromkeys(plan.layers, 0)
@@ -103,16 +125,8 @@ def _generate(plan: Plan, requests: tuple[int, ...]) -> Iterable[dict[int, int]]
         count = len(requests) if chunk is None else sum(chunk.tokens)
         starts = () if chunk is None else chunk.starts
         hidden = embed(held if chunk is None else first_tokens(chunk.requests, starts))
-        for i in plan.layers:
-            dense = symbol("weights", *(page.id for page in layout.dense(i)))
-            qkv = project(i, hidden, {-1: dense})
-            cache[i] = append(cache[i], qkv, positions(index, starts))
-            hidden = project_output(i, attend(i, qkv, cache[i]), hidden, dense)
-            outputs = [
-                expert(i, e, hidden, symbol("weights", *(page.id for page in layout.expert(i, e))))
-                for e in choose_experts(layout.config, hidden, count)
-            ]
-            hidden = combine(hidden, outputs)
+        where = positions(index, starts)
+        hidden = through_layers(layout, hidden, cache, where, count, alone=False)
         ending = requests if chunk is None else chunk.ends
         if ending:
             sampled = sample(hidden, ending)

@@ -10,7 +10,6 @@ from moesched.steps.memory import Slot
 from moesched.steps.plan import Plan
 from moesched.tasks import PageTransfer
 from moesched.testing.symbolic.attention import Attention
-from moesched.testing.symbolic.batch import SymbolicBatch
 from moesched.testing.symbolic.data import Access
 from moesched.testing.symbolic.exchanges import Board, Exchanges
 from moesched.testing.symbolic.experts import Experts
@@ -18,11 +17,10 @@ from moesched.testing.symbolic.experts import Experts
 Verb = Callable[[Any, Access], Any]
 
 
-def verbs_of(plan: Plan, batch: SymbolicBatch, board: Board) -> dict[str, Verb]:
-    """The function of every verb of a batch, by the verb's name."""
-    experts = Experts(batch)
+def verbs_of(plan: Plan, attention: Attention, experts: Experts, board: Board) -> dict[str, Verb]:
+    """The function of every verb of a run, by the verb's name."""
     verbs: dict[str, Verb] = {"load": _load, "fetch": _fetch, "copy_to_pinned": _fetch}
-    for part in (Attention(batch), experts):
+    for part in (attention, experts):
         verbs |= {name: verb for name, verb in getmembers(part, ismethod) if not name.startswith("_")}
     if plan.nodes.count > 1:
         verbs |= verbs_of_nodes(plan, experts, board)

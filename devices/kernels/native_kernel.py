@@ -1,0 +1,74 @@
+"""What the kernels of the native library share."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+
+import torch
+
+from moesched.models.config import ModelConfig
+
+from ..native.compiled import formats, why_unusable
+from ..native.kernels import NativeKernels
+from .layer_weights import Tensor
+from .memory import Memory
+from .native_preparation import Preparation
+from .resources import Resources
+from .seam import CODED, ROWS, Case, Kernel
+
+BFLOAT16 = torch.bfloat16
+MOST_GROUPS = 64
+"""Of the experts of a router, as in moe_layer.c."""
+
+
+class NativeKernel(Kernel):
+    """A kernel of the library. A row's bits depend on no other row, and on the instruction set alone."""
+
+    name = "native"
+    takes = "rows of bfloat16 by coded weights, and few by bfloat16 ones, on a CPU"
+    independent = True
+    has_threads = True
+
+    def __init__(self, resources: Resources) -> None:
+        assert resources.threads is not None, "the library is there"
+        self._threads: NativeKernels = resources.threads
+        self._config: ModelConfig = resources.config
+        self._prepare = Preparation(resources.config)
+        self.name = f"native {self._threads.instruction_set}"
+
+    @classmethod
+    def problem(cls) -> str | None:
+        """The reason why the native library cannot be used: it is missing or does not load; None if it can."""
+        return why_unusable() or None
+
+    def refusal(self, case: Case) -> str:
+        """A reason to refuse what the library lacks, and many rows, for which torch is faster; else empty."""
+        if case.device != "cpu":
+            return "it is for the CPU"
+        if case.dtype != "bfloat16":
+            return "it multiplies bfloat16 numbers"
+        coded = case.formats - {ROWS}
+        if not coded <= set(formats()):
+            return f"it reads plain rows and {', '.join(sorted(CODED & set(formats())))}"
+        if not case.rows:
+            return "it multiplies rows"
+        if not coded and case.rows > self._threads.most_rows:
+            return f"torch is faster from {self._threads.most_rows + 1} rows on"
+        if case.layer is not None and case.layer.feed_forward.router.groups > MOST_GROUPS:
+            return f"its routers have at most {MOST_GROUPS} groups"
+        return ""
+
+    def _bound(self, function: Callable[..., int], arguments: ctypes.Structure) -> Callable[[], int]:
+        return self._threads.bound(function, arguments)
+
+
+class NativeMemoryKernel(NativeKernel):
+    """A kernel that writes its results to the memory of a micro-batch."""
+
+    uses_memory = True
+
+
+def hidden_states(memory: Memory, config: ModelConfig) -> Tensor:
+    """The tensor for hidden states, which all layers share."""
+    return memory.tensor("hidden", memory.rows, config.hidden, dtype=BFLOAT16)

@@ -1,0 +1,52 @@
+"""Products of few rows by the native library."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from .layer_weights import Weights
+from .native_kernel import NativeKernel
+from .resources import Resources
+from .seam import COLUMNS, ROWS, Bound, Case
+
+MOST_COLUMN_ROWS = 16
+
+
+class NativeProduct(NativeKernel):
+    """A product by the row blocks of a matrix."""
+
+    operation = "product"
+
+    def refusal(self, case: Case) -> str:
+        """Refuse row blocks in several formats, too."""
+        several = len(case.formats) > 1
+        return super().refusal(case) or ("it reads row blocks in one format" if several else "")
+
+    def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
+        """Bind the product with a matrix: (x_TD) -> y_TN."""
+        return partial(self._threads.linear, blocks=weights["matrix"])
+
+
+class NativeColumns(NativeProduct):
+    """A product by a matrix that is stored transposed."""
+
+    takes = f"{MOST_COLUMN_ROWS} rows of bfloat16 and less by matrices that are stored transposed, on a CPU"
+
+    def __init__(self, resources: Resources) -> None:
+        super().__init__(resources)
+        self.name = f"{self.name}, columns"
+
+    def refusal(self, case: Case) -> str:
+        """Refuse many rows, and other matrices."""
+        if case.formats != {COLUMNS}:
+            return "it reads matrices that are stored transposed"
+        if case.rows > MOST_COLUMN_ROWS:
+            return f"torch is faster from {MOST_COLUMN_ROWS + 1} rows on"
+        return super().refusal(case._replace(formats=frozenset({ROWS})))
+
+    def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
+        """Bind the product with a matrix: (x_TD) -> y_TN."""
+        return partial(self._threads.linear_by_columns, blocks=weights["matrix"])
+
+
+NATIVE_PRODUCTS = (NativeProduct, NativeColumns)

@@ -1,0 +1,29 @@
+/* Products with matrices that are stored transposed: what all instruction sets share. */
+#ifndef MOESCHED_COLUMNS_H
+#define MOESCHED_COLUMNS_H
+
+#include <stdint.h>
+
+enum {
+    ROWS_AT_ONCE = 16, /* of x */
+    STRIP = 512,       /* outputs whose sums are kept at once, and most that a thread takes at a time */
+    INPUTS = 64,       /* of a tile, even */
+    VECTOR = 32,       /* outputs that are summed together: a cache line of weights */
+};
+
+/* Some inputs of a strip of outputs. Two inputs that follow each other are a pair, the first one at an even place of the
+ * whole matrix. */
+typedef struct {
+    int64_t rows, outputs, pairs;
+    const uint16_t *weights[INPUTS], *next[INPUTS]; /* of each input of this tile and of the one that follows */
+    uint32_t x[INPUTS / 2 * ROWS_AT_ONCE];          /* pair after pair, in each row after row */
+    float *sums;                                    /* STRIP of each row, on cache lines, in an order of their own */
+} Tile;
+
+/* The inner loops of an instruction set. */
+typedef struct {
+    void (*add)(const Tile *tile);                                    /* the tile's products to the sums */
+    void (*write)(const Tile *tile, int64_t row, uint16_t *y);        /* a row's sums, rounded */
+} ColumnLoops;
+
+#endif

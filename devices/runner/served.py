@@ -1,0 +1,43 @@
+"""The tensors of a place: a micro-batch whose requests join and leave between steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from moesched.requests.rows import Row, Rows
+
+from .micro_batch import MicroBatchState
+
+
+class ServedState(MicroBatchState):
+    """The tensors of a place, and its part of the KV cache."""
+
+    def __init__(self) -> None:
+        super().__init__((), ())
+        self._sampled: dict[int, int] = {}
+        """The token that was sampled last, by request."""
+
+    def begin(self, operands: Rows) -> None:
+        """Free the blocks of those that left, make room for those that came, and take the rows of the step."""
+        for request in operands.left:
+            self._sampled.pop(request, None)
+            for cache in self.caches:
+                cache.table.close(request)
+        for row in operands.rows:
+            if row.start == 0:
+                for cache in self.caches:
+                    cache.table.open(row.request, row.cache_tokens)
+        self.requests = self.sequences = tuple(row.request for row in operands.rows)
+        self.new = list(map(self._ids, operands.rows))
+        sampled = [row for row in operands.rows if row.samples]
+        self.samplings = [row.sampling for row in sampled]
+        all_of_them = len(sampled) == len(operands.rows)
+        self.ends = None if all_of_them else [place for place, row in enumerate(operands.rows) if row.samples]
+
+    def _ids(self, row: Row) -> list[int]:
+        return [self._sampled[row.request]] if row.ids is None else list(row.ids)
+
+    def hand_on(self, tokens: Sequence[int]) -> None:
+        """Keep the sampled tokens: each is its request's input of a later step."""
+        mine = self.requests if self.ends is None else [self.requests[end] for end in self.ends]
+        self._sampled.update(zip(mine, tokens, strict=True))

@@ -1,0 +1,84 @@
+"""Options of jobs whose requests join and leave."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from moesched.errors import BadInput
+from moesched.inputs.options import SIZES
+from moesched.options import Option, Options
+from moesched.serving.admission import ADMISSIONS, Admission
+from moesched.system.near_names import with_nearest
+
+USERS = 16
+"""Requests that run together by default."""
+REQUESTS = 100
+"""Requests that arrive at random, by default."""
+SERVING = "Requests that arrive over time"
+"""Heading of options in the help."""
+
+
+class AdmissionOptions(Options):
+    """Option for the order in which requests run."""
+
+    admission: Annotated[
+        str,
+        Option(
+            "Who runs next: first-come; shortest-prompt, which lowers the mean time to a first token; or fair, where "
+            "users take turns.",
+            "RULE",
+            group=SERVING,
+        ),
+    ] = "first-come"
+
+    def admission_rule(self) -> Admission:
+        """The rule that was named.
+
+        Raises:
+            BadInput: there is no such rule.
+        """
+        if self.admission not in ADMISSIONS:
+            remedy = with_nearest(self.admission, ADMISSIONS, f"give one of {', '.join(ADMISSIONS)}")
+            raise BadInput(f"there is no admission {self.admission!r}: {remedy}")
+        return ADMISSIONS[self.admission]()
+
+
+class ContextOptions(Options):
+    """Option for the longest request."""
+
+    context: Annotated[
+        int | None,
+        Option(
+            "Tokens of a prompt and its answer together, at most. By default as many as the longest request of a "
+            "simulation has; of a server 4,096, or the model's context.",
+            "N",
+            group=SIZES,
+            ge=32,
+            le=16_000_000,
+        ),
+    ] = None
+
+
+class ArrivalsOptions(AdmissionOptions, ContextOptions):
+    """Options of a prediction whose requests arrive over time."""
+
+    arrivals: Annotated[
+        str | Path | None,
+        Option(
+            "Requests that arrive over time: poisson:RATE, in requests a second, or a file with one "
+            '{"at": SECONDS, "prompt_tokens": N, "new_tokens": N} per line. --batch-size is then the most that run '
+            f"together ({USERS} by default), and --requests their number ({REQUESTS} by default).",
+            "poisson:RATE|FILE",
+            group=SERVING,
+        ),
+    ] = None
+    slo: Annotated[
+        str | None,
+        Option(
+            "Times that requests are to keep: to the first token (ttft), and between two tokens (tpot), such as "
+            "ttft=2s,tpot=200ms. The report says how many did.",
+            "TIMES",
+            group=SERVING,
+        ),
+    ] = None

@@ -1,0 +1,127 @@
+"""`simulate_arrivals`: predicts requests that arrive over time under a policy on the virtual clock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated
+
+from moesched.errors import BadInput
+from moesched.inputs.budgets import assumed_process
+from moesched.jobs.job import Job
+from moesched.jobs.options import ScenarioOptions, TraceOptions
+from moesched.jobs.scenario import Scenario, find_scenario
+from moesched.jobs.served_options import REQUESTS, USERS, ArrivalsOptions
+from moesched.jobs.service_trace import write_service_trace
+from moesched.jobs.simulate_model import require_context
+from moesched.keywords import takes
+from moesched.models.layout import room_for
+from moesched.options import Option
+from moesched.routing import SeededRouting
+from moesched.runs.served_runs import Service, simulate_service
+from moesched.runs.service_report import Ran, ServiceReport, parse_objectives, service_report
+from moesched.runs.serving import Served, Serving
+from moesched.serving.arrival_files import described_arrivals
+from moesched.serving.arrivals import ListedArrivals
+from moesched.serving.capacity import capacity_for
+from moesched.serving.request import Request
+from moesched.system.own_loop import interruptible
+from moesched.trace import Recorder
+
+
+class ServedScenarioOptions(TraceOptions, ArrivalsOptions, ScenarioOptions):
+    """The options of `simulate_arrivals`."""
+
+    progress: Annotated[
+        Callable[[int, int], object] | None,
+        Option("Called with the number of requests that are done, and of all.", flag=""),
+    ] = None
+
+
+class _Progress:
+    """Tells how many requests are done."""
+
+    def __init__(self, tell: Callable[[int, int], object], requests: int) -> None:
+        self._tell = tell
+        self._requests = requests
+        self._done = 0
+
+    def token(self, served: Served) -> None:
+        """Count a request that ends."""
+        self._done += served.ending is not None
+
+    def step(self, serving: Serving) -> None:
+        """Tell it once a step."""
+        self._tell(self._done, self._requests)
+
+
+@takes(ServedScenarioOptions)
+@interruptible()
+def simulate_arrivals(given: ServedScenarioOptions) -> ServiceReport:
+    """Predict requests that arrive over time on the virtual clock; needs no weights and no GPU.
+
+    They join and leave between steps, under any policy of one machine.
+
+    Raises:
+        BadInput: an argument cannot be used.
+        PolicyError: the policy submitted something illegal; it is raised at the policy's line.
+    """
+    _require_servable(given)
+    objectives = None if given.slo is None else parse_objectives(given.slo)
+    scenario = find_scenario(given)
+    requests = _requests(scenario, given)
+    longest = max(request.prompt + request.new_tokens for request in requests)
+    context = longest if given.context is None else given.context
+    require_context([context - 1], 1, scenario.config)
+    job = Job(given, scenario.config, scenario.machine)
+    job.use_process(assumed_process(job.machine))
+    users = given.batch_size or USERS
+    lengths = sorted((request.prompt for request in requests), reverse=True)[:users]
+    lengths += [lengths[-1]] * (users - len(lengths))
+    new_tokens = max(request.new_tokens for request in requests)
+    sizes = job.sizes(lengths, new_tokens, room_for, successive=False)
+    capacity = capacity_for(sizes, context)
+    for request in requests:
+        capacity.require(request)
+    plan, policy = job.plan(capacity.fullest(), room_for)
+    service = Service(
+        plan,
+        policy,
+        capacity,
+        ListedArrivals(requests),
+        given.admission_rule(),
+        listener=None if given.progress is None else _Progress(given.progress, len(requests)),
+    )
+    routed = job.layout.config.routed
+    routing = SeededRouting(routed.experts, routed.top_k, given.seed)
+    recorder = None if given.trace is None else Recorder()
+    serving = simulate_service(
+        service, routing=routing, preview_accuracy=given.preview_accuracy, recorder=recorder
+    )
+    ran = Ran(scenario.config.name, plan.machine.name, job.policy_name, job.layout.dtype, measured=False)
+    report = service_report(ran, serving, capacity, objectives)
+    if recorder is not None and given.trace is not None:
+        write_service_trace(given.trace, recorder, serving, report, plan)
+    return report
+
+
+def _require_servable(given: ServedScenarioOptions) -> None:
+    """Refuse options that are for batches."""
+    if given.arrivals is None:
+        raise BadInput("no arrivals were given: give poisson:RATE, or a file")
+    refused = {
+        "--beams": given.beams > 1,
+        "--padded": given.padded,
+        "--nodes": (given.nodes or 1) > 1,
+        "--routing": given.routing not in (None, "uniform"),
+    }
+    for flag, is_given in refused.items():
+        if is_given:
+            raise BadInput(f"{flag} is for batches: omit it, or --arrivals")
+
+
+def _requests(scenario: Scenario, given: ServedScenarioOptions) -> list[Request]:
+    assert given.arrivals is not None, "that was checked before"
+    workload = scenario.workload
+    new_tokens = workload.new_tokens[0] if given.gen is None else given.gen
+    prompts = workload.lengths(given.requests or REQUESTS, given.seed)
+    return described_arrivals(given.arrivals, prompts, new_tokens, given.seed)

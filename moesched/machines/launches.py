@@ -1,0 +1,56 @@
+"""Launches of a work on a processor: its kernels one by one, or the replay of a graph of them."""
+
+from __future__ import annotations
+
+from moesched.models.footprint import KEPT_ROWS
+from moesched.tasks import Work, WorkPart
+
+EXPERTS = ("expert", "resident expert", "experts", "resident experts")
+ONLY_MOVING = ("combine", "embed")
+
+KERNELS_OF_A_PRODUCT, KERNELS_OF_EXPERTS, KERNELS_OF_ATTENTION = 3, 5, 2
+"""Number of kernels of a product with norm and activation, of one expert or several grouped ones, and of attention."""
+
+IN_GRAPHS = {"embed": 1, "pre_attention": 2, "attention": 2, "post_attention": 6, "sample": 3}
+"""Kernels in Triton of the works that are one graph, whose replay is one launch."""
+ONE_BY_ONE = {"route": 6, "preview_route": 2, "combine": 1}
+"""Launches of works that are more than a graph: `route` replays two, and sorts the rows of experts by four kernels."""
+OF_AN_EXPERT = 2
+"""Launches of one expert, whether or not its weights stay, and of all other works."""
+OF_PROMPTS = "attention prompt"
+"""Attention of prompts stores keys and values by two kernels."""
+
+
+def launches(work: Work, *, replays: bool) -> float:
+    """Return the number of launches of a work: of kernels, and of graphs, each of which is one.
+
+    replays: whether the processor replays graphs, as device cuda does with kernels in Triton.
+    """
+    return _with_graphs(work) if replays else sum(map(kernels, work.parts))
+
+
+def kernels(part: WorkPart) -> float:
+    """Return the number of kernels that compute a part."""
+    if is_product(part):
+        if part.operation.endswith("experts"):
+            return KERNELS_OF_EXPERTS * min(1.0, part.times)
+        return part.times * (KERNELS_OF_EXPERTS if part.operation in EXPERTS else KERNELS_OF_A_PRODUCT)
+    return KERNELS_OF_ATTENTION if is_attention(part) else 1.0
+
+
+def is_attention(part: WorkPart) -> bool:
+    """Test whether a part of a work is attention itself, not a projection before or after it."""
+    return "attention" in part.operation.split()
+
+
+def is_product(part: WorkPart) -> bool:
+    """Test whether a part of a work multiplies rows with weights."""
+    return part.size > 0 and part.operation not in ONLY_MOVING and not is_attention(part)
+
+
+def _with_graphs(work: Work) -> float:
+    if work.kind in IN_GRAPHS:
+        if work.tokens <= KEPT_ROWS:
+            return 1.0
+        return IN_GRAPHS[work.kind] + any(part.operation == OF_PROMPTS for part in work.parts)
+    return ONE_BY_ONE.get(work.kind, OF_AN_EXPERT)

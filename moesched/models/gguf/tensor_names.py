@@ -1,0 +1,87 @@
+"""Names of tensors in GGUF files, and what each contains."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+
+from moesched.models.architectures.architecture import Stored
+from moesched.models.config import ModelConfig
+from moesched.models.gguf.families import GgufFamily
+from moesched.models.tensors import dense_shapes, expert_shapes, global_shapes
+
+DENSE = MappingProxyType({"shared_gate": "ffn_gate", "shared_down": "ffn_down", "shared_up": "ffn_up"})
+"""Names of the network of a dense layer, in families whose other layers have routed experts."""
+NAMES: Mapping[str, str] = MappingProxyType(
+    {
+        "embedding": "token_embd",
+        "final_norm": "output_norm",
+        "lm_head": "output",
+        "attention_norm": "attn_norm",
+        "q": "attn_q",
+        "k": "attn_k",
+        "v": "attn_v",
+        "q_norm": "attn_q_norm",
+        "k_norm": "attn_k_norm",
+        "sinks": "attn_sinks",
+        "o": "attn_output",
+        "ffn_norm": "ffn_norm",
+        "router": "ffn_gate_inp",
+        "router_bias": "exp_probs_b",
+        "shared_gate": "ffn_gate_shexp",
+        "shared_down": "ffn_down_shexp",
+        "shared_up": "ffn_up_shexp",
+        "gate": "ffn_gate",
+        "down": "ffn_down",
+        "up": "ffn_up",
+    }
+)
+"""Names of tensors in GGUF files, without layer and ending, by the last part of their canonical names.
+
+A bias that is not here has the name of its matrix.
+"""
+
+
+def as_in_gguf(config: ModelConfig) -> ModelConfig:
+    """The model with the experts that GGUF files have: gate and up apart, and no matrix transposed."""
+    return config.varied(alternating=False, transposed_down=False)
+
+
+def gguf_tensors(family: GgufFamily, config: ModelConfig) -> Iterator[Stored]:
+    """Yield the tensors of the files of a model `as_in_gguf`; those of a layer's experts are stacked."""
+    common = {**NAMES, **family.names}
+    for name in global_shapes(config):
+        yield Stored(f"{common[name]}.weight", [name])
+    for layer in range(config.layers):
+        network = config.layer(layer).feed_forward
+        names = common if network.experts else common | DENSE
+        theirs, ours = f"blk.{layer}.", f"layers.{layer}."
+        parts = [name.removeprefix(ours) for name in dense_shapes(config, layer)]
+        for name, fused in family.fused.items():
+            yield Stored(f"{theirs}{name}.weight", [ours + part for part in fused])
+            parts = [part for part in parts if part not in fused]
+        for part in parts:
+            name, ending = _name(names, part)
+            yield Stored(f"{theirs}{name}.{ending}", [ours + part])
+        for part in network.expert_shapes(config.hidden) if network.experts else ():
+            name, ending = _name(names, part)
+            stacked = [f"{ours}experts.{expert}.{part}" for expert in range(network.experts)]
+            if len(stacked) == 1:
+                yield Stored(f"{theirs}{name}.{ending}", stacked)
+            else:
+                yield Stored(f"{theirs}{name}_exps.{ending}", stacked, stacks=len(stacked))
+
+
+def _name(names: Mapping[str, str], part: str) -> tuple[str, str]:
+    """The name and the ending of a tensor in a layer."""
+    matrix = part.removesuffix("_bias")
+    return names.get(part) or names[matrix], "weight" if part == matrix else "bias"
+
+
+def single_expert_tensors(config: ModelConfig) -> Iterator[Stored]:
+    """Yield the tensors that files of early 2024 have instead of stacked ones: one for each matrix of each expert."""
+    for layer in range(config.layers):
+        for expert in range(config.layer(layer).feed_forward.experts):
+            for name in expert_shapes(config, layer, expert):
+                part, ending = _name(NAMES, name.rpartition(".")[2])
+                yield Stored(f"blk.{layer}.{part}.{expert}.{ending}", [name])

@@ -1,0 +1,84 @@
+"""Bytes that a GPU keeps for kernels that are replayed: results by micro-batch, what tasks share, and graphs.
+
+A replay reads and writes the memory of the captured call, which therefore stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from moesched.models.footprint import KEPT_ROWS
+from moesched.models.operations import Operations
+
+PART_TOKENS = 512
+"""Tokens of a part of a sequence, each of which a program attends over."""
+MOST_GRAPHS = 512
+"""Graphs at a time."""
+MOST_TABLES = 1024
+"""Tables of row blocks that are kept on the GPU. Streamed weights come back to the same addresses."""
+GRAPH_BYTES = 64 << 10
+"""Assumed bytes of a graph of a few kernels, which CUDA allocates."""
+_GRAPHS_OF_A_LAYER, _GRAPHS_OF_A_STEP = 4, 2
+_BLOCKS_OF_A_MATRIX, _BLOCK_BYTES = 3, 16
+_NUMBER, _SMALL, _FLOAT = 8, 4, 4
+_GROWING = 2
+"""Memory that grows is there twice until the last layer uses the larger one."""
+
+
+def kept_bytes(operations: Operations, rows: int, blocks: int, *, loads: bool) -> int:
+    """Bytes of results that a micro-batch keeps, beside hidden states and angles; 0 if it has too many rows.
+
+    Args:
+        blocks: blocks of its KV cache.
+        loads: whether keys and values of the host are loaded, so that each layer has a list of blocks.
+    """
+    if rows > KEPT_ROWS:
+        return 0
+    network = operations.config.routed
+    choices = network.top_k * (_NUMBER + _FLOAT) + network.experts * _FLOAT
+    listed = _GROWING * _NUMBER * (2 * rows + 2 * (2 * rows + blocks))
+    layers = operations.config.layers if loads else 0
+    attended = max(kind.qkv_bytes + kind.attention_bytes for kind in operations.kinds.values())
+    return rows * (attended + 2 * operations.hidden_bytes + choices) + listed * (1 + layers)
+
+
+def shared_bytes(
+    operations: Operations, prefill: Collection[int], decode: Collection[int], longest: int
+) -> int:
+    """Bytes of memory that kernels of all micro-batches share, and of tables of row blocks.
+
+    Args:
+        prefill, decode: rows of each micro-batch.
+        longest: tokens of the longest sequence at its end.
+    """
+    of_layers = {_scratch_of_a_row(kind) for kind in operations.kinds.values()}
+    kept = {rows for rows in (*prefill, *decode) if rows <= KEPT_ROWS}
+    logits = operations.config.vocabulary * _FLOAT + _NUMBER
+    attended = max(decode) * max(_parts_of_a_row(kind, longest) for kind in operations.kinds.values())
+    return sum(kept) * (sum(of_layers) + logits) + attended + _tables(operations)
+
+
+def graph_bytes(layers: int, decode: Collection[int]) -> int:
+    """Assumed bytes of the graphs of decode steps, given the rows of each micro-batch."""
+    of_a_step = layers * _GRAPHS_OF_A_LAYER + _GRAPHS_OF_A_STEP
+    return GRAPH_BYTES * min(MOST_GRAPHS, of_a_step * sum(rows <= KEPT_ROWS for rows in decode))
+
+
+def _scratch_of_a_row(operations: Operations) -> int:
+    network = operations.layer.feed_forward
+    inner = network.intermediate * (operations.element + _FLOAT)  # with activations, which may be observed
+    choice = 2 * _NUMBER + _FLOAT + _SMALL + operations.hidden_bytes + inner
+    return 2 * operations.hidden_bytes + network.top_k * choice + network.experts * _FLOAT
+
+
+def _parts_of_a_row(operations: Operations, longest: int) -> int:
+    """Bytes of the parts of a sequence: in float32 the values of each head, its peak and its sum."""
+    parts = 1 << max(0, -(-longest // PART_TOKENS) - 1).bit_length()
+    width = operations.query_width + 2 * operations.layer.attention.heads
+    return _GROWING * parts * _FLOAT * width
+
+
+def _tables(operations: Operations) -> int:
+    """Bytes of all tables: half of them are of the experts' stacks."""
+    matrices = operations.config.routed.experts + 1
+    return MOST_TABLES * matrices * _BLOCKS_OF_A_MATRIX * _BLOCK_BYTES // 2

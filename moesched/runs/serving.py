@@ -1,0 +1,247 @@
+"""Serving: takes requests that join and leave between steps through a policy, from loading to the last token.
+
+The same coroutine runs under both drivers.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
+from typing import Literal, Protocol
+
+import msgspec
+
+from moesched.drivers.policies import scheduled
+from moesched.machines.demand import Demand
+from moesched.requests.rows import Rows
+from moesched.runs.generation import Sampled, load
+from moesched.seams import Policy
+from moesched.serving.admission import Admission
+from moesched.serving.arrivals import Arrivals
+from moesched.serving.places import Places
+from moesched.serving.request import Request
+from moesched.steps.run_state import RunState
+from moesched.steps.step import Step
+from moesched.tasks import Phase, Task, Work
+
+ARRIVALS = "arrivals"
+"""The lane whose tasks last until the next request arrives."""
+
+Ending = Literal["stop", "length", "left"]
+"""Why a request has no more tokens: a stop token, all of its tokens, or nobody waits for it."""
+
+
+class Served(msgspec.Struct):
+    """A request and what came of it. Times are nanoseconds since the first request could run; -1 where not yet.
+
+    Attributes:
+        entered: when it got a place.
+        tokens: its tokens so far; a stop token is kept.
+        times: the time of each token.
+        ended: when it had its last token, or had left.
+        ending: why it has no more tokens; None while it runs or waits.
+    """
+
+    request: Request
+    entered: int = -1
+    tokens: list[int] = []
+    times: list[int] = []
+    ended: int = -1
+    ending: Ending | None = None
+
+
+class Occupancy(msgspec.Struct):
+    """How full the places were, step by step.
+
+    Attributes:
+        times: the end of each step; nanoseconds since the first request could run.
+        held: tokens of the KV cache that requests took, in whole blocks.
+        running: requests that ran.
+        waiting: requests that waited.
+    """
+
+    times: list[int] = []
+    held: list[int] = []
+    running: list[int] = []
+    waiting: list[int] = []
+
+
+class ServingListener(Protocol):
+    """Follows requests that are served; called on the thread that runs the policy."""
+
+    def token(self, served: Served) -> None:
+        """A request has one more token, or ends: the last call for a request has its `ending`."""
+
+    def step(self, serving: Serving) -> None:
+        """A step has ended, and its tokens were told."""
+
+
+class Serving:
+    """Requests from their arrival to their last token.
+
+    Steps are of prompts or of tokens: prompts go first, with a step of tokens between two steps of prompts. A step is
+    submitted while the one before it runs, so that a request that a stop token ends is part of one step more.
+
+    Args:
+        places: the places of the plan's capacity, all empty.
+        stop_tokens: each of them ends its request.
+        listener: told of each token and each step.
+
+    Attributes:
+        loaded: time at which the weights were loaded; nanoseconds on the driver's clock.
+        requests: all requests that arrived, by number.
+        occupancy: how full the places were.
+    """
+
+    def __init__(
+        self,
+        run_state: RunState,
+        policy: Policy,
+        places: Places,
+        arrivals: Arrivals,
+        admission: Admission,
+        *,
+        stop_tokens: Collection[int] = (),
+        listener: ServingListener | None = None,
+    ) -> None:
+        self.loaded = 0
+        self.requests: dict[int, Served] = {}
+        self.occupancy = Occupancy()
+        self._run = run_state
+        self._policy = policy
+        self._places = places
+        self._arrivals = arrivals
+        self._admission = admission
+        self._stop_tokens = frozenset(stop_tokens)
+        self._listener = listener
+        self._waiting: deque[Request] = deque()
+        self._before: Phase = "decode"
+
+    async def run(self) -> Mapping[int, Served]:
+        """Run steps until no more requests arrive and all have ended; returns them by number."""
+        self.loaded = await load(self._run)
+        index, samples = 0, None
+        while True:
+            self._look()
+            self._admit()
+            rows = self._next_rows(index)
+            if rows:
+                following = await self._submit(index, rows)
+                if samples is not None:
+                    await self._collect(index - 1, samples)
+                index, samples = index + 1, following
+            elif samples is not None:
+                await self._collect(index - 1, samples)
+                samples = None
+            elif self._arrivals.over:
+                return self.requests
+            else:
+                await self._wait()
+
+    @property
+    def busy(self) -> dict[str, int]:
+        """Nanoseconds that each lane ran, by its name, apart from the one that waits for arrivals."""
+        return {name: lane.busy for name, lane in self._run.lanes.items() if name != ARRIVALS}
+
+    def _now(self) -> int:
+        return self._run.engine.now() - self.loaded
+
+    def _look(self) -> None:
+        """Note who came and who left."""
+        now = self._now()
+        news = self._arrivals.news(now)
+        for request in news.came:
+            self._places.capacity.require(request)
+            self.requests[request.number] = Served(request)
+            self._waiting.append(request)
+        for number in news.left:
+            served = self.requests.get(number)
+            if served is not None and served.ending is None:
+                self._end(served, "left", now)
+
+    def _admit(self) -> None:
+        """Give places to those that wait, in the order of admission, until one finds none."""
+        if not self._waiting:
+            return
+        entered = set()
+        for request in self._admission.order(self._waiting):
+            if not self._places.enter(request):
+                break
+            self._admission.entered(request)
+            self.requests[request.number].entered = self._now()
+            entered.add(request.number)
+        if entered:
+            self._waiting = deque(each for each in self._waiting if each.number not in entered)
+
+    def _next_rows(self, index: int) -> dict[int, Rows]:
+        """The rows of the next step; empty if nobody has any."""
+        turns: tuple[Phase, Phase] = (
+            ("prefill", "decode") if self._before == "decode" else ("decode", "prefill")
+        )
+        for phase in turns:
+            rows = self._places.rows(phase, index)
+            if rows:
+                self._before = phase
+                return rows
+        return {}
+
+    async def _submit(self, index: int, rows: Mapping[int, Rows]) -> list[Sampled]:
+        self._run.serve(rows, index)
+        step = Step(self._run, index)
+        await scheduled(self._policy, step)
+        return step.close()
+
+    async def _collect(self, index: int, samples: Sequence[Sampled]) -> None:
+        """Wait for a step's tokens, pass them on, and free the blocks of those that are done."""
+        end = 0
+        for requests, sample in samples:
+            tokens = await sample
+            end = max(end, sample.end - self.loaded)
+            for number, token in zip(requests, tokens, strict=True):
+                self._take(self.requests[number], token, sample.end - self.loaded)
+        self._places.collected(index)
+        self._note(end)
+        if self._listener is not None:
+            self._listener.step(self)
+
+    def _take(self, served: Served, token: int, now: int) -> None:
+        """Add a token to a request, unless it has ended."""
+        if served.ending is not None:
+            return
+        served.tokens.append(token)
+        served.times.append(now)
+        if token in self._stop_tokens:
+            self._end(served, "stop", now)
+        elif len(served.tokens) == served.request.new_tokens:
+            self._end(served, "length", now)
+        elif self._listener is not None:
+            self._listener.token(served)
+
+    def _end(self, served: Served, ending: Ending, now: int) -> None:
+        number = served.request.number
+        served.ending, served.ended = ending, now
+        self._places.leave(number)
+        self._waiting = deque(each for each in self._waiting if each.number != number)
+        if self._listener is not None:
+            self._listener.token(served)
+
+    def _note(self, now: int) -> None:
+        seen = self.occupancy
+        seen.times.append(now)
+        seen.held.append(self._places.held)
+        seen.running.append(len(self._places))
+        seen.waiting.append(len(self._waiting))
+
+    async def wait_for_news(self) -> None:
+        """Wait in real time until someone arrives or leaves, or nobody will."""
+        await self._arrivals.wait(self._now())
+
+    async def _wait(self) -> None:
+        """Wait for the next arrival on a lane of its own."""
+        lane = self._run.lanes[ARRIVALS]
+        work = Work("wait", ARRIVALS, nanoseconds=self._arrivals.until_next(self._now()), demand=IDLE)
+        await self._run.engine.submit(Task(lane, work, "wait"))
+
+
+IDLE = Demand(0.0, ())
+"""The demand of waiting: it uses nothing."""

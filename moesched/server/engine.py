@@ -1,0 +1,173 @@
+"""The engine's process: takes requests from its standard input, and writes their tokens to its standard output.
+
+`python -m moesched.server.engine OPTIONS`, with the fields of `ServedOptions` as JSON, is started by the front. It ends
+when its standard input is closed: at once, or after a `Close` once all requests are done.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from moesched.errors import BadInput, MoeschedError
+from moesched.jobs.served_model import ServedModel, ServedOptions, served_model
+from moesched.requests.sampling import Sampling
+from moesched.runs.serving import Served, Serving
+from moesched.server.messages import (
+    Ask,
+    Close,
+    Failed,
+    Frames,
+    Leave,
+    Ready,
+    Refused,
+    State,
+    ToEngine,
+    ToFront,
+    Token,
+    frame,
+)
+from moesched.serving.capacity import Capacity
+from moesched.serving.live import LiveArrivals
+from moesched.serving.request import Request
+from moesched.system.scratch import remove_all
+
+STATE_SECONDS = 0.2
+"""The least time between two messages about the engine's state."""
+READ_BYTES = 1 << 16
+
+Send = Callable[[list[ToFront]], object]
+
+
+class Teller:
+    """Tells the front of tokens, step by step, and from time to time of the engine's state."""
+
+    def __init__(self, send: Send, capacity: Capacity) -> None:
+        self._send = send
+        self._room = capacity.places * capacity.cache_tokens
+        self._messages: list[ToFront] = []
+        self._told = 0.0
+
+    def token(self, served: Served) -> None:
+        """Note a token for the end of the step."""
+        if served.ending == "left":
+            return
+        self._messages.append(Token(served.request.number, served.tokens[-1], served.ending))
+
+    def step(self, serving: Serving) -> None:
+        """Send the step's tokens."""
+        now = time.monotonic()
+        if now - self._told >= STATE_SECONDS or not serving.occupancy.running[-1]:
+            self._told = now
+            self._messages.append(self._state(serving))
+        self._send(self._messages)
+        self._messages = []
+
+    def _state(self, serving: Serving) -> State:
+        seen = serving.occupancy
+        busy = {name: nanoseconds / 1e9 for name, nanoseconds in serving.busy.items()}
+        return State(seen.running[-1], seen.waiting[-1], seen.held[-1], self._room, len(seen.times), busy)
+
+
+class Inbox:
+    """Takes the front's messages, and hands them to the run."""
+
+    def __init__(self, arrivals: LiveArrivals, capacity: Capacity, send: Send) -> None:
+        self._arrivals = arrivals
+        self._capacity = capacity
+        self._send = send
+
+    def take(self, message: ToEngine) -> None:
+        """Take one message; a request that does not fit is refused."""
+        if isinstance(message, Ask):
+            try:
+                request = request_of(message)
+                self._capacity.require(request)
+            except BadInput as error:
+                self._send([Refused(message.number, str(error))])
+            else:
+                self._arrivals.add(request)
+        elif isinstance(message, Leave):
+            self._arrivals.remove(message.number)
+        elif isinstance(message, Close):
+            self._arrivals.close()
+
+    def read(self, source: int) -> None:
+        """Take messages from a file descriptor until it is closed; then end this process."""
+        frames = Frames(ToEngine)
+        while data := os.read(source, READ_BYTES):
+            for message in frames.feed(data):
+                self.take(message)  # type: ignore[arg-type]  # frames of the front have nothing else
+        remove_all()
+        os._exit(1)
+
+
+def request_of(ask: Ask) -> Request:
+    """The request that a message asks for.
+
+    Raises:
+        BadInput: a setting is out of range.
+    """
+    return Request(
+        number=ask.number,
+        prompt=len(ask.ids),
+        new_tokens=ask.new_tokens,
+        ids=ask.ids,
+        sampling=Sampling(temperature=ask.temperature, top_k=ask.top_k, top_p=ask.top_p, seed=ask.seed),
+        user=ask.user,
+    )
+
+
+def ready(model: ServedModel) -> Ready:
+    """The message that says what is served."""
+    capacity = model.capacity
+    return Ready(
+        model.checkpoint.config.name,
+        model.policy_name,
+        model.machine_name,
+        capacity.places,
+        capacity.sequences,
+        capacity.cache_tokens,
+        capacity.prompt_tokens,
+        capacity.context,
+    )
+
+
+def run(options: dict[str, Any], source: int, send: Send) -> None:
+    """Serve a model until the front says that no more requests come."""
+    with served_model(ServedOptions(**options)) as model:
+        arrivals = LiveArrivals()
+        inbox = Inbox(arrivals, model.capacity, send)
+        threading.Thread(target=inbox.read, args=(source,), name="reads the front", daemon=True).start()
+        send([ready(model)])
+        model.serve(arrivals, Teller(send, model.capacity))
+
+
+def main() -> int:
+    """Serve what the first argument says; returns the exit code."""
+    out = os.dup(1)
+    os.dup2(2, 1)  # what others print must not be taken for messages
+    lock = threading.Lock()
+
+    def send(messages: list[ToFront]) -> None:
+        data = memoryview(frame(messages))
+        with lock:
+            while data:
+                data = data[os.write(out, data) :]
+
+    try:
+        run(msgspec.json.decode(sys.argv[1]), 0, send)
+    except MoeschedError as error:
+        send([Failed(str(error))])
+        return 2 if isinstance(error, BadInput) else 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

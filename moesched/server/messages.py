@@ -1,0 +1,182 @@
+"""The messages between the front, which speaks HTTP, and the engine, which runs the model; and their frames.
+
+A frame is the length of a list of messages, as 4 bytes in network order, and the list in MessagePack.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+from typing import Literal, TypeAlias
+
+import msgspec
+
+from moesched.errors import MoeschedError
+
+LENGTH = struct.Struct("!I")
+MOST_FRAME_BYTES = 64 << 20
+
+
+class Ask(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The front asks for an answer to a prompt.
+
+    Attributes:
+        number: a number that no other request has.
+        ids: the ids of the prompt's tokens.
+        new_tokens: the most tokens to generate.
+        temperature, top_k, top_p, seed: see `moesched.requests.sampling.Sampling`.
+        logprobs: the number of likeliest tokens to name beside each token; None for no log probabilities.
+        echo: whether to give the log probabilities of the prompt's tokens as well.
+        user: whose request it is, for admission.
+    """
+
+    number: int
+    ids: list[int]
+    new_tokens: int
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    seed: int = 0
+    logprobs: int | None = None
+    echo: bool = False
+    user: str = ""
+
+
+class Leave(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The front waits for a request no more: a stop string came, or the client left."""
+
+    number: int
+
+
+class Close(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """No more requests will come: the engine ends once those that it has are done."""
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The engine has loaded the weights.
+
+    Attributes:
+        model: the model's name.
+        policy: the name of the policy.
+        machine: the name of the machine.
+        places, sequences, cache_tokens, prompt_tokens, context: see `moesched.serving.capacity.Capacity`.
+    """
+
+    model: str
+    policy: str
+    machine: str
+    places: int
+    sequences: int
+    cache_tokens: int
+    prompt_tokens: int
+    context: int
+
+
+class Logprob(msgspec.Struct, frozen=True, array_like=True):
+    """A token's natural log probability, and the likeliest tokens with theirs, the likeliest first."""
+
+    logprob: float
+    likeliest: list[tuple[int, float]]
+
+
+Ending: TypeAlias = Literal["stop", "length"]
+
+
+class Token(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """One more token of a request.
+
+    Attributes:
+        ending: why it is the last one: "stop" for a stop token, "length" for the most tokens; None if more follow.
+        logprob: its log probability, if asked for.
+        prompt: log probabilities of the prompt's tokens, the first one of which has none, if asked for; with the first
+            token only.
+    """
+
+    number: int
+    token: int
+    ending: Ending | None = None
+    logprob: Logprob | None = None
+    prompt: list[Logprob | None] | None = None
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The engine does not take a request, such as one that is too long."""
+
+    number: int
+    why: str
+
+
+class State(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """How full the engine is; sent after a step, a few times a second at most.
+
+    Attributes:
+        running: requests that run.
+        waiting: requests that wait for a place.
+        held: tokens of the KV cache that requests take.
+        room: tokens of the KV cache in all.
+        steps: steps so far.
+        busy: seconds that each lane ran so far, by its name.
+    """
+
+    running: int
+    waiting: int
+    held: int
+    room: int
+    steps: int
+    busy: dict[str, float]
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The engine ends, with all requests that it has; `why` is one line."""
+
+    why: str
+
+
+ToEngine: TypeAlias = Ask | Leave | Close
+ToFront: TypeAlias = Ready | Token | Refused | State | Failed
+
+
+class BadFrame(MoeschedError):
+    """A frame is too long, or is no list of messages."""
+
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+def frame(messages: Sequence[ToEngine] | Sequence[ToFront]) -> bytes:
+    """A frame with these messages."""
+    body = _encoder.encode(messages)
+    return LENGTH.pack(len(body)) + body
+
+
+class Frames:
+    """Takes bytes as they arrive, and gives the messages of the frames that are complete.
+
+    Args:
+        kind: the type of the messages: `ToEngine` or `ToFront`.
+    """
+
+    def __init__(self, kind: object) -> None:
+        self._decoder: msgspec.msgpack.Decoder[list[ToEngine | ToFront]] = msgspec.msgpack.Decoder(list[kind])  # type: ignore[valid-type]  # a type that is chosen at run time
+        self._bytes = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[ToEngine | ToFront]:
+        """Yield the messages that are complete with these bytes.
+
+        Raises:
+            BadFrame: what came is no frame.
+        """
+        self._bytes += data
+        while len(self._bytes) >= LENGTH.size:
+            (length,) = LENGTH.unpack_from(self._bytes)
+            if length > MOST_FRAME_BYTES:
+                raise BadFrame(f"a frame of {length} bytes: the longest has {MOST_FRAME_BYTES}")
+            end = LENGTH.size + length
+            if len(self._bytes) < end:
+                return
+            body = bytes(self._bytes[LENGTH.size : end])
+            del self._bytes[:end]
+            try:
+                yield from self._decoder.decode(body)
+            except msgspec.MsgspecError as error:
+                raise BadFrame(f"a frame that is no list of messages: {error}") from error

@@ -1,0 +1,76 @@
+"""Where requests come from."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Iterable
+from typing import NamedTuple, Protocol
+
+from moesched.serving.request import Request
+
+
+class News(NamedTuple):
+    """What happened since the last look.
+
+    Attributes:
+        came: requests that arrived, in order.
+        left: numbers of requests that nobody waits for any more.
+    """
+
+    came: list[Request]
+    left: list[int]
+
+
+class Arrivals(Protocol):
+    """The requests of a run, as they arrive."""
+
+    @property
+    def over(self) -> bool:
+        """True once no more requests will arrive."""
+
+    def news(self, now: int) -> News:
+        """The arrivals and departures up to a time, each told once.
+
+        now: nanoseconds since the first request could run.
+        """
+
+    def until_next(self, now: int) -> int:
+        """Nanoseconds until the next arrival, at least 1; for virtual clocks only."""
+
+    async def wait(self, now: int) -> None:
+        """Wait until there is news, or there will be none; for real time only."""
+
+
+class ListedArrivals:
+    """Requests whose arrivals are known before the run.
+
+    Args:
+        departures: the time at which someone stops waiting for a request, by number; nanoseconds.
+    """
+
+    def __init__(self, requests: Iterable[Request], departures: Iterable[tuple[int, int]] = ()) -> None:
+        self._requests = deque(sorted(requests, key=lambda request: (request.arrives, request.number)))
+        self._departures = deque(sorted((when, number) for number, when in departures))
+
+    @property
+    def over(self) -> bool:
+        """True once all of them have arrived."""
+        return not self._requests
+
+    def news(self, now: int) -> News:
+        """The requests that arrived, and those that left, since the last call."""
+        news = News([], [])
+        while self._requests and self._requests[0].arrives <= now:
+            news.came.append(self._requests.popleft())
+        while self._departures and self._departures[0][0] <= now:
+            news.left.append(self._departures.popleft()[1])
+        return news
+
+    def until_next(self, now: int) -> int:
+        """Nanoseconds until the next arrival, at least 1."""
+        return max(1, self._requests[0].arrives - now)
+
+    async def wait(self, now: int) -> None:
+        """Sleep until the next arrival."""
+        await asyncio.sleep(self.until_next(now) / 1e9)

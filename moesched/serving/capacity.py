@@ -1,0 +1,86 @@
+"""What a plan reserves for requests that join and leave."""
+
+from __future__ import annotations
+
+import msgspec
+
+from moesched.errors import BadInput
+from moesched.requests.batch import KV_BLOCK_TOKENS, Batch, cached_tokens
+from moesched.requests.batching import BatchSizes
+from moesched.serving.request import Request
+
+
+class Capacity(msgspec.Struct, frozen=True):
+    """The most that requests that run together may take, by place. A place is a micro-batch whose requests change.
+
+    Attributes:
+        places: the number of places.
+        sequences: the most requests of each.
+        cache_tokens: tokens of each in the KV cache, in whole blocks.
+        prompt_tokens: the most prompt tokens of each in a step.
+        context: the most tokens of a request, prompt and answer together.
+    """
+
+    places: int
+    sequences: int
+    cache_tokens: int
+    prompt_tokens: int
+    context: int
+
+    def __post_init__(self) -> None:
+        for what in ("places", "sequences", "prompt_tokens", "context"):
+            if getattr(self, what) < 1:
+                raise BadInput(f"{what} is {getattr(self, what)}: give 1 or more")
+        least = 2 * KV_BLOCK_TOKENS * self.sequences
+        if self.cache_tokens < least or self.cache_tokens % KV_BLOCK_TOKENS:
+            raise BadInput(
+                f"cache_tokens is {self.cache_tokens}: give a multiple of {KV_BLOCK_TOKENS}, and at least {least} for "
+                f"{self.sequences} requests"
+            )
+
+    def fullest(self) -> Batch:
+        """A batch that takes as much memory as requests may at most: policies plan it, and devices reserve for it.
+
+        Its prompts have all of `prompt_tokens`, or as many as leave each request a token to generate, and its requests
+        end with all of `cache_tokens`.
+        """
+        blocks, more = divmod(self.cache_tokens // KV_BLOCK_TOKENS, self.sequences)
+        least = KV_BLOCK_TOKENS * blocks
+        prompt = min(-(-self.prompt_tokens // self.sequences), least - 1)
+        prompts = [prompt + KV_BLOCK_TOKENS * (number < more) for number in range(self.sequences)]
+        numbers = range(self.places * self.sequences)
+        places = [
+            tuple(numbers[first : first + self.sequences]) for first in range(0, len(numbers), self.sequences)
+        ]
+        return Batch(tuple(prompts * self.places), least - prompt, tuple(places))
+
+    def require(self, request: Request) -> None:
+        """Check that a request can run if it is alone.
+
+        Raises:
+            BadInput: its prompt, or prompt and answer together, are too long.
+        """
+        if not 1 <= request.prompt <= self.prompt_tokens:
+            raise BadInput(
+                f"a prompt of {request.prompt} tokens: a request may have 1 to {self.prompt_tokens} of them"
+            )
+        if request.new_tokens < 1:
+            raise BadInput(f"{request.new_tokens} tokens to generate: give 1 or more")
+        most = min(self.context, self.cache_tokens)
+        if request.prompt + request.new_tokens > most:
+            raise BadInput(
+                f"a prompt of {request.prompt} tokens and {request.new_tokens} new ones: a request may have {most} "
+                "tokens in all"
+            )
+
+
+def capacity_for(sizes: BatchSizes, context: int) -> Capacity:
+    """The capacity with the sizes of a batch, each of whose requests may have `context` tokens.
+
+    Its places are equal, and have no more requests than the batch.
+    """
+    each = max(cached_tokens(context), 2 * KV_BLOCK_TOKENS)
+    places = sizes.micro_batches
+    sequences = max(1, sizes.batch_size // places)
+    cache_tokens = sizes.cache_tokens or sequences * each
+    return Capacity(places, sequences, max(cache_tokens, each), max(1, context - 1), context)

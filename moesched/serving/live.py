@@ -1,0 +1,73 @@
+"""Requests that other threads hand over while a run serves them."""
+
+from __future__ import annotations
+
+import asyncio
+from threading import Lock
+
+from msgspec.structs import replace
+
+from moesched.serving.arrivals import News
+from moesched.serving.request import Request
+
+
+class LiveArrivals:
+    """Requests as they come, from any thread; the run ends after `close`."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._news = News([], [])
+        self._closed = False
+        self._waiting: asyncio.Future[None] | None = None
+
+    def add(self, request: Request) -> None:
+        """Add a request; its `arrives` is set once the run knows of it."""
+        with self._lock:
+            self._news.came.append(request)
+            self._wake()
+
+    def remove(self, number: int) -> None:
+        """Note that nobody waits for a request any more."""
+        with self._lock:
+            self._news.left.append(number)
+            self._wake()
+
+    def close(self) -> None:
+        """Have the run end once the requests that it has are done."""
+        with self._lock:
+            self._closed = True
+            self._wake()
+
+    @property
+    def over(self) -> bool:
+        """True once no more requests will come."""
+        with self._lock:
+            return self._closed and not self._news.came
+
+    def news(self, now: int) -> News:
+        """What happened since the last call."""
+        with self._lock:
+            (came, left), self._news = self._news, News([], [])
+        return News([replace(request, arrives=now) for request in came], left)
+
+    def until_next(self, now: int) -> int:
+        """1: nobody knows when the next request comes."""
+        return 1
+
+    async def wait(self, now: int) -> None:
+        """Wait until something happens."""
+        with self._lock:
+            if self._closed or self._news.came or self._news.left:
+                return
+            self._waiting = asyncio.get_running_loop().create_future()
+        await self._waiting
+
+    def _wake(self) -> None:
+        waiting, self._waiting = self._waiting, None
+        if waiting is not None:
+            waiting.get_loop().call_soon_threadsafe(_settle, waiting)
+
+
+def _settle(waiting: asyncio.Future[None]) -> None:
+    if not waiting.done():
+        waiting.set_result(None)

@@ -1,0 +1,159 @@
+"""Who is in which place, how much of each request is cached, and which rows come next. Nothing here runs anything."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from moesched.requests.rows import Row, Rows
+from moesched.serving.capacity import Capacity
+from moesched.serving.request import Request
+from moesched.tasks import Phase
+
+NEVER = -1
+"""The last step of a request that was part of none."""
+
+
+class Seat:
+    """A request that runs.
+
+    Attributes:
+        place: the number of its place.
+        cached: its tokens before the next step.
+        left: tokens that may still be sampled for it.
+        last_step: the last step that it was part of.
+    """
+
+    __slots__ = ("cached", "last_step", "left", "place", "request")
+
+    def __init__(self, request: Request, place: int) -> None:
+        self.request = request
+        self.place = place
+        self.cached = 0
+        self.left = request.new_tokens
+        self.last_step = NEVER
+
+    @property
+    def phase(self) -> Phase:
+        """Whether its prompt, or a token comes next."""
+        return "decode" if self.cached else "prefill"
+
+    def row(self, step: int) -> Row:
+        """Its row in a step, which it is part of from now on."""
+        request, start = self.request, self.cached
+        tokens, ids = (1, None) if start else (request.prompt, request.ids)
+        self.cached = start + tokens
+        self.left -= 1
+        self.last_step = step
+        return Row(request.number, start, tokens, True, ids, request.sampling, request.blocks_tokens)
+
+
+class _Place:
+    """The requests of one place, and the tokens of its KV cache that they take, in whole blocks."""
+
+    def __init__(self) -> None:
+        self.seats: dict[int, Seat] = {}
+        self.held = 0
+        self.left: list[int] = []
+        """Requests whose blocks are free since the place's last step."""
+
+
+class Places:
+    """The places of a capacity, and the requests in them.
+
+    A request keeps its place until it has all of its tokens or is told to leave. Its blocks go to others once the last
+    step that it was part of has been collected: until then tasks may write to them.
+    """
+
+    def __init__(self, capacity: Capacity) -> None:
+        self.capacity = capacity
+        self._places = [_Place() for _ in range(capacity.places)]
+        self._seats: dict[int, Seat] = {}
+        self._leaving: set[int] = set()
+
+    def __len__(self) -> int:
+        """The number of requests that have blocks."""
+        return len(self._seats)
+
+    def __contains__(self, request: object) -> bool:
+        """Test whether a request runs."""
+        return request in self._seats and request not in self._leaving
+
+    @property
+    def held(self) -> int:
+        """Tokens of the KV cache that requests take, in whole blocks."""
+        return sum(place.held for place in self._places)
+
+    def enter(self, request: Request) -> bool:
+        """Give a request the place with the fewest tokens that has blocks for its prompt and answer.
+
+        Returns:
+            False if no place has.
+        """
+        tokens, capacity = request.blocks_tokens, self.capacity
+        fitting = [
+            (place.held, number)
+            for number, place in enumerate(self._places)
+            if len(place.seats) < capacity.sequences
+            and place.held + tokens <= capacity.cache_tokens
+            and self._waiting_tokens(place) + request.prompt <= capacity.prompt_tokens
+        ]
+        if not fitting:
+            return False
+        _, number = min(fitting)
+        place, seat = self._places[number], Seat(request, number)
+        place.held += tokens
+        place.seats[request.number] = self._seats[request.number] = seat
+        return True
+
+    def has(self, phase: Phase) -> bool:
+        """Test whether a step of prompts, or of tokens, would have rows."""
+        return any(self._next(phase))
+
+    def rows(self, phase: Phase, step: int) -> dict[int, Rows]:
+        """The rows of the next step, by place; empty if no request has any in this phase."""
+        by_place: dict[int, list[Row]] = {}
+        for seat in list(self._next(phase)):
+            by_place.setdefault(seat.place, []).append(seat.row(step))
+        rows = {}
+        for number in sorted(by_place):
+            place = self._places[number]
+            rows[number] = Rows(phase, tuple(by_place[number]), tuple(place.left))
+            place.left = []
+        return rows
+
+    def leave(self, request: int) -> None:
+        """Have a request take part in no further step; no effect on one that does not run."""
+        seat = self._seats.get(request)
+        if seat is None:
+            return
+        if seat.last_step == NEVER:
+            self._free(seat)
+        else:
+            self._leaving.add(request)
+
+    def collected(self, step: int) -> None:
+        """Free the blocks of those that are done and were part of no step after this one."""
+        done = [seat for seat in self._seats.values() if self._is_over(seat) and seat.last_step <= step]
+        for seat in done:
+            self._free(seat)
+            self._places[seat.place].left.append(seat.request.number)
+
+    def _free(self, seat: Seat) -> None:
+        number, place = seat.request.number, self._places[seat.place]
+        place.held -= seat.request.blocks_tokens
+        del place.seats[number], self._seats[number]
+        self._leaving.discard(number)
+
+    def _next(self, phase: Phase) -> Iterator[Seat]:
+        return (seat for seat in self._seats.values() if seat.phase == phase and not self._is_over(seat))
+
+    def _is_over(self, seat: Seat) -> bool:
+        return seat.left == 0 or seat.request.number in self._leaving
+
+    def _waiting_tokens(self, place: _Place) -> int:
+        """Prompt tokens of the requests whose prompts come in the next step of prompts."""
+        return sum(seat.request.prompt for seat in _of_phase(place.seats.values(), "prefill"))
+
+
+def _of_phase(seats: Iterable[Seat], phase: Phase) -> Iterator[Seat]:
+    return (seat for seat in seats if seat.phase == phase)

@@ -1,0 +1,74 @@
+"""Checks of policies on requests that join and leave: steps of prompts and of tokens, in any order."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+
+from moesched.drivers.validation import CheckedEngine
+from moesched.runs.served_runs import Service, simulate_service
+from moesched.seams import Policy
+from moesched.serving.arrivals import ListedArrivals
+from moesched.serving.capacity import Capacity
+from moesched.serving.request import Request
+from moesched.steps.plan import Plan
+from moesched.testing.symbolic import SymbolicDevice
+from moesched.testing.symbolic.served import expected_served
+
+REQUESTS = 8
+"""Requests of a check."""
+APART = 2_000_000
+"""Mean nanoseconds between two arrivals: a few steps of a small model."""
+
+
+def random_requests(seed: int, longest_prompt: int, most_new: int, count: int = REQUESTS) -> list[Request]:
+    """Requests that arrive at random times, with random lengths; reproducible from the seed."""
+    draw, arrives, requests = random.Random(seed), 0, []
+    for number in range(count):
+        arrives += round(draw.expovariate(1 / APART))
+        prompt, new_tokens = draw.randint(1, longest_prompt), draw.randint(1, most_new)
+        requests.append(Request(number=number, prompt=prompt, new_tokens=new_tokens, arrives=arrives))
+    return requests
+
+
+def random_departures(seed: int, requests: Sequence[Request]) -> list[tuple[int, int]]:
+    """A number and a time for some of the requests that nobody waits for any more; reproducible from the seed."""
+    draw = random.Random(seed)
+    return [
+        (each.number, each.arrives + draw.randint(0, 3 * APART)) for each in requests if draw.random() < 0.25
+    ]
+
+
+def check_served(
+    policy: Policy, plan: Plan, capacity: Capacity, requests: Iterable[Request], seed: int = 0
+) -> None:
+    """Serve requests on symbols, with the engine checked.
+
+    Args:
+        plan: the policy's plan of the capacity's fullest batch.
+        seed: of the requests that leave before they have all of their tokens.
+
+    Raises:
+        AssertionError: a request got other tokens than its rows give, or not all of them, or a budget was exceeded.
+        PolicyError: the policy submitted something illegal.
+        BrokenRule: the engine broke one of its own rules.
+    """
+    asked, device = list(requests), SymbolicDevice()
+    arrivals = ListedArrivals(asked, random_departures(seed, asked))
+    service = Service(plan, policy, capacity, arrivals)
+    serving = simulate_service(service, device=device, make_engine=CheckedEngine)
+    expected: dict[int, list[int]] = {}
+    for history in device.places.history.values():
+        expected |= expected_served(plan, history)
+    for number, served in serving.requests.items():
+        if served.tokens != expected.get(number, [])[: len(served.tokens)]:
+            raise AssertionError(f"request {number} got wrong tokens")
+        if served.ending != "left" and len(served.tokens) != served.request.new_tokens:
+            raise AssertionError(
+                f"request {number} got {len(served.tokens)} of {served.request.new_tokens} tokens"
+            )
+    if len(serving.requests) != len(asked):
+        raise AssertionError(f"{len(serving.requests)} of {len(asked)} requests were served")
+    over = [memory.name for memory in plan.memories.values() if memory.peak > memory.capacity]
+    if over:
+        raise AssertionError(f"more than the budget of {over}")

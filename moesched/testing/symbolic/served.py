@@ -1,0 +1,114 @@
+"""Places on symbols: micro-batches whose requests join and leave, and the tokens that their rows must give."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from moesched.requests.rows import Row, Rows
+from moesched.steps.plan import Plan
+from moesched.tasks import Task
+from moesched.testing.symbolic.attention import Attention
+from moesched.testing.symbolic.batch import SymbolicBatch
+from moesched.testing.symbolic.data import Access, Key
+from moesched.testing.symbolic.model import (
+    append,
+    attend,
+    embed,
+    first_tokens,
+    positions,
+    sample,
+    symbol,
+    through_layers,
+)
+
+
+class Embedded(NamedTuple):
+    """The rows of a place in one step, and the number that its positions depend on."""
+
+    rows: Rows
+    generated: int
+
+
+class ServedBatch(SymbolicBatch):
+    """The places of a run, as the verbs of a symbolic device need them.
+
+    Attributes:
+        history: the rows of each place, step by step.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__(plan)
+        self.history: defaultdict[int, list[Embedded]] = defaultdict(list)
+
+    def prompts(self) -> dict[Key, int]:
+        """Nothing: no request is there yet."""
+        return {}
+
+    def tokens(self, task: Task) -> int:
+        """The number of rows of a task's place in its step."""
+        return sum(row.tokens for row in self._rows(task))
+
+    def starts(self, task: Task) -> tuple[int, ...]:
+        """The number of tokens of each request before the step."""
+        return tuple(row.start for row in self._rows(task))
+
+    def continues(self, task: Task) -> bool:
+        """Test whether a task's place decodes: prompts have no keys and values of earlier steps."""
+        return task.phase == "decode"
+
+    def whole(self, task: Task) -> int:
+        """The number of the place."""
+        return task.micro_batch
+
+    def _rows(self, task: Task) -> Sequence[Row]:
+        return self.history[task.micro_batch][-1].rows.rows
+
+
+class ServedAttention(Attention):
+    """The verbs from tokens to attention's output, where a step of a place has rows of its own."""
+
+    def __init__(self, batch: ServedBatch) -> None:
+        super().__init__(batch)
+        self._served = batch
+
+    def embed(self, task: Task, data: Access) -> None:
+        """Note the rows of a step, and look up their tokens."""
+        j, seen = task.micro_batch, Embedded(task.operands, task.generated)
+        self._served.history[j].append(seen)
+        data.write(self._batch.hidden(task), embedded(seen, data.read(("tokens", j))))
+        data.write(("positions", j), positions(task.generated, self._batch.starts(task)))
+
+    def _attend(self, task: Task, data: Access, source: Key, key: Key, held: int | None = None) -> int:
+        """Append keys and values to the cache, and attend: prompts over their own, tokens over the whole cache."""
+        qkv = data.read(source)
+        cache = self._append(task, data, qkv, key, held)
+        if task.phase == "prefill":
+            cache = append(0, qkv, data.read(("positions", task.micro_batch)))
+        return attend(task.layer, qkv, cache)
+
+
+def embedded(seen: Embedded, held: int) -> int:
+    """The symbol of a step's first hidden state, given the place's tokens."""
+    requests = [row.request for row in seen.rows.rows]
+    if seen.rows.phase == "prefill":
+        return embed(first_tokens(requests))
+    return embed(symbol("held", held, *requests))
+
+
+def expected_served(plan: Plan, history: Sequence[Embedded]) -> dict[int, list[int]]:
+    """The tokens of each request that a place's rows must give, computed by the model without a schedule."""
+    cache, held = dict.fromkeys(plan.layers, 0), 0
+    tokens: defaultdict[int, list[int]] = defaultdict(list)
+    for seen in history:
+        rows = seen.rows.rows
+        where = positions(seen.generated, [row.start for row in rows])
+        count, alone = sum(row.tokens for row in rows), seen.rows.phase == "prefill"
+        hidden = through_layers(plan.layout, embedded(seen, held), cache, where, count, alone=alone)
+        ending = [row.request for row in rows if row.samples]
+        sampled = sample(hidden, ending)
+        held = symbol("tokens", held, *sampled)
+        for request, token in zip(ending, sampled, strict=True):
+            tokens[request].append(token)
+    return tokens

@@ -1,0 +1,196 @@
+"""Places: every request gets all of its rows in order, and blocks are given on only when nothing can write to them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moesched.errors import BadInput
+from moesched.requests.batch import cached_tokens
+from moesched.requests.batching import BatchSizes
+from moesched.requests.rows import Rows
+from moesched.serving.admission import FairAmongUsers, FirstCome, ShortestPrompt
+from moesched.serving.arrivals import ListedArrivals
+from moesched.serving.capacity import Capacity, capacity_for
+from moesched.serving.places import Places
+from moesched.serving.request import Request
+from moesched.tasks import Phase
+
+CAPACITIES = st.builds(
+    lambda places, sequences, blocks, prompt: Capacity(
+        places, sequences, 16 * (2 * sequences + blocks), prompt, 16 * (2 * sequences + blocks)
+    ),
+    st.integers(1, 3),
+    st.integers(1, 4),
+    st.integers(0, 8),
+    st.integers(1, 40),
+)
+
+
+class Blocks:
+    """The tokens of the KV cache that a device would have taken, with two steps in flight."""
+
+    def __init__(self, capacity: Capacity) -> None:
+        self.capacity = capacity
+        self.held: defaultdict[int, dict[int, int]] = defaultdict(dict)
+        self.in_flight: list[set[int]] = []
+        self.lengths: defaultdict[int, int] = defaultdict(int)
+
+    def embed(self, rows: dict[int, Rows]) -> None:
+        under_way = set().union(*self.in_flight)
+        for number, place in rows.items():
+            for request in place.left:
+                assert request not in under_way, "its blocks are freed while a step may write to them"
+                del self.held[number][request]
+            for row in place.rows:
+                if row.start == 0:
+                    self.held[number][row.request] = row.cache_tokens
+                assert row.start == self.lengths[row.request]
+                self.lengths[row.request] += row.tokens
+                assert cached_tokens(self.lengths[row.request]) <= self.held[number][row.request]
+            assert len(self.held[number]) <= self.capacity.sequences
+            assert sum(self.held[number].values()) <= self.capacity.cache_tokens
+        self.in_flight.append({row.request for place in rows.values() for row in place.rows})
+
+
+@given(CAPACITIES, st.data())
+def test_any_program_of_entries_steps_and_departures_serves_everyone_within_the_capacity(
+    capacity: Capacity, data: st.DataObject
+) -> None:
+    places, blocks = Places(capacity), Blocks(capacity)
+    most = min(capacity.prompt_tokens, capacity.cache_tokens - 1)
+    waiting = [
+        Request(number=number, prompt=prompt, new_tokens=data.draw(st.integers(1, min(6, room))))
+        for number, prompt in enumerate(data.draw(st.lists(st.integers(1, most), max_size=8)))
+        if (room := capacity.cache_tokens - prompt) > 0
+    ]
+    asked = {request.number: request for request in waiting}
+    sampled: defaultdict[int, int] = defaultdict(int)
+    left: set[int] = set()
+    step, collected, phase = 0, 0, "decode"
+    while waiting or len(places):
+        while waiting and places.enter(waiting[0]):
+            waiting.pop(0)
+        if data.draw(st.booleans()) and asked:
+            number = data.draw(st.sampled_from(sorted(asked)))
+            left |= {number} if number in places else set()
+            places.leave(number)
+        turns: tuple[Phase, Phase] = ("prefill", "decode") if phase == "decode" else ("decode", "prefill")
+        rows = places.rows(turns[0], step) or places.rows(turns[1], step)
+        if rows:
+            phase = next(iter(rows.values())).phase
+            blocks.embed(rows)
+            for place in rows.values():
+                assert sum(row.tokens for row in place.rows) <= max(capacity.prompt_tokens, len(place.rows))
+                for row in place.rows:
+                    sampled[row.request] += 1
+            step += 1
+        if collected < step and (not rows or step - collected == 2):
+            blocks.in_flight.pop(0)
+            places.collected(collected)
+            collected += 1
+    assert places.held == 0
+    for number, request in asked.items():
+        if number not in left:
+            assert sampled[number] == request.new_tokens
+
+
+def test_a_request_takes_the_place_with_the_fewest_tokens() -> None:
+    places = Places(Capacity(2, 2, 96, 40, 96))
+    for number, prompt in enumerate((30, 10, 10)):
+        assert places.enter(Request(number=number, prompt=prompt, new_tokens=1))
+    rows = places.rows("prefill", 0)
+    assert {place: [row.request for row in each.rows] for place, each in rows.items()} == {0: [0], 1: [1, 2]}
+
+
+def test_the_blocks_of_one_who_leaves_before_its_first_step_are_free_at_once() -> None:
+    places = Places(Capacity(1, 1, 32, 20, 32))
+    places.enter(Request(number=0, prompt=4, new_tokens=1))
+    places.leave(0)
+    assert (len(places), places.held, places.rows("prefill", 0)) == (0, 0, {})
+
+
+def test_the_fullest_batch_takes_all_blocks_of_every_place_and_all_prompt_tokens_of_a_step() -> None:
+    batch = Capacity(3, 5, 16 * 23, 64, 200).fullest()
+    assert len(batch.micro_batches) == 3
+    for place in batch.micro_batches:
+        assert batch.tokens_at_end(place) == 16 * 23
+        assert sum(batch.prompts[request] for request in place) >= 64
+
+
+@given(CAPACITIES)
+def test_no_capacity_has_a_fullest_batch_that_takes_less(capacity: Capacity) -> None:
+    batch = capacity.fullest()
+    for place in batch.micro_batches:
+        assert len(place) == capacity.sequences
+        assert batch.tokens_at_end(place) == capacity.cache_tokens
+        prompts = sum(batch.prompts[request] for request in place)
+        assert prompts >= min(capacity.prompt_tokens, capacity.cache_tokens - capacity.sequences * 16)
+
+
+def test_a_capacity_for_a_context_has_room_for_a_request_of_that_length_in_each_seat() -> None:
+    capacity = capacity_for(BatchSizes(8, 4), 100)
+    assert capacity == Capacity(2, 4, 4 * 112, 99, 100)
+    capacity.require(Request(number=0, prompt=99, new_tokens=1))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "new_tokens", "message"),
+    [
+        (0, 1, "a prompt of 0 tokens: a request may have 1 to 99"),
+        (100, 1, "a prompt of 100 tokens"),
+        (50, 0, "0 tokens to generate: give 1 or more"),
+        (50, 51, "a prompt of 50 tokens and 51 new ones: a request may have 100 tokens in all"),
+    ],
+)
+def test_a_request_that_could_never_run_is_refused(prompt: int, new_tokens: int, message: str) -> None:
+    with pytest.raises(BadInput, match=message):
+        capacity_for(BatchSizes(8, 4), 100).require(Request(number=0, prompt=prompt, new_tokens=new_tokens))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [((0, 1, 32, 1, 1), "places is 0"), ((1, 2, 48, 1, 1), "cache_tokens is 48: give a multiple of 16")],
+)
+def test_a_capacity_without_room_is_refused(sizes: tuple[int, int, int, int, int], message: str) -> None:
+    with pytest.raises(BadInput, match=message):
+        Capacity(*sizes)
+
+
+def asked(*of: tuple[str, int]) -> list[Request]:
+    return [
+        Request(number=number, prompt=prompt, new_tokens=1, user=user)
+        for number, (user, prompt) in enumerate(of)
+    ]
+
+
+def test_those_who_came_first_run_first() -> None:
+    waiting = asked(("a", 9), ("b", 1))
+    assert list(FirstCome().order(waiting)) == waiting
+
+
+def test_short_prompts_run_first_and_equal_ones_in_the_order_of_arrival() -> None:
+    waiting = asked(("a", 9), ("b", 1), ("c", 4), ("d", 4))
+    assert [each.number for each in ShortestPrompt().order(waiting)] == [1, 2, 3, 0]
+
+
+def test_users_take_turns_and_one_who_was_given_much_comes_later() -> None:
+    rule = FairAmongUsers()
+    waiting = asked(("a", 9), ("a", 9), ("a", 9), ("b", 9))
+    assert [each.number for each in rule.order(waiting)] == [0, 3, 1, 2]
+    rule.entered(waiting[0])
+    assert [each.number for each in rule.order(waiting[1:])] == [3, 1, 2]
+
+
+def test_listed_requests_arrive_in_the_order_of_their_times_and_are_told_once() -> None:
+    early, late = (Request(number=n, prompt=1, new_tokens=1, arrives=at) for n, at in ((1, 5), (0, 9)))
+    arrivals = ListedArrivals([late, early], [(1, 7)])
+    assert arrivals.news(4) == ([], [])
+    assert arrivals.until_next(4) == 1
+    assert arrivals.news(5) == ([early], [])
+    assert not arrivals.over
+    assert arrivals.news(100) == ([late], [1])
+    assert arrivals.over

@@ -1,0 +1,275 @@
+"""Serving: requests join and leave between steps, and get the tokens that each has alone, under every policy."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Sequence
+
+import pytest
+
+from moesched import plugins
+from moesched.devices.torch.device import TorchDevice
+from moesched.errors import BadInput
+from moesched.machines import load_machine
+from moesched.models.checkpoint import Checkpoint, open_checkpoint
+from moesched.models.layout import weight_layout
+from moesched.plugins import make_policy
+from moesched.requests.batch import Batch
+from moesched.requests.sampling import Sampling
+from moesched.runs.hardware import run
+from moesched.runs.planning import plan_run
+from moesched.runs.served_runs import Service, serve_on, simulate_service
+from moesched.runs.serving import Served, Serving
+from moesched.seams import Policy
+from moesched.serving.admission import ShortestPrompt
+from moesched.serving.arrivals import ListedArrivals
+from moesched.serving.capacity import Capacity
+from moesched.serving.live import LiveArrivals
+from moesched.serving.request import Request
+from moesched.steps.plan import Plan
+from moesched.tasks import Task
+from moesched.testing.served_checks import random_departures, random_requests
+from runs import Ended
+from small_models import SMALL, small_model
+
+T4 = load_machine("t4")
+ALONE = [
+    name for name in plugins.names("policies") if not name.startswith("ep_") and name != "flexgen_pipeline"
+]
+"""Policies of one machine."""
+CAPACITY = Capacity(2, 3, 6 * 16, 24, 32)
+LAYOUT = weight_layout(SMALL, "float32")
+
+
+def planned(policy: Policy, capacity: Capacity = CAPACITY, device: TorchDevice | None = None) -> Plan:
+    """A plan with as little fast memory as the policy accepts, of a few sizes."""
+    whole = sum(page.nbytes for page in LAYOUT.pages)
+    for share in (1.1, 1.4, 1.7):
+        try:
+            return plan_run(
+                T4,
+                LAYOUT,
+                capacity.fullest(),
+                policy,
+                {"gpu": int(whole * share)},
+                None if device is None else device.slot_bytes,
+            )
+        except BadInput:
+            continue
+    return plan_run(T4, LAYOUT, capacity.fullest(), policy)
+
+
+def asked(count: int = 10) -> list[Request]:
+    """Requests with random prompts, some of them sampled."""
+    return [
+        Request(
+            number=each.number,
+            prompt=each.prompt,
+            new_tokens=each.new_tokens,
+            arrives=each.arrives,
+            ids=[(31 * each.number + 7 * place) % 256 for place in range(each.prompt)],
+            sampling=Sampling(temperature=0.9 if each.number % 3 == 0 else 0.0, seed=each.number),
+        )
+        for each in random_requests(1, 20, 8, count)
+    ]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    return open_checkpoint(small_model(tmp_path_factory.mktemp("models") / "small"))
+
+
+@pytest.fixture(scope="module")
+def alone(checkpoint: Checkpoint) -> dict[int, list[int]]:
+    """The tokens of each request that runs alone."""
+    tokens = {}
+    for each in asked():
+        policy, device = make_policy("resident"), TorchDevice(checkpoint, LAYOUT)
+        plan = plan_run(T4, LAYOUT, Batch((each.prompt,), each.new_tokens, ((0,),)), policy)
+        report = run(plan, policy, device, [list(each.ids or ())], sampling=each.sampling)
+        assert report.tokens is not None
+        tokens[each.number] = report.tokens[0]
+    return tokens
+
+
+def tokens_of(serving: Serving) -> dict[int, list[int]]:
+    return {number: served.tokens for number, served in serving.requests.items()}
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_under_every_policy_each_request_gets_the_tokens_that_it_has_alone(
+    checkpoint: Checkpoint, alone: dict[int, list[int]], name: str
+) -> None:
+    requests = asked()
+    stop = next(tokens[-2] for tokens in alone.values() if len(tokens) > 3)
+    policy, device = make_policy(name), TorchDevice(checkpoint, LAYOUT)
+    arrivals = ListedArrivals(requests, random_departures(2, requests))
+    serving = serve_on(
+        device, Service(planned(policy, device=device), policy, CAPACITY, arrivals, stop_tokens=[stop])
+    )
+    device.close()
+    for number, served in serving.requests.items():
+        whole = alone[number]
+        end = whole.index(stop) + 1 if stop in whole else len(whole)
+        assert served.tokens == whole[:end][: len(served.tokens)]
+        assert served.ending == "left" or len(served.tokens) == end
+    assert serving.occupancy.held[-1] == serving.occupancy.running[-1] == 0
+
+
+def simulated(
+    requests: Sequence[Request], departures: Sequence[tuple[int, int]] = (), name: str = "resident"
+) -> tuple[Serving, list[Task]]:
+    policy, ended = make_policy(name), Ended()
+    service = Service(planned(policy), policy, CAPACITY, ListedArrivals(requests, departures))
+    return simulate_service(service, observers=[ended]), ended.tasks
+
+
+def request(number: int, prompt: int = 4, new_tokens: int = 3, arrives: int = 0) -> Request:
+    return Request(number=number, prompt=prompt, new_tokens=new_tokens, arrives=arrives)
+
+
+def steps_of(tasks: Sequence[Task]) -> list[str]:
+    """What each step is of."""
+    phases = {task.step: str(task.phase) for task in tasks if task.verb == "embed"}
+    return [phases[step] for step in sorted(phases)]
+
+
+def test_prompts_go_first_with_a_step_of_tokens_between_two_steps_of_prompts() -> None:
+    _, tasks = simulated([request(number, prompt=24, new_tokens=3) for number in range(4)])
+    assert steps_of(tasks)[:5] == ["prefill", "decode", "prefill", "decode", "decode"]
+
+
+def test_nothing_runs_until_a_request_arrives_and_times_count_from_the_loaded_weights() -> None:
+    serving, tasks = simulated([request(0, arrives=5_000_000)])
+    first = next(task for task in tasks if task.verb == "embed")
+    assert first.start == serving.loaded + 5_000_000
+    served = serving.requests[0]
+    assert served.entered == 5_000_000
+    assert served.times[0] > 5_000_000
+    assert served.ending == "length"
+    assert served.ended == served.times[-1]
+
+
+def test_a_request_that_waits_for_a_place_enters_once_blocks_are_free() -> None:
+    serving, _ = simulated([request(number, prompt=20, new_tokens=12) for number in range(8)])
+    entered = [serving.requests[number].entered for number in range(8)]
+    assert max(serving.occupancy.held) <= 2 * CAPACITY.cache_tokens
+    assert max(serving.occupancy.waiting) > 0
+    assert entered == sorted(entered)
+    assert all(len(served.tokens) == 12 for served in serving.requests.values())
+
+
+def test_one_who_leaves_takes_part_in_one_more_step_at_most() -> None:
+    stay, _ = simulated([request(0, new_tokens=8)])
+    time = stay.requests[0].times[3] + 1
+    serving, tasks = simulated([request(0, new_tokens=8)], [(0, time)])
+    served = serving.requests[0]
+    assert (served.ending, served.ended) == ("left", serving.occupancy.times[4])
+    assert served.tokens == [0] * 5
+    assert steps_of(tasks) == ["prefill"] + ["decode"] * 5
+
+
+def test_one_who_leaves_while_it_waits_never_runs() -> None:
+    requests = [request(number, prompt=20, new_tokens=12) for number in range(8)]
+    serving, _ = simulated(requests, [(7, 1)])
+    assert serving.requests[7].tokens == []
+    assert serving.requests[7].ending == "left"
+    assert serving.requests[7].entered == -1
+    assert all(served.ending == "length" for served in list(serving.requests.values())[:7])
+
+
+def test_admission_chooses_who_runs_first() -> None:
+    policy = make_policy("resident")
+    requests = [request(number, prompt=24 - 4 * number) for number in range(4)]
+    service = Service(planned(policy), policy, CAPACITY, ListedArrivals(requests), ShortestPrompt())
+    serving = simulate_service(service)
+    times = [serving.requests[number].times[0] for number in range(4)]
+    assert times == sorted(times, reverse=True)
+    assert times[3] < times[0]
+
+
+def test_a_request_that_cannot_run_is_refused() -> None:
+    with pytest.raises(BadInput, match="a prompt of 30 tokens: a request may have 1 to 24 of them"):
+        simulated([request(0, prompt=30)])
+
+
+def test_a_pipeline_serves_no_requests() -> None:
+    machine, policy = load_machine("t4x4"), make_policy("flexgen_pipeline")
+    plan = plan_run(machine, weight_layout(SMALL), CAPACITY.fullest(), policy)
+    with pytest.raises(BadInput, match="FlexGenPipeline is for several accelerators or machines"):
+        simulate_service(Service(plan, policy, CAPACITY, ListedArrivals([request(0)])))
+
+
+class Followed:
+    """Hands over further requests, from another thread, as tokens come; the last one closes."""
+
+    def __init__(self, arrivals: LiveArrivals, requests: Sequence[Request]) -> None:
+        self.arrivals = arrivals
+        self.requests = list(requests)
+        self.tokens: list[tuple[int, int]] = []
+        self.steps = 0
+
+    def token(self, served: Served) -> None:
+        self.tokens.append((served.request.number, len(served.tokens)))
+        if served.ending is not None:
+            thread = threading.Thread(target=self._next)
+            thread.start()
+            thread.join()
+
+    def _next(self) -> None:
+        if self.requests:
+            self.arrivals.add(self.requests.pop(0))
+        else:
+            self.arrivals.close()
+
+    def step(self, serving: Serving) -> None:
+        self.steps += 1
+
+
+def test_requests_of_other_threads_are_served_as_they_come_until_the_last_one(
+    checkpoint: Checkpoint, alone: dict[int, list[int]]
+) -> None:
+    arrivals = LiveArrivals()
+    first, *others = asked(4)
+    arrivals.add(first)
+    followed = Followed(arrivals, others)
+    policy, device = make_policy("resident"), TorchDevice(checkpoint, LAYOUT)
+    service = Service(planned(policy), policy, CAPACITY, arrivals, listener=followed)
+    serving = serve_on(device, service)
+    device.close()
+    assert tokens_of(serving) == {number: alone[number] for number in range(4)}
+    assert followed.tokens == [
+        (number, place + 1) for number in range(4) for place in range(len(alone[number]))
+    ]
+    assert followed.steps == len(serving.occupancy.times)
+
+
+def test_waiting_for_requests_ends_with_the_next_one_or_at_the_close() -> None:
+    async def woken(act: str) -> bool:
+        arrivals = LiveArrivals()
+        waiting = asyncio.ensure_future(arrivals.wait(0))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        threading.Thread(
+            target={
+                "add": lambda: arrivals.add(request(0)),
+                "remove": lambda: arrivals.remove(0),
+                "close": arrivals.close,
+            }[act]
+        ).start()
+        await waiting
+        return arrivals.over
+
+    assert [asyncio.run(woken(act)) for act in ("add", "remove", "close")] == [False, False, True]
+
+
+def test_a_device_that_runs_batches_only_is_refused_with_a_remedy(checkpoint: Checkpoint) -> None:
+    policy = make_policy("resident")
+    service = Service(planned(policy), policy, CAPACITY, ListedArrivals([]))
+    with pytest.raises(BadInput, match="runs batches only: serve with --device torch"):
+        serve_on(Batches(), service)  # type: ignore[arg-type]  # a device without the ability
+
+
+class Batches:
+    """A device that serves no requests."""
