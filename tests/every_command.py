@@ -42,7 +42,9 @@ COMMANDS = (
 
 OTHERS = {
     "calibrate": "measures for half a minute: test_terminal.py prints its result",
+    "chat": "talks to a server: see test_chat_command.py",
     "node": "has no result: the launcher has it, so that there is no --json",
+    "serve": "serves until Ctrl-C: see test_server_process.py",
     "view": "serves until Ctrl-C: see test_view.py",
 }
 """Commands without a call here, and the reason of each."""

@@ -23,6 +23,7 @@ from moesched.cluster.curve.keys import make_keys, read_keys
 from moesched.cluster.launch_env import rank_given
 from moesched.cluster.messages import JoinRequest, Refused, Unreadable, pack, read_launcher, read_node
 from moesched.errors import BadInput
+from moesched.inputs.chat_template import find_chat_template
 from moesched.inputs.prompts import encode_prompts, read_prompts
 from moesched.inputs.tokenizer import Tokenizer, find_tokenizer
 from moesched.jobs.report import JobReport
@@ -46,6 +47,11 @@ from moesched.requests.workloads import load_workload
 from moesched.routing.files import read_routing_file
 from moesched.routing.profile import RoutingProfile, read_routing_profile, write_profile
 from moesched.routing.trace import RecordedChoices, RoutingTrace
+from moesched.server.errors import ApiError
+from moesched.server.fields import ChatRequest, CompletionRequest, read_body
+from moesched.server.messages import BadFrame as BadServerFrame
+from moesched.server.messages import Frames, Logprob, ToFront, Token
+from moesched.server.messages import frame as server_frame
 from moesched.sweeps.axes import Sweep, merged, read_sweep
 from moesched.sweeps.store import Store
 from moesched.trace import write_trace
@@ -171,6 +177,7 @@ def _header_copy(folder: Path) -> Path:
 
 def _read_gguf(file: Path) -> None:
     open_checkpoint(file)
+    find_chat_template(file)
     if (tokenizer := find_tokenizer(file)) is not None:
         tokenizer.decode(tokenizer.encode("a text, and " + "a" * 40))
 
@@ -305,6 +312,13 @@ PARSERS: dict[str, Parser] = {
     "GGUF, SentencePiece": Parser(lambda folder: mixtral().write(folder / "m.gguf"), _read_gguf),
     "GGUF, gpt-oss": Parser(lambda folder: gpt_oss().write(folder / "m.gguf"), _read_gguf),
     "tokenizer.json": Parser(_tokenizer, _read_tokenizer),
+    "tokenizer_config.json": Parser(
+        _text("tokenizer_config.json", lambda: '{"chat_template": "a", "bos_token": {"content": "<s>"}}'),
+        lambda file: find_chat_template(file.parent),
+    ),
+    "chat template": Parser(
+        _text("chat_template.jinja", lambda: "{{ messages }}"), lambda file: find_chat_template(file.parent)
+    ),
     "prompts": Parser(
         _text("prompts.jsonl", lambda: '{"prompt": "a text"}\n{"prompt_ids": [1, 2, 3]}\n'), _read_prompts
     ),
@@ -335,4 +349,19 @@ PARSERS: dict[str, Parser] = {
         Unreadable,
     ),
     "frame": Parser(_text("frame", _frame), lambda file: unpack(file.read_bytes()), BadFrame),
+    "request for a completion": Parser(
+        _text("body", lambda: '{"model": "m", "prompt": [[1, 2], [3]], "stop": ["a"], "temperature": 0.5}'),
+        lambda file: read_body(file.read_bytes(), CompletionRequest).stops,
+        ApiError,
+    ),
+    "request for a chat": Parser(
+        _text("body", lambda: '{"model": "m", "messages": [{"role": "user", "content": [{"text": "a"}]}]}'),
+        lambda file: read_body(file.read_bytes(), ChatRequest).stops,
+        ApiError,
+    ),
+    "messages of an engine": Parser(
+        _text("m", lambda: server_frame([Token(1, 2, "stop", Logprob(-1.0, [(2, -1.0)]))])),
+        lambda file: list(Frames(ToFront).feed(file.read_bytes())),
+        BadServerFrame,
+    ),
 }

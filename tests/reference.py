@@ -61,8 +61,9 @@ class Reference:
         return cut(weight)
 
     def cache(self, blocks: int = 64, block_size: int = 4) -> BlockedKV:
-        """An empty KV cache for this model."""
-        return BlockedKV(self.config, blocks, block_size=block_size, dtype=self.dtype)
+        """An empty KV cache for this model, which keeps tokens that have left a window, too."""
+        unlimited = self.config.varied(window=None)
+        return BlockedKV(unlimited, blocks, block_size=block_size, dtype=self.dtype)
 
     def logits(self, cache: BlockedKV, sequences: Sequence[int], tokens: Sequence[Sequence[int]]) -> Tensor:
         """Append tokens[i] to sequences[i]; the logits (S, V) that follow the last of each."""
@@ -85,8 +86,8 @@ class Reference:
         attention, network = config.layer(layer).grouped, config.layer(layer).feed_forward
         weights = self.attention_weights(prefix, attention)
         q_THd, k_TKd, v_TKd = functions.project_qkv(hidden_TD, weights, angles, config, attention)
-        cache.append(layer, step, k_TKd, v_TKd)
-        attended_TX = functions.attention(q_THd, cache.views(layer, step), attention.window)
+        views = cache.at(layer).extended(step, k_TKd, v_TKd)
+        attended_TX = functions.attention(q_THd, views, attention.window)
         hidden_TD = functions.output_projection(attended_TX, self.blocks[prefix + "o"], hidden_TD)
         x_TD = functions.norm(hidden_TD, self.weights[prefix + "ffn_norm"], config.norm_eps, config.norm)
         if network.experts == 1:

@@ -11,8 +11,8 @@ import torch
 
 import moesched
 from moesched.models.checkpoint import Checkpoint, open_checkpoint
+from moesched.models.kv_blocks import KV_BLOCK_TOKENS
 from moesched.models.random_model import write_random_model
-from moesched.requests.batch import KV_BLOCK_TOKENS
 from moesched.trace import check_trace
 from odd_models import MIXTRAL, stored
 from scores import Scores

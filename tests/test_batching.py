@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moesched.errors import BadInput
-from moesched.requests.batch import cached_tokens
+from moesched.models.kv_blocks import cached_tokens
 from moesched.requests.batching import BatchSizes, assign_requests, batch_of, batches_of
 
 LENGTHS = st.lists(st.integers(1, 90), min_size=1, max_size=60)

@@ -19,7 +19,8 @@ from benchmarks.shared.random_models import mixtral, olmoe, prompts_of, qwen
 from benchmarks.shared.small_runs import ONE_MEMORY, TWO_MEMORIES
 from moesched.errors import BadInput
 from moesched.machines import Machine
-from moesched.requests.batch import Batch, cached_tokens_of_beams
+from moesched.models.kv_blocks import cached_tokens_of_beams
+from moesched.requests.batch import Batch
 from moesched.requests.beams import BeamSearch
 from moesched.requests.sampling import Sampling
 from small_models import small_model

@@ -118,7 +118,7 @@ class _Counting(Tokenizer):
 
     characters = 0
 
-    def _encode(self, text: str) -> list[int]:
+    def _encode(self, text: str, *, bare: bool = False) -> list[int]:
         self.characters += len(text)
         return super()._encode(text)
 

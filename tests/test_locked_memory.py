@@ -22,6 +22,7 @@ from benchmarks.shared.small_runs import (
 from moesched.devices.lagging.device import GPU_DEVICE, LaggingDevice, LaggingGpu
 from moesched.devices.native.compiled import availability, instruction_sets
 from moesched.devices.native.kernels import NativeKernels
+from moesched.devices.torch.block_table import Growth, Held
 from moesched.devices.torch.compute import Compute
 from moesched.devices.torch.copies import NumberRing, host_indices
 from moesched.devices.torch.device import TorchDevice
@@ -121,9 +122,9 @@ def test_a_kv_cache_that_cannot_be_locked_stays_in_ordinary_memory(checkpoint: C
 def test_the_tokens_before_a_step_are_few_ranges_of_slots(
     blocks: list[int], past: int, slots: list[range]
 ) -> None:
-    step = KVStep((0,), (past,), (1,), [blocks], 4, host_indices)
-    (part,) = step.parts
-    assert [each for each in step.past_slots(part)[0] if each] == slots
+    step = KVStep([0], [Growth(past, 1, Held(0, blocks))], 4, host_indices)
+    (before,) = step.before
+    assert before == slots
 
 
 # -- what the plan counts --------------------------------------------------------------------------------------------
@@ -295,8 +296,9 @@ def test_new_keys_and_values_reach_the_cache_whole_in_pieces_of_any_size(
         keys_TKd = torch.randn(15, MIXTRAL.attention.kv_heads, MIXTRAL.attention.head_dim)
         offload.write(cache.at(1), step, keys_TKd.to(GPU_DEVICE), (-keys_TKd).to(GPU_DEVICE))
         keys, values = cache.slots[1, :, step.slots_T]
-        assert keys.equal(keys_TKd)
-        assert values.equal(-keys_TKd)
+        kept_TKd = torch.cat([keys_TKd[span.start : span.stop] for span in step.kept])
+        assert keys.equal(kept_TKd)
+        assert values.equal(-kept_TKd)
         compute.close()
 
 

@@ -29,6 +29,7 @@ from benchmarks.shared.random_models import (
     glm,
     gpt_oss,
     granite,
+    granite_shared,
     minimax,
     mixtral,
     olmoe,
@@ -65,6 +66,7 @@ MODELS: dict[str, Callable[..., Any]] = {
     "glm": glm,
     "gpt-oss": gpt_oss,
     "granite": granite,
+    "granite-shared": granite_shared,
     "llama": partial(dense, LlamaForCausalLM, LlamaConfig),
     "mistral": partial(dense, MistralForCausalLM, MistralConfig),
     "ministral": partial(dense, MinistralForCausalLM, MinistralConfig),
@@ -78,7 +80,7 @@ ODD = {odd: rest for odd, *rest in table("published.md", "Odd configurations")}
         (odd, device)
         for odd in ODD
         for device in DEVICES
-        if device != "mlx" or ODD[odd][0] not in ("glm", "gpt-oss", "granite")
+        if device != "mlx" or ODD[odd][0] not in ("glm", "gpt-oss", "granite", "granite-shared")
     ],
 )
 def test_an_odd_model_gives_the_tokens_of_hugging_face(odd: str, device: str, tmp_path: Path) -> None:

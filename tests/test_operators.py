@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from benchmarks.shared.small_runs import TWO_MEMORIES, Generated, generate, same_bits
 from moesched.devices.kernels.check import check_kernel, cpu_resources
+from moesched.devices.kernels.layer_weights import Weights
 from moesched.devices.kernels.memory import Memory
 from moesched.devices.kernels.seam import Case
 from moesched.devices.kernels.triton_attention_rows import TritonAttention, TritonAttentionInputs
@@ -32,10 +33,11 @@ from moesched.devices.torch.kv_cache import BlockedKV
 from moesched.machines.launches import launches
 from moesched.models.checkpoint import Checkpoint
 from moesched.models.footprint import KEPT_ROWS
+from moesched.models.kv_blocks import KV_BLOCK_TOKENS
 from moesched.models.layout import weight_layout
 from moesched.models.replayed import GRAPH_BYTES, PART_TOKENS
 from moesched.plugins import make_policy
-from moesched.requests.batch import KV_BLOCK_TOKENS, split_batch
+from moesched.requests.batch import split_batch
 from moesched.requests.sampling import Sampling
 from moesched.runs.hardware import run
 from moesched.runs.planning import as_used_by, plan_run
@@ -186,7 +188,7 @@ def test_layers_in_caches_with_other_blocks_have_tables_of_their_own() -> None:
     case = Case("attention", 1, frozenset(), "float32", "cpu", layer, decodes=True)
     memory = Memory(1)
     kernel = TritonAttention(cpu_resources(MODEL, torch.float32, None))
-    layers = [kernel.bind(case, None, memory) for _ in range(3)]
+    layers = [kernel.bind(case, Weights(), memory) for _ in range(3)]
     caches = [BlockedKV(MODEL, 4, block_size=4) for _ in range(2)]
     for number, cache in enumerate(caches):
         cache.slots.normal_(generator=torch.Generator().manual_seed(number))

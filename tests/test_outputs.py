@@ -367,7 +367,9 @@ def test_no_command_is_left_out() -> None:
 
 def test_every_command_that_has_a_result_prints_it_as_json() -> None:
     assert {name for name in commands() if "--json" not in {each.flag for each in options_of(name)}} == {
-        "node"
+        "chat",
+        "node",
+        "serve",
     }
 
 

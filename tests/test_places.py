@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moesched.errors import BadInput
-from moesched.requests.batch import cached_tokens
+from moesched.models.kv_blocks import cached_tokens
 from moesched.requests.batching import BatchSizes
 from moesched.requests.rows import Rows
 from moesched.serving.admission import FairAmongUsers, FirstCome, ShortestPrompt

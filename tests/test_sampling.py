@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moesched.errors import MoeschedError
-from moesched.requests.next_token import probabilities, sample, uniform
+from moesched.requests.next_token import logprobs_of, probabilities, sample, uniform
 from moesched.requests.sampling import Sampling
 
 LOGITS = np.log(np.array([0.1, 0.4, 0.2, 0.25, 0.05], dtype=np.float32))
@@ -103,3 +103,16 @@ def test_logits_that_are_no_numbers_are_an_error_and_never_a_token() -> None:
     rows[1, 5] = np.nan
     with pytest.raises(MoeschedError, match="request 8 at position 4"):
         sample(rows, Sampling(), requests=[7, 8, 9], positions=[4, 4, 4])
+
+
+def test_log_probabilities_are_those_of_the_softmax_and_equal_ones_are_named_by_the_lowest_id() -> None:
+    logits = np.array([[1.0, 3.0, 3.0, -2.0], [0.0, 0.0, 0.0, 1000.0]], dtype=np.float32)
+    first, second = logprobs_of(logits, [0, 3], likeliest=2)
+    normal = np.log(np.exp([1.0, 3.0, 3.0, -2.0]).sum())
+    assert first.logprob == pytest.approx(1.0 - normal)
+    assert [token for token, _ in first.likeliest] == [1, 2]
+    assert [value for _, value in first.likeliest] == pytest.approx([3.0 - normal] * 2)
+    assert second.logprob == 0.0
+    assert second.likeliest == ((3, 0.0), (0, -1000.0))
+    assert logprobs_of(logits[:1], [1], likeliest=0)[0].likeliest == ()
+    assert len(logprobs_of(logits[:1], [1], likeliest=9)[0].likeliest) == 4

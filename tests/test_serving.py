@@ -7,6 +7,7 @@ import threading
 from collections.abc import Sequence
 
 import pytest
+import torch
 
 from moesched import plugins
 from moesched.devices.torch.device import TorchDevice
@@ -16,6 +17,7 @@ from moesched.models.checkpoint import Checkpoint, open_checkpoint
 from moesched.models.layout import weight_layout
 from moesched.plugins import make_policy
 from moesched.requests.batch import Batch
+from moesched.requests.logprobs import ScoredToken, WantedLogprobs
 from moesched.requests.sampling import Sampling
 from moesched.runs.hardware import run
 from moesched.runs.planning import plan_run
@@ -91,6 +93,45 @@ def alone(checkpoint: Checkpoint) -> dict[int, list[int]]:
         assert report.tokens is not None
         tokens[each.number] = report.tokens[0]
     return tokens
+
+
+def logits_alone(checkpoint: Checkpoint, ids: Sequence[int]) -> torch.Tensor:
+    """The logits (T, V) after each of a sequence's tokens but the last one, from the prompt on."""
+    rows = []
+    for end in range(1, len(ids)):
+        policy, device = make_policy("resident"), TorchDevice(checkpoint, LAYOUT, keep_logits=True)
+        plan = plan_run(T4, LAYOUT, Batch((end,), 1, ((0,),)), policy)
+        run(plan, policy, device, [list(ids[:end])])
+        rows.append(device.logits[0][1][0])
+    return torch.stack(rows)
+
+
+def test_log_probabilities_of_prompt_and_tokens_are_those_of_the_logits(checkpoint: Checkpoint) -> None:
+    ids = [5, 200, 31, 7]
+    asking = Request(number=0, prompt=4, new_tokens=3, ids=ids, logprobs=WantedLogprobs(3, prompt=True))
+    beside = Request(number=1, prompt=2, new_tokens=4, ids=[9, 10])
+    policy, device = make_policy("resident"), TorchDevice(checkpoint, LAYOUT)
+    serving = serve_on(
+        device, Service(planned(policy, device=device), policy, CAPACITY, ListedArrivals([asking, beside]))
+    )
+    device.close()
+    tokens = serving.requests[0].tokens
+    assert not any(isinstance(token, ScoredToken) for token in serving.requests[1].tokens)
+    scored = [token for token in tokens if isinstance(token, ScoredToken)]
+    first, *later = scored
+    assert len(scored) == 3
+    assert first.prompt is not None
+    assert all(token.prompt is None for token in later)
+    whole = [*ids, *tokens]
+    expected = logits_alone(checkpoint, whole).log_softmax(dim=1)
+    found = [*first.prompt, *(token.logprob for token in scored)]
+    assert found[0] is None
+    for place, (token, each) in enumerate(zip(whole[1:], found[1:], strict=True)):
+        assert each is not None
+        assert each.logprob == pytest.approx(float(expected[place, token]), abs=1e-4)
+        best = expected[place].topk(3)
+        assert [number for number, _ in each.likeliest] == best.indices.tolist()
+        assert [value for _, value in each.likeliest] == pytest.approx(best.values.tolist(), abs=1e-4)
 
 
 def tokens_of(serving: Serving) -> dict[int, list[int]]:
@@ -210,6 +251,9 @@ class Followed:
         self.tokens: list[tuple[int, int]] = []
         self.steps = 0
 
+    def loaded(self, serving: Serving) -> None:
+        assert (serving.requests, self.tokens) == ({}, [])
+
     def token(self, served: Served) -> None:
         self.tokens.append((served.request.number, len(served.tokens)))
         if served.ending is not None:
@@ -243,6 +287,18 @@ def test_requests_of_other_threads_are_served_as_they_come_until_the_last_one(
         (number, place + 1) for number in range(4) for place in range(len(alone[number]))
     ]
     assert followed.steps == len(serving.occupancy.times)
+
+
+def test_a_server_keeps_nothing_of_requests_that_have_ended(checkpoint: Checkpoint) -> None:
+    policy, device = make_policy("resident"), TorchDevice(checkpoint, LAYOUT)
+    service = Service(
+        planned(policy, device=device), policy, CAPACITY, ListedArrivals(asked(6)), keeps_history=False
+    )
+    serving = serve_on(device, service)
+    device.close()
+    assert serving.requests == {}
+    assert len(serving.occupancy.times) == 1
+    assert serving.steps > 6
 
 
 def test_waiting_for_requests_ends_with_the_next_one_or_at_the_close() -> None:

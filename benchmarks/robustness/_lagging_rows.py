@@ -6,6 +6,7 @@ As a program it runs every case with one seed, up to the first that is wrong.
 from __future__ import annotations
 
 import gc
+import os
 import re
 import sys
 import threading
@@ -39,8 +40,10 @@ from moesched.devices.torch.kv_cache import BlockedKV
 from moesched.errors import TaskFailed
 from moesched.tasks import Task
 from moesched.trace import About, Recorder, check_trace, write_trace
+from odd_models import GLM, GPT_OSS, GRANITE, MINIMAX, stored
 from policies_for_two_memories import STREAM_MOST
 
+FAMILIES = (GPT_OSS, GRANITE, GLM, MINIMAX)
 NAMED = {case.name: case for case in CASES}
 
 DEEP = Size([[number % 90 + 1, 7] for number in range(32)], 17, 1)
@@ -301,6 +304,17 @@ def spans(case: Case, first: int, count: int) -> Answer:
     return Answer(problems, {"tasks": max(each.tasks for each in found), "nanoseconds too early": worst})
 
 
+def families(case: Case, first: int, count: int) -> Answer:
+    """Run two batches of other families, and check their bits, the plan's bytes, and copies that block their thread."""
+    problems = []
+    for seed, config in enumerate(FAMILIES[first : first + count]):
+        with TemporaryDirectory() as folder:
+            checkpoint = stored(config, Path(folder))
+            if wrong := _wrong(Models(checkpoint, checkpoint), case, seed, count=2):
+                problems.append(f"{config.name}: {wrong}")
+    return Answer(problems)
+
+
 @contextmanager
 def models_of(**changes: int) -> Iterator[Models]:
     """Models in a folder that goes with the context."""
@@ -309,12 +323,13 @@ def models_of(**changes: int) -> Iterator[Models]:
 
 
 QUESTIONS: dict[str, Callable[[Case, int, int], Answer]] = {
-    each.__name__: each for each in (bits, deep, batches, errors, ledger, spans)
+    each.__name__: each for each in (bits, families, deep, batches, errors, ledger, spans)
 }
 
 
 def answer(question: str, case: str, first: int, count: int) -> Answer:
     """Answer a question in a process of its own."""
+    os.environ.setdefault("MKL_CBWR", "COMPATIBLE")  # else the bits of float32 depend on where operands lie
     torch.set_num_threads(1)
     gc.freeze()  # each batch begins with a collection of garbage
     return QUESTIONS[question](NAMED[case], first, count)

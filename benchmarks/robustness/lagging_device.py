@@ -3,6 +3,7 @@
 Parts are questions:
 
 - bits: does a batch have the bits of the CPU, within its plan's bytes, with a valid trace?
+- families: have models of other families the bits of the CPU, too, on one GPU?
 - batches: is the memory the same after each of three batches?
 - errors: does an error at a random piece of work, on any stream, end the run in time, with its story, nothing left?
 - ledger: does a GPU suffice whose free memory gives just the plan, by an allocator that rounds up as torch's does?
@@ -23,8 +24,8 @@ from typing import Any, NamedTuple
 
 from benchmarks.record.benchmark import Benchmark, track
 from benchmarks.record.claims import Claim, Result, together
-from benchmarks.robustness._lagging_rows import Answer, answer
-from benchmarks.robustness._lagging_runs import CASES, Case
+from benchmarks.robustness._lagging_rows import FAMILIES, Answer, answer
+from benchmarks.robustness._lagging_runs import CASES, WAYS, Case
 from benchmarks.shared.fresh_process import RowFailed, in_fresh_process, preload
 
 WHOLE = "whole prompts"
@@ -36,6 +37,7 @@ SECONDS = 1200
 """Time after which a process counts as hanging."""
 IN_WORDS = {
     "bits": "runs by seeds",
+    "families": "runs of other families",
     "batches": "batches with the same memory",
     "errors": "errors that end a run",
     "ledger": "plans that fit",
@@ -119,7 +121,9 @@ def units_of(question: str, rounds: int) -> list[Unit]:
         units = [Unit(question, case, first, end - first) for case, first, end in spans if end > first]
         Random(0).shuffle(units)
         return units
+    alone = [case for case in CASES if WAYS[case.way].ranks == WAYS[case.way].nodes == 1]
     return {
+        "families": [Unit(question, case, 0, len(FAMILIES)) for case in alone],
         "batches": [Unit(question, case, 1, 3) for case in CASES],
         "ledger": [Unit(question, case, 0, max(1, rounds // 100)) for case in whole],
         "spans": [Unit(question, whole[0], 0, max(1, rounds // 10))],

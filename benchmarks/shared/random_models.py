@@ -138,16 +138,16 @@ gpt_oss = small(  # with a limit that matters
     swiglu_limit=0.5,
     rope_parameters=SCALINGS[-1] | {"truncate": False},
 )
-granite = small(
-    "granitemoe",
-    with_norms,
-    intermediate_size=24,
-    num_local_experts=6,
-    embedding_multiplier=3.0,
-    attention_multiplier=0.2,
-    residual_multiplier=0.7,
-    logits_scaling=2.5,
-)
+GRANITE: dict[str, Any] = {
+    "intermediate_size": 24,
+    "num_local_experts": 6,
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.2,
+    "residual_multiplier": 0.7,
+    "logits_scaling": 2.5,
+}
+granite = small("granitemoe", with_norms, **GRANITE)
+granite_shared = small("granitemoeshared", with_norms, **GRANITE, shared_intermediate_size=40)
 
 
 def dbrx(

@@ -39,7 +39,7 @@ from moesched.devices.native.attention import (
 from moesched.devices.native.compiled import instruction_sets
 from moesched.devices.native.kernels import NativeKernels
 from moesched.devices.products.team import use_cores
-from moesched.requests.batch import KV_BLOCK_TOKENS
+from moesched.models.kv_blocks import KV_BLOCK_TOKENS
 from moesched.system.cores import usable_cores
 
 HEADS, SIZE = 32, 128

@@ -82,8 +82,7 @@ class MlxAttention(MlxKernel):
 
 def _attend(window: int | None, qkv: tuple[Array, Array, Array], cached: Any, step: Any) -> Array:
     q_THd, k_TKd, v_TKd = qkv
-    cached.append(step, k_TKd, v_TKd)
-    return functions.attention(q_THd, cached.views(step), window)
+    return functions.attention(q_THd, cached.extended(step, k_TKd, v_TKd), window)
 
 
 class MlxOutputProjection(MlxKernel):

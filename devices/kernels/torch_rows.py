@@ -129,8 +129,7 @@ class TorchAttention(TorchKernel):
 
 def _attend_cached(attend: Bound, qkv: tuple[Tensor, Tensor, Tensor], cached: Any, step: Any) -> Tensor:
     q_THd, k_TKd, v_TKd = qkv
-    cached.append(step, k_TKd, v_TKd)
-    attended_TX: Tensor = attend(q_THd, cached.views(step))
+    attended_TX: Tensor = attend(q_THd, cached.extended(step, k_TKd, v_TKd))
     return attended_TX
 
 

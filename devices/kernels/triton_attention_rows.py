@@ -13,6 +13,7 @@ from moesched.models.replayed import PART_TOKENS
 from . import functions, operators
 from .layer_weights import Blocks, Tensor, Weights
 from .memory import Memory
+from .resources import Resources
 from .seam import Bound, Case
 from .triton_kernel import TritonKernel, power_of_two
 
@@ -60,19 +61,27 @@ class TritonAttention(TritonKernel):
     operation = "attention"
     takes = "GPUs of compute capability 8.0 and above"
 
-    def bind(self, case: Case, weights: object, memory: Memory) -> Bound:
-        """Bind attention over the KV cache: (qkv, cached, step) -> attended_TX."""
-        return (self._decode_step if case.decodes else self._prompts)(case, memory)
+    def __init__(self, resources: Resources) -> None:
+        super().__init__(resources)
+        self._bind = resources.table.bind
 
-    def _prompts(self, case: Case, memory: Memory) -> Bound:
+    def bind(self, case: Case, weights: Weights, memory: Memory) -> Bound:
+        """Bind attention over the KV cache: (qkv, cached, step) -> attended_TX."""
+        return self._decode_step(case, memory) if case.decodes else self._prompts(case, weights, memory)
+
+    def _prompts(self, case: Case, weights: Weights, memory: Memory) -> Bound:
         """Bind attention of any number of new tokens for each sequence."""
         assert case.layer is not None, "it is in a layer"
         attention = case.layer.grouped
         window = attention.window or operators.UNLIMITED
         attended_TX = self._result(memory, "attended", case.rows, attention.attended_width)
+        over_views = self._bind(case._replace(operation="prompt_attention"), weights)
 
         def attend(qkv: Sequence[Tensor], cached: Any, step: Any) -> Tensor:
             q_THd, *new = qkv
+            if not step.in_place:
+                attended: Tensor = over_views(q_THd, cached.extended(step, *new))
+                return attended
             cached.append(step, *new)
             tiles = sum(map(operators.tiles_of_queries, step.new))
             table = step.table(self._indices)

@@ -1,9 +1,10 @@
-"""The KV cache on MLX: two arrays for each layer, in which every request has contiguous slots for its final length."""
+"""The KV cache on MLX: two arrays for each layer, in which every request has contiguous slots."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
+from operator import add
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -11,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moesched.models.config import ModelConfig
+from moesched.models.kv_blocks import kept_tokens
 
 from ..kernels.mlx_functions import Array, KVView
 
@@ -20,6 +22,8 @@ class KVStep(NamedTuple):
 
     Attributes:
         past, new: number of tokens of each request before the step, and in it.
+        before, starts: the token of each request in its first slot, before the step and in it.
+        in_place: whether the cache can hold all that the new tokens see at once; else they overwrite some of it.
         positions: the new tokens' positions in their requests, int64.
         slots_T: slots of the new tokens in the cache; a slice if they are consecutive.
         last: index of each request's last token among the T new tokens.
@@ -29,6 +33,9 @@ class KVStep(NamedTuple):
     requests: tuple[int, ...]
     past: tuple[int, ...]
     new: tuple[int, ...]
+    before: tuple[int, ...]
+    starts: tuple[int, ...]
+    in_place: bool
     positions: npt.NDArray[np.int64]
     slots_T: Array | slice
     last: tuple[int, ...]
@@ -36,58 +43,110 @@ class KVStep(NamedTuple):
 
 
 class RequestsKV:
-    """A KV cache: keys and values, (slots, K, d) for each layer.
+    """A KV cache of layers with the same window: keys and values, (slots, K, d) for each.
+
+    A request has contiguous slots, as many as its tokens at the end, or as a window takes. Once these are full, the
+    tokens that are still in the window are moved to the first ones.
 
     Args:
+        layers: numbers of the layers that it has.
         lengths: the most tokens of each request.
 
     Attributes:
-        places: the numbers of the layers that it holds: all.
+        places: the numbers of its layers.
     """
 
-    def __init__(self, config: ModelConfig, lengths: Sequence[int], dtype: mx.Dtype) -> None:
-        self.places = range(config.layers)
+    def __init__(
+        self, config: ModelConfig, layers: Sequence[int], lengths: Sequence[int], dtype: mx.Dtype
+    ) -> None:
+        self.places = tuple(layers)
+        attention = config.layer(layers[0]).grouped
+        self._window = attention.window
+        self._rooms = [kept_tokens(length, attention.most_cached) for length in lengths]
         self._length = [0] * len(lengths)
-        *self._first, slots = accumulate(lengths, initial=0)
-        self._layers = [
-            [mx.zeros((slots, each.grouped.kv_heads, each.grouped.head_dim), dtype=dtype) for _ in "kv"]
-            for each in config.pattern
-        ]
+        self._start = [0] * len(lengths)
+        *self._first, slots = accumulate(self._rooms, initial=0)
+        shape = slots, attention.kv_heads, attention.head_dim
+        self._layers = {layer: [mx.zeros(shape, dtype=dtype) for _ in "kv"] for layer in layers}
         mx.eval(self._layers)
 
     def extend(self, requests: Sequence[int], new: Sequence[int]) -> KVStep:
         """Make room for new[i] tokens of requests[i], which count as cached from now on."""
         past = tuple(self._length[request] for request in requests)
-        spans = [np.arange(start, start + tokens) for start, tokens in zip(past, new, strict=True)]
-        slots = [self._first[request] + span for request, span in zip(requests, spans, strict=True)]
-        for request, start, tokens in zip(requests, past, new, strict=True):
-            self._length[request] = start + tokens
+        before = tuple(self._start[request] for request in requests)
+        lengths = list(map(add, past, new))
+        is_full = [
+            length - self._start[request] > self._rooms[request]
+            for request, length in zip(requests, lengths, strict=True)
+        ]
+        in_place = max(new) == 1 or not any(is_full)
+        for request, length, full in zip(requests, lengths, is_full, strict=True):
+            if self._window is not None and (full or not in_place):
+                self._start[request] = max(0, length - self._window)
+            self._length[request] = length
+        starts = tuple(self._start[request] for request in requests)
+        spans = [np.arange(first, length) for first, length in zip(past, lengths, strict=True)]
+        slots = [
+            self._first[request] + span - start
+            for request, span, start in zip(requests, spans, starts, strict=True)
+        ]
         last = tuple(int(end) - 1 for end in np.cumsum(new))
         slots_T = _slice_or_array(np.concatenate(slots))
-        return KVStep(tuple(requests), past, tuple(new), np.concatenate(spans), slots_T, last, max(new) == 1)
+        positions = np.concatenate(spans)
+        sizes = tuple(requests), past, tuple(new), before, starts
+        return KVStep(*sizes, in_place, positions, slots_T, last, max(new) == 1)
 
     def at(self, layer: int) -> CachedLayer:
         """The keys and values of a layer, as attention kernels take them."""
         return CachedLayer(self, layer)
 
-    def append(self, layer: int, step: KVStep, keys_TKd: Array, values_TKd: Array) -> None:
-        """Store the new tokens' keys and values of one layer."""
-        for array, fresh_TKd in zip(self._layers[layer], (keys_TKd, values_TKd), strict=True):
+    def extended(self, layer: int, step: KVStep, keys_TKd: Array, values_TKd: Array) -> list[KVView]:
+        """Store the new tokens' keys and values of one layer; returns all that the step's tokens see."""
+        halves = list(zip(self._layers[layer], (keys_TKd, values_TKd), strict=True))
+        if not step.in_place:
+            joined = (self._joined(array, step, fresh_TKd) for array, fresh_TKd in halves)
+            return [KVView(*each) for each in zip(*joined, step.new, strict=True)]
+        for array, fresh_TKd in halves:
+            self._move(array, step)
             array[step.slots_T] = fresh_TKd
+        return [self._view(layer, *part) for part in self._parts(step)]
 
     def arrays(self, layer: int) -> list[Array]:
-        """The arrays of keys and values of one layer, to be evaluated after `append`."""
+        """The arrays of keys and values of one layer, to be evaluated after `extended`."""
         return self._layers[layer]
 
-    def views(self, layer: int, step: KVStep) -> list[KVView]:
-        """The cached keys and values of the step's requests, in the step's order, new tokens included; no copies."""
-        return [self._view(layer, *part) for part in self._parts(step)]
+    def _move(self, array_NKd: Array, step: KVStep) -> None:
+        """Move the tokens that stay in the window to the first slots, of requests whose slots were full."""
+        for request, past, before, start in zip(
+            step.requests, step.past, step.before, step.starts, strict=True
+        ):
+            if start > before:
+                first = self._first[request]
+                array_NKd[first : first + past - start] = array_NKd[
+                    first + start - before : first + past - before
+                ]
+
+    def _joined(self, array_NKd: Array, step: KVStep, fresh_TKd: Array) -> list[Array]:
+        """Keys or values that each request's new tokens see (1, L, K, d); the last of them are stored."""
+        assert self._window is not None, "all tokens have room without one"
+        joined, stop = [], 0
+        for request, past, new, before, start in zip(
+            step.requests, step.past, step.new, step.before, step.starts, strict=True
+        ):
+            first, stop = self._first[request], stop + new
+            seen = max(before, past - self._window + 1)
+            cached = array_NKd[first + seen - before : first + past - before]
+            all_LKd = mx.concatenate([cached, fresh_TKd[stop - new : stop]])
+            kept = past + new - start
+            array_NKd[first : first + kept] = all_LKd[-kept:]
+            joined.append(all_LKd[None])
+        return joined
 
     def _parts(self, step: KVStep) -> list[tuple[int, int, int, list[int]]]:
         """Groups of neighbours for one view each: new tokens, length and distance of all its requests, first slots."""
         parts: list[tuple[int, int, int, list[int]]] = []
-        for request, past, new in zip(step.requests, step.past, step.new, strict=True):
-            first, length = self._first[request], past + new
+        for request, past, new, start in zip(step.requests, step.past, step.new, step.starts, strict=True):
+            first, length = self._first[request], past + new - start
             if parts and parts[-1][:2] == (new, length):
                 _, _, distance, firsts = parts[-1]
                 if distance in (0, first - firsts[-1]) and first > firsts[-1]:
@@ -115,13 +174,14 @@ class CachedLayer(NamedTuple):
     cache: RequestsKV
     layer: int
 
-    def append(self, step: KVStep, keys_TKd: Array, values_TKd: Array) -> None:
-        """Store the new tokens' keys and values."""
-        self.cache.append(self.layer, step, keys_TKd, values_TKd)
+    def extended(self, step: KVStep, keys_TKd: Array, values_TKd: Array) -> list[KVView]:
+        """Store the new tokens' keys and values; returns all that the step's tokens see, theirs included."""
+        return self.cache.extended(self.layer, step, keys_TKd, values_TKd)
 
-    def views(self, step: KVStep) -> list[KVView]:
-        """The cached keys and values of the step's requests, in the step's order, new tokens included; no copies."""
-        return self.cache.views(self.layer, step)
+    @property
+    def arrays(self) -> list[Array]:
+        """The arrays of keys and values, to be evaluated after `extended`."""
+        return self.cache.arrays(self.layer)
 
 
 def _slice_or_array(slots: npt.NDArray[np.int64]) -> Array | slice:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from moesched.requests.batch import cached_tokens
+from moesched.models.kv_blocks import cached_tokens
 from moesched.seams import Transport
 from moesched.steps.plan import Plan
 from moesched.tasks import Task
@@ -152,16 +152,19 @@ class Topology:
 
 
 def _attended(state: MicroBatchState, layer: int) -> Sequence[Array]:
-    return state.attended_TX, *state.caches[0].arrays(layer)
+    cached, _ = state.cached(layer)
+    return state.attended_TX, *cached.arrays
 
 
 def _states_of(plan: Plan, prompts: Sequence[Sequence[int]]) -> list[MicroBatchState]:
-    """The states of decode micro-batches, then those of prefill chunks if prompts are cut, in one KV cache."""
+    """The states of decode micro-batches, then those of prefill chunks if prompts are cut, with their KV caches."""
     states = wholes_of(plan.batch.micro_batches, prompts, beams=1)
     if plan.nodes.attends:
         new_tokens = plan.batch.new_tokens
         lengths = [cached_tokens(prompt + new_tokens) for prompt in plan.batch.prompts]
-        cache = RequestsKV(plan.layout.config, lengths, ARRAY_DTYPES[plan.layout.dtype])
-        for state in states:
-            state.add_cache(cache)
+        config, dtype = plan.layout.config, ARRAY_DTYPES[plan.layout.dtype]
+        for layers in config.by_window(range(config.layers)):
+            cache = RequestsKV(config, layers, lengths, dtype)
+            for state in states:
+                state.add_cache(cache)
     return states + chunks_of(plan.chunks, states, prompts) if plan.batch.chunked else states

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from moesched.requests.chunks import Chunk
+from moesched.requests.logprobs import WantedLogprobs
 from moesched.requests.sampling import Sampling
 
 from ..kernels.memory import Memory
@@ -26,6 +27,7 @@ class MicroBatchState:
         before: the chunk that this one continues, if any.
         ends: the places of the sequences that tokens are sampled for; None for all of them.
         samplings: the way that each of these tokens is chosen, each by its own seed; None if they have the batch's.
+        logprobs: the log probabilities that are wanted of each of these tokens; None if none are.
         memory: memory for results of the step's kernels, kept for steps of as many tokens; None if these are many.
         decodes: whether each sequence has one new token in the step, after its prompt.
         caches: the KV caches that have its requests: one of all layers, or two of some layers each. A cache has
@@ -45,6 +47,7 @@ class MicroBatchState:
         self.before: MicroBatchState | None = None
         self.ends: list[int] | None = None
         self.samplings: list[Sampling] | None = None
+        self.logprobs: list[WantedLogprobs | None] | None = None
         self.memory: Memory | None = None
         self.decodes = False
         self.caches: tuple[Any, ...] = ()

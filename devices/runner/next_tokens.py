@@ -10,7 +10,8 @@ import numpy.typing as npt
 
 from moesched.errors import NotFinite
 from moesched.requests.beams import Standing
-from moesched.requests.next_token import require_finite, sample, traced
+from moesched.requests.logprobs import Logprob, ScoredToken, WantedLogprobs
+from moesched.requests.next_token import logprobs_of, require_finite, sample, traced
 from moesched.requests.sampling import Sampling
 from moesched.tasks import Task
 
@@ -21,6 +22,9 @@ from .library import Library
 from .micro_batch import MicroBatchState
 
 Logits = npt.NDArray[np.float32]
+
+PROMPT_ROWS = 64
+"""Rows of a prompt whose logits are computed together."""
 
 
 class Beams(Protocol):
@@ -107,7 +111,38 @@ class NextTokens:
         drawn_as = [0] * len(mine) if state.samplings else None
         tokens = sample(logits_SV, sampling, requests, positions, drawn_as)
         state.hand_on(tokens)
-        return tokens
+        return tokens if state.logprobs is None else self._scored(state, state.logprobs, tokens, logits_SV)
+
+    def _scored(
+        self,
+        state: MicroBatchState,
+        wanted: Sequence[WantedLogprobs | None],
+        tokens: Sequence[int],
+        logits_SV: Logits,
+    ) -> list[int]:
+        """The tokens, with log probabilities where they are wanted."""
+        ends = range(len(tokens)) if state.ends is None else state.ends
+        scored = []
+        for end, wants, token, logits_V in zip(ends, wanted, tokens, logits_SV, strict=True):
+            if wants is not None:
+                (logprob,) = logprobs_of(logits_V[None], [token], wants.likeliest)
+                begins = wants.prompt and not state.decodes
+                prompt = self._of_prompt(state, end, wants.likeliest) if begins else None
+                token = ScoredToken(token, logprob, prompt)
+            scored.append(token)
+        return scored
+
+    def _of_prompt(self, state: MicroBatchState, place: int, likeliest: int) -> list[Logprob | None]:
+        """The log probabilities of a prompt's tokens, the first of which has none."""
+        ids = state.new[place]
+        first = sum(map(len, state.new[:place]))
+        found: list[Logprob | None] = [None]
+        for start in range(0, len(ids) - 1, PROMPT_ROWS):
+            following = ids[start + 1 : start + 1 + PROMPT_ROWS]
+            rows = range(first + start, first + start + len(following))
+            logits = self._kernels.bound("logits", self._head, Memory(len(rows)))(state.hidden_TD, rows)
+            found += logprobs_of(self._library.on_host(logits), following, likeliest)
+        return found
 
     def sample_next(self, task: Task) -> list[int] | list[Standing]:
         """Compute the logits, and `draw` the next tokens from them."""
@@ -123,7 +158,7 @@ class NextTokens:
         return tokens
 
     def _is_greedy(self, state: MicroBatchState) -> bool:
-        if self._beams is not None or self._keeps_logits:
+        if self._beams is not None or self._keeps_logits or state.logprobs is not None:
             return False
         return not any(each.temperature for each in state.samplings or [self._choice.sampling])
 

@@ -31,6 +31,8 @@ class ServedState(MicroBatchState):
         self.new = list(map(self._ids, operands.rows))
         sampled = [row for row in operands.rows if row.samples]
         self.samplings = [row.sampling for row in sampled]
+        wanted = [row.logprobs for row in sampled]
+        self.logprobs = wanted if any(wanted) else None
         all_of_them = len(sampled) == len(operands.rows)
         self.ends = None if all_of_them else [place for place, row in enumerate(operands.rows) if row.samples]
 
@@ -40,4 +42,4 @@ class ServedState(MicroBatchState):
     def hand_on(self, tokens: Sequence[int]) -> None:
         """Keep the sampled tokens: each is its request's input of a later step."""
         mine = self.requests if self.ends is None else [self.requests[end] for end in self.ends]
-        self._sampled.update(zip(mine, tokens, strict=True))
+        self._sampled.update(zip(mine, map(int, tokens), strict=True))

@@ -51,5 +51,6 @@ class BeamSearches:
             for parent in self._parents[request]
         ]
         heirs = [request * state.beams + beam for request in state.requests for beam in range(state.beams)]
-        state.caches[0].reorder(state.sequences, parents, heirs)
+        for cache in state.caches:
+            cache.reorder(state.sequences, parents, heirs)
         state.sequences = tuple(heirs)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from operator import add
 from threading import Lock
 from typing import NamedTuple
 
@@ -16,11 +17,39 @@ class OutOfBlocks(OverBudget):
     """The KV cache has fewer free blocks than a sequence needs."""
 
 
+class Held(NamedTuple):
+    """Blocks with a sequence's tokens, in order, from the token number `first` on."""
+
+    first: int
+    blocks: list[int]
+
+
+class Growth(NamedTuple):
+    """A sequence that gets new tokens.
+
+    Attributes:
+        past, new: number of its tokens before them, and of them.
+        seen: the blocks of tokens that the new ones see; their own too, if nothing is `kept` apart.
+        kept: the blocks of tokens that later ones see, where the new ones overwrite some of `seen`; else None.
+    """
+
+    past: int
+    new: int
+    seen: Held
+    kept: Held | None = None
+
+    @property
+    def length(self) -> int:
+        """The number of its tokens from the first block on, new ones included."""
+        return self.past + self.new - self.seen.first
+
+
 class SequenceBlocks(msgspec.Struct):
-    """The number of a sequence's tokens in the cache, and the numbers of the blocks that hold them, in order."""
+    """The number of a sequence's tokens, and its blocks in order; the first one begins with the token `first`."""
 
     length: int
     blocks: list[int]
+    first: int = 0
 
     @property
     def last(self) -> int:
@@ -39,10 +68,15 @@ class BlockTable:
     """Gives blocks of tokens to sequences as they grow, and takes them back.
 
     Sequences that `reorder` made share full blocks. Several threads may grow and reorder different sequences.
+
+    Args:
+        window: most tokens that a token sees, itself included. A block that has left the window is the sequence's next
+            one, unless others share it. None keeps all tokens.
     """
 
-    def __init__(self, blocks: int, block_size: int) -> None:
+    def __init__(self, blocks: int, block_size: int, window: int | None = None) -> None:
         self._block_size = block_size
+        self._window = window
         self._free = _FreeBlocks(blocks)
         self._sequences: dict[int, SequenceBlocks] = {}
         self._lock = Lock()
@@ -59,7 +93,7 @@ class BlockTable:
         """Begin a sequence, and reserve blocks for `tokens` tokens; raises OutOfBlocks if too few are free."""
         if sequence in self._sequences:
             raise ValueError(f"sequence {sequence} is open already")
-        blocks = self._free.take(self.blocks_for(tokens))
+        blocks = self._free.take(self.most_blocks(tokens))
         self._sequences[sequence] = SequenceBlocks(0, blocks)
 
     def close(self, sequence: int) -> None:
@@ -70,25 +104,55 @@ class BlockTable:
         """Number of blocks that hold `tokens` tokens."""
         return -(-tokens // self._block_size)
 
-    def grow(self, sequences: Sequence[int], new: Sequence[int]) -> list[SequenceBlocks]:
-        """Add new[i] tokens to sequences[i]; returns the grown sequences' tokens and blocks.
+    def most_blocks(self, tokens: int) -> int:
+        """Most blocks that a sequence of `tokens` tokens has at once: the window before a token, and one more."""
+        blocks = self.blocks_for(tokens)
+        return blocks if self._window is None else min(blocks, self.blocks_for(self._window - 1) + 1)
+
+    def grow(self, sequences: Sequence[int], new: Sequence[int]) -> list[Growth]:
+        """Add new[i] tokens to sequences[i].
 
         Raises:
-            OutOfBlocks: there are not enough free blocks; nothing has changed.
+            OutOfBlocks: there are not enough free blocks; no sequence has grown.
         """
         states = [self._sequences[sequence] for sequence in sequences]
+        past = [state.length for state in states]
+        with self._lock:
+            self._leave(states, past)
+            if self._window is None or max(new, default=0) <= 1:
+                self._lengthen(states, new)
+                return list(map(Growth, past, new, map(self._held, states)))
+            seen = list(map(self._held, states))
+            self._leave(states, map(add, past, new))
+            self._lengthen(states, new)
+            return list(map(Growth, past, new, seen, map(self._held, states)))
+
+    def _held(self, state: SequenceBlocks) -> Held:
+        """The blocks that have tokens of a sequence."""
+        return Held(state.first, state.blocks[: self.blocks_for(max(0, state.length - state.first))])
+
+    def _leave(self, states: Iterable[SequenceBlocks], positions: Iterable[int]) -> None:
+        """Give back each sequence's blocks whose tokens none from its position on sees."""
+        if self._window is None:
+            return
+        for state, position in zip(states, positions, strict=True):
+            left = max(0, position - self._window + 1 - state.first) // self._block_size
+            if left:
+                state.blocks = state.blocks[left:] + self._free.release(state.blocks[:left])
+                state.first += left * self._block_size
+
+    def _lengthen(self, states: Sequence[SequenceBlocks], new: Sequence[int]) -> None:
+        """Take the blocks that new tokens need."""
         lengths = [state.length + tokens for state, tokens in zip(states, new, strict=True)]
         missing = [
-            max(0, self.blocks_for(length) - len(state.blocks))
+            max(0, self.blocks_for(length - state.first) - len(state.blocks))
             for state, length in zip(states, lengths, strict=True)
         ]
-        with self._lock:
-            self._free.require(sum(missing))
-            for state, blocks, length in zip(states, missing, lengths, strict=True):
-                if blocks:
-                    state.blocks += self._free.take(blocks, after=state.last)
-                state.length = length
-        return states
+        self._free.require(sum(missing))
+        for state, blocks, length in zip(states, missing, lengths, strict=True):
+            if blocks:
+                state.blocks += self._free.take(blocks, after=state.last)
+            state.length = length
 
     def reorder(
         self, sequences: Sequence[int], parents: Sequence[int], heirs: Sequence[int]
@@ -110,8 +174,8 @@ class BlockTable:
             for heir, parent in zip(heirs, parents, strict=True):
                 state = before[parent]
                 if parent in followed:
-                    full, rest = divmod(state.length, self._block_size)
-                    split_off = SequenceBlocks(state.length, state.blocks[:full])
+                    full, rest = divmod(state.length - state.first, self._block_size)
+                    split_off = SequenceBlocks(state.length, state.blocks[:full], state.first)
                     self._free.share(split_off.blocks)
                     if rest:
                         partly_filled.append((state.blocks[full], split_off))
@@ -164,10 +228,14 @@ class _FreeBlocks:
         """Add a user to blocks that are in use; they are free when all users have released them."""
         self._further_users.update(blocks)
 
+    def release(self, blocks: list[int]) -> list[int]:
+        """Remove a user from blocks that others have too; returns the blocks that nobody else has."""
+        shared = [block for block in blocks if self._further_users[block]]
+        self._further_users.subtract(shared)
+        return [block for block in blocks if block not in shared]
+
     def give_back(self, blocks: list[int]) -> None:
-        for block in blocks:
-            if self._further_users[block]:
-                self._further_users[block] -= 1
-            else:
-                self._is_free[block] = 1
-                self.count += 1
+        """Remove a user from blocks; those without another one are free."""
+        for block in self.release(blocks):
+            self._is_free[block] = 1
+            self.count += 1

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from moesched.models.config import ModelConfig
-from moesched.requests.batch import cached_tokens
+from moesched.models.kv_blocks import cached_tokens
 from moesched.steps.plan import Plan
 
 from ..kernels.functions import KVView

@@ -7,6 +7,8 @@ from functools import cached_property
 
 import torch
 
+from moesched.models.networks import FeedForward
+
 from ..kernels.functions import sorted_by_expert
 from ..products.linear import Tensor
 from .exchange_rows import RoutedRows
@@ -37,7 +39,7 @@ class ExpertRows:
     Args:
         x_TD: the experts' input.
         experts_Tk, weights_Tk: the experts of each token, and their weights.
-        shared: whether there is a network that every token uses, whose outputs lie behind those of the experts.
+        network: its part that every token uses, if it has one, has outputs behind those of the experts.
 
     Attributes:
         order: the token of each row, and the row of each pair of token and expert.
@@ -46,14 +48,17 @@ class ExpertRows:
         on_host: rows of experts on the host; None if none were copied there.
     """
 
-    def __init__(self, x_TD: Tensor, experts_Tk: Tensor, weights_Tk: Tensor, *, shared: bool = False) -> None:
+    def __init__(self, x_TD: Tensor, experts_Tk: Tensor, weights_Tk: Tensor, network: FeedForward) -> None:
         self.order = sorted_by_expert(experts_Tk)
         self.x_nD = x_TD.index_select(0, self.order.tokens_n)
-        rows, tokens = len(self.x_nD), len(x_TD) if shared else 0
+        rows, tokens = len(self.x_nD), len(x_TD) if network.shared else 0
         self._outputs = x_TD.new_empty(rows + tokens, x_TD.shape[1])
         self.y_nD = self._outputs[:rows]
-        self.shared = Part(x_TD, self._outputs[rows:], range(tokens), range(tokens)) if shared else None
+        self.shared = (
+            Part(x_TD, self._outputs[rows:], range(tokens), range(tokens)) if network.shared else None
+        )
         self.weights_Tk = weights_Tk
+        self._shared_scale = network.shared_scale
         self.on_host: HostRows | None = None
         self._rows: dict[int, range] = {}
 
@@ -64,7 +69,8 @@ class ExpertRows:
             first, last = len(self.y_nD), len(self._outputs)
             own_T1 = torch.arange(first, last, device=rows_Tk.device)[:, None]
             rows_Tk = torch.cat([rows_Tk, own_T1], dim=1)
-            weights_Tk = torch.cat([weights_Tk, weights_Tk.new_ones(len(own_T1), 1)], dim=1)
+            scale_T1 = weights_Tk.new_full((len(own_T1), 1), self._shared_scale)
+            weights_Tk = torch.cat([weights_Tk, scale_T1], dim=1)
         return self._outputs, rows_Tk, weights_Tk
 
     def count(self, counts: Mapping[int, int]) -> None:

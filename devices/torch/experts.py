@@ -55,8 +55,8 @@ class TorchExperts:
 
     def group(self, task: Task, routed: Routed, read: Callable[..., Any], *tensors: Tensor) -> Any:
         """Keep the rows of each expert in the micro-batch's state; returns the task's value, as `read` makes it."""
-        shared = bool(self._config.layer(task.layer).feed_forward.shared)
-        rows = ExpertRows(routed.x_TD, routed.experts_Tk, routed.weights_Tk, shared=shared)
+        network = self._config.layer(task.layer).feed_forward
+        rows = ExpertRows(routed.x_TD, routed.experts_Tk, routed.weights_Tk, network)
         self._states[task.micro_batch].rows = rows
         return self._library.value(task, partial(_counting, rows, read), routed.experts_Tk, *tensors)
 

@@ -97,7 +97,7 @@ class FirstBadTensor:
             x_TD = functions.norm(hidden_TD, weights["ffn_norm"][0], config.norm_eps, config.norm)
             experts_Tk, weights_Tk = _route(x_TD, weights, network)
             yield f"the router's weights in layer {layer}", weights_Tk
-            rows = ExpertRows(x_TD, experts_Tk, weights_Tk, shared=bool(network.shared))
+            rows = ExpertRows(x_TD, experts_Tk, weights_Tk, network)
             yield from self._experts(layer, network, experts_Tk, rows)
             if rows.shared is not None:
                 gate, up, down = (weights[f"shared_{part}"] for part in EXPERT_PARTS)

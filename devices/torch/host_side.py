@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby
 
 import torch
 
@@ -12,7 +11,6 @@ from moesched.steps.memory import Slot
 from moesched.steps.plan import Plan
 from moesched.tasks import PageTransfer, Task
 
-from ..kernels.functions import KVView
 from ..products.linear import Tensor
 from ..runner.attention import Attention
 from ..runner.micro_batch import MicroBatchState
@@ -21,7 +19,8 @@ from .device_kv import device_kv_of
 from .exchange_rows import AttentionRows, ExchangeRows
 from .held_pages import HeldPage, read_page
 from .kv_offload import KVOffload
-from .loaded_kv import LoadedKV, carved, room_for
+from .loaded_kv import LoadedKV
+from .prompt_views import prompt_views
 from .weights import WeightStore
 
 
@@ -102,10 +101,7 @@ class HostSide:
         state.attended_TX = attend(state.qkv, loaded, loaded.step)
 
     def _attend_to_prompt(self, task: Task) -> None:
-        """Run attention within the prompts, over keys and values on the accelerator, while the cache is on the host.
-
-        They have the same layout as in the cache, with prompts of one length as one view, so that the bits are equal.
-        """
+        """Run attention within the prompts, over keys and values on the accelerator, while the cache is on the host."""
         state = self._states[task.micro_batch]
         q_THd, k_TKd, v_TKd = state.qkv
         device_kv = self._device_kv.get(task.micro_batch)
@@ -113,13 +109,8 @@ class HostSide:
         if device_kv is not None:
             state.attended_TX = attend(q_THd, device_kv.extended(state, k_TKd, v_TKd))
             return
-        views = []
-        start = 0
-        for new, sequences in _runs(state.step.new):
-            end = start + new * sequences
-            keys, values = (_laid_out(tensor[start:end], sequences) for tensor in (k_TKd, v_TKd))
-            views.append(KVView(keys, values, new))
-            start = end
+        cached, step = state.cached(task.layer)
+        views = prompt_views(step, (cached.keys, cached.values), (k_TKd, v_TKd))
         state.attended_TX = attend(q_THd, views)
 
     def offload_qkv(self, task: Task) -> None:
@@ -180,16 +171,3 @@ def _cached_on_host(plan: Plan) -> dict[int, frozenset[int]]:
         if chunk.micro_batch in wholes
     }
     return wholes | chunks
-
-
-def _runs(lengths: Sequence[int]) -> list[tuple[int, int]]:
-    """Runs of neighbours with equal length, as pairs (length, count)."""
-    return [(length, len(list(neighbours))) for length, neighbours in groupby(lengths)]
-
-
-def _laid_out(tensor_TKd: Tensor, sequences: int) -> Tensor:
-    """Keys or values of sequences of one length, copied to (S, L, K, d), where each begins at the start of a block."""
-    like_SLKd = tensor_TKd.reshape(sequences, -1, *tensor_TKd.shape[1:])
-    memory = tensor_TKd.new_empty(sequences * room_for(like_SLKd.shape[1]) * like_SLKd[0, 0].numel())
-    laid_out, _ = carved(memory, like_SLKd.shape)
-    return laid_out.copy_(like_SLKd)

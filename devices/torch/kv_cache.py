@@ -18,12 +18,13 @@ from ..products.team import use_cores
 from .block_table import BlockTable
 from .copies import Indices, host_indices
 from .kv_step import Gather, KVStep, Run, slots_of
+from .prompt_views import prompt_views
 
 Tensor = torch.Tensor
 
 
 class BlockedKV:
-    """Keys and values of all layers or of some, (layers, 2, slots, K, d), in blocks of slots.
+    """Keys and values of all layers or of some with the same window, (layers, 2, slots, K, d), in blocks of slots.
 
     A sequence may reserve blocks for its final length when it is opened, which keeps them contiguous and its views free
     of copies, or take them as it grows. `append` and `views` may run concurrently with everything else, for steps that
@@ -57,8 +58,8 @@ class BlockedKV:
             raise BadInput(
                 f"a KV cache of {blocks} blocks of {block_size} tokens holds nothing; give 1 or more"
             )
-        self._config = config
         held = range(config.layers) if layers is None else layers
+        (self._window,) = {config.layer(layer).grouped.window for layer in held}
         self.places = {layer: place for place, layer in enumerate(held)}
         attention = config.attention
         shape = (len(held), 2, blocks * block_size, attention.kv_heads, attention.head_dim)
@@ -67,7 +68,7 @@ class BlockedKV:
             self.slots = torch.empty(shape, dtype=dtype, device=device)
         else:
             self.slots = allocate(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
-        self.table = BlockTable(blocks, block_size)
+        self.table = BlockTable(blocks, block_size, self._window)
         self._indices = indices
         self._kernels = kernels
         self._half_bytes = self.slots.nbytes // (2 * len(held))
@@ -83,10 +84,7 @@ class BlockedKV:
         Raises:
             OutOfBlocks: there are not enough free blocks; nothing has changed.
         """
-        extended = self.table.grow(sequences, new)
-        past = [held.length - tokens for held, tokens in zip(extended, new, strict=True)]
-        blocks = [held.blocks[: self.table.blocks_for(held.length)] for held in extended]
-        return KVStep(sequences, past, new, blocks, self.block_size, self._indices)
+        return KVStep(sequences, self.table.grow(sequences, new), self.block_size, self._indices)
 
     def reorder(self, sequences: Sequence[int], parents: Sequence[int], heirs: Sequence[int]) -> None:
         """Replace sequences by others that continue them: heirs[i] continues sequences[parents[i]].
@@ -102,13 +100,14 @@ class BlockedKV:
             self.slots.index_copy_(2, targets, self.slots.index_select(2, sources))
 
     def append(self, layer: int, step: KVStep, keys_TKd: Tensor, values_TKd: Tensor) -> None:
-        """Store the new tokens' keys and values of one layer."""
-        place = self.places[layer]
-        self.slots[place, 0].index_copy_(0, step.slots_T, keys_TKd)
-        self.slots[place, 1].index_copy_(0, step.slots_T, values_TKd)
+        """Store the keys and values of one layer, given those of all new tokens."""
+        for half, new_TKd in zip(self.slots[self.places[layer]], (keys_TKd, values_TKd), strict=True):
+            if not step.in_place:
+                new_TKd = torch.cat([new_TKd[span.start : span.stop] for span in step.kept])
+            half.index_copy_(0, step.slots_T, new_TKd)
 
     def store(self, layer: int, step: KVStep, keys_TKd: Tensor, values_TKd: Tensor, start: int = 0) -> None:
-        """Store keys and values of one layer, contiguous and on the host, for the step's new tokens from `start` on."""
+        """Store keys and values of one layer, contiguous and on the host, for the kept tokens from `start` on."""
         if self._kernels is not None:
             store(self._kernels, keys_TKd, values_TKd, self.layer(layer), step.slots, start)
             return
@@ -120,7 +119,7 @@ class BlockedKV:
     def views(self, layer: int, step: KVStep) -> list[KVView]:
         """The cached keys and values of the step's sequences, in the step's order, new tokens included.
 
-        They are views of the arena where a sequence's blocks are contiguous, otherwise copies.
+        They are views of the arena where a sequence's blocks are contiguous, otherwise copies. The step is `in_place`.
         """
         return [self._view(self.slots[self.places[layer]], part) for part in step.parts]
 
@@ -131,8 +130,7 @@ class BlockedKV:
     def layer(self, layer: int) -> LayerAddresses:
         """The addresses of a layer's keys and values, for native attention."""
         keys = self.slots.data_ptr() + 2 * self.places[layer] * self._half_bytes
-        window = self._config.layer(layer).grouped.window
-        return LayerAddresses(keys, keys + self._half_bytes, self.block_size, window)
+        return LayerAddresses(keys, keys + self._half_bytes, self.block_size, self._window)
 
     def _view(self, slots: Tensor, part: Run | Gather) -> KVView:
         _, _, kv_heads, head_dim = slots.shape
@@ -170,8 +168,17 @@ class CachedLayer:
         return self.cache.layer(self.layer)
 
     def append(self, step: KVStep, keys_TKd: Tensor, values_TKd: Tensor) -> None:
-        """Store the new tokens' keys and values."""
+        """Store the keys and values, given those of all new tokens."""
         self.cache.append(self.layer, step, keys_TKd, values_TKd)
+
+    def extended(self, step: KVStep, keys_TKd: Tensor, values_TKd: Tensor) -> list[KVView]:
+        """Store the new tokens' keys and values; returns all that the step's tokens see, theirs included."""
+        if step.in_place:
+            self.append(step, keys_TKd, values_TKd)
+            return self.views(step)
+        seen = prompt_views(step, (self.keys, self.values), (keys_TKd, values_TKd))
+        self.append(step, keys_TKd, values_TKd)
+        return seen
 
     def views(self, step: KVStep) -> list[KVView]:
         """The cached keys and values of the step's sequences, new tokens included."""

@@ -37,20 +37,24 @@ class KVOffload:
         self._buffers = memory.view(compute.dtype).view(shape)
 
     def write(self, cached: CachedLayer, step: KVStep, k_TKd: Tensor, v_TKd: Tensor) -> None:
-        """Write all new tokens' keys and values of a layer to the cache on the host; returns when they are there."""
-        starts = range(0, len(k_TKd), self._tokens)
-        for number, start in enumerate(starts):
+        """Write a layer's keys and values, given those of all new tokens, to the host; returns when they are there."""
+        pieces = [
+            range(start, min(start + self._tokens, span.stop))
+            for span in step.kept
+            for start in range(span.start, span.stop, self._tokens)
+        ]
+        stored = 0
+        for number, piece in enumerate(pieces):
             if number == 0:
-                self._copy(number, start, k_TKd, v_TKd)
+                self._copy(number, piece, k_TKd, v_TKd)
             wait_for_copies(self._accelerator)
-            if number + 1 < len(starts):
-                self._copy(number + 1, starts[number + 1], k_TKd, v_TKd)
-            stop = min(start + self._tokens, len(k_TKd))
-            keys, values = self._buffers[number % 2, :, : stop - start]
-            cached.cache.store(cached.layer, step, keys, values, start)
+            if number + 1 < len(pieces):
+                self._copy(number + 1, pieces[number + 1], k_TKd, v_TKd)
+            keys, values = self._buffers[number % 2, :, : len(piece)]
+            cached.cache.store(cached.layer, step, keys, values, stored)
+            stored += len(piece)
 
-    def _copy(self, number: int, start: int, k_TKd: Tensor, v_TKd: Tensor) -> None:
-        """Start the copy of the piece `number`, from the token `start` on, to its buffer."""
+    def _copy(self, number: int, piece: range, k_TKd: Tensor, v_TKd: Tensor) -> None:
+        """Start the copy of the piece `number`, some of the new tokens, to its buffer."""
         for buffer, new_TKd in zip(self._buffers[number % 2], (k_TKd, v_TKd), strict=True):
-            piece = new_TKd[start : start + self._tokens]
-            buffer[: len(piece)].copy_(piece, non_blocking=True)
+            buffer[: len(piece)].copy_(new_TKd[piece.start : piece.stop], non_blocking=True)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from ..native.attention import SequencesInBlocks
+from .block_table import Growth, Held
 from .copies import Indices, host_indices
 
 Tensor = torch.Tensor
@@ -45,35 +46,32 @@ class KVStep:
     Attributes:
         past, new: number of tokens of each sequence before the step, and in it.
         one_each: whether each sequence has one new token.
-        in_blocks: lengths and blocks of the sequences, new tokens included.
-        slots: the new tokens' slots in the arena.
+        in_place: whether the cache can hold all that the new tokens see at once; else they overwrite some of it.
+        in_blocks: lengths and blocks of the sequences, from the first token in a block on, new tokens included.
+        slots: the slots in the arena of the new tokens that are kept.
     """
 
     def __init__(
-        self,
-        sequences: Sequence[int],
-        past: Sequence[int],
-        new: Sequence[int],
-        blocks: Sequence[Sequence[int]],
-        block_size: int,
-        indices: Indices,
+        self, sequences: Sequence[int], growths: Sequence[Growth], block_size: int, indices: Indices
     ) -> None:
         self.sequences = tuple(sequences)
-        self.past = tuple(past)
-        self.new = tuple(new)
+        self.past = tuple(growth.past for growth in growths)
+        self.new = tuple(growth.new for growth in growths)
         self.one_each = self.new.count(1) == len(self.new)
+        self.in_place = all(growth.kept is None for growth in growths)
         self._block_size = block_size
         self._indices = indices
-        self._blocks = blocks
+        self._growths = growths
         self._table: Tensor | None = None
 
     @cached_property
     def in_blocks(self) -> SequencesInBlocks:
-        """The lengths and blocks of the sequences, new tokens included."""
-        blocks = array("q")
-        for each in self._blocks:
-            blocks.extend(each)
-        return SequencesInBlocks(array("q", map(sum, zip(self.past, self.new, strict=True))), blocks)
+        """The lengths and blocks of the sequences, from the first token in a block on, new tokens included."""
+        lengths, blocks = array("q"), array("q")
+        for growth in self._growths:
+            lengths.append(growth.length)
+            blocks.extend(growth.seen.blocks)
+        return SequencesInBlocks(lengths, blocks)
 
     @property
     def on_host(self) -> bool:
@@ -84,7 +82,8 @@ class KVStep:
     def numbers(self) -> array[int]:
         """The lengths of the sequences, the places of their first blocks in the list of blocks, and that list."""
         lengths, blocks = self.in_blocks
-        return lengths + array("q", accumulate(map(len, self._blocks[:-1]), initial=0)) + blocks
+        counts = (len(growth.seen.blocks) for growth in self._growths[:-1])
+        return lengths + array("q", accumulate(counts, initial=0)) + blocks
 
     def table(self, upload: Indices) -> Tensor:
         """`numbers` on the accelerator.
@@ -111,12 +110,26 @@ class KVStep:
 
     @cached_property
     def slots(self) -> array[int]:
-        """The new tokens' slots in the arena."""
+        """The slots in the arena of the new tokens that are kept."""
         slots = array("q")
-        for blocks, span in zip(self._blocks, self._spans(), strict=True):
-            for part in _ranges(blocks, span, self._block_size):
+        for growth in self._growths:
+            first, blocks = growth.kept or growth.seen
+            stop = growth.past + growth.new
+            tokens = range(max(growth.past, first) - first, stop - first)
+            for part in _ranges(blocks, tokens, self._block_size):
                 slots.extend(part)
         return slots
+
+    @cached_property
+    def kept(self) -> list[range]:
+        """The numbers, among the new tokens, of those that are kept: of a window the last ones of each sequence."""
+        if self.in_place:
+            return [range(sum(self.new))]
+        kept = []
+        for growth, stop in zip(self._growths, accumulate(self.new), strict=True):
+            first = growth.seen.first if growth.kept is None else growth.kept.first
+            kept.append(range(stop - min(growth.new, growth.past + growth.new - first), stop))
+        return kept
 
     @cached_property
     def slots_T(self) -> Tensor:
@@ -132,8 +145,8 @@ class KVStep:
     def parts(self) -> list[Run | Gather]:
         """The step's sequences in order, grouped where one view or one copy shows several."""
         parts: list[Run | Gather] = []
-        for blocks, past, new in zip(self._blocks, self.past, self.new, strict=True):
-            alone = self._alone(blocks, past + new, new)
+        for growth in self._growths:
+            alone = self._alone(growth.seen.blocks, growth.length, growth.new)
             joined = _join(parts[-1], alone) if parts else None
             if joined is None:
                 parts.append(alone)
@@ -141,23 +154,21 @@ class KVStep:
                 parts[-1] = joined
         return [self._located(part) if isinstance(part, Gather) else part for part in parts]
 
-    def past_slots(self, part: Run | Gather) -> list[list[range]]:
-        """For each sequence of a part, the slots of its tokens before the step, in order, as few ranges."""
-        past = part.length - part.queries
-        if isinstance(part, Run):
-            firsts = (part.first_slot + number * part.distance for number in range(part.sequences))
-            return [[range(first, first + past)] for first in firsts]
-        each = len(part.blocks) // part.sequences
-        return [
-            _ranges(part.blocks[first : first + each], range(past), self._block_size)
-            for first in range(0, len(part.blocks), each)
-        ]
+    @property
+    def before(self) -> Iterator[list[range]]:
+        """For each sequence, the slots of its tokens before the step, from the first in a block on, as few ranges."""
+        for growth in self._growths:
+            tokens = range(growth.past - growth.seen.first)
+            yield _ranges(growth.seen.blocks, tokens, self._block_size)
 
     def one_after_the_other(self) -> KVStep:
         """The same step for a cache in which the sequences' blocks are consecutive."""
         numbers = count()
-        blocks = [[next(numbers) for _ in each] for each in self._blocks]
-        return KVStep(self.sequences, self.past, self.new, blocks, self._block_size, self._indices)
+        growths = [
+            growth._replace(seen=Held(growth.seen.first, [next(numbers) for _ in growth.seen.blocks]))
+            for growth in self._growths
+        ]
+        return KVStep(self.sequences, growths, self._block_size, self._indices)
 
     def _spans(self) -> Iterator[range]:
         return (range(past, past + new) for past, new in zip(self.past, self.new, strict=True))

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-
-from moesched.requests.batch import KV_BLOCK_TOKENS
+from collections.abc import Iterator
 
 from ..kernels.functions import KVView
 from ..native.attention import LayerAddresses
 from ..products.linear import Tensor
 from .kv_cache import CachedLayer
 from .kv_step import KVStep
+from .prompt_views import carved, copy_slots
 
 
 class LoadedKV:
@@ -51,8 +50,8 @@ class LoadedKV:
         keys, values = (half.data_ptr() for half in self._slot.chunk(2))
         return self._cached.addresses._replace(keys=keys, values=values)
 
-    def append(self, step: KVStep, keys_TKd: Tensor, values_TKd: Tensor) -> None:
-        """Store the new tokens' keys and values at the ends of their sequences."""
+    def extended(self, step: KVStep, keys_TKd: Tensor, values_TKd: Tensor) -> list[KVView]:
+        """Store the new tokens' keys and values at the ends of their sequences; returns the views of all."""
         start = 0
         for keys_SLKd, values_SLKd, new in self._views:
             end = start + len(keys_SLKd) * new
@@ -60,9 +59,6 @@ class LoadedKV:
             keys_SLKd[:, -new:].copy_(keys_TKd[start:end].reshape(shape))
             values_SLKd[:, -new:].copy_(values_TKd[start:end].reshape(shape))
             start = end
-
-    def views(self, step: KVStep) -> list[KVView]:
-        """The copied keys and values of the step's sequences, new tokens included."""
         return self._views
 
 
@@ -71,28 +67,9 @@ def _loaded(memory: Tensor, cached_NKd: Tensor, step: KVStep) -> Iterator[Tensor
 
     Only whole pieces of both memories are copied: anything else takes memory of the GPU beside the plan's.
     """
+    before = step.before
     for part in step.parts:
         there_SLKd, memory = carved(memory, (part.sequences, part.length, *cached_NKd.shape[1:]))
-        for there_LKd, spans in zip(there_SLKd, step.past_slots(part), strict=True):
-            start = 0
-            for span in spans:
-                stop = start + len(span)
-                there_LKd[start:stop].copy_(cached_NKd[span.start : span.stop], non_blocking=True)
-                start = stop
+        for there_LKd, spans in zip(there_SLKd, before, strict=False):
+            copy_slots(there_LKd, cached_NKd, spans)
         yield there_SLKd
-
-
-def carved(memory: Tensor, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """A tensor (S, L, K, d) of keys or values at the start of flat memory, and the rest of that memory.
-
-    Each sequence begins with a block of its own, as in the cache, for the same bits as from there.
-    """
-    sequences, length, kv_heads, head_dim = shape
-    room = room_for(length)
-    count = sequences * room * kv_heads * head_dim
-    return memory[:count].view(sequences, room, kv_heads, head_dim)[:, :length], memory[count:]
-
-
-def room_for(length: int) -> int:
-    """The number of tokens that fit in the blocks for `length` tokens."""
-    return -(-length // KV_BLOCK_TOKENS) * KV_BLOCK_TOKENS

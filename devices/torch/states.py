@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from moesched.requests.batch import KV_BLOCK_TOKENS
+from moesched.models.kv_blocks import KV_BLOCK_TOKENS, kept_tokens
 from moesched.steps.plan import Plan
 from moesched.steps.reservations import held_alike
 from moesched.steps.roles import KV_ROLES
@@ -42,7 +42,8 @@ def _with_caches(plan: Plan, states: list[MicroBatchState], compute: Compute) ->
     for role in KV_ROLES if plan.nodes.attends else ():
         device = compute.accelerator if role == "accelerator" else HOST
         for layers, numbers in held_alike(plan.kv.roles, role).items():
-            _add_cache(plan, layers, numbers, states, compute, device)
+            for alike in plan.layout.config.by_window(layers):
+                _add_cache(plan, alike, numbers, states, compute, device)
     return states
 
 
@@ -54,16 +55,17 @@ def _add_cache(
     compute: Compute,
     device: torch.device,
 ) -> None:
-    """Add one KV cache of these layers to these micro-batches, with room for all tokens of requests and beams.
+    """Add one KV cache of these layers to these micro-batches, with room for all tokens that it keeps.
 
     A cache on the host is page-locked for a GPU, which then copies from it directly; native calls write to it.
     """
     lock = device == HOST and not compute.on_cpu
-    of_batch = plan.batch.micro_batches
-    blocks = sum(plan.batch.tokens_at_end(of_batch[number]) for number in numbers) // KV_BLOCK_TOKENS
+    requests = [request for number in numbers for request in plan.batch.micro_batches[number]]
+    most = plan.layout.config.layer(layers[0]).attention.most_cached
+    tokens = sum(kept_tokens(each, most, plan.batch.beams) for each in plan.batch.each_at_end(requests))
     cache = BlockedKV(
         plan.layout.config,
-        blocks,
+        tokens // KV_BLOCK_TOKENS,
         block_size=KV_BLOCK_TOKENS,
         dtype=compute.dtype,
         device=device,

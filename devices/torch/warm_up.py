@@ -15,8 +15,8 @@ import torch
 
 from moesched.models.config import ModelConfig
 from moesched.models.footprint import EXPERT_TILE
+from moesched.models.kv_blocks import KV_BLOCK_TOKENS, cached_tokens
 from moesched.models.layout import WeightLayout
-from moesched.requests.batch import KV_BLOCK_TOKENS, cached_tokens
 from moesched.requests.sampling import Sampling
 from moesched.steps.plan import Plan
 from moesched.tasks import Kernel, Lane, PageTransfer, Work

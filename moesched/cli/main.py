@@ -12,6 +12,7 @@ from cyclopts import App
 
 from moesched.cli import (
     calibrate,
+    chat,
     check,
     cluster,
     compare,
@@ -27,6 +28,7 @@ from moesched.cli import (
     reproduce,
     roofline,
     run,
+    serve,
     simulate,
     timeline,
     view,
@@ -64,6 +66,8 @@ EPILOGUE = paragraphs(
 
 COMMANDS = (
     run.run,
+    serve.serve,
+    chat.chat,
     simulate.simulate,
     sweeping.sweep,
     plan.plan,

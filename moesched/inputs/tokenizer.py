@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from moesched.errors import BadInput
 from moesched.inputs.gguf_tokenizer import gguf_tokenizer
+from moesched.inputs.token_bytes import stands_for_bytes, token_bytes
 from moesched.models.checkpoint import Checkpoint, checkpoint_of, read_contents
 from moesched.models.gguf.parts import is_gguf, read_parts
 from moesched.models.gguf.vocabulary import Vocabulary, read_vocabulary
@@ -24,7 +25,8 @@ MOST_VALUES = 3_000_000
 PIECE = 200_000
 """Characters encoded at once to see whether a prompt is too long; each takes about 400 bytes of memory."""
 
-_UNFINISHED = "\ufffd"
+UNFINISHED = "\ufffd"
+"""Stands for bytes that are no whole character."""
 _CONTEXT_TOKENS = 8
 _RESTORE = "copy it again from where the checkpoint came from"
 
@@ -60,12 +62,14 @@ class Tokenizer:
             # Files keep those of the training; transformers resets them as well.
             self._tokenizer.no_truncation()
             self._tokenizer.no_padding()
+        self._in_bytes = stands_for_bytes(self._tokenizer)
 
-    def encode(self, text: str, most: int | None = None) -> list[int]:
+    def encode(self, text: str, most: int | None = None, *, bare: bool = False) -> list[int]:
         """Return the token ids of a text, with the special tokens that the tokenizer adds.
 
         Args:
             most: the most tokens that the caller can use; a much longer text is refused before all of it is encoded.
+            bare: whether to add no special tokens, as for a text that has them already.
 
         Raises:
             BadInput: the text is not valid Unicode, is too long, or the tokenizer fails.
@@ -77,7 +81,7 @@ class Tokenizer:
         with silent(STDERR):
             if most is not None and len(text) > PIECE:
                 self._require_short(text, most)
-            return self._encode(text)
+            return self._encode(text, bare=bare)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of tokens, without special tokens.
@@ -88,8 +92,14 @@ class Tokenizer:
         text: str = self._call(self._tokenizer.decode, list(ids), "cannot decode tokens")
         return text
 
-    def _encode(self, text: str) -> list[int]:
-        ids: list[int] = self._call(self._tokenizer.encode, text, "cannot encode the text").ids
+    def bytes_of(self, token: int) -> bytes:
+        """The bytes of UTF-8 that a token stands for, special tokens by their names; empty for unknown ids."""
+        name: str | None = self._tokenizer.id_to_token(token)
+        return b"" if name is None else token_bytes(name, in_bytes=self._in_bytes)
+
+    def _encode(self, text: str, *, bare: bool = False) -> list[int]:
+        encode = partial(self._tokenizer.encode, add_special_tokens=not bare)
+        ids: list[int] = self._call(encode, text, "cannot encode the text").ids
         return ids
 
     def _require_short(self, text: str, most: int) -> None:
@@ -118,6 +128,13 @@ class Tokenizer:
             raise BadInput(f"{self._path} {problem}: {error}: {_RESTORE}") from error
 
 
+class Decodes(Protocol):
+    """Makes text of tokens."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of tokens."""
+
+
 class TextStream:
     """Decodes tokens to text as they are generated. A character that spans tokens is held back until complete.
 
@@ -125,7 +142,7 @@ class TextStream:
         context: the tokens before the first one, since the text of a token depends on its neighbours.
     """
 
-    def __init__(self, tokenizer: Tokenizer, context: Sequence[int] = ()) -> None:
+    def __init__(self, tokenizer: Decodes, context: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
         self._ids = list(context[-_CONTEXT_TOKENS:])
         self._shown = len(self._ids)
@@ -144,7 +161,7 @@ class TextStream:
         known = self._tokenizer.decode(self._ids[self._before : self._shown])
         text = self._tokenizer.decode(self._ids[self._before :])
         fresh = text[len(known) :]
-        if fresh.endswith(_UNFINISHED) and not final:
+        if fresh.endswith(UNFINISHED) and not final:
             return ""
         if fresh:
             self._before = max(self._before, self._shown - _CONTEXT_TOKENS)

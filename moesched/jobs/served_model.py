@@ -2,40 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
 
 from moesched.errors import BadInput
-from moesched.inputs.chosen_policy import PolicyGiven
 from moesched.inputs.lookup import find_machine
-from moesched.inputs.options import SIZES, DeviceOptions, WeightsOptions
 from moesched.jobs.job import Job
-from moesched.jobs.options import CostOptions, PlannedOptions
-from moesched.jobs.served_options import USERS, AdmissionOptions, ContextOptions
+from moesched.jobs.served_options import USERS, ServedOptions
 from moesched.models.checkpoint import Checkpoint, open_checkpoint
-from moesched.options import Option
 from moesched.runs.ranks import Devices, open_devices, process_of
 from moesched.runs.served_runs import Service, serve_on
 from moesched.runs.serving import Serving, ServingListener
+from moesched.seams import Observer
 from moesched.serving.arrivals import Arrivals
 from moesched.serving.capacity import Capacity, capacity_for
+from moesched.steps.memory import slots_of
 
 CONTEXT = 4096
 """Tokens of a prompt and its answer together, at most, by default."""
-
-
-class ServedOptions(
-    AdmissionOptions, ContextOptions, CostOptions, DeviceOptions, PlannedOptions, WeightsOptions
-):
-    """Options of a model that serves requests."""
-
-    policy: PolicyGiven = "resident"
-    batch_size: Annotated[
-        int | None,
-        Option("Requests that run together, at most.", "N", group=SIZES, ge=1, le=65_536),
-    ] = USERS
 
 
 class ServedModel:
@@ -65,8 +50,26 @@ class ServedModel:
         self.policy_name = job.policy_name
         self.machine_name = job.machine.name
 
-    def serve(self, arrivals: Arrivals, listener: ServingListener | None = None) -> Serving:
-        """Serve until no more requests arrive."""
+    @property
+    def pages_to_load(self) -> int:
+        """The number of pages that are loaded before the first step."""
+        return sum(len(slots_of(kept)) for kept in self._plan.weights.resident)
+
+    def serve(
+        self,
+        arrivals: Arrivals,
+        listener: ServingListener | None = None,
+        *,
+        observers: Sequence[Observer] = (),
+        keeps_history: bool = False,
+    ) -> Serving:
+        """Serve until no more requests arrive.
+
+        Args:
+            listener: told of each token and each step.
+            observers: told of each task that ran.
+            keeps_history: whether to keep requests that have ended, for a report.
+        """
         service = Service(
             self._plan,
             self._policy,
@@ -75,8 +78,9 @@ class ServedModel:
             self._given.admission_rule(),
             self.checkpoint.config.stop_tokens,
             listener,
+            keeps_history,
         )
-        return serve_on(self._devices.first, service)
+        return serve_on(self._devices.first, service, observers=observers)
 
 
 @contextmanager

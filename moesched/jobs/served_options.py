@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from moesched.errors import BadInput
-from moesched.inputs.options import SIZES
+from moesched.inputs.options import SIZES, DeviceOptions, WeightsOptions
+from moesched.jobs.options import CostOptions, PlannedOptions
 from moesched.options import Option, Options
 from moesched.serving.admission import ADMISSIONS, Admission
 from moesched.system.near_names import with_nearest
+
+if TYPE_CHECKING:
+    from moesched.inputs.chosen_policy import PolicyGiven
 
 USERS = 16
 """Requests that run together by default."""
@@ -82,3 +86,15 @@ class ArrivalsOptions(AdmissionOptions, ContextOptions):
             group=SERVING,
         ),
     ] = None
+
+
+class ServedOptions(
+    AdmissionOptions, ContextOptions, CostOptions, DeviceOptions, PlannedOptions, WeightsOptions
+):
+    """Options of a model that serves requests."""
+
+    policy: PolicyGiven = "resident"
+    batch_size: Annotated[
+        int | None,
+        Option("Requests that run together, at most.", "N", group=SIZES, ge=1, le=65_536),
+    ] = USERS

@@ -45,6 +45,10 @@ class _Progress:
         self._requests = requests
         self._done = 0
 
+    def loaded(self, serving: Serving) -> None:
+        """Tell that none is done."""
+        self._tell(0, self._requests)
+
     def token(self, served: Served) -> None:
         """Count a request that ends."""
         self._done += served.ending is not None

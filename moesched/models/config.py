@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import cycle, islice
 from types import MappingProxyType
 from typing import Any, Literal
@@ -95,6 +95,13 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     def kinds(self) -> Mapping[Layer, int]:
         """The different kinds of layers, in the order of their first use, and the number of layers of each."""
         return MappingProxyType(Counter(self.pattern))
+
+    def by_window(self, layers: Iterable[int]) -> list[list[int]]:
+        """Numbers of layers in groups with the same window, whose caches so keep the same tokens."""
+        groups: dict[int | None, list[int]] = {}
+        for layer in layers:
+            groups.setdefault(self.layer(layer).grouped.window, []).append(layer)
+        return list(groups.values())
 
     def cut(self, layers: int) -> ModelConfig:
         """A shorter model, in which each kind of layer has about its share of the whole, and at least one layer."""

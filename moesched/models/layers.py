@@ -11,6 +11,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec.structs import replace
 
+from moesched.models.kv_blocks import window_tokens
 from moesched.models.networks import FeedForward
 from moesched.models.rotary import Rotary
 from moesched.models.tensor_shapes import Shape
@@ -28,7 +29,6 @@ class GroupedAttention(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         window: most tokens that a token attends to; None for all before it.
-        rolling: whether the cache drops tokens that have left the window.
         rotary: the rotary embedding of queries and keys.
         qk_norm: RMS norm of queries and keys: of each head, or of the whole projection; None for none.
         clip: the largest magnitude of queries, keys and values; None does not clip.
@@ -43,7 +43,6 @@ class GroupedAttention(msgspec.Struct, frozen=True, kw_only=True):
     kv_heads: int
     head_dim: int
     window: int | None = None
-    rolling: bool = False
     rotary: Rotary = Rotary()
     qk_norm: HeadNorm | None = None
     clip: float | None = None
@@ -83,6 +82,11 @@ class GroupedAttention(msgspec.Struct, frozen=True, kw_only=True):
     def cache_width(self) -> int:
         """Elements that the cache keeps of a token: key and value."""
         return 2 * self.key_width
+
+    @property
+    def most_cached(self) -> int | None:
+        """Most tokens that the cache keeps of a sequence; None for all."""
+        return None if self.window is None else window_tokens(self.window)
 
     @property
     def state_bytes(self) -> int:
@@ -164,6 +168,11 @@ class LatentAttention(msgspec.Struct, frozen=True, kw_only=True):
     def cache_width(self) -> int:
         """Elements that the cache keeps of a token: latent vector and rotary key."""
         return self.rank + self.rotary
+
+    @property
+    def most_cached(self) -> None:
+        """Most tokens that the cache keeps of a sequence: all."""
+        return None
 
     @property
     def state_bytes(self) -> int:
@@ -249,6 +258,11 @@ class LinearAttention(msgspec.Struct, frozen=True, kw_only=True):
     def cache_width(self) -> int:
         """Elements that the cache keeps of a token: none."""
         return 0
+
+    @property
+    def most_cached(self) -> None:
+        """Most tokens that the cache keeps of a sequence: none are counted."""
+        return None
 
     @property
     def state_bytes(self) -> int:

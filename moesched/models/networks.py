@@ -57,6 +57,7 @@ class FeedForward(msgspec.Struct, frozen=True, kw_only=True):
         alternating: whether gate and up are one matrix, "gate_up", whose rows belong to them in turn.
         transposed_down: whether checkpoints store the experts' down matrices, and gate_up, as (inputs, outputs).
         activation: the function of gate and up.
+        shared_scale: multiplies that part's output.
         weighted: whether the shared part's output is weighted by a gate of its own.
         router: the choice of experts.
     """
@@ -65,6 +66,7 @@ class FeedForward(msgspec.Struct, frozen=True, kw_only=True):
     top_k: int = 0
     intermediate: int = 0
     shared: int = 0
+    shared_scale: float = 1.0
     biases: bool = False
     alternating: bool = False
     transposed_down: bool = False

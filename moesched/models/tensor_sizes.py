@@ -10,7 +10,8 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from moesched.models.config import ITEM_BYTES, ModelConfig
-from moesched.models.layers import GroupedAttention, Layer
+from moesched.models.kv_blocks import kept_tokens
+from moesched.models.layers import Layer
 from moesched.models.tensor_shapes import Shape, elements
 
 BytesByFormat = tuple[tuple[str, int], ...]
@@ -121,11 +122,10 @@ class TensorSizes:
     def held_bytes(self, requests: Iterable[int], beams: int = 1) -> int:
         """Bytes of one layer's caches for requests with these numbers of cached tokens.
 
-        A rolling cache has no more than a window of each sequence.
+        The cache of a window gives back the blocks that have left it.
         """
-        attention, counts = self.layer.attention, list(requests)
-        if isinstance(attention, GroupedAttention) and attention.rolling and attention.window is not None:
-            counts = [min(count, beams * attention.window) for count in counts]
+        most = self.layer.attention.most_cached
+        counts = [kept_tokens(count, most, beams) for count in requests]
         return sum(counts) * self.kv_bytes + len(counts) * beams * self.state_bytes
 
     @property

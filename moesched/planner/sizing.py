@@ -10,11 +10,11 @@ from msgspec.structs import replace
 
 from moesched.errors import BadInput
 from moesched.inputs.options import SizeOptions
+from moesched.models.kv_blocks import KV_BLOCK_TOKENS, cached_tokens_of_beams
 from moesched.planner.candidate import MOST_CHUNKS, Candidate
 from moesched.planner.climb import CHUNK, chunks_to_try
 from moesched.planner.schedules import Point, Schedules, Seen, resident_of, with_chunk
 from moesched.planner.setting import Setting
-from moesched.requests.batch import KV_BLOCK_TOKENS, cached_tokens_of_beams
 from moesched.requests.batching import BatchSizes, batches_of
 from moesched.steps.plan import Plan
 from moesched.steps.roles import KV_ROLES

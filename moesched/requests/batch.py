@@ -6,9 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
+from moesched.models.kv_blocks import KV_BLOCK_TOKENS, cached_tokens, cached_tokens_of_beams
 from moesched.requests.chunks import Chunk, chunks_of_batch
-
-KV_BLOCK_TOKENS = 16
 
 
 class Batch(msgspec.Struct, frozen=True):
@@ -74,17 +73,6 @@ class Batch(msgspec.Struct, frozen=True):
     def largest(self) -> int:
         """Prompt tokens of the micro-batch that has the most."""
         return max(sum(self.prompts[request] for request in requests) for requests in self.micro_batches)
-
-
-def cached_tokens(length: int) -> int:
-    """Tokens that a sequence of this length takes in the KV cache, in whole blocks."""
-    return -(-length // KV_BLOCK_TOKENS) * KV_BLOCK_TOKENS
-
-
-def cached_tokens_of_beams(prompt: int, new_tokens: int, beams: int) -> int:
-    """Tokens that a request takes in the KV cache, in whole blocks; its beams share the full blocks of the prompt."""
-    shared = prompt // KV_BLOCK_TOKENS * KV_BLOCK_TOKENS
-    return shared + beams * (cached_tokens(prompt + new_tokens) - shared)
 
 
 def split_batch(

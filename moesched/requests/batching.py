@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from moesched.errors import BadInput
-from moesched.requests.batch import Batch, cached_tokens_of_beams
+from moesched.models.kv_blocks import cached_tokens_of_beams
+from moesched.requests.batch import Batch
 
 
 class BatchSizes(NamedTuple):

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moesched.errors import NotFinite
+from moesched.requests.logprobs import Logprob
 from moesched.requests.sampling import Sampling
 
 Logits = npt.NDArray[np.floating[Any]]
@@ -100,3 +101,25 @@ def _draw(likely: Probabilities, number: float) -> int:
     ends = np.cumsum(likely)
     token = int(np.searchsorted(ends, number * ends[-1], side="right"))
     return min(token, int(np.flatnonzero(likely)[-1]))
+
+
+def logprobs_of(logits_SV: Logits, tokens: Sequence[int], likeliest: int) -> list[Logprob]:
+    """The log probability of one token for each row of logits, by the model's own distribution, without temperature."""
+    found = []
+    for logits_V, token in zip(logits_SV.astype(np.float64), tokens, strict=True):
+        largest = logits_V.max()
+        normal = largest + np.log(np.exp(logits_V - largest).sum())
+        ids = _likeliest(logits_V, likeliest)
+        named = tuple((int(each), float(logits_V[each] - normal)) for each in ids)
+        found.append(Logprob(float(logits_V[token] - normal), named))
+    return found
+
+
+def _likeliest(logits_V: npt.NDArray[np.float64], count: int) -> npt.NDArray[np.intp]:
+    """The ids of the largest logits, the largest first; of equal ones, the lowest id first."""
+    count = min(count, len(logits_V))
+    if count == 0:
+        return np.empty(0, dtype=np.intp)
+    least = np.partition(logits_V, -count)[-count]
+    candidates = np.flatnonzero(logits_V >= least)
+    return candidates[np.argsort(-logits_V[candidates], kind="stable")][:count]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from moesched.requests.logprobs import WantedLogprobs
 from moesched.requests.sampling import Sampling
 from moesched.tasks import Phase
 
@@ -20,6 +21,7 @@ class Row(NamedTuple):
         ids: ids of the new tokens; None for the token that was sampled last, and where nothing is computed.
         sampling: the way that its tokens are chosen.
         cache_tokens: tokens that the request takes in the KV cache at the end, in whole blocks.
+        logprobs: the log probabilities that the request asks for; None for none.
     """
 
     request: int
@@ -29,6 +31,7 @@ class Row(NamedTuple):
     ids: Sequence[int] | None = None
     sampling: Sampling = Sampling()
     cache_tokens: int = 0
+    logprobs: WantedLogprobs | None = None
 
 
 class Rows(NamedTuple):

@@ -45,6 +45,7 @@ class Service(NamedTuple):
         admission: chooses who runs next; by default those who came first.
         stop_tokens: each of them ends its request.
         listener: told of each token and each step.
+        keeps_history: see `Serving`.
     """
 
     plan: Plan
@@ -54,6 +55,7 @@ class Service(NamedTuple):
     admission: Admission | None = None
     stop_tokens: Collection[int] = ()
     listener: ServingListener | None = None
+    keeps_history: bool = True
 
 
 def simulate_service(
@@ -169,6 +171,7 @@ def _assembled(
         service.admission or FirstCome(),
         stop_tokens=service.stop_tokens,
         listener=service.listener,
+        keeps_history=service.keeps_history,
     )
     return _Run(plan, engine, run_state, serving)
 

@@ -69,6 +69,9 @@ class Occupancy(msgspec.Struct):
 class ServingListener(Protocol):
     """Follows requests that are served; called on the thread that runs the policy."""
 
+    def loaded(self, serving: Serving) -> None:
+        """The weights are loaded: requests can run."""
+
     def token(self, served: Served) -> None:
         """A request has one more token, or ends: the last call for a request has its `ending`."""
 
@@ -86,11 +89,13 @@ class Serving:
         places: the places of the plan's capacity, all empty.
         stop_tokens: each of them ends its request.
         listener: told of each token and each step.
+        keeps_history: whether to keep requests that have ended, and how full each step was; else only the last step's.
 
     Attributes:
         loaded: time at which the weights were loaded; nanoseconds on the driver's clock.
-        requests: all requests that arrived, by number.
+        requests: the requests that arrived, by number.
         occupancy: how full the places were.
+        steps: number of steps that have ended.
     """
 
     def __init__(
@@ -103,8 +108,10 @@ class Serving:
         *,
         stop_tokens: Collection[int] = (),
         listener: ServingListener | None = None,
+        keeps_history: bool = True,
     ) -> None:
         self.loaded = 0
+        self.steps = 0
         self.requests: dict[int, Served] = {}
         self.occupancy = Occupancy()
         self._run = run_state
@@ -114,12 +121,15 @@ class Serving:
         self._admission = admission
         self._stop_tokens = frozenset(stop_tokens)
         self._listener = listener
+        self._keeps_history = keeps_history
         self._waiting: deque[Request] = deque()
         self._before: Phase = "decode"
 
     async def run(self) -> Mapping[int, Served]:
         """Run steps until no more requests arrive and all have ended; returns them by number."""
         self.loaded = await load(self._run)
+        if self._listener is not None:
+            self._listener.loaded(self)
         index, samples = 0, None
         while True:
             self._look()
@@ -198,16 +208,16 @@ class Serving:
             tokens = await sample
             end = max(end, sample.end - self.loaded)
             for number, token in zip(requests, tokens, strict=True):
-                self._take(self.requests[number], token, sample.end - self.loaded)
+                served = self.requests.get(number)
+                if served is not None and served.ending is None:
+                    self._take(served, token, sample.end - self.loaded)
         self._places.collected(index)
         self._note(end)
         if self._listener is not None:
             self._listener.step(self)
 
     def _take(self, served: Served, token: int, now: int) -> None:
-        """Add a token to a request, unless it has ended."""
-        if served.ending is not None:
-            return
+        """Add a token to a request."""
         served.tokens.append(token)
         served.times.append(now)
         if token in self._stop_tokens:
@@ -224,8 +234,13 @@ class Serving:
         self._waiting = deque(each for each in self._waiting if each.number != number)
         if self._listener is not None:
             self._listener.token(served)
+        if not self._keeps_history:
+            del self.requests[number]
 
     def _note(self, now: int) -> None:
+        self.steps += 1
+        if not self._keeps_history:
+            self.occupancy = Occupancy()
         seen = self.occupancy
         seen.times.append(now)
         seen.held.append(self._places.held)

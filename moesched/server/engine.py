@@ -16,15 +16,19 @@ from typing import Any
 import msgspec
 
 from moesched.errors import BadInput, MoeschedError
-from moesched.jobs.served_model import ServedModel, ServedOptions, served_model
+from moesched.jobs.served_model import ServedModel, served_model
+from moesched.jobs.served_options import ServedOptions
+from moesched.requests.logprobs import ScoredToken, WantedLogprobs
 from moesched.requests.sampling import Sampling
 from moesched.runs.serving import Served, Serving
 from moesched.server.messages import (
     Ask,
     Close,
+    Ending,
     Failed,
     Frames,
     Leave,
+    Loading,
     Ready,
     Refused,
     State,
@@ -37,6 +41,7 @@ from moesched.serving.capacity import Capacity
 from moesched.serving.live import LiveArrivals
 from moesched.serving.request import Request
 from moesched.system.scratch import remove_all
+from moesched.tasks import Task
 
 STATE_SECONDS = 0.2
 """The least time between two messages about the engine's state."""
@@ -46,19 +51,28 @@ Send = Callable[[list[ToFront]], object]
 
 
 class Teller:
-    """Tells the front of tokens, step by step, and from time to time of the engine's state."""
+    """Tells the front of tokens, step by step, and from time to time of the engine's state.
 
-    def __init__(self, send: Send, capacity: Capacity) -> None:
+    Args:
+        ready: the message once weights are loaded.
+    """
+
+    def __init__(self, send: Send, ready: Ready, capacity: Capacity) -> None:
         self._send = send
+        self._ready = ready
         self._room = capacity.places * capacity.cache_tokens
         self._messages: list[ToFront] = []
         self._told = 0.0
+
+    def loaded(self, serving: Serving) -> None:
+        """Say that requests can run."""
+        self._send([self._ready])
 
     def token(self, served: Served) -> None:
         """Note a token for the end of the step."""
         if served.ending == "left":
             return
-        self._messages.append(Token(served.request.number, served.tokens[-1], served.ending))
+        self._messages.append(message_of(served.request.number, served.tokens[-1], served.ending))
 
     def step(self, serving: Serving) -> None:
         """Send the step's tokens."""
@@ -72,7 +86,27 @@ class Teller:
     def _state(self, serving: Serving) -> State:
         seen = serving.occupancy
         busy = {name: nanoseconds / 1e9 for name, nanoseconds in serving.busy.items()}
-        return State(seen.running[-1], seen.waiting[-1], seen.held[-1], self._room, len(seen.times), busy)
+        return State(seen.running[-1], seen.waiting[-1], seen.held[-1], self._room, serving.steps, busy)
+
+
+class LoadMeter:
+    """Tells the front how many pages of weights were loaded, a few times a second."""
+
+    def __init__(self, send: Send, pages: int) -> None:
+        self._send = send
+        self._pages = pages
+        self._done = 0
+        self._told = 0.0
+
+    def ended(self, task: Task) -> None:
+        """Count a page that was loaded."""
+        if task.verb != "load":
+            return
+        self._done += 1
+        now = time.monotonic()
+        if now - self._told >= STATE_SECONDS:
+            self._told = now
+            self._send([Loading(self._done, self._pages)])
 
 
 class Inbox:
@@ -120,8 +154,16 @@ def request_of(ask: Ask) -> Request:
         new_tokens=ask.new_tokens,
         ids=ask.ids,
         sampling=Sampling(temperature=ask.temperature, top_k=ask.top_k, top_p=ask.top_p, seed=ask.seed),
+        logprobs=None if ask.logprobs is None else WantedLogprobs(ask.logprobs, ask.echo),
         user=ask.user,
     )
+
+
+def message_of(number: int, token: int, ending: Ending | None) -> Token:
+    """The message about a token."""
+    if not isinstance(token, ScoredToken):
+        return Token(number, token, ending)
+    return Token(number, int(token), ending, token.logprob, token.prompt)
 
 
 def ready(model: ServedModel) -> Ready:
@@ -136,6 +178,7 @@ def ready(model: ServedModel) -> Ready:
         capacity.cache_tokens,
         capacity.prompt_tokens,
         capacity.context,
+        model.checkpoint.config.vocabulary,
     )
 
 
@@ -145,8 +188,9 @@ def run(options: dict[str, Any], source: int, send: Send) -> None:
         arrivals = LiveArrivals()
         inbox = Inbox(arrivals, model.capacity, send)
         threading.Thread(target=inbox.read, args=(source,), name="reads the front", daemon=True).start()
-        send([ready(model)])
-        model.serve(arrivals, Teller(send, model.capacity))
+        teller = Teller(send, ready(model), model.capacity)
+        meter = LoadMeter(send, model.pages_to_load)
+        model.serve(arrivals, teller, observers=[meter])
 
 
 def main() -> int:

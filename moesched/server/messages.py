@@ -12,6 +12,7 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from moesched.errors import MoeschedError
+from moesched.requests.logprobs import Logprob as Logprob
 
 LENGTH = struct.Struct("!I")
 MOST_FRAME_BYTES = 64 << 20
@@ -52,6 +53,13 @@ class Close(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """No more requests will come: the engine ends once those that it has are done."""
 
 
+class Loading(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The engine has loaded `done` of `total` pages of weights."""
+
+    done: int
+    total: int
+
+
 class Ready(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """The engine has loaded the weights.
 
@@ -60,6 +68,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True, array_like=True):
         policy: the name of the policy.
         machine: the name of the machine.
         places, sequences, cache_tokens, prompt_tokens, context: see `moesched.serving.capacity.Capacity`.
+        vocabulary: the number of tokens that the model knows.
     """
 
     model: str
@@ -70,13 +79,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True, array_like=True):
     cache_tokens: int
     prompt_tokens: int
     context: int
-
-
-class Logprob(msgspec.Struct, frozen=True, array_like=True):
-    """A token's natural log probability, and the likeliest tokens with theirs, the likeliest first."""
-
-    logprob: float
-    likeliest: list[tuple[int, float]]
+    vocabulary: int
 
 
 Ending: TypeAlias = Literal["stop", "length"]
@@ -133,7 +136,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 ToEngine: TypeAlias = Ask | Leave | Close
-ToFront: TypeAlias = Ready | Token | Refused | State | Failed
+ToFront: TypeAlias = Loading | Ready | Token | Refused | State | Failed
 
 
 class BadFrame(MoeschedError):

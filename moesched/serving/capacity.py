@@ -5,7 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from moesched.errors import BadInput
-from moesched.requests.batch import KV_BLOCK_TOKENS, Batch, cached_tokens
+from moesched.models.kv_blocks import KV_BLOCK_TOKENS, cached_tokens
+from moesched.requests.batch import Batch
 from moesched.requests.batching import BatchSizes
 from moesched.serving.request import Request
 

@@ -44,7 +44,16 @@ class Seat:
         self.cached = start + tokens
         self.left -= 1
         self.last_step = step
-        return Row(request.number, start, tokens, True, ids, request.sampling, request.blocks_tokens)
+        return Row(
+            request.number,
+            start,
+            tokens,
+            True,
+            ids,
+            request.sampling,
+            request.blocks_tokens,
+            request.logprobs,
+        )
 
 
 class _Place:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from moesched.requests.batch import cached_tokens
+from moesched.models.kv_blocks import cached_tokens
+from moesched.requests.logprobs import WantedLogprobs
 from moesched.requests.sampling import Sampling
 
 
@@ -20,6 +21,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
         arrives: its arrival, in nanoseconds on the run's clock.
         ids: the ids of its prompt's tokens; None where nothing is computed.
         sampling: the way that its tokens are chosen.
+        logprobs: the log probabilities that it asks for; None for none.
         user: whose request it is, for admission.
     """
 
@@ -29,6 +31,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     arrives: int = 0
     ids: Sequence[int] | None = None
     sampling: Sampling = Sampling()
+    logprobs: WantedLogprobs | None = None
     user: str = ""
 
     @property

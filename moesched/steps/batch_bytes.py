@@ -21,9 +21,10 @@ from moesched.models.host_buffers import (
     routed_prompt_bytes,
     routed_rows_bytes,
 )
+from moesched.models.kv_blocks import KV_BLOCK_TOKENS, cached_tokens
 from moesched.models.operations import Operations
 from moesched.models.replayed import graph_bytes, kept_bytes, shared_bytes
-from moesched.requests.batch import KV_BLOCK_TOKENS, Batch, cached_tokens
+from moesched.requests.batch import Batch
 from moesched.requests.chunks import Chunk
 from moesched.steps.read_only import ReadOnly
 
@@ -116,11 +117,15 @@ class BatchBytes(ReadOnly):
         return rows * exchanged_bytes(self._operations)
 
     def device_kv(self, micro_batches: Iterable[int]) -> int:
-        """Bytes of one layer's keys and values on the accelerator, of those micro-batches whose prompts are cut."""
-        requests = [
+        """Bytes of one layer's keys and values on the accelerator, of those micro-batches whose prompts are cut.
+
+        Nothing leaves a window there: the next layer needs the same memory.
+        """
+        prompts = [
             cached_tokens(self._batch.prompts[request])
             for number in micro_batches
             if number in self._cut
             for request in self._batch.micro_batches[number]
         ]
-        return max(kind.held_bytes(requests) for kind in self._operations.kinds.values())
+        kinds = self._operations.kinds.values()
+        return max(sum(prompts) * kind.kv_bytes + len(prompts) * kind.state_bytes for kind in kinds)

@@ -8,9 +8,9 @@ from operator import add
 
 from moesched.machines.cost import cost_model
 from moesched.machines.demand import CostModel
+from moesched.models.kv_blocks import KV_BLOCK_TOKENS
 from moesched.models.operations import Amount, Operations
 from moesched.models.tensor_sizes import ResidentShare
-from moesched.requests.batch import KV_BLOCK_TOKENS
 from moesched.steps.micro_batch import MicroBatch
 from moesched.steps.pipeline_stages import PipelineStage
 from moesched.steps.plan import Plan

@@ -21,9 +21,10 @@ from moesched.machines.local import unified_machine
 from moesched.machines.networks import load_network
 from moesched.machines.staging import staged
 from moesched.models.config import ModelConfig
+from moesched.models.kv_blocks import KV_BLOCK_TOKENS
 from moesched.models.layout import WeightLayout, weight_layout
 from moesched.models.shapes import SHAPES
-from moesched.requests.batch import KV_BLOCK_TOKENS, Batch, split_batch
+from moesched.requests.batch import Batch, split_batch
 from moesched.runs.assembly import assemble, close_at_end
 from moesched.runs.generation import TokenHandling
 from moesched.runs.planning import plan_run

@@ -9,6 +9,7 @@ from moesched.models.architectures.gemma4 import GEMMA4
 from moesched.models.architectures.glm4_moe import GLM4_MOE
 from moesched.models.architectures.gpt_oss import GPT_OSS
 from moesched.models.architectures.granite_moe import GRANITE_MOE
+from moesched.models.architectures.granite_moe_shared import GRANITE_MOE_SHARED
 from moesched.models.architectures.llama import LLAMA
 from moesched.models.architectures.llama4 import LLAMA4
 from moesched.models.architectures.minimax_m2 import MINIMAX_M2
@@ -25,6 +26,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "llama": LLAMA,
     "gpt_oss": GPT_OSS,
     "granite_moe": GRANITE_MOE,
+    "granite_moe_shared": GRANITE_MOE_SHARED,
     "glm4_moe": GLM4_MOE,
     "deepseek": DEEPSEEK,
     "qwen3_next": QWEN3_NEXT,

@@ -84,7 +84,6 @@ def _pattern(keys: Gemma4Keys) -> Iterator[Layer]:
         kv_heads=keys.num_key_value_heads,
         head_dim=keys.head_dim,
         window=keys.sliding_window,
-        rolling=True,
         qk_norm="head",
         biases="qkvo" if keys.attention_bias else "",
     )
@@ -117,7 +116,7 @@ def _far(keys: Gemma4Keys, near: GroupedAttention) -> GroupedAttention:
 
     Newer files list its heads by layer, older ones in keys of their own.
     """
-    far = replace(near, window=None, rolling=False, keys_are_values=keys.attention_k_eq_v)
+    far = replace(near, window=None, keys_are_values=keys.attention_k_eq_v)
     if keys.per_layer_config is not None:
         return far
     kv_heads = keys.num_global_key_value_heads if keys.attention_k_eq_v else None

@@ -71,7 +71,6 @@ def _pattern(keys: Llama4Keys) -> Iterator[Layer]:
             kv_heads=keys.num_key_value_heads,
             head_dim=keys.head_dim,
             window=None if is_far else keys.attention_chunk_size,
-            rolling=not is_far,
             biases="qkvo" if keys.attention_bias else "",
         )
         yield Layer(attention=attention, feed_forward=routed if number in routed_layers else dense)

@@ -1,0 +1,88 @@
+"""The keys and values that prompts see, in memory beside the KV cache: those before them, and their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby, islice
+
+from moesched.models.kv_blocks import cached_tokens
+
+from ..kernels.functions import KVView
+from ..native.attention import PROMPT_TILE
+from ..products.linear import Tensor
+from .kv_step import KVStep
+
+CACHE_LINE = 64
+
+
+def prompt_views(step: KVStep, cached: Iterable[Tensor], new: Iterable[Tensor]) -> list[KVView]:
+    """Views of keys and values that a step's tokens see, in the step's order.
+
+    They have the same layout as in a cache that keeps all tokens, with neighbours of one length as one view, so that
+    the bits are equal. Tokens before the window are zeros.
+
+    Args:
+        cached: keys and values of a layer (slots, K, d), without those of the new tokens.
+        new: the new tokens' keys and values (T, K, d).
+    """
+    halves = [_joined(step, *each) for each in zip(cached, new, strict=True)]
+    queries = (tokens for (tokens, _), _ in _runs(step))
+    return list(map(KVView, *halves, queries))
+
+
+def _runs(step: KVStep) -> Iterator[tuple[tuple[int, int], int]]:
+    """Neighbours with as many new and earlier tokens: these numbers, and the number of sequences."""
+    pairs = zip(step.new, step.past, strict=True)
+    return ((pair, len([*neighbours])) for pair, neighbours in groupby(pairs))
+
+
+def _joined(step: KVStep, cached_NKd: Tensor, new_TKd: Tensor) -> Iterator[Tensor]:
+    """The keys or values of each run, (S, L, K, d)."""
+    start, before = 0, step.before
+    for (new, past), sequences in _runs(step):
+        stop = start + new * sequences
+        own_SNKd = new_TKd[start:stop].view(sequences, new, *new_TKd.shape[1:])
+        earlier = list(islice(before, sequences))
+        yield own_SNKd if not past and _is_aligned(own_SNKd) else _beside(earlier, past, cached_NKd, own_SNKd)
+        start = stop
+
+
+def _is_aligned(own_SNKd: Tensor) -> bool:
+    """Whether each sequence begins with a cache line, as in the cache."""
+    places = own_SNKd.storage_offset(), *(own_SNKd.stride()[:1] if len(own_SNKd) > 1 else ())
+    return all(place * own_SNKd.itemsize % CACHE_LINE == 0 for place in places)
+
+
+def _beside(earlier: Sequence[Sequence[range]], past: int, cached_NKd: Tensor, own_SNKd: Tensor) -> Tensor:
+    """Keys or values of some sequences: zeros, those in slots of the cache, and the new ones, each after the other."""
+    sequences, new, *head = own_SNKd.shape
+    held = sum(map(len, earlier[0]))
+    zeros = (past - held) % PROMPT_TILE
+    length = zeros + held + new
+    memory = own_SNKd.new_empty(sequences * cached_tokens(length) * own_SNKd[0, 0].numel())
+    all_SLKd, _ = carved(memory, (sequences, length, *head))
+    all_SLKd[:, :zeros].zero_()
+    for all_LKd, spans in zip(all_SLKd, earlier, strict=True):
+        copy_slots(all_LKd[zeros:], cached_NKd, spans)
+    all_SLKd[:, zeros + held :].copy_(own_SNKd)
+    return all_SLKd
+
+
+def copy_slots(there_LKd: Tensor, cached_NKd: Tensor, spans: Iterable[range]) -> None:
+    """Copy slots of a cache to the first places of a sequence's memory."""
+    start = 0
+    for span in spans:
+        stop = start + len(span)
+        there_LKd[start:stop].copy_(cached_NKd[span.start : span.stop], non_blocking=True)
+        start = stop
+
+
+def carved(memory: Tensor, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """A tensor (S, L, K, d) of keys or values at the start of flat memory, and the rest of that memory.
+
+    Each sequence begins with a block of its own, as in the cache, for the same bits as from there.
+    """
+    sequences, length, kv_heads, head_dim = shape
+    room = cached_tokens(length)
+    count = sequences * room * kv_heads * head_dim
+    return memory[:count].view(sequences, room, kv_heads, head_dim)[:, :length], memory[count:]

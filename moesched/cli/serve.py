@@ -1,0 +1,61 @@
+"""`moesched serve`: answers many users at once, by OpenAI's API."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from moesched.cli.command import command
+from moesched.cli.failures import tell
+from moesched.cli.output import Bar
+from moesched.jobs.served_options import ServedOptions
+from moesched.options import part_of
+from moesched.server.options import FrontOptions
+from moesched.system.standard_output import command_output
+
+if TYPE_CHECKING:
+    from moesched.server.messages import Ready
+    from moesched.server.serve import Notes
+
+EPILOGUE = """Examples:
+
+  moesched serve examples/tiny-mixtral
+  moesched serve models/mixtral-0.8b --policy cgopipe --budget host=640MB \\
+      --batch-size 16 --port 8001"""
+
+
+@command(1, EPILOGUE)
+def serve(model: ServedOptions, http: FrontOptions) -> int:
+    """Serve a model to many users at once, by OpenAI's API and with a chat in the browser.
+
+    It prints its address once the weights are loaded. Ctrl-C or SIGTERM: no more requests are taken, those that run
+    end, and so does the server, with exit code 0; a second one ends it at once.
+    """
+    import msgspec
+
+    from moesched.server.serve import ENGINE, Listener, serve
+
+    options = msgspec.json.encode(part_of(model, ServedOptions), enc_hook=str).decode()
+    with Bar("loading weights", patience=0) as bar:
+
+        def say(url: str, ready: Ready, notes: Notes) -> None:
+            bar.close()
+            for line in lacks(notes):
+                tell(line)
+            out = command_output()
+            out.write(f"{ready.model} with policy {ready.policy} at {url}\n")
+            out.flush()
+
+        serve(Path(model.model), http, [*ENGINE, options], Listener(bar.update, say))
+    return 0
+
+
+def lacks(notes: Notes) -> list[str]:
+    """What users of the model should know, a line each."""
+    if not notes.has_tokenizer:
+        return ["the model has no tokenizer: prompts and answers are the ids of tokens"]
+    if not notes.has_template:
+        return [
+            "the model has no chat template: chats are given to it as plain text, a line for each message"
+        ]
+    return []

@@ -1,0 +1,41 @@
+"""The bytes that a token stands for, from its name in the vocabulary."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+_SPACE = "▁"
+
+
+def stands_for_bytes(tokenizer: Any) -> bool:
+    """Test whether the characters of a tokenizer's names stand for bytes, as those of GPT-2 do."""
+    decoder = tokenizer.decoder
+    return decoder is not None and b'"ByteLevel"' in decoder.__getstate__()
+
+
+def token_bytes(name: str, *, in_bytes: bool) -> bytes:
+    """The bytes of a token; special tokens stand for the bytes of their names.
+
+    Args:
+        in_bytes: whether the characters of names stand for bytes; otherwise names are text, with ▁ for a space.
+    """
+    if in_bytes:
+        table = _bytes_by_character()
+        if all(character in table for character in name):
+            return bytes(table[character] for character in name)
+        return name.encode()
+    if found := _BYTE.fullmatch(name):
+        return bytes.fromhex(found[1])
+    return name.replace(_SPACE, " ").encode()
+
+
+@cache
+def _bytes_by_character() -> Mapping[str, int]:
+    """GPT-2's names of bytes: printable ones are themselves, the others are characters from U+0100 on, in order."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}

@@ -1,0 +1,32 @@
+"""The tokens that KV caches hold: in blocks, and of a window no more than its own."""
+
+from __future__ import annotations
+
+KV_BLOCK_TOKENS = 16
+
+
+def cached_tokens(length: int) -> int:
+    """Tokens that a sequence of this length takes in a cache of keys and values, in whole blocks."""
+    return -(-length // KV_BLOCK_TOKENS) * KV_BLOCK_TOKENS
+
+
+def cached_tokens_of_beams(prompt: int, new_tokens: int, beams: int) -> int:
+    """Tokens that a request takes in the KV cache, in whole blocks; its beams share the full blocks of the prompt."""
+    shared = prompt // KV_BLOCK_TOKENS * KV_BLOCK_TOKENS
+    return shared + beams * (cached_tokens(prompt + new_tokens) - shared)
+
+
+def window_tokens(window: int) -> int:
+    """Most tokens that a sequence takes in the cache of a window, in whole blocks.
+
+    The window before a new token may begin anywhere in a block, so it takes its own blocks and one more.
+    """
+    return cached_tokens(window - 1) + KV_BLOCK_TOKENS
+
+
+def kept_tokens(tokens: int, most: int | None, beams: int = 1) -> int:
+    """Tokens in the cache of a request that has had `tokens` there.
+
+    most: as `most_cached` of a kind of attention gives it, for each beam.
+    """
+    return tokens if most is None else min(tokens, beams * most)

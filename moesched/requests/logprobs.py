@@ -1,0 +1,42 @@
+"""Log probabilities of tokens, for requests that ask for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class WantedLogprobs(NamedTuple):
+    """What a request asks for.
+
+    Attributes:
+        likeliest: the number of likeliest tokens to name beside each token.
+        prompt: whether the prompt's tokens have log probabilities, too.
+    """
+
+    likeliest: int
+    prompt: bool = False
+
+
+class Logprob(NamedTuple):
+    """A token's natural log probability, and the likeliest tokens of its place with theirs, the likeliest first."""
+
+    logprob: float
+    likeliest: Sequence[tuple[int, float]]
+
+
+class ScoredToken(int):
+    """A token with its log probability.
+
+    Attributes:
+        logprob: its log probability, given the tokens before it.
+        prompt: those of the prompt's tokens, the first of which has none; with a request's first token only.
+    """
+
+    logprob: Logprob
+    prompt: list[Logprob | None] | None
+
+    def __new__(cls, token: int, logprob: Logprob, prompt: list[Logprob | None] | None = None) -> ScoredToken:
+        made = super().__new__(cls, token)
+        made.logprob, made.prompt = logprob, prompt
+        return made

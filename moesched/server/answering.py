@@ -1,0 +1,246 @@
+"""Answers to requests for text: read, ask, and write whole or piece by piece."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import aclosing, contextmanager
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.types import Receive, Scope, Send
+
+from moesched.server.bodies import read_bytes
+from moesched.server.errors import ApiError, ClientLeft, bad_request
+from moesched.server.fields import ChatRequest, CompletionRequest, Generated, read_body
+from moesched.server.forms import ChatForm, CompletionForm, Form, gathered
+from moesched.server.gate import Gate
+from moesched.server.generation import Generation, Piece, Prompt, Wanted
+from moesched.server.link import EngineLink
+from moesched.server.metrics import Metrics
+from moesched.server.model import Model
+from moesched.server.replies import Usage, usage
+
+STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+DONE = b"data: [DONE]\n\n"
+
+Given = TypeVar("Given", bound=Generated)
+_json = msgspec.json.Encoder()
+
+
+class Asked(NamedTuple):
+    """A request that was understood: prompts, what is wanted for each, and the form of the answer."""
+
+    prompts: Sequence[Prompt]
+    wanted: Wanted
+    form: Form
+
+
+class Answers(ABC, Generic[Given]):
+    """An endpoint that generates text, as an ASGI application.
+
+    Args:
+        model: the model that is served.
+    """
+
+    kind: type[Given]
+
+    def __init__(self, model: Model, link: EngineLink, gate: Gate, metrics: Metrics) -> None:
+        self.model = model
+        self._link = link
+        self._gate = gate
+        self._metrics = metrics
+
+    @abstractmethod
+    async def understand(self, given: Given, user: str) -> Asked:
+        """Turn a request's fields into prompts.
+
+        Raises:
+            ApiError: they cannot be used.
+        """
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request."""
+        request = Request(scope, receive)
+        try:
+            given = read_body(await read_bytes(request), self.kind)
+            self.model.require(given.model)
+            user = given.user or (request.client.host if request.client else "")
+            asked = await self.understand(given, user)
+            with self._gate.entered(len(asked.prompts) * asked.wanted.answers):
+                generation = Generation(self._link, self.model.codec, asked.prompts, asked.wanted)
+                with _left_when_over(generation, receive), self._metrics.timed(generation):
+                    await self._answer(given, asked, generation, send)
+        except ClientLeft:
+            pass  # nobody reads an answer
+
+    async def _answer(self, given: Given, asked: Asked, generation: Generation, send: Send) -> None:
+        async with aclosing(self._metrics.observed(generation)) as pieces:
+            if not given.stream:
+                parts = [piece async for several in pieces for piece in several]
+                answers = gathered(parts, len(asked.prompts) * asked.wanted.answers)
+                body = _json.encode(asked.form.whole(answers, _usage(generation)))
+                await _send_whole(send, body)
+                return
+            events = _events(pieces, asked.form, generation, with_usage=_with_usage(given))
+            await _send_stream(send, events)
+
+
+class Completions(Answers[CompletionRequest]):
+    """/v1/completions."""
+
+    kind = CompletionRequest
+
+    async def understand(self, given: CompletionRequest, user: str) -> Asked:
+        """Encode the prompts."""
+        scored = given.max_tokens == 0
+        if scored and not given.echo:
+            raise bad_request("max_tokens is 0: give 1 or more, or echo with it", "max_tokens")
+        prompts = [await self._prompt(each) for each in _prompts(given.prompt)]
+        wanted = Wanted(
+            new_tokens=self.model.answer_tokens(given.max_tokens, prompts, chat=False),
+            logprobs=given.logprobs,
+            echo=bool(given.echo),
+            scored=scored,
+            **_settings(given, user),
+        )
+        form = CompletionForm(
+            self.model.name,
+            self.model.codec,
+            scored=given.logprobs is not None,
+            with_usage=_with_usage(given),
+        )
+        return Asked(prompts, wanted, form)
+
+    async def _prompt(self, prompt: str | Sequence[int]) -> Prompt:
+        return await self.model.of_text(prompt) if isinstance(prompt, str) else self.model.of_ids(prompt)
+
+
+class Chats(Answers[ChatRequest]):
+    """/v1/chat/completions."""
+
+    kind = ChatRequest
+
+    async def understand(self, given: ChatRequest, user: str) -> Asked:
+        """Make a prompt of the conversation."""
+        if given.top_logprobs and not given.logprobs:
+            raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")
+        prompt = await self.model.of_chat([_for_template(message) for message in given.messages])
+        asked = given.max_tokens if given.max_completion_tokens is None else given.max_completion_tokens
+        wanted = Wanted(
+            new_tokens=self.model.answer_tokens(asked, [prompt], chat=True),
+            logprobs=(given.top_logprobs or 0) if given.logprobs else None,
+            **_settings(given, user),
+        )
+        form = ChatForm(
+            self.model.name, self.model.codec, scored=bool(given.logprobs), with_usage=_with_usage(given)
+        )
+        return Asked([prompt], wanted, form)
+
+
+def _for_template(message: Any) -> dict[str, Any]:
+    named = {} if message.name is None else {"name": message.name}
+    return {"role": message.role, "content": message.text, **named}
+
+
+def _prompts(given: str | list[str | int | list[int]]) -> list[str | list[int]]:
+    """The prompts of a request, which has one text, several, one list of ids, or several.
+
+    Raises:
+        ApiError: it mixes them, or has none.
+    """
+    if isinstance(given, str):
+        return [given]
+    if given and all(isinstance(each, int) for each in given):
+        return [given]  # type: ignore[list-item]  # all are ids
+    if given and (
+        all(isinstance(each, str) for each in given) or all(isinstance(each, list) for each in given)
+    ):
+        return given  # type: ignore[return-value]  # all are texts, or all are lists of ids
+    raise bad_request("prompt: give a text, a list of texts, token ids, or a list of lists of them", "prompt")
+
+
+def _settings(given: Generated, user: str) -> dict[str, Any]:
+    """The fields that both endpoints have, as `Wanted` takes them."""
+    return {
+        "answers": given.n or 1,
+        "temperature": 1.0 if given.temperature is None else given.temperature,
+        "top_k": given.top_k,
+        "top_p": 1.0 if given.top_p is None else given.top_p,
+        "seed": None if given.seed is None else given.seed % 2**63,
+        "stops": given.stops,
+        "user": user,
+    }
+
+
+def _with_usage(given: Generated) -> bool:
+    return bool(given.stream and given.stream_options and given.stream_options.include_usage)
+
+
+def _usage(generation: Generation) -> Usage:
+    return usage(generation.prompt_tokens, generation.answer_tokens)
+
+
+# ---------------------------------------------------------------- HTTP
+
+
+@contextmanager
+def _left_when_over(generation: Generation, receive: Receive) -> Iterator[None]:
+    """Leave the generation when the client closes the connection, and at the context's end."""
+    watcher = asyncio.ensure_future(_until_disconnected(receive))
+    watcher.add_done_callback(lambda _: generation.leave())
+    try:
+        yield
+    finally:
+        watcher.cancel()
+        generation.leave()
+
+
+async def _until_disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _send_whole(send: Send, body: bytes) -> None:
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def _send_stream(send: Send, events: AsyncIterator[bytes]) -> None:
+    """Send events as they come; a fault before the first one is raised, a later one is an event itself."""
+    begun = False
+    try:
+        async for data in events:
+            if not begun:
+                begun = True
+                await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+    except ApiError as error:
+        if not begun:
+            raise
+        await send({"type": "http.response.body", "body": b"data: %b\n\n" % error.body(), "more_body": True})
+    await send({"type": "http.response.body", "body": b""})
+
+
+async def _events(
+    pieces: AsyncIterator[list[Piece]], form: Form, generation: Generation, *, with_usage: bool
+) -> AsyncIterator[bytes]:
+    """Yield the events of a stream; those that came at once are one."""
+    async for several in pieces:
+        told = [each for each in several if each.text or each.tokens or each.ending]
+        if told:
+            yield b"".join(_event(form.chunk(each)) for each in told)
+    if with_usage:
+        yield _event(form.last(_usage(generation)))
+    yield DONE
+
+
+def _event(content: msgspec.Struct) -> bytes:
+    return b"data: %b\n\n" % _json.encode(content)

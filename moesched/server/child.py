@@ -1,0 +1,74 @@
+"""The engine's process, and the pipes to it."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+
+from moesched.server.link import EngineLink
+from moesched.server.messages import BadFrame
+from moesched.system.children import tied_child
+
+PATIENCE_SECONDS = 5.0
+"""The time in which a process whose input was closed has to end."""
+
+
+class Child:
+    """A running engine.
+
+    Attributes:
+        link: where to ask it.
+    """
+
+    def __init__(self, process: subprocess.Popen[bytes], link: EngineLink) -> None:
+        self._process = process
+        self.link = link
+
+    async def exit_code(self) -> int:
+        """Wait for its end."""
+        return await asyncio.to_thread(self._process.wait)
+
+
+@asynccontextmanager
+async def engine_child(
+    command: Sequence[str], on_loading: Callable[[int, int], object]
+) -> AsyncIterator[Child]:
+    """Start an engine; it is ended at the context's end.
+
+    Raises:
+        OSError: it cannot be started.
+    """
+    process = tied_child(command, stdout=subprocess.PIPE)
+    loop = asyncio.get_running_loop()
+    to_engine, _ = await loop.connect_write_pipe(asyncio.Protocol, process.stdin)
+    link = EngineLink(to_engine.write, on_loading)
+    from_engine, _ = await loop.connect_read_pipe(lambda: _FromEngine(link), process.stdout)
+    try:
+        yield Child(process, link)
+    finally:
+        link.end()
+        to_engine.close()
+        try:
+            await asyncio.to_thread(process.wait, PATIENCE_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        from_engine.close()
+
+
+class _FromEngine(asyncio.Protocol):
+    """Feeds what the engine writes to the link."""
+
+    def __init__(self, link: EngineLink) -> None:
+        self._link = link
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            self._link.feed(data)
+        except BadFrame as error:
+            self._link.end(f"it wrote {error}")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._link.end("its process has ended")

@@ -1,0 +1,111 @@
+"""A client of a running server: conversations whose answers come piece by piece. It needs Python alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
+from typing import Any
+from urllib.parse import urlsplit
+
+from moesched.errors import BadInput, MoeschedError
+from moesched.system.plain_text import shown
+
+SECONDS = 600.0
+"""The longest wait for a piece of an answer."""
+DATA = b"data: "
+
+
+class Client:
+    """Asks a server that speaks OpenAI's API.
+
+    Args:
+        url: its address, without a path.
+        key: the key that it asks for, if any.
+
+    Raises:
+        BadInput: the address is none of HTTP.
+    """
+
+    def __init__(self, url: str, key: str | None = None) -> None:
+        try:
+            parts = urlsplit(url)
+            self._host, self._port = parts.hostname or "", parts.port
+        except ValueError:
+            parts = urlsplit("")
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise BadInput(f"{shown(url)} is no address: give one such as http://127.0.0.1:8000")
+        self._url = url
+        self._secure = parts.scheme == "https"
+        self._headers = {"Content-Type": "application/json"} | (
+            {"Authorization": f"Bearer {key}"} if key else {}
+        )
+
+    def model(self) -> str:
+        """The name of the model that is served.
+
+        Raises:
+            BadInput: the server cannot be reached, or asks for a key.
+        """
+        with closing(self._connection()) as connection:
+            listed = self._asked(connection, "GET", "/v1/models")
+            try:
+                return str(json.loads(listed.read())["data"][0]["id"])
+            except (ValueError, LookupError, TypeError):
+                raise BadInput(f"{self._url} is no server of models: give the address of one") from None
+
+    def chat(self, messages: Sequence[Mapping[str, str]], **settings: Any) -> Iterator[str]:
+        """Yield the pieces of an answer's text.
+
+        Args:
+            settings: further fields of the request.
+
+        Raises:
+            BadInput: the server cannot be reached, or does not take the request.
+            MoeschedError: the answer broke off.
+        """
+        body = json.dumps({"messages": messages, "stream": True, **settings}).encode()
+        with closing(self._connection()) as connection:
+            response = self._asked(connection, "POST", "/v1/chat/completions", body)
+            try:
+                yield from _pieces(response)
+            except (OSError, HTTPException) as error:
+                raise MoeschedError(f"the answer of {self._url} broke off: {error}") from error
+
+    def _connection(self) -> HTTPConnection:
+        kind = HTTPSConnection if self._secure else HTTPConnection
+        return kind(self._host, self._port, timeout=SECONDS)
+
+    def _asked(
+        self, connection: HTTPConnection, method: str, path: str, body: bytes | None = None
+    ) -> HTTPResponse:
+        try:
+            connection.request(method, path, body, self._headers)
+            response = connection.getresponse()
+        except (OSError, HTTPException) as error:
+            raise BadInput(
+                f"cannot reach {self._url}: {error}: start a server with `moesched serve MODEL`, or give its --url"
+            ) from error
+        if response.status != 200:
+            raise BadInput(f"{self._url}: {_fault(response)}")
+        return response
+
+
+def _pieces(response: HTTPResponse) -> Iterator[str]:
+    for line in response:
+        if not line.startswith(DATA + b"{"):
+            continue
+        event = json.loads(line.removeprefix(DATA))
+        if "error" in event:
+            raise MoeschedError(str(event["error"]["message"]))
+        for choice in event["choices"]:
+            if text := choice["delta"].get("content"):
+                yield text
+
+
+def _fault(response: HTTPResponse) -> str:
+    try:
+        return str(json.loads(response.read())["error"]["message"])
+    except (ValueError, LookupError, TypeError):
+        return f"it answered {response.status} {response.reason}"

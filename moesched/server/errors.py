@@ -1,0 +1,69 @@
+"""Errors in the form that OpenAI's API has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import msgspec
+
+from moesched.errors import MoeschedError
+
+NO_HEADERS: Mapping[str, str] = MappingProxyType({})
+
+
+class ApiError(MoeschedError):
+    """A request that is not answered.
+
+    Args:
+        status: the status code of HTTP.
+        kind: OpenAI's `type` of the error.
+        param: the field of the request that is at fault.
+        code: OpenAI's short name of the fault.
+        headers: headers of the answer.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] = NO_HEADERS,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.kind = kind
+        self.param = param
+        self.code = code
+        self.headers = headers
+
+    def body(self) -> bytes:
+        """The error as JSON."""
+        told = _Told(" ".join(str(self).split()), self.kind, self.param, self.code)
+        return msgspec.json.encode({"error": told})
+
+
+class _Told(msgspec.Struct, frozen=True):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    """The error for a request that cannot be answered as it is."""
+    return ApiError(400, message, param=param, code=code)
+
+
+class EngineFailed(ApiError):
+    """The engine has ended; nothing can be answered any more."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(500, f"the engine has ended: {why}", kind="server_error")
+
+
+class ClientLeft(MoeschedError):
+    """The client has closed its connection: nobody reads the answer."""

@@ -1,0 +1,182 @@
+"""The bodies of requests: OpenAI's fields, as far as the server has them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from moesched.errors import BadInput
+from moesched.server.errors import ApiError, bad_request
+from moesched.system.decoding import DECODE_ERRORS, decode_json, reason
+from moesched.system.near_names import nearest_of
+from moesched.system.plain_text import shown
+
+MOST_VALUES = 2_000_000
+"""The most values in a body: more than any prompt of token ids has."""
+MOST_CHOICES = 128
+MOST_STOPS = 16
+MOST_LIKELIEST = 20
+MOST_NAME = 100
+"""The most characters of a field's name that are given back."""
+
+HARMLESS = frozenset(
+    ["metadata", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_retention", "safety_identifier"]
+    + ["service_tier", "store"]
+)
+"""Fields that change no answer: they are taken, whatever they say."""
+
+NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
+    {
+        "best_of": (1,),
+        "frequency_penalty": (0,),
+        "function_call": ("none",),
+        "functions": ([],),
+        "logit_bias": ({},),
+        "modalities": (["text"],),
+        "presence_penalty": (0,),
+        "response_format": ({"type": "text"},),
+        "suffix": ("",),
+        "tool_choice": ("none", "auto"),
+        "tools": ([],),
+    }
+)
+"""Fields that the server has not, and the values besides null at which they change no answer."""
+
+
+class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Options of a stream."""
+
+    include_usage: bool = False
+    include_obfuscation: bool = False
+
+
+class Generated(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The fields that both endpoints have; None is the same as an absent one."""
+
+    model: str
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    stop: str | list[str] | None = None
+    n: Annotated[int, Meta(ge=1, le=MOST_CHOICES)] | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=1)] | None = None
+    user: str | None = None
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The texts that end an answer.
+
+        Raises:
+            ApiError: one is empty, or there are too many.
+        """
+        stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        if not all(stops) or len(stops) > MOST_STOPS:
+            raise bad_request(f"stop: give up to {MOST_STOPS} texts that are not empty", "stop")
+        return stops
+
+
+class CompletionRequest(Generated, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The body of /v1/completions."""
+
+    prompt: str | list[str | int | list[int]]
+    max_tokens: Annotated[int, Meta(ge=0)] | None = None
+    echo: bool | None = None
+    logprobs: Annotated[int, Meta(ge=0, le=MOST_LIKELIEST)] | None = None
+
+
+class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A part of a message."""
+
+    text: str
+    type: Literal["text"] = "text"
+
+
+class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A message of a conversation; the fields after `name` are those of answers that are sent back."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart]
+    name: str | None = None
+    refusal: None = None
+    annotations: Annotated[list[Any], Meta(max_length=0)] | None = None
+    audio: None = None
+    function_call: None = None
+    tool_calls: Annotated[list[Any], Meta(max_length=0)] | None = None
+
+    @property
+    def text(self) -> str:
+        """What it says."""
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
+class ChatRequest(Generated, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The body of /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Meta(min_length=1)]
+    max_tokens: Annotated[int, Meta(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=MOST_LIKELIEST)] | None = None
+
+
+Body = TypeVar("Body", bound=Generated)
+
+
+def read_body(data: bytes, kind: type[Body]) -> Body:
+    """Read the body of a request.
+
+    Raises:
+        ApiError: it is not JSON, lacks a field, has one of a wrong type, or one that the server has not.
+    """
+    try:
+        fields = decode_json(data, dict[str, Any], "the body", "send JSON", most=MOST_VALUES)
+    except BadInput as error:
+        raise bad_request(str(error)) from error
+    known = kind.__struct_fields__
+    left = {name: value for name, value in fields.items() if name in known or not _is_taken(name, value)}
+    for name in left:
+        if name not in known:
+            raise _unknown(name, left[name], known)
+    try:
+        return msgspec.convert(left, kind)
+    except DECODE_ERRORS as error:
+        raise _of_wrong_type(reason(error), left) from error
+
+
+def _is_taken(name: str, value: object) -> bool:
+    """Test whether a field that the server has not changes nothing."""
+    return name in HARMLESS or (name in NEUTRAL and (value is None or value in NEUTRAL[name]))
+
+
+def _unknown(name: str, value: object, known: tuple[str, ...]) -> ApiError:
+    if name in NEUTRAL:
+        return bad_request(
+            f"{name} is {shown(value)}, and this server does not have it: omit it",
+            name,
+            "unsupported_parameter",
+        )
+    near = nearest_of(name, known)
+    remedy = "omit it" if near is None else f"did you mean {near}? Otherwise omit it"
+    return bad_request(f"unknown field {shown(name)}: {remedy}", name[:MOST_NAME], "unknown_parameter")
+
+
+_PATH = re.compile(r"(.*?) - at `(?:key )?\$\.?(.*)`$")
+_MISSING = re.compile(r"Object missing required field `(.*)`")
+
+
+def _of_wrong_type(message: str, fields: Mapping[str, Any]) -> ApiError:
+    """The error for what msgspec says of these fields: a fault, and the path of the one that has it."""
+    found = _PATH.match(message)
+    fault, path = (found[1], found[2]) if found else (message, "")
+    if missing := _MISSING.match(fault):
+        path = ".".join(filter(None, [path, missing[1]]))
+        return bad_request(f"{path} is missing: give it", path, "missing_required_parameter")
+    where = f"{path} is {shown(fields[path])}" if path in fields else path
+    return bad_request(f"{where}: {fault[:1].lower()}{fault[1:]}", path or None, "invalid_value")

@@ -1,0 +1,149 @@
+"""The two forms of answers: completions, and chats."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, Protocol
+
+import msgspec
+
+from moesched.server.generation import Piece, Scored
+from moesched.server.messages import Ending
+from moesched.server.replies import (
+    AnswerMessage,
+    ChatChoice,
+    ChatChunk,
+    ChatCompletion,
+    ChatPiece,
+    Completion,
+    CompletionChoice,
+    CompletionLogprobs,
+    Delta,
+    Usage,
+)
+from moesched.server.scores import chat_logprobs, completion_logprobs
+from moesched.server.served_text import Codec
+
+
+class Whole(NamedTuple):
+    """A whole answer."""
+
+    text: str
+    tokens: list[Scored]
+    ending: Ending
+
+
+class Form(Protocol):
+    """Writes answers."""
+
+    def whole(self, answers: Sequence[Whole], usage: Usage) -> msgspec.Struct:
+        """All answers at once."""
+
+    def chunk(self, piece: Piece) -> msgspec.Struct:
+        """A piece of an answer."""
+
+    def last(self, usage: Usage) -> msgspec.Struct:
+        """The end of a stream, with the usage."""
+
+
+class Head(NamedTuple):
+    """What all parts of an answer begin with."""
+
+    id: str
+    created: int
+    model: str
+
+
+def new_head(kind: str, model: str) -> Head:
+    """A head with an id of its own."""
+    return Head(f"{kind}-{secrets.token_hex(12)}", int(time.time()), model)
+
+
+class CompletionForm:
+    """The form of /v1/completions.
+
+    Args:
+        scored: whether log probabilities are wanted.
+        with_usage: whether each piece of a stream has the field `usage`.
+    """
+
+    def __init__(self, model: str, codec: Codec, *, scored: bool, with_usage: bool) -> None:
+        self._head = new_head("cmpl", model)
+        self._codec = codec
+        self._scored = scored
+        self._usage = None if with_usage else msgspec.UNSET
+        self._begins: Counter[int] = Counter()
+
+    def whole(self, answers: Sequence[Whole], usage: Usage) -> msgspec.Struct:
+        """All answers at once."""
+        choices = [
+            CompletionChoice(index, each.text, self._logprobs(index, each.tokens), each.ending)
+            for index, each in enumerate(answers)
+        ]
+        return Completion(*self._head, choices, usage)
+
+    def chunk(self, piece: Piece) -> msgspec.Struct:
+        """A piece of an answer."""
+        logprobs = self._logprobs(piece.answer, piece.tokens)
+        choice = CompletionChoice(piece.answer, piece.text, logprobs, piece.ending)
+        return Completion(*self._head, [choice], self._usage)
+
+    def last(self, usage: Usage) -> msgspec.Struct:
+        """The end of a stream, with the usage."""
+        return Completion(*self._head, [], usage)
+
+    def _logprobs(self, answer: int, tokens: Sequence[Scored]) -> CompletionLogprobs | None:
+        if not self._scored:
+            return None
+        made = completion_logprobs(tokens, self._begins[answer], self._codec)
+        self._begins[answer] += sum(map(len, made.tokens))
+        return made
+
+
+class ChatForm:
+    """The form of /v1/chat/completions; its arguments are those of `CompletionForm`."""
+
+    def __init__(self, model: str, codec: Codec, *, scored: bool, with_usage: bool) -> None:
+        self._head = new_head("chatcmpl", model)
+        self._codec = codec
+        self._scored = scored
+        self._usage = None if with_usage else msgspec.UNSET
+        self._begun: set[int] = set()
+
+    def whole(self, answers: Sequence[Whole], usage: Usage) -> msgspec.Struct:
+        """All answers at once."""
+        choices = []
+        for index, (text, tokens, ending) in enumerate(answers):
+            logprobs = chat_logprobs(tokens, self._codec) if self._scored else None
+            choices.append(ChatChoice(index, AnswerMessage(text), logprobs, ending))
+        return ChatCompletion(*self._head, choices, usage)
+
+    def chunk(self, piece: Piece) -> msgspec.Struct:
+        """A piece of an answer; the first one says whose message it is."""
+        first = piece.answer not in self._begun
+        self._begun.add(piece.answer)
+        delta = Delta("assistant" if first else None, piece.text if piece.text or first else None)
+        logprobs = chat_logprobs(piece.tokens, self._codec) if self._scored else None
+        return ChatChunk(*self._head, [ChatPiece(piece.answer, delta, logprobs, piece.ending)], self._usage)
+
+    def last(self, usage: Usage) -> msgspec.Struct:
+        """The end of a stream, with the usage."""
+        return ChatChunk(*self._head, [], usage)
+
+
+def gathered(pieces: Iterable[Piece], answers: int) -> list[Whole]:
+    """Whole answers from their pieces."""
+    texts: list[list[str]] = [[] for _ in range(answers)]
+    tokens: list[list[Scored]] = [[] for _ in range(answers)]
+    endings: list[Ending] = ["length"] * answers
+    for piece in pieces:
+        texts[piece.answer].append(piece.text)
+        tokens[piece.answer] += piece.tokens
+        endings[piece.answer] = piece.ending or "length"
+    return [
+        Whole("".join(text), scored, ending)
+        for text, scored, ending in zip(texts, tokens, endings, strict=True)
+    ]

@@ -1,0 +1,144 @@
+"""The server's HTTP: which path does what, and how errors look."""
+
+from __future__ import annotations
+
+import time
+from typing import NamedTuple
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from moesched.errors import MoeschedError
+from moesched.server.answering import Chats, Completions
+from moesched.server.errors import ApiError
+from moesched.server.gate import Gate
+from moesched.server.guards import Counted, Keyed, OfThisMachine, error_response
+from moesched.server.link import EngineLink
+from moesched.server.metrics import Metrics
+from moesched.server.model import Model
+from moesched.server.page import PAGE, PAGE_POLICY
+
+
+class Front:
+    """The application, and what it is made of.
+
+    Args:
+        key: what clients have to show; None if nothing.
+
+    Attributes:
+        app: the application of ASGI.
+        gate: counts requests, and closes.
+    """
+
+    def __init__(self, model: Model, link: EngineLink, gate: Gate, key: str | None = None) -> None:
+        self.gate = gate
+        self._model = model
+        self._link = link
+        self._metrics = Metrics(lambda: link.state)
+        routes = [
+            Route("/v1/chat/completions", Chats(model, link, gate, self._metrics), methods=["POST"]),
+            Route("/v1/completions", Completions(model, link, gate, self._metrics), methods=["POST"]),
+            Route("/v1/models", self.models),
+            Route("/v1/models/{name:path}", self.one_model),
+            Route("/health", self.health),
+            Route("/metrics", self.metrics),
+            Route("/state", self.state),
+            Route("/", self.page),
+        ]
+        faults = {ApiError: _api_error, HTTPException: _http_error, Exception: _own_error}
+        plain = Starlette(routes=routes, exception_handlers=faults)  # type: ignore[arg-type]  # each takes its own kind
+        known = frozenset(route.path for route in routes)
+        guarded = OfThisMachine(plain) if key is None else Keyed(plain, key)
+        self.app: ASGIApp = Counted(guarded, self._metrics, known)
+
+    async def models(self, _: Request) -> Response:
+        """/v1/models: the model that is served."""
+        return _json({"object": "list", "data": [self._described()]})
+
+    async def one_model(self, request: Request) -> Response:
+        """/v1/models/NAME."""
+        self._model.require(request.path_params["name"])
+        return _json(self._described())
+
+    async def health(self, _: Request) -> Response:
+        """/health: 200 while requests are taken."""
+        fine = not self.gate.closed and not self._link.ended.done()
+        return _json({"status": "ok" if fine else "closing"}, 200 if fine else 503)
+
+    async def metrics(self, _: Request) -> Response:
+        """/metrics, for Prometheus."""
+        return Response(self._metrics.text(), media_type="text/plain; version=0.0.4")
+
+    async def state(self, _: Request) -> Response:
+        """/state: what the page shows."""
+        ready, state = self._model.ready, self._link.state
+        told = Shown(
+            ready.model,
+            ready.policy,
+            ready.machine,
+            time.monotonic(),
+            state.running,
+            state.waiting,
+            state.held,
+            state.room,
+            state.steps,
+            state.busy,
+        )
+        return _json(told)
+
+    async def page(self, _: Request) -> Response:
+        """/: a chat in the browser."""
+        return Response(PAGE, headers={"Content-Security-Policy": PAGE_POLICY}, media_type="text/html")
+
+    def _described(self) -> dict[str, object]:
+        return {
+            "id": self._model.name,
+            "object": "model",
+            "created": self._model.loaded,
+            "owned_by": "moesched",
+            "max_model_len": self._model.most_tokens,
+        }
+
+
+class Shown(NamedTuple):
+    """The engine's state for the page; `at` is the server's clock in seconds."""
+
+    model: str
+    policy: str
+    machine: str
+    at: float
+    running: int
+    waiting: int
+    held: int
+    room: int
+    steps: int
+    busy: dict[str, float]
+
+
+# ---------------------------------------------------------------- responses
+
+
+def _json(content: object, status: int = 200) -> Response:
+    fields = content._asdict() if isinstance(content, Shown) else content
+    return Response(msgspec.json.encode(fields), status, media_type="application/json")
+
+
+async def _api_error(_: Request, error: ApiError) -> Response:
+    return error_response(error)
+
+
+async def _http_error(request: Request, error: HTTPException) -> Response:
+    remedy = "there is /v1/chat/completions, /v1/completions, /v1/models, /health, /metrics and a page at /"
+    fault = f"{request.method} {request.url.path}: {error.detail}: {remedy}"
+    return error_response(ApiError(error.status_code, fault, headers=dict(error.headers or {})))
+
+
+async def _own_error(_: Request, error: Exception) -> Response:
+    """A fault of the server itself; its log has the traceback."""
+    told = str(error) if isinstance(error, MoeschedError) else "the server has a fault; its log says more"
+    return error_response(ApiError(500, told, kind="server_error"))

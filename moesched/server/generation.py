@@ -1,0 +1,196 @@
+"""The answers to one request of the API: what to ask the engine, and pieces of text as tokens come."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncGenerator, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from moesched.server.errors import ClientLeft, bad_request
+from moesched.server.link import Arrived, EngineLink
+from moesched.server.messages import Ask, Ending, Logprob, Refused, Token
+from moesched.server.served_text import Codec
+from moesched.server.text import AnswerText
+
+MOST_SEED = 2**63
+
+
+class Prompt(NamedTuple):
+    """A prompt as it was given, and its tokens."""
+
+    text: str
+    ids: list[int]
+
+
+class Wanted(msgspec.Struct, frozen=True, kw_only=True):
+    """What is wanted for each prompt of a request; see `moesched.server.messages.Ask`.
+
+    Attributes:
+        answers: answers to each prompt.
+        stops: texts that end an answer.
+        seed: None for another one each time.
+        scored: whether only the prompt's log probabilities are wanted, and no answer.
+    """
+
+    new_tokens: int
+    answers: int = 1
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    seed: int | None = None
+    stops: tuple[str, ...] = ()
+    logprobs: int | None = None
+    echo: bool = False
+    scored: bool = False
+    user: str = ""
+
+
+class Scored(NamedTuple):
+    """A token with its log probability; None for the first one of a prompt."""
+
+    token: int
+    logprob: Logprob | None
+
+
+class Piece(NamedTuple):
+    """More of an answer.
+
+    Attributes:
+        answer: the answer's index: those to the first prompt come first.
+        text: its next text; may be empty.
+        tokens: its next tokens, if their log probabilities are wanted.
+        ending: why it ended; None if more follows.
+    """
+
+    answer: int
+    text: str
+    tokens: list[Scored]
+    ending: Ending | None
+
+
+class _Answer:
+    """One answer as it comes."""
+
+    def __init__(self, index: int, prompt: Prompt, wanted: Wanted, codec: Codec) -> None:
+        self._index = index
+        self._prompt = prompt
+        self._wanted = wanted
+        self._text = AnswerText(codec, prompt.ids, wanted.stops)
+        self.over = False
+        self.count = 0
+
+    def take(self, tokens: Sequence[Token]) -> Piece:
+        """Make a piece of all tokens that came at once."""
+        text, scored, ending = [], [], None
+        if self._wanted.echo and not self.count:
+            text.append(self._prompt.text)
+            scored += self._of_prompt(tokens[0])
+        for token in tokens:
+            self.count += 0 if self._wanted.scored else 1
+            ending = token.ending
+            if not self._wanted.scored and ending != "stop":
+                text.append(self._text.push(token.token))
+                scored.append(Scored(token.token, token.logprob))
+            if self._text.stopped:
+                ending = "stop"
+            if ending is not None:
+                self.over = True
+                break
+        if self.over and not self._text.stopped:
+            text.append(self._text.finish())
+            ending = "stop" if self._text.stopped else ending
+        return Piece(self._index, "".join(text), scored if self._wanted.logprobs is not None else [], ending)
+
+    def _of_prompt(self, first: Token) -> list[Scored]:
+        return [
+            Scored(token, each) for token, each in zip(self._prompt.ids, first.prompt or (), strict=False)
+        ]
+
+
+class Generation:
+    """All answers to a request. `leave` may be called at any time, and as often as one likes."""
+
+    def __init__(self, link: EngineLink, codec: Codec, prompts: Sequence[Prompt], wanted: Wanted) -> None:
+        """Ask the engine.
+
+        Raises:
+            EngineFailed: it has ended.
+        """
+        each = [prompt for prompt in prompts for _ in range(wanted.answers)]
+        first_seed = secrets.randbelow(MOST_SEED) if wanted.seed is None else wanted.seed
+        asks = [
+            ask_for(prompt, wanted, (first_seed + number % wanted.answers) % MOST_SEED)
+            for number, prompt in enumerate(each)
+        ]
+        self._link = link
+        self._answers = [_Answer(index, prompt, wanted, codec) for index, prompt in enumerate(each)]
+        self._prompt_tokens = sum(len(prompt.ids) for prompt in prompts)
+        self._box, self._numbers = link.ask(asks)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of all prompts, each counted once."""
+        return self._prompt_tokens
+
+    @property
+    def answer_tokens(self) -> int:
+        """Tokens of all answers so far."""
+        return sum(answer.count for answer in self._answers)
+
+    async def pieces(self) -> AsyncGenerator[list[Piece]]:
+        """Yield pieces as tokens come, until all answers have ended.
+
+        Raises:
+            ApiError: the engine does not take the request, or has ended.
+            ClientLeft: the request was left.
+        """
+        waiting = len(self._answers)
+        while waiting:
+            pieces = []
+            for index, tokens in _by_answer(await self._box.take()):
+                answer = self._answers[index]
+                if answer.over:
+                    continue
+                piece = answer.take(tokens)
+                pieces.append(piece)
+                if piece.ending is not None:
+                    waiting -= 1
+                    self._link.leave([self._numbers[index]])
+            yield pieces
+
+    def leave(self) -> None:
+        """Wait for the answers no more."""
+        self._link.leave(self._numbers)
+        self._box.end(ClientLeft())
+
+
+def ask_for(prompt: Prompt, wanted: Wanted, seed: int) -> Ask:
+    """The message to the engine for one answer."""
+    return Ask(
+        number=0,
+        ids=prompt.ids,
+        new_tokens=wanted.new_tokens,
+        temperature=wanted.temperature,
+        top_k=wanted.top_k,
+        top_p=wanted.top_p,
+        seed=seed,
+        logprobs=wanted.logprobs,
+        echo=wanted.echo and wanted.logprobs is not None,
+        user=wanted.user,
+    )
+
+
+def _by_answer(arrived: Sequence[Arrived]) -> list[tuple[int, list[Token]]]:
+    """The tokens that came, by answer.
+
+    Raises:
+        ApiError: the engine does not take one of the requests.
+    """
+    tokens: dict[int, list[Token]] = {}
+    for answer, message in arrived:
+        if isinstance(message, Refused):
+            raise bad_request(message.why)
+        tokens.setdefault(answer, []).append(message)
+    return list(tokens.items())

@@ -1,0 +1,93 @@
+"""Who may ask: applications of ASGI around the one that answers."""
+
+from __future__ import annotations
+
+import hmac
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from moesched.server.errors import ApiError
+from moesched.server.metrics import Metrics
+from moesched.server.options import is_loopback
+
+OPEN_PATHS = frozenset(["/", "/health"])
+"""Paths that need no key: the page asks for it, and says nothing by itself."""
+
+
+class Keyed:
+    """Lets requests pass that show the key."""
+
+    def __init__(self, app: ASGIApp, key: str) -> None:
+        self._app = app
+        self._shown = f"Bearer {key}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, or refuse it."""
+        given = Headers(scope=scope).get("authorization", "").encode("latin-1")
+        if scope["path"] in OPEN_PATHS or hmac.compare_digest(given, self._shown):
+            await self._app(scope, receive, send)
+            return
+        error = ApiError(
+            401,
+            "the API key is missing or wrong: send it as Authorization: Bearer KEY",
+            code="invalid_api_key",
+            headers={"WWW-Authenticate": "Bearer"},
+        )
+        await error_response(error)(scope, receive, send)
+
+
+class OfThisMachine:
+    """Lets requests pass that name this machine, where no key is asked for.
+
+    Otherwise a page of a stranger whose name was made to mean this machine could read answers in a browser here.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, or refuse it."""
+        host = host_of(Headers(scope=scope).get("host", "localhost"))
+        if is_loopback(host):
+            await self._app(scope, receive, send)
+            return
+        error = ApiError(
+            403, f"{host!r} is no name of this machine: ask 127.0.0.1, or let the server have a key"
+        )
+        await error_response(error)(scope, receive, send)
+
+
+class Counted:
+    """Counts responses by path and status; `known` are the paths, so that strangers make no new ones."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics, known: frozenset[str]) -> None:
+        self._app = app
+        self._metrics = metrics
+        self._known = known
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, and note the status of its response."""
+
+        async def noting(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                path = scope["path"] if scope["path"] in self._known else "other"
+                self._metrics.responses.labels(path, message["status"]).inc()
+            await send(message)
+
+        await self._app(scope, receive, noting)
+
+
+def host_of(header: str) -> str:
+    """The name in a header `Host`, without the port."""
+    try:
+        return urlsplit(f"//{header}").hostname or header
+    except ValueError:
+        return header
+
+
+def error_response(error: ApiError) -> Response:
+    """The response that tells an error."""
+    return Response(error.body(), error.status, dict(error.headers), "application/json")

@@ -1,0 +1,164 @@
+"""The front's end of the pipe: questions go out, tokens come in. No I/O here: bytes in, bytes out."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from itertools import count
+from typing import NamedTuple
+
+import msgspec
+
+from moesched.errors import MoeschedError
+from moesched.server.errors import EngineFailed
+from moesched.server.messages import (
+    Ask,
+    Close,
+    Failed,
+    Frames,
+    Leave,
+    Loading,
+    Ready,
+    Refused,
+    State,
+    ToEngine,
+    ToFront,
+    Token,
+    frame,
+)
+
+IDLE = State(0, 0, 0, 0, 0, {})
+
+
+class Arrived(NamedTuple):
+    """A message about one of the requests of a mailbox, by its place among them."""
+
+    answer: int
+    message: Token | Refused
+
+
+class Mailbox:
+    """The messages about some requests, for one who waits for them."""
+
+    def __init__(self) -> None:
+        self._arrived: list[Arrived] = []
+        self._came = asyncio.Event()
+        self._over: MoeschedError | None = None
+
+    def put(self, arrived: Arrived) -> None:
+        """Add a message."""
+        self._arrived.append(arrived)
+        self._came.set()
+
+    def end(self, why: MoeschedError) -> None:
+        """Have `take` raise an error from now on."""
+        self._over = why
+        self._came.set()
+
+    async def take(self) -> list[Arrived]:
+        """Wait for messages, and return all that came.
+
+        Raises:
+            ClientLeft, EngineFailed: no more will come.
+        """
+        await self._came.wait()
+        if self._over is not None:
+            raise self._over
+        self._came.clear()
+        arrived, self._arrived = self._arrived, []
+        return arrived
+
+
+class EngineLink:
+    """Numbers requests, sends them to the engine, and hands its tokens to those who wait.
+
+    Args:
+        write: takes bytes for the engine.
+        on_loading: called with the pages loaded so far and all pages.
+
+    Attributes:
+        state: the engine's state as it said last.
+        ready: what the engine serves, once it has loaded the weights; or the reason why it has not.
+        ended: done when the engine has ended; with the reason, empty if it was told to.
+    """
+
+    def __init__(
+        self,
+        write: Callable[[bytes], object],
+        on_loading: Callable[[int, int], object] = lambda done, total: None,
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        self._write = write
+        self._on_loading = on_loading
+        self._frames = Frames(ToFront)
+        self._numbers = count()
+        self._boxes: dict[int, tuple[Mailbox, int]] = {}
+        self.state = IDLE
+        self.ready: asyncio.Future[Ready] = loop.create_future()
+        self.ended: asyncio.Future[str] = loop.create_future()
+
+    def ask(self, asks: Sequence[Ask]) -> tuple[Mailbox, list[int]]:
+        """Send requests; returns where their tokens arrive, and the numbers that they got.
+
+        Raises:
+            EngineFailed: the engine has ended.
+        """
+        if self.ended.done():
+            raise EngineFailed(self.ended.result() or "it was closed")
+        box = Mailbox()
+        numbered = [msgspec.structs.replace(each, number=next(self._numbers)) for each in asks]
+        self._boxes.update((each.number, (box, index)) for index, each in enumerate(numbered))
+        self._send(numbered)
+        return box, [each.number for each in numbered]
+
+    def leave(self, numbers: Sequence[int]) -> None:
+        """Tell the engine that nobody waits for these requests any more; no effect on those that ended."""
+        open_ones = [number for number in numbers if self._boxes.pop(number, None) is not None]
+        if open_ones and not self.ended.done():
+            self._send([Leave(number) for number in open_ones])
+
+    def close(self) -> None:
+        """Tell the engine that no more requests will come."""
+        if not self.ended.done():
+            self._send([Close()])
+
+    def feed(self, data: bytes) -> None:
+        """Take bytes from the engine."""
+        for message in self._frames.feed(data):
+            self._take(message)  # type: ignore[arg-type]  # frames of the engine have nothing else
+
+    def end(self, why: str = "") -> None:
+        """Note that the engine has ended, and tell those who wait."""
+        if self.ended.done():
+            return
+        self.ended.set_result(why)
+        failure = EngineFailed(why or "it was closed")
+        for box in {box for box, _ in self._boxes.values()}:
+            box.end(failure)
+        self._boxes.clear()
+        if not self.ready.done():
+            self.ready.set_exception(failure)
+
+    def _send(self, messages: Sequence[ToEngine]) -> None:
+        self._write(frame(messages))
+
+    def _take(self, message: ToFront) -> None:
+        if isinstance(message, Token | Refused):
+            self._deliver(message)
+        elif isinstance(message, State):
+            self.state = message
+        elif isinstance(message, Ready):
+            self.ready.set_result(message)
+        elif isinstance(message, Loading):
+            self._on_loading(message.done, message.total)
+        elif isinstance(message, Failed):
+            self.end(message.why)
+
+    def _deliver(self, message: Token | Refused) -> None:
+        found = self._boxes.get(message.number)
+        if found is None:
+            return  # it was told to leave
+        box, index = found
+        if isinstance(message, Refused) or message.ending is not None:
+            del self._boxes[message.number]
+        box.put(Arrived(index, message))

@@ -1,0 +1,83 @@
+"""What the server counts, as Prometheus reads it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import aclosing, contextmanager
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from moesched.server.generation import Generation, Piece
+from moesched.server.messages import State
+
+SECONDS = (0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 1, 2, 5, 10, 30, 60)
+
+
+class Metrics:
+    """Counters and times of a server.
+
+    Args:
+        state: gives the engine's state.
+    """
+
+    def __init__(self, state: Callable[[], State]) -> None:
+        self._registry = registry = CollectorRegistry()
+        self._state = state
+        self.responses = Counter(
+            "moesched_responses", "Responses by path and status.", ["path", "status"], registry=registry
+        )
+        self._prompt_tokens = Counter("moesched_prompt_tokens", "Tokens of prompts.", registry=registry)
+        self._answer_tokens = Counter("moesched_answer_tokens", "Tokens of answers.", registry=registry)
+        self._first = Histogram(
+            "moesched_time_to_first_token_seconds",
+            "From the request to its first token.",
+            buckets=SECONDS,
+            registry=registry,
+        )
+        self._each = Histogram(
+            "moesched_time_per_token_seconds",
+            "From one token of a request to its next.",
+            buckets=SECONDS,
+            registry=registry,
+        )
+        self._gauges = {
+            "running": Gauge("moesched_requests_running", "Requests that run.", registry=registry),
+            "waiting": Gauge(
+                "moesched_requests_waiting", "Requests that wait for a place.", registry=registry
+            ),
+            "held": Gauge("moesched_kv_tokens_held", "Tokens of the KV cache in use.", registry=registry),
+            "room": Gauge("moesched_kv_tokens_room", "Tokens of the KV cache in all.", registry=registry),
+            "steps": Gauge("moesched_steps", "Steps so far.", registry=registry),
+        }
+        self._busy = Gauge(
+            "moesched_lane_busy_seconds", "Seconds that a lane ran so far.", ["lane"], registry=registry
+        )
+
+    @contextmanager
+    def timed(self, generation: Generation) -> Iterator[None]:
+        """Count the tokens of a request when it ends."""
+        self._prompt_tokens.inc(generation.prompt_tokens)
+        try:
+            yield
+        finally:
+            self._answer_tokens.inc(generation.answer_tokens)
+
+    async def observed(self, generation: Generation) -> AsyncGenerator[list[Piece]]:
+        """Yield a generation's pieces, and note the times between them."""
+        before, histogram = time.monotonic(), self._first
+        async with aclosing(generation.pieces()) as pieces:
+            async for several in pieces:
+                now = time.monotonic()
+                histogram.observe(now - before)
+                before, histogram = now, self._each
+                yield several
+
+    def text(self) -> bytes:
+        """All of them in Prometheus' format."""
+        state = self._state()
+        for name, gauge in self._gauges.items():
+            gauge.set(getattr(state, name))
+        for lane, seconds in state.busy.items():
+            self._busy.labels(lane).set(seconds)
+        return generate_latest(self._registry)

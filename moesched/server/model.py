@@ -1,0 +1,127 @@
+"""The model as requests see it: prompts become tokens within its limits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from moesched.errors import BadInput
+from moesched.server.errors import ApiError, bad_request
+from moesched.server.generation import Prompt
+from moesched.server.messages import Ready
+from moesched.server.served_text import Codec, encode
+from moesched.server.templates import Renders
+
+NEW_TOKENS = 16
+"""Tokens of a completion that does not say how many, as OpenAI's API has it."""
+
+
+class Model:
+    """A served model.
+
+    Args:
+        chat_tokens: the most tokens of an answer in a chat that does not say how many.
+
+    Attributes:
+        name: the name that requests give.
+        loaded: the time at which it was loaded, in seconds since 1970.
+    """
+
+    def __init__(
+        self, ready: Ready, codec: Codec, template: Renders, *, chat_tokens: int, loaded: int
+    ) -> None:
+        self.name = ready.model
+        self.ready = ready
+        self.codec = codec
+        self.loaded = loaded
+        self._template = template
+        self._chat_tokens = chat_tokens
+
+    @property
+    def most_tokens(self) -> int:
+        """The most tokens of a prompt and its answer together."""
+        return min(self.ready.context, self.ready.cache_tokens)
+
+    def require(self, name: str) -> None:
+        """Raise ApiError unless a request names this model."""
+        if name != self.name:
+            raise ApiError(
+                404, f"no model {name!r} here: ask for {self.name}", param="model", code="model_not_found"
+            )
+
+    async def of_text(self, text: str) -> Prompt:
+        """The prompt of a text.
+
+        Raises:
+            ApiError: it cannot be encoded, or is too long.
+        """
+        return Prompt(text, await self._encoded(text))
+
+    async def of_chat(self, messages: Sequence[dict[str, Any]]) -> Prompt:
+        """The prompt of a conversation, by the model's template.
+
+        Raises:
+            ApiError: the template does not take it, it cannot be encoded, or is too long.
+        """
+        try:
+            text = await self._template.render(messages)
+        except BadInput as error:
+            raise bad_request(str(error), "messages") from error
+        return Prompt(text, await self._encoded(text, bare=self._template.bare))
+
+    def of_ids(self, ids: Sequence[int]) -> Prompt:
+        """The prompt of token ids.
+
+        Raises:
+            ApiError: one is unknown, or there are too many.
+        """
+        prompt = list(ids)
+        self._require(prompt)
+        return Prompt(self.codec.decode(prompt), prompt)
+
+    def answer_tokens(self, asked: int | None, prompts: Sequence[Prompt], *, chat: bool) -> int:
+        """The most tokens of each answer.
+
+        Args:
+            asked: what the request says; None for the default, or as much as there is room for.
+
+        Raises:
+            ApiError: prompt and answer together are too long.
+        """
+        longest = max(len(prompt.ids) for prompt in prompts)
+        room = self.most_tokens - longest
+        tokens = min(self._chat_tokens if chat else NEW_TOKENS, room) if asked is None else max(asked, 1)
+        if not 1 <= tokens <= room:
+            raise bad_request(
+                f"a prompt of {longest} tokens and {tokens if asked else 1} new ones are more than the "
+                f"{self.most_tokens} that a request may have: shorten it, or lower max_tokens",
+                "messages" if chat else "prompt",
+                "context_length_exceeded",
+            )
+        return tokens
+
+    async def _encoded(self, text: str, *, bare: bool = False) -> list[int]:
+        try:
+            ids = await encode(self.codec, text, self.most_tokens, bare=bare)
+        except BadInput as error:
+            raise bad_request(f"the prompt cannot be used: {error}", "prompt") from error
+        self._require(ids)
+        return ids
+
+    def _require(self, ids: Sequence[int]) -> None:
+        if not ids:
+            raise bad_request("the prompt is empty: give at least one token", "prompt")
+        most = min(self.ready.prompt_tokens, self.most_tokens - 1)
+        if len(ids) > most:
+            raise bad_request(
+                f"the prompt has {len(ids)} tokens, and may have {most}: shorten it",
+                "prompt",
+                "context_length_exceeded",
+            )
+        unknown = next((token for token in ids if not 0 <= token < self.ready.vocabulary), None)
+        if unknown is not None:
+            raise bad_request(
+                f"token id {unknown} is outside the vocabulary of {self.ready.vocabulary}: "
+                f"use ids from 0 to {self.ready.vocabulary - 1}",
+                "prompt",
+            )

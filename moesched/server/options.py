@@ -1,0 +1,84 @@
+"""Options of the server's HTTP."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+from pathlib import Path
+from typing import Annotated
+
+from moesched.errors import BadInput
+from moesched.options import Option, Options
+from moesched.system.input_file import read_input
+
+HTTP = "HTTP"
+"""Heading of options in the help."""
+KEY_VARIABLE = "MOESCHED_API_KEY"
+MOST_KEY_BYTES = 10_000
+
+
+class FrontOptions(Options):
+    """Options for the address, the key and the limits of a server."""
+
+    host: Annotated[
+        str, Option("Address to listen at. Others than loopback need a key.", "ADDRESS", group=HTTP)
+    ] = "127.0.0.1"
+    port: Annotated[int, Option("Port; 0 for a free one.", "N", group=HTTP, ge=0, le=65_535)] = 8000
+    api_key_file: Annotated[
+        Path | None,
+        Option(
+            f"File with the key that clients have to send. By default what {KEY_VARIABLE} says, if it is set.",
+            "FILE",
+            group=HTTP,
+        ),
+    ] = None
+    queue: Annotated[
+        int,
+        Option(
+            "Answers that may wait for a place; more are told to come later (429).", "N", group=HTTP, ge=0
+        ),
+    ] = 64
+    max_tokens: Annotated[
+        int, Option("Most tokens of a chat's answer where the request does not say.", "N", group=HTTP, ge=1)
+    ] = 512
+
+    def key(self) -> str | None:
+        """The key; None if none is asked for.
+
+        Raises:
+            BadInput: it cannot be read, or the address needs one.
+        """
+        if self.api_key_file is not None:
+            return read_key(self.api_key_file)
+        given = os.environ.get(KEY_VARIABLE)
+        if given is not None:
+            return _checked(given.strip(), KEY_VARIABLE)
+        if not is_loopback(self.host):
+            raise BadInput(
+                f"--host {self.host} lets others in: set a key with --api-key-file FILE, or in {KEY_VARIABLE}"
+            )
+        return None
+
+
+def read_key(file: Path) -> str:
+    """The key in a file.
+
+    Raises:
+        BadInput: it cannot be read, or has none.
+    """
+    data = read_input(file, "API key", MOST_KEY_BYTES)
+    return _checked(data.decode("ascii", "replace").strip(), str(file))
+
+
+def _checked(key: str, where: str) -> str:
+    if not key or not key.isascii() or not key.isprintable() or " " in key:
+        raise BadInput(f"{where} has no key: give one of ASCII characters without spaces")
+    return key
+
+
+def is_loopback(host: str) -> bool:
+    """Test whether an address is one of this machine that no other machine reaches."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

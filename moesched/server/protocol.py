@@ -1,0 +1,71 @@
+"""HTTP connections with limits of time, which uvicorn has not."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+REQUEST_SECONDS = 20.0
+"""The time in which a request has to arrive as a whole, headers and body."""
+WRITE_SECONDS = 60.0
+"""The time in which a client has to read what waits for it."""
+
+
+class TimedProtocol(H11Protocol):
+    """A connection that is closed if its client sends or reads too slowly, or not at all."""
+
+    request_seconds = REQUEST_SECONDS
+    write_seconds = WRITE_SECONDS
+
+    def __init__(self, *args: Any, **keywords: Any) -> None:
+        super().__init__(*args, **keywords)
+        self._request_timer: asyncio.TimerHandle | None = None
+        self._write_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
+        """Expect a request."""
+        super().connection_made(transport)
+        self._expect_request()
+
+    def data_received(self, data: bytes) -> None:
+        """Take bytes; the time runs while a request is not whole."""
+        super().data_received(data)
+        self._expect_request()
+
+    def on_response_complete(self) -> None:
+        """Wait for the next request, or for the rest of one that was answered early."""
+        super().on_response_complete()
+        self._expect_request()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Stop the timers."""
+        super().connection_lost(exc)
+        _cancel(self._request_timer)
+        _cancel(self._write_timer)
+
+    def pause_writing(self) -> None:
+        """Begin to wait for a client that does not read."""
+        super().pause_writing()
+        self._write_timer = self.loop.call_later(self.write_seconds, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """Stop to wait: the client has read."""
+        super().resume_writing()
+        _cancel(self._write_timer)
+
+    def _expect_request(self) -> None:
+        """Run the timer while a request is under way, or none came yet; keep-alive has uvicorn's own."""
+        under_way = self.conn.their_state in (h11.IDLE, h11.SEND_BODY)
+        if not under_way or self.timeout_keep_alive_task is not None:
+            _cancel(self._request_timer)
+            self._request_timer = None
+        elif self._request_timer is None:
+            self._request_timer = self.loop.call_later(self.request_seconds, self.transport.abort)
+
+
+def _cancel(timer: asyncio.TimerHandle | None) -> None:
+    if timer is not None:
+        timer.cancel()

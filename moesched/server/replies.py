@@ -1,0 +1,136 @@
+"""Answers as OpenAI's API writes them."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from moesched.server.messages import Ending
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """Tokens of prompts and answers."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+def usage(prompt: int, completion: int) -> Usage:
+    """The usage with its sum."""
+    return Usage(prompt, completion, prompt + completion)
+
+
+# ---------------------------------------------------------------- /v1/completions
+
+
+class CompletionLogprobs(msgspec.Struct, frozen=True):
+    """Log probabilities by token: lists of equal length. `text_offset` is where each token's text begins."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(msgspec.Struct, frozen=True):
+    """An answer to a prompt, or a piece of it."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: Ending | None = None
+
+
+class Completion(msgspec.Struct, frozen=True):
+    """The answer of /v1/completions, or a piece of it."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
+    object: Literal["text_completion"] = "text_completion"
+
+
+# ---------------------------------------------------------------- /v1/chat/completions
+
+
+class LikelyToken(msgspec.Struct, frozen=True):
+    """A token that could have come."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChosenToken(msgspec.Struct, frozen=True):
+    """A token, and the likeliest in its place."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[LikelyToken]
+
+
+class ChatLogprobs(msgspec.Struct, frozen=True):
+    """Log probabilities by token."""
+
+    content: list[ChosenToken]
+    refusal: None = None
+
+
+class AnswerMessage(msgspec.Struct, frozen=True):
+    """The model's message."""
+
+    content: str
+    role: Literal["assistant"] = "assistant"
+    refusal: None = None
+
+
+class Delta(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A piece of the model's message."""
+
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+
+
+class ChatChoice(msgspec.Struct, frozen=True):
+    """An answer to a conversation."""
+
+    index: int
+    message: AnswerMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: Ending
+
+
+class ChatPiece(msgspec.Struct, frozen=True):
+    """A piece of an answer to a conversation."""
+
+    index: int
+    delta: Delta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: Ending | None = None
+
+
+class ChatCompletion(msgspec.Struct, frozen=True):
+    """The answer of /v1/chat/completions."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    object: Literal["chat.completion"] = "chat.completion"
+
+
+class ChatChunk(msgspec.Struct, frozen=True):
+    """A piece of the answer of /v1/chat/completions."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[ChatPiece]
+    usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"

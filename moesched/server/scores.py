@@ -1,0 +1,65 @@
+"""Log probabilities, in the two forms that OpenAI's API has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from moesched.server.generation import Scored
+from moesched.server.replies import ChatLogprobs, ChosenToken, CompletionLogprobs, LikelyToken
+from moesched.server.served_text import Codec
+
+LOWEST = -9999.0
+"""Stands for minus infinity, which JSON has not."""
+
+
+def completion_logprobs(scored: Sequence[Scored], begin: int, codec: Codec) -> CompletionLogprobs:
+    """Those of a completion.
+
+    Args:
+        begin: the characters of the answer before these tokens.
+    """
+    texts = [token_text(codec, each.token) for each in scored]
+    offsets = [begin]
+    for text in texts[:-1]:
+        offsets.append(offsets[-1] + len(text))
+    return CompletionLogprobs(
+        texts,
+        [None if each.logprob is None else finite(each.logprob.logprob) for each in scored],
+        [_likeliest(each, text, codec) for each, text in zip(scored, texts, strict=True)],
+        offsets if scored else [],
+    )
+
+
+def _likeliest(scored: Scored, text: str, codec: Codec) -> dict[str, float] | None:
+    """The likeliest tokens and the one that came, by their texts; of those with the same text the likeliest."""
+    if scored.logprob is None:
+        return None
+    found: dict[str, float] = {}
+    for token, logprob in scored.logprob.likeliest:
+        found.setdefault(token_text(codec, token), finite(logprob))
+    found.setdefault(text, finite(scored.logprob.logprob))
+    return found
+
+
+def chat_logprobs(scored: Sequence[Scored], codec: Codec) -> ChatLogprobs:
+    """Those of a chat."""
+    chosen = []
+    for token, logprob in scored:
+        if logprob is not None:
+            likeliest = [
+                LikelyToken(token_text(codec, each), finite(value), list(codec.bytes_of(each)))
+                for each, value in logprob.likeliest
+            ]
+            own = list(codec.bytes_of(token))
+            chosen.append(ChosenToken(token_text(codec, token), finite(logprob.logprob), own, likeliest))
+    return ChatLogprobs(chosen)
+
+
+def token_text(codec: Codec, token: int) -> str:
+    """The text of one token; bytes that are no whole character become U+FFFD."""
+    return codec.bytes_of(token).decode(errors="replace")
+
+
+def finite(logprob: float) -> float:
+    """A log probability that JSON can hold."""
+    return max(logprob, LOWEST)

@@ -1,0 +1,220 @@
+"""Serving a model: the engine's process is started, HTTP is spoken, and signals end both in order."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import resource
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import uvicorn
+
+from moesched.errors import BadInput, MoeschedError
+from moesched.inputs.chat_template import find_chat_template
+from moesched.inputs.tokenizer import find_tokenizer
+from moesched.server.child import Child, engine_child
+from moesched.server.errors import EngineFailed
+from moesched.server.front import Front
+from moesched.server.gate import Gate
+from moesched.server.messages import Ready
+from moesched.server.model import Model
+from moesched.server.options import FrontOptions
+from moesched.server.protocol import TimedProtocol
+from moesched.server.served_text import Codec, Numbers
+from moesched.server.templates import ModelTemplate, PlainTemplate, Renders
+from moesched.system.own_loop import run_on_own_loop
+from moesched.system.signals import stopped_by
+
+ENGINE = (sys.executable, "-P", "-m", "moesched.server.engine")
+CLOSING_SECONDS = 5
+"""The time in which connections are closed after the last answer."""
+
+
+class Listener(NamedTuple):
+    """Callbacks of a server.
+
+    Attributes:
+        loading: the engine has loaded pages of weights: how many so far, and in all.
+        ready: it listens at an address, and says what it serves.
+    """
+
+    loading: Callable[[int, int], object]
+    ready: Callable[[str, Ready, Notes], object]
+
+
+class Notes(NamedTuple):
+    """What the model lacks."""
+
+    has_tokenizer: bool
+    has_template: bool
+
+
+def serve(model: Path, given: FrontOptions, engine: Sequence[str], listener: Listener) -> None:
+    """Serve a model until a signal comes: then no more requests are taken, and those that run end.
+
+    Args:
+        engine: the command that starts the engine.
+
+    Raises:
+        BadInput: an option or the model cannot be used.
+        MoeschedError: the engine failed.
+    """
+    key = given.key()
+    tokenizer, template = find_tokenizer(model), find_chat_template(model)
+    notes = Notes(tokenizer is not None, template is not None)
+    many_connections()
+    with listening(given.host, given.port) as listener_socket:
+
+        async def run() -> None:
+            closing = asyncio.Event()
+            loop = asyncio.get_running_loop()
+            with stopped_by(partial(loop.call_soon_threadsafe, closing.set)):
+                async with AsyncExitStack() as opened:
+                    renders: Renders = PlainTemplate()
+                    if template is not None:
+                        renders = ModelTemplate(template)
+                        opened.push_async_callback(renders.close)
+                        await renders.start()
+                    child = await opened.enter_async_context(engine_child(engine, listener.loading))
+                    ready = await _ready(child, closing)
+                    if ready is None:
+                        return
+                    codec: Codec = tokenizer or Numbers()
+                    served = Model(
+                        ready, codec, renders, chat_tokens=given.max_tokens, loaded=int(time.time())
+                    )
+                    gate = Gate(ready.places * ready.sequences + given.queue)
+                    front = Front(served, child.link, gate, key)
+                    say = partial(listener.ready, url_of(listener_socket), ready, notes)
+                    await _serve_until(closing, SignalFreeServer(front, say), front, child, listener_socket)
+
+        run_on_own_loop(run)
+
+
+async def _ready(child: Child, closing: asyncio.Event) -> Ready | None:
+    """Wait until the engine has loaded; None if a signal came before.
+
+    Raises:
+        BadInput: it cannot run what it was asked to.
+        MoeschedError: it failed.
+    """
+    signal = asyncio.ensure_future(closing.wait())
+    either: list[asyncio.Future[Any]] = [signal, child.link.ready]
+    await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+    signal.cancel()
+    if not child.link.ready.done():
+        return None
+    if child.link.ready.exception() is None:
+        return child.link.ready.result()
+    code = await child.exit_code()
+    why = child.link.ended.result()
+    raise BadInput(why) if code == 2 else MoeschedError(f"{why} (exit code {code})")
+
+
+async def _serve_until(
+    closing: asyncio.Event,
+    server: SignalFreeServer,
+    front: Front,
+    child: Child,
+    listener_socket: socket.socket,
+) -> None:
+    """Serve until the event is set and all answers have been given.
+
+    Raises:
+        EngineFailed: the engine has ended before.
+    """
+    serving = asyncio.ensure_future(server.serve(sockets=[listener_socket]))
+    asked_to_close = asyncio.ensure_future(closing.wait())
+    ended = child.link.ended
+    any_of: list[asyncio.Future[Any]] = [asked_to_close, ended, serving]
+    await asyncio.wait(any_of, return_when=asyncio.FIRST_COMPLETED)
+    failed = ended.done()
+    if not failed:
+        await front.gate.drained()
+        failed = ended.done()
+        child.link.close()
+    asked_to_close.cancel()
+    server.should_exit = True
+    await serving
+    if failed:
+        raise EngineFailed(ended.result())
+    await ended
+
+
+class SignalFreeServer(uvicorn.Server):
+    """uvicorn's server without its handlers of signals, since the program has its own.
+
+    Args:
+        on_listening: called once clients can connect.
+    """
+
+    capture_signals = nullcontext  # type: ignore[assignment]  # a context manager as well
+
+    def __init__(self, front: Front, on_listening: Callable[[], object]) -> None:
+        logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
+        super().__init__(
+            uvicorn.Config(
+                front.app,
+                http=TimedProtocol,
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                timeout_graceful_shutdown=CLOSING_SECONDS,
+            )
+        )
+        self._on_listening = on_listening
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, and say so."""
+        await super().startup(sockets)
+        self._on_listening()
+
+
+# ---------------------------------------------------------------- sockets
+
+
+@contextmanager
+def listening(host: str, port: int) -> Iterator[socket.socket]:
+    """Listen at an address.
+
+    Raises:
+        BadInput: it is none of this machine's, or in use.
+    """
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        opened = socket.socket(family, kind)
+    except (OSError, UnicodeError) as error:
+        raise BadInput(f"--host {host}: {error}: give an address of this machine") from error
+    with opened:
+        opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            opened.bind(address)
+        except OSError as error:
+            in_use = error.errno == errno.EADDRINUSE
+            remedy = "give another --port, or 0 for a free one" if in_use else "give another --host or --port"
+            raise BadInput(f"cannot listen at {host} port {port}: {error.strerror}: {remedy}") from error
+        yield opened
+
+
+def url_of(listener_socket: socket.socket) -> str:
+    """The address of a server as a browser takes it."""
+    host, port, *_ = listener_socket.getsockname()
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def many_connections() -> None:
+    """Let this process open as many connections as the system permits it."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

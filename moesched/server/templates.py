@@ -1,0 +1,130 @@
+"""Conversations become prompts: by the model's template in a process of its own, or plainly where it has none."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from moesched.errors import BadInput
+from moesched.inputs.chat_template import ChatTemplate
+
+COMMAND = (sys.executable, "-P", "-m", "moesched.server.template_worker")
+MOST_LINE_BYTES = 64 << 20
+SECONDS = 2.0
+"""The time that rendering a conversation may take."""
+
+Messages = Sequence[dict[str, Any]]
+
+
+class Renders(Protocol):
+    """Makes one text of a conversation.
+
+    Attributes:
+        bare: whether the texts have all special tokens already.
+    """
+
+    @property
+    def bare(self) -> bool: ...
+
+    async def render(self, messages: Messages) -> str:
+        """Write a conversation, up to where the model's answer begins.
+
+        Raises:
+            BadInput: the template does not take it.
+        """
+
+
+class PlainTemplate:
+    """For models without a template: the texts of the messages, a line each; the model goes on from there."""
+
+    bare = False
+
+    async def render(self, messages: Messages) -> str:
+        """Join the texts of the messages."""
+        return "\n".join(str(message["content"]) for message in messages)
+
+
+class ModelTemplate:
+    """A model's template, rendered by `moesched.server.template_worker`, which is started again after it was ended.
+
+    Args:
+        seconds: the time that rendering may take.
+    """
+
+    bare = True
+
+    def __init__(self, template: ChatTemplate, seconds: float = SECONDS) -> None:
+        self._first_line = {"text": template.text, "special": template.special, "seconds": seconds}
+        self._turn = asyncio.Lock()
+        self._worker: asyncio.subprocess.Process | None = None
+
+    async def start(self) -> None:
+        """Start the process.
+
+        Raises:
+            BadInput: the template cannot be compiled.
+        """
+        async with self._turn:
+            await self._ready_worker()
+
+    async def render(self, messages: Messages) -> str:
+        """Write a conversation, up to where the model's answer begins.
+
+        Raises:
+            BadInput: the template raised, or took too long.
+        """
+        async with self._turn:
+            worker = await self._ready_worker()
+            try:
+                reply = await _asked(worker, messages)
+            except (
+                BaseException
+            ):  # also if the caller is cancelled: the answer would be taken for the next one's
+                await self._end()
+                raise
+            if reply is None:
+                await self._end()
+                raise BadInput("the chat template takes too long, or too much memory, for these messages")
+            if "fault" in reply:
+                raise BadInput(f"the chat template does not take these messages: {reply['fault']}")
+            return reply["text"]
+
+    async def close(self) -> None:
+        """End the process."""
+        async with self._turn:
+            await self._end()
+
+    async def _ready_worker(self) -> asyncio.subprocess.Process:
+        if self._worker is None:
+            self._worker = await asyncio.create_subprocess_exec(
+                *COMMAND, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, limit=MOST_LINE_BYTES
+            )
+            compiled = await _asked(self._worker, self._first_line)
+            if compiled is None or "fault" in compiled:
+                await self._end()
+                raise BadInput(
+                    f"the model's chat template cannot be used: {(compiled or {}).get('fault', 'its process ended')}"
+                )
+        return self._worker
+
+    async def _end(self) -> None:
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            if worker.returncode is None:
+                worker.kill()
+            await worker.wait()
+
+
+async def _asked(worker: asyncio.subprocess.Process, question: object) -> dict[str, str] | None:
+    """Send a line to the process, and read its reply; None if it has ended."""
+    assert worker.stdin is not None and worker.stdout is not None
+    try:
+        worker.stdin.write(json.dumps(question).encode() + b"\n")
+        await worker.stdin.drain()
+        line = await worker.stdout.readline()
+    except ConnectionError:
+        return None
+    return json.loads(line) if line.endswith(b"\n") else None

@@ -1,0 +1,72 @@
+"""The text of an answer: complete characters, up to a stop string."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from moesched.inputs.tokenizer import UNFINISHED, Decodes, TextStream
+
+
+class StopStrings:
+    """Passes text on until a stop string comes, also one that spans several pieces.
+
+    Attributes:
+        found: whether a stop string came.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = stops
+        self._held = ""
+        self.found = False
+
+    def push(self, text: str) -> str:
+        """Add text; returns what no stop string can be part of."""
+        if not self._stops or not text:
+            return text
+        text = self._held + text
+        begins = [where for where in map(text.find, self._stops) if where >= 0]
+        if begins:
+            self.found, self._held = True, ""
+            return text[: min(begins)]
+        kept = max(_overlap(text, stop) for stop in self._stops)
+        self._held = text[len(text) - kept :]
+        return text[: len(text) - kept]
+
+    def finish(self) -> str:
+        """Return the text that was held back."""
+        held, self._held = self._held, ""
+        return held
+
+
+def _overlap(text: str, stop: str) -> int:
+    """The length of the longest end of `text` that a stop string begins with."""
+    return next(
+        (length for length in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:length])), 0
+    )
+
+
+class AnswerText:
+    """The text of an answer's tokens as they come.
+
+    Args:
+        context: the ids of the prompt's tokens, since the text of a token depends on its neighbours.
+        stops: the texts that end the answer; they are not part of it.
+    """
+
+    def __init__(self, tokenizer: Decodes, context: Sequence[int], stops: Sequence[str]) -> None:
+        self._stream = TextStream(tokenizer, context)
+        self._stops = StopStrings(stops)
+
+    @property
+    def stopped(self) -> bool:
+        """True once a stop string came."""
+        return self._stops.found
+
+    def push(self, token: int) -> str:
+        """Add a token; returns the text that has become final."""
+        return self._stops.push(self._stream.push(token))
+
+    def finish(self) -> str:
+        """Return the text that was held back, without a character of which bytes are missing."""
+        text = self._stops.push(self._stream.finish().rstrip(UNFINISHED))
+        return text + self._stops.finish()

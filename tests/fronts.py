@@ -1,0 +1,75 @@
+"""The front of a server before a fake engine, in one process, and OpenAI's own client to ask it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx2
+from openai import AsyncOpenAI
+
+from fake_engine import FakeEngine
+from moesched.inputs.tokenizer import Tokenizer, find_tokenizer
+from moesched.server.front import Front
+from moesched.server.gate import Gate
+from moesched.server.link import EngineLink
+from moesched.server.model import Model
+from moesched.server.templates import PlainTemplate, Renders
+from moesched.system.own_loop import run_on_own_loop
+
+TINY = Path(__file__).resolve().parent.parent / "examples" / "tiny-mixtral"
+CHAT = "/v1/chat/completions"
+HELLO: Any = [{"role": "user", "content": "Hello"}]
+SAYS = "The answer: é 🙂 is, of course, forty-two."
+
+
+class Server(NamedTuple):
+    """A front, its engine, and clients of it."""
+
+    front: Front
+    engine: FakeEngine
+    link: EngineLink
+    http: httpx2.AsyncClient
+    openai: AsyncOpenAI
+
+
+@cache
+def tiny_tokenizer() -> Tokenizer:
+    """The tokenizer of examples/tiny-mixtral."""
+    tokenizer = find_tokenizer(TINY)
+    assert tokenizer is not None
+    return tokenizer
+
+
+def answered(
+    use: Callable[[Server], Coroutine[Any, Any, None]],
+    *,
+    says: str = SAYS,
+    most: int = 8,
+    key: str | None = None,
+    template: Renders | None = None,
+) -> None:
+    """Make a server whose engine says a text, and use it."""
+
+    async def whole() -> None:
+        link = EngineLink(lambda data: engine.feed(data))
+        engine = FakeEngine(link.feed, tiny_tokenizer().encode(says, bare=True))
+        engine.begin()
+        ready = await link.ready
+        model = Model(ready, tiny_tokenizer(), template or PlainTemplate(), chat_tokens=64, loaded=1)
+        front = Front(model, link, Gate(most), key)
+        transport = httpx2.ASGITransport(app=front.app)
+        async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as http:
+            client = AsyncOpenAI(
+                api_key=key or "none", base_url="http://localhost/v1", http_client=http, max_retries=0
+            )
+            await use(Server(front, engine, link, http, client))
+
+    run_on_own_loop(whole)
+
+
+async def chat(server: Server, **more: Any) -> Any:
+    """A chat's answer."""
+    return await server.openai.chat.completions.create(model="fake", messages=HELLO, **more)

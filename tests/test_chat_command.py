@@ -1,0 +1,106 @@
+"""`moesched chat`: conversations in the terminal with a running server."""
+
+from __future__ import annotations
+
+import io
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from moesched.cli.main import main
+from moesched.errors import BadInput
+from moesched.server.client import Client
+
+
+class Answering(BaseHTTPRequestHandler):
+    """A server that repeats the last message, with a control character, and notes what it was asked."""
+
+    asked: list[Any] = []  # noqa: RUF012  # one for each server, set by its fixture
+    keys: list[str | None] = []  # noqa: RUF012  # as well
+
+    def do_GET(self) -> None:
+        self.keys.append(self.headers["Authorization"])
+        self._send(b'{"data": [{"id": "repeater"}]}')
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.asked.append(body)
+        text = body["messages"][-1]["content"]
+        if text == "fail":
+            self._send(b'{"error": {"message": "too long: shorten it"}}', 400)
+            return
+        pieces = [{"choices": [{"delta": {"content": each}}]} for each in (text[:1], text[1:], "\x1b!\nbye")]
+        events = [*pieces, {"choices": [], "usage": {}}]
+        if text == "break":
+            events = [*pieces, {"error": {"message": "the engine has ended"}}]
+        self._send(
+            b"".join(b"data: " + json.dumps(each).encode() + b"\n\n" for each in events) + b"data: [DONE]\n\n"
+        )
+
+    def _send(self, body: bytes, status: int = 200) -> None:
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *arguments: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    """The address of a server that repeats."""
+    Answering.asked, Answering.keys = [], []
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answering) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def said(lines: str, *options: str, monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr("sys.stdin", io.StringIO(lines))
+    return main(["chat", *options])
+
+
+def test_each_line_is_a_message_and_the_conversation_goes_on(
+    url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert said("hello\n\nagain\n", "--url", url, "--temperature", "0", monkeypatch=monkeypatch) == 0
+    assert capsys.readouterr().out == "hello\\x1b!\nbye\nagain\\x1b!\nbye\n"
+    first, second = Answering.asked
+    assert first["model"] == "repeater" and first["temperature"] == 0.0
+    assert [each["content"] for each in second["messages"]] == ["hello", "hello\x1b!\nbye", "again"]
+    assert [each["role"] for each in second["messages"]] == ["user", "assistant", "user"]
+
+
+def test_the_key_of_the_environment_is_sent(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOESCHED_API_KEY", "secret")
+    assert said("", "--url", url, monkeypatch=monkeypatch) == 0
+    assert Answering.keys == ["Bearer secret"]
+
+
+def test_what_the_server_does_not_take_is_told_in_its_words(
+    url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert said("fail\n", "--url", url, monkeypatch=monkeypatch) == 2
+    assert "too long: shorten it" in capsys.readouterr().err
+
+
+def test_an_answer_that_breaks_off_fails(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert said("break\n", "--url", url, monkeypatch=monkeypatch) == 1
+
+
+def test_a_server_that_is_not_there_is_refused() -> None:
+    with pytest.raises(BadInput, match=r"cannot reach http://127\.0\.0\.1:1: .*moesched serve MODEL"):
+        Client("http://127.0.0.1:1").model()
+
+
+@pytest.mark.parametrize("address", ["localhost", "ftp://a", "http://", "http://a:b"])
+def test_what_is_no_address_is_refused(address: str) -> None:
+    with pytest.raises(BadInput, match="is no address"):
+        Client(address)

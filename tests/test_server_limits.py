@@ -1,0 +1,203 @@
+"""The server's limits: who may ask, how many at once, what happens when someone leaves, and what is told of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import openai
+import pytest
+from starlette.types import Message
+
+from fronts import CHAT, HELLO, Server, answered, chat
+
+# ---------------------------------------------------------------- keys and limits
+
+
+def test_a_key_is_asked_for_where_the_server_has_one() -> None:
+    async def use(server: Server) -> None:
+        wrong = server.openai.with_options(api_key="guess")
+        with pytest.raises(openai.AuthenticationError):
+            await wrong.models.list()
+        assert (await server.openai.models.list()).data[0].id == "fake"
+        assert (await server.http.get("/health")).status_code == 200
+        assert (await server.http.get("/metrics")).status_code == 401
+
+    answered(use, key="secret")
+
+
+def test_without_a_key_other_names_of_this_machine_are_refused() -> None:
+    async def use(server: Server) -> None:
+        for host, status in [("127.0.0.1:8000", 200), ("[::1]:8000", 200), ("example.org", 403), ("[", 403)]:
+            response = await server.http.get("/v1/models", headers={"host": host})
+            assert response.status_code == status, host
+
+    answered(use)
+
+
+def test_a_full_server_says_when_to_come_again() -> None:
+    async def use(server: Server) -> None:
+        server.engine.held = True
+        running = [asyncio.ensure_future(chat(server, max_tokens=2)) for _ in range(2)]
+        while server.front.gate.inside < 2:
+            await asyncio.sleep(0)
+        with pytest.raises(openai.RateLimitError) as caught:
+            await chat(server)
+        assert int(caught.value.response.headers["retry-after"]) >= 1
+        server.engine.held = False
+        server.engine.resume()
+        assert [answer.usage.completion_tokens for answer in await asyncio.gather(*running)] == [2, 2]
+        assert server.front.gate.inside == 0
+
+    answered(use, most=2)
+
+
+def test_a_server_that_closes_takes_no_more_and_ends_what_runs() -> None:
+    async def use(server: Server) -> None:
+        server.engine.held = True
+        running = asyncio.ensure_future(chat(server, max_tokens=2))
+        while not server.front.gate.inside:
+            await asyncio.sleep(0)
+        drained = asyncio.ensure_future(server.front.gate.drained())
+        await asyncio.sleep(0)
+        with pytest.raises(openai.InternalServerError) as caught:
+            await chat(server)
+        assert caught.value.status_code == 503
+        assert (await server.http.get("/health")).status_code == 503
+        assert not drained.done()
+        server.engine.held = False
+        server.engine.resume()
+        await drained
+        assert (await running).usage.completion_tokens == 2
+
+    answered(use)
+
+
+class Client:
+    """A client as ASGI sees it: it sends a body, and may go away."""
+
+    def __init__(self, body: Any, headers: Sequence[tuple[bytes, bytes]] = ()) -> None:
+        self.left = asyncio.Event()
+        self.got: list[Message] = []
+        self._body = body if isinstance(body, bytes) else json.dumps(body).encode()
+        self._sent = False
+        self.scope = {
+            "type": "http",
+            "method": "POST",
+            "path": CHAT,
+            "query_string": b"",
+            "headers": [(b"content-type", b"application/json"), *headers],
+        }
+
+    async def receive(self) -> Message:
+        if not self._sent:
+            self._sent = True
+            return {"type": "http.request", "body": self._body, "more_body": False}
+        await self.left.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: Message) -> None:
+        self.got.append(message)
+
+    async def ask(self, server: Server) -> None:
+        await server.front.app(self.scope, self.receive, self.send)
+
+    @property
+    def status(self) -> int:
+        status: int = self.got[0]["status"]
+        return status
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_engine_is_told_at_once_that_a_client_left(stream: bool) -> None:
+    async def use(server: Server) -> None:
+        server.engine.held = True
+        client = Client({"model": "fake", "messages": HELLO, "n": 2, "stream": stream})
+        asking = asyncio.ensure_future(client.ask(server))
+        while len(server.engine.asked) < 2:
+            await asyncio.sleep(0)
+        client.left.set()
+        await asking
+        assert server.engine.left == [0, 1]
+        assert server.front.gate.inside == 0
+
+    answered(use)
+
+
+def test_a_body_that_is_too_long_is_refused_before_it_comes() -> None:
+    async def use(server: Server) -> None:
+        client = Client(b"", headers=[(b"content-length", b"100000000")])
+        await client.ask(server)
+        assert client.status == 413
+
+    answered(use)
+
+
+def test_a_body_that_is_not_said_to_be_json_is_refused() -> None:
+    async def use(server: Server) -> None:
+        response = await server.http.post(CHAT, content=b"{}", headers={"content-type": "text/plain"})
+        assert response.status_code == 415
+        assert "Content-Type: application/json" in response.json()["error"]["message"]
+
+    answered(use)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_engine_that_ends_ends_the_answers(stream: bool) -> None:
+    async def use(server: Server) -> None:
+        server.engine.held = True
+        asking = asyncio.ensure_future(chat(server, stream=stream))
+        while not server.engine.asked:
+            await asyncio.sleep(0)
+        server.link.end("its process has ended")
+        with pytest.raises(openai.InternalServerError, match="the engine has ended: its process has ended"):
+            await asking
+        with pytest.raises(openai.InternalServerError):
+            await chat(server)
+        assert (await server.http.get("/health")).status_code == 503
+
+    answered(use)
+
+
+def test_an_engine_that_ends_within_a_stream_is_an_event_of_it() -> None:
+    async def use(server: Server) -> None:
+        class AtItsFirstPiece(Client):
+            async def send(self, message: Message) -> None:
+                await super().send(message)
+                if message["type"] == "http.response.body":
+                    server.link.end("its process has ended")
+
+        client = AtItsFirstPiece({"model": "fake", "messages": HELLO, "stream": True})
+        await client.ask(server)
+        start, _, error, last = client.got
+        assert start["status"] == 200
+        assert b"the engine has ended: its process has ended" in error["body"]
+        assert not last.get("more_body", False)
+
+    answered(use)
+
+
+def test_metrics_count_requests_and_tokens() -> None:
+    async def use(server: Server) -> None:
+        await chat(server, max_tokens=3)
+        await server.http.get("/v2/" + "x" * 50)
+        text = (await server.http.get("/metrics")).text
+        assert "moesched_answer_tokens_total 3.0" in text
+        assert 'moesched_responses_total{path="/v1/chat/completions",status="200"} 1.0' in text
+        assert 'moesched_responses_total{path="other",status="404"} 1.0' in text
+        assert "moesched_time_to_first_token_seconds_count 1.0" in text
+        assert 'moesched_lane_busy_seconds{lane="disk"} 0.25' in text
+
+    answered(use)
+
+
+def test_the_state_of_the_engine_is_told() -> None:
+    async def use(server: Server) -> None:
+        await chat(server, max_tokens=1)
+        state = (await server.http.get("/state")).json()
+        assert state["busy"] == {"cpu": 0.5, "disk": 0.25}
+        assert state["room"] == 2048 and state["policy"] == "resident"
+
+    answered(use)

@@ -1,0 +1,228 @@
+"""The server as it runs: its sockets, the limits of its connections, the engine's process, and signals."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import uvicorn
+from starlette.types import Receive, Scope, Send
+from uvicorn.server import ServerState
+
+import fake_engine
+from fronts import SAYS, TINY, tiny_tokenizer
+from moesched.errors import BadInput, MoeschedError
+from moesched.server.options import FrontOptions
+from moesched.server.protocol import TimedProtocol
+from moesched.server.serve import Listener, listening, serve
+from moesched.system.own_loop import run_on_own_loop
+
+PROGRAM = """
+import json, sys
+from pathlib import Path
+from moesched.server.options import FrontOptions
+from moesched.server.serve import Listener, serve
+from moesched.system.signals import ends_in_order
+say = Listener(lambda done, total: None, lambda url, ready, notes: print(url, flush=True))
+with ends_in_order():
+    serve(Path(sys.argv[1]), FrontOptions(port=0), sys.argv[2:], say)
+"""
+IGNORE = Listener(lambda done, total: None, lambda url, ready, notes: None)
+
+
+def engine(**options: Any) -> list[str]:
+    """The command of a fake engine."""
+    return [sys.executable, fake_engine.__file__, json.dumps({"says": [], **options})]
+
+
+@contextmanager
+def server(**options: Any) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A server before a fake engine, as processes, and its address."""
+    command = [sys.executable, "-c", PROGRAM, str(TINY), *engine(**options)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            yield process, process.stdout.readline().strip()
+        finally:
+            process.kill()
+
+
+def test_the_unmodified_client_is_answered_and_a_signal_ends_the_server_once_its_answers_are_given() -> None:
+    says = tiny_tokenizer().encode(SAYS, bare=True)
+    with server(says=says, pace=0.01) as (process, url):
+        client = openai.OpenAI(api_key="none", base_url=f"{url}/v1", max_retries=0)
+        messages: Any = [{"role": "user", "content": "Hello"}]
+        whole = client.chat.completions.create(model="fake", messages=messages, max_tokens=len(says))
+        assert whole.choices[0].message.content == SAYS
+        stream = client.chat.completions.create(
+            model="fake", messages=messages, max_tokens=len(says), stream=True
+        )
+        pieces = [next(iter(stream))]
+        process.send_signal(signal.SIGTERM)
+        pieces += stream
+        assert "".join(piece.choices[0].delta.content or "" for piece in pieces) == SAYS
+        client.close()
+        assert process.wait() == 0
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"), [(2, BadInput), (1, MoeschedError)], ids=["for its input", "for another reason"]
+)
+def test_an_engine_that_does_not_begin_ends_the_server_with_its_line(
+    code: int, kind: type[Exception]
+) -> None:
+    failing = engine(fails="the plan does not fit: lower --batch-size", code=code)
+    with pytest.raises(kind, match="the plan does not fit: lower --batch-size"):
+        serve(TINY, FrontOptions(port=0), failing, IGNORE)
+
+
+def test_an_engine_that_dies_without_a_word_is_named_with_its_exit_code() -> None:
+    with pytest.raises(MoeschedError, match=r"its process has ended \(exit code 3\)"):
+        serve(TINY, FrontOptions(port=0), [sys.executable, "-c", "import sys; sys.exit(3)"], IGNORE)
+
+
+# ---------------------------------------------------------------- addresses and keys
+
+
+def test_a_port_that_is_in_use_is_refused() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(BadInput, match=f"port {port}: Address already in use: give another --port"):
+            with listening("127.0.0.1", port):
+                pass
+
+
+def test_an_address_of_another_machine_is_refused() -> None:
+    with pytest.raises(BadInput, match=r"cannot listen at 192\.0\.2\.1 port 0"):
+        with listening("192.0.2.1", 0):
+            pass
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.2", "example.org"])
+def test_beyond_loopback_a_key_is_needed(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MOESCHED_API_KEY", raising=False)
+    with pytest.raises(BadInput, match=f"--host {host} lets others in: set a key"):
+        FrontOptions(host=host).key()
+    monkeypatch.setenv("MOESCHED_API_KEY", "secret")
+    assert FrontOptions(host=host).key() == "secret"
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost"])
+def test_on_loopback_none_is_needed(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MOESCHED_API_KEY", raising=False)
+    assert FrontOptions(host=host).key() is None
+
+
+def test_a_key_in_a_file_comes_before_the_environments(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MOESCHED_API_KEY", "other")
+    (tmp_path / "key").write_text("secret\n")
+    assert FrontOptions(api_key_file=tmp_path / "key").key() == "secret"
+
+
+@pytest.mark.parametrize("content", ["", " \n", "two words", "schlüssel"])
+def test_a_file_without_a_key_is_refused(tmp_path: Path, content: str) -> None:
+    (tmp_path / "key").write_text(content, "utf-8")
+    with pytest.raises(BadInput, match="has no key"):
+        FrontOptions(api_key_file=tmp_path / "key").key()
+
+
+# ---------------------------------------------------------------- slow clients
+
+LONG = b"x" * (1 << 16)
+PIECES = 200
+
+
+class Hasty(TimedProtocol):
+    """Connections with little patience."""
+
+    request_seconds = 0.05
+    write_seconds = 0.05
+
+
+async def long_answer(scope: Scope, receive: Receive, send: Send) -> None:
+    """An application whose answers are larger than the buffers of a socket."""
+    while (await receive()).get("more_body", False):
+        pass
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    for _ in range(PIECES):
+        await send({"type": "http.response.body", "body": LONG, "more_body": True})
+    await send({"type": "http.response.body", "body": b""})
+
+
+Connect = Callable[[], Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter]]]
+
+
+def connected(use: Callable[[Connect, ServerState], Awaitable[None]]) -> None:
+    """Use connections to an application that answers at length."""
+
+    async def whole() -> None:
+        config = uvicorn.Config(long_answer, lifespan="off", log_config=None, ws="none")
+        state = ServerState()
+        loop = asyncio.get_running_loop()
+        serving = await loop.create_server(lambda: Hasty(config, state, {}), "127.0.0.1", 0)
+        port = serving.sockets[0].getsockname()[1]
+
+        async def connect() -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+            return await asyncio.open_connection("127.0.0.1", port)
+
+        await use(connect, state)
+        serving.close()
+
+    run_on_own_loop(whole)
+
+
+BEGINS = {
+    "nothing": b"",
+    "half a header": b"GET / HT",
+    "half a body": b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 10\r\n\r\nabc",
+}
+
+
+@pytest.mark.parametrize("begin", BEGINS.values(), ids=BEGINS)
+def test_a_client_that_sends_no_whole_request_is_closed(begin: bytes) -> None:
+    async def use(connect: Connect, state: ServerState) -> None:
+        opened = [await connect() for _ in range(20)]
+        for _, writer in opened:
+            writer.write(begin)
+        for reader, writer in opened:
+            assert await reader.read() == b""
+            writer.close()
+        assert not state.connections
+
+    connected(use)
+
+
+def test_a_client_that_does_not_read_is_closed() -> None:
+    async def use(connect: Connect, state: ServerState) -> None:
+        _, writer = await connect()
+        writer.write(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
+        while not state.connections:
+            await asyncio.sleep(0)
+        writer.transport.pause_reading()  # type: ignore[attr-defined]  # the transport reads as well
+        while state.connections:
+            await asyncio.sleep(0.01)
+        writer.close()
+
+    connected(use)
+
+
+def test_a_client_that_reads_is_given_the_whole_answer() -> None:
+    async def use(connect: Connect, state: ServerState) -> None:
+        reader, writer = await connect()
+        writer.write(b"GET / HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
+        assert (await reader.read()).count(b"x") == PIECES * len(LONG)
+        writer.close()
+
+    connected(use)
