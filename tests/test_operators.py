@@ -48,8 +48,6 @@ from moesched.seams import TokenSpan
 from moesched.tasks import Task
 from odd_models import PROMPTS, WIDE, stored
 
-pytestmark = pytest.mark.usefixtures("small_heap")
-
 MODEL = WIDE.varied(name="aligned", layers=4, heads=4, kv_heads=2, head_dim=24, experts=5, window=4)
 PAGE_BYTES = 14_000
 """Matrices come in several row blocks."""
