@@ -117,9 +117,9 @@ def as_users_run() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", autouse=True)
 def small_heap() -> None:
-    """Leave out older objects when garbage is collected, as before each batch: a process of tests has very many."""
+    """Leave out objects of earlier files when garbage is collected, as before each batch: there are very many."""
     gc.collect()
     gc.freeze()
 

@@ -118,7 +118,7 @@ def scored(token: int, likeliest: int) -> Logprob:
     return Logprob(-0.5, [(token, -0.5), *others][:likeliest])
 
 
-async def main(options: dict[str, Any]) -> None:
+async def main(options: dict[str, Any], make: type[FakeEngine] = FakeEngine) -> None:
     """Speak on standard input and output until the input ends, or `Close` comes; with `fails`, say that and end."""
     if "fails" in options:
         os.write(1, frame([Failed(options["fails"])]))
@@ -126,7 +126,7 @@ async def main(options: dict[str, Any]) -> None:
     reader = asyncio.StreamReader()
     loop = asyncio.get_running_loop()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
-    engine = FakeEngine(lambda data: os.write(1, data), options["says"], options.get("pace", 0.0))
+    engine = make(lambda data: os.write(1, data), options["says"], options.get("pace", 0.0))
     engine.begin()
     while not engine.closed and (data := await reader.read(1 << 16)):
         engine.feed(data)

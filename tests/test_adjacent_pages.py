@@ -19,8 +19,6 @@ from moesched.models.random_model import write_random_model
 from moesched.plugins import make_policy
 from odd_models import MIXTRAL, OLMOE
 
-pytestmark = pytest.mark.usefixtures("small_heap")
-
 SIZES = {
     "layers": 3,
     "hidden": 256,

@@ -12,6 +12,7 @@ from moesched.models.coded_models import coded_as
 from moesched.models.operations import Operations
 from moesched.models.shapes import SHAPES
 from moesched.models.stored_formats import CODED, STORED_FORMATS, nearest_by_bits
+from moesched.models.tensor_sizes import COLUMNS
 from moesched.tasks import Work, WorkPart
 
 MODEL = SHAPES["mixtral-0.8b"]
@@ -32,6 +33,7 @@ ROUTES = [
     for times in (1, 2)
 ]
 PRODUCTS = [product(stored, slower) for stored, slower in SLOWER.items()]
+COLUMN_PRODUCT = replace(PRODUCTS[0], format=COLUMNS, seconds=1.5)
 
 
 def measured(*table: CostPoint) -> Machine:
@@ -69,6 +71,31 @@ def test_a_machine_measured_without_coded_weights_takes_the_time_of_as_many_plai
     costs = Calibrated(measured(*ROUTES, PRODUCTS[0]), "bfloat16")
     coded = part("q8_0", plain=PLAIN)
     assert costs.seconds(coded) == costs.seconds(WorkPart("resident route", coded.size))
+
+
+@pytest.mark.parametrize(
+    ("more", "seconds"), [((COLUMN_PRODUCT,), 3 * 1.5), ((), 3.0)], ids=["measured", "not"]
+)
+def test_matrices_that_lie_transposed_take_the_ratio_of_their_own_products(
+    more: tuple[CostPoint, ...], seconds: float
+) -> None:
+    costs = Calibrated(measured(*ROUTES, *PRODUCTS, *more), "bfloat16")
+    assert costs.seconds(WorkPart("resident route", PLAIN, coded=((COLUMNS, PLAIN),))) == seconds
+
+
+def test_plain_experts_of_gpt_oss_lie_transposed_and_published_ones_do_not() -> None:
+    published = SHAPES["gpt-oss-20b"]
+    plain = Operations(replace(published, format=None, expert_format=None), "bfloat16").expert_product
+    assert plain.coded == ((COLUMNS, plain.nbytes),)
+    assert Operations(published, "bfloat16").expert_product.coded == ()
+
+
+def test_weights_beyond_the_measured_sizes_take_what_a_product_with_them_takes_more() -> None:
+    """A route is measured up to 2 x PLAIN, in 6 s; each PLAIN more of a product takes a third of a second."""
+    larger = replace(PRODUCTS[0], size=4 * PLAIN, seconds=2.0)
+    costs = Calibrated(measured(*ROUTES, PRODUCTS[0], larger), "bfloat16")
+    assert costs.seconds(WorkPart("resident route", 8 * PLAIN)) == pytest.approx(6.0 + 6 / 3)
+    assert costs.seconds(WorkPart("resident route", 2 * PLAIN)) == 6.0
 
 
 def test_products_on_a_gpu_and_on_its_host_are_told_apart() -> None:

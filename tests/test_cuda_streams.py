@@ -18,8 +18,6 @@ from moesched.devices.torch.cuda_streams import CudaStreams
 from moesched.devices.torch.stream_clock import PERIOD, StreamClock
 from moesched.tasks import Kernel, Lane, Task, Work
 
-pytestmark = pytest.mark.usefixtures("small_heap")
-
 LANES = [Lane("a"), Lane("b")]
 NETWORK = Lane("network")
 

@@ -32,8 +32,6 @@ from odd_models import MIXTRAL
 from runs import FORTY_PERCENT, make_plan
 from small_models import SMALL
 
-pytestmark = pytest.mark.usefixtures("small_heap")
-
 FAILING = """
 from moesched.policies.twiddler import Twiddler
 

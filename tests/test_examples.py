@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 import runpy
-import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,21 +19,25 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("as_users_run")]
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
-def run(script: str, *arguments: object) -> str:
-    command = [sys.executable, str(EXAMPLES / script), *map(str, arguments)]
-    done = subprocess.run(command, cwd=EXAMPLES, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Runs an example in this process, in its folder; returns what it prints."""
+
+    def run(script: str, *arguments: object) -> str:
+        monkeypatch.chdir(EXAMPLES)
+        monkeypatch.setattr(sys, "argv", [script, *map(str, arguments)])
+        runpy.run_path(str(EXAMPLES / script), run_name="__main__")
+        return capfd.readouterr().out
+
+    return run
 
 
 @pytest.mark.parametrize("name", sorted(file.stem for file in EXAMPLES.glob("*.out")))
 def test_an_example_prints_what_its_output_file_says(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str, run: Callable[..., str], tmp_path: Path
 ) -> None:
-    options = ["--out", str(tmp_path)] if name == "two_nodes" else []
-    monkeypatch.setattr(sys, "argv", [f"{name}.py", *options])
-    runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
-    assert capsys.readouterr().out == (EXAMPLES / f"{name}.out").read_text()
+    options = ["--out", tmp_path] if name == "two_nodes" else []
+    assert run(f"{name}.py", *options) == (EXAMPLES / f"{name}.out").read_text()
 
 
 def test_every_example_is_in_the_index() -> None:
@@ -41,7 +45,9 @@ def test_every_example_is_in_the_index() -> None:
     assert {first or second for first, second in named} == {file.name for file in EXAMPLES.glob("*.py")}
 
 
-def test_the_main_job_shows_text_a_table_and_traces_that_hold(tmp_path: Path) -> None:
+def test_the_main_job_shows_text_a_table_and_traces_that_hold(
+    run: Callable[..., str], tmp_path: Path
+) -> None:
     machine = tmp_path / "machine.toml"
     rates = {"bfloat16": 1e11, "float32": 1e11}
     machine.write_text(
@@ -71,7 +77,7 @@ def test_the_main_job_shows_text_a_table_and_traces_that_hold(tmp_path: Path) ->
             assert moesched.check_trace(tmp_path / "out" / "traces" / f"{policy}-{clock}.json") == []
 
 
-def test_a_plan_is_run_and_its_error_explained(tmp_path: Path) -> None:
+def test_a_plan_is_run_and_its_error_explained(run: Callable[..., str], tmp_path: Path) -> None:
     output = run("plan_run_compare.py", "--out", tmp_path)
     for said in (
         "bound by",
@@ -85,7 +91,7 @@ def test_a_plan_is_run_and_its_error_explained(tmp_path: Path) -> None:
         assert moesched.check_trace(tmp_path / f"{name}.json") == []
 
 
-def test_one_request_is_answered_alike_by_four_policies(tmp_path: Path) -> None:
+def test_one_request_is_answered_alike_by_four_policies(run: Callable[..., str], tmp_path: Path) -> None:
     output = run("one_request.py", "--out", tmp_path)
     assert "All texts are equal: Return a new" in output
     for policy in ("twiddler", "twiddler_makespan", "lru_offload", "layer_split"):

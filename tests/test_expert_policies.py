@@ -23,10 +23,11 @@ from moesched.machines.staging import staged
 from moesched.machines.sustained import at_peak
 from moesched.models.layout import weight_layout
 from moesched.models.shapes import SHAPES
-from moesched.planner import plan_model
+from moesched.planner import plan_best
 from moesched.plugins import make_policy
 from moesched.policies.layer_split import LayerSplit
 from moesched.requests.batch import split_batch
+from moesched.requests.workloads import load_workload
 from moesched.routing.profile import RoutingProfile, write_profile
 from moesched.runs.hardware import run
 from moesched.runs.planning import plan_run
@@ -299,19 +300,19 @@ def test_the_accelerator_attends_for_one_micro_batch_while_the_cpu_runs_the_expe
 
 
 def test_where_links_are_slow_and_answers_short_the_planner_has_the_ffn_on_the_cpu() -> None:
-    slow_link = staged(load_machine("t4"), "600MB", ring=False)
-    proposal = plan_model(
-        "mixtral-0.8b",
-        machine=slow_link,
-        workload="synthetic-reasoning",
-        gen=4,
-        budgets={"gpu": "600MB", "host": "1590MB"},
+    best = plan_best(
+        staged(load_machine("t4"), "600MB", ring=False),
+        weight_layout(SHAPES["mixtral-0.8b"]),
+        load_workload("synthetic-reasoning").lengths(1024, seed=0),
+        4,
+        policies=["cpu_ffn", "cgopipe", "flexgen", "expert_cache", "twiddler"],
+        budgets={"gpu": 600_000_000, "host": 1_590_000_000},
         band=False,
     )
-    assert proposal.plan.policy == "cpu_ffn"
-    assert not proposal.plan.ffn_on_gpu
-    assert 0 < proposal.plan.kv_on_gpu < 1
-    assert proposal.predicted.bound_by == "host"
+    assert best.ranking[0].policy == "cpu_ffn"
+    assert not best.ffn_on_gpu
+    assert 0 < best.seen.kv_on_gpu < 1
+    assert best.bound_by == "host"
 
 
 PLAIN = [each for each in EXPERTS.models if not each[0].formats]

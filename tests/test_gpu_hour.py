@@ -36,7 +36,7 @@ def small(tmp_path: Path) -> dict[str, Any]:
     mine = [part for part in PARTS if part != OTHERS]
     models = folder / "models"
     assert gpu_hour.main(["--small", "--part", *mine, "--model-dir", str(models), "--out", str(out)]) == 0
-    assert {each.name for each in models.iterdir()} == {"large-model", "model"}
+    assert {each.name for each in models.iterdir()} == {"large-model", "model", "gpt-oss-20b"}
     return stored(out)
 
 
@@ -49,7 +49,8 @@ def test_every_row_that_needs_no_gpu_runs_on_an_imitated_one(small: dict[str, An
     choices = small["rows"]["choices of the device"]
     assert choices["attention"]["math"]["typical"] > 0
     assert choices.keys() >= {"launches", "alignment", "reads"}
-    for name in ("layer_streaming", "flexgen, staged", "large, cgopipe"):
+    assert small["rows"]["gpt-oss-20b, resident"]["tokens_of_the_cpu"] is True
+    for name in ("layer_streaming", "flexgen, staged", "large, cgopipe", "gpt-oss-20b, streamed"):
         streams = small["rows"][name]
         assert streams["plan"]["streamed_pages"] > 0
         assert streams["link_bytes_per_second"] > 0

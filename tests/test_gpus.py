@@ -27,8 +27,6 @@ from moesched.tasks import Task
 from odd_models import MIXTRAL, layout_of
 from odd_runs import generated
 
-pytestmark = pytest.mark.usefixtures("small_heap")
-
 
 @pytest.mark.parametrize(("rank", "ranks", "gpus", "own"), [(0, 1, 1, 0), (3, 1, 1, 0), (1, 2, 2, 1)])
 def test_ranks_have_gpus_of_their_own_and_nodes_the_first_of_their_machine(

@@ -43,7 +43,7 @@ from odd_models import PROMPTS, WIDE, layout_of
 from odd_runs import generated
 from test_mapped_pages import linux, mapped_bytes
 
-pytestmark = [linux, pytest.mark.usefixtures("small_heap")]
+pytestmark = linux
 
 MAP_FIXED = 0x10  # Python's mmap module has no name for it
 MAPPED, REGISTERED, ORDINARY = "mapped files", "registered memory", "ordinary memory"

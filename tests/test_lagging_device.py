@@ -38,9 +38,6 @@ from odd_models import GLM, GPT_OSS, GRANITE, MIXTRAL, PROMPTS, WIDE, coded, lay
 from odd_runs import generated, two_batches
 from policies_for_two_memories import STREAM_MOST
 
-pytestmark = pytest.mark.usefixtures("small_heap")
-
-
 RARE = ("whole prompts", "three nodes")
 """Ways that only `benchmarks/robustness/lagging_device.py` takes, which has all of them and many seeds."""
 

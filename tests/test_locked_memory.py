@@ -43,8 +43,6 @@ from moesched.tasks import Task
 from odd_models import MIXTRAL, PROMPTS, layout_of
 from odd_runs import generated
 
-pytestmark = pytest.mark.usefixtures("small_heap")
-
 
 @pytest.fixture
 def gpu() -> Iterator[LaggingGpu]:

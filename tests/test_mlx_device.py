@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import importlib
 import json
 from collections.abc import Mapping, Sequence
@@ -45,7 +46,7 @@ from moesched.seams import TokenSpan
 from moesched.testing import check_device
 from odd_models import DBRX, MIXTRAL, OLMOE, PROMPTS, layout_of, stored
 from small_models import small_model
-from test_bad_numbers import damage, stopped
+from test_bad_numbers import damage
 from test_nodes import MODELS as NODE_MODELS
 from test_nodes import POLICIES as NODE_POLICIES
 from test_nodes import expected as one_machines_tokens
@@ -223,6 +224,7 @@ def test_many_rows_of_one_length_are_the_tokens_of_torch(no_text: Path) -> None:
 
 @pytest.mark.parametrize("policy", ["resident", "expert_streaming"])
 def test_it_takes_no_more_memory_than_the_plan_says(no_text: Path, policy: str) -> None:
+    gc.collect()  # arrays of earlier runs, freed meanwhile, would count as memory that this one did not take
     before = mx.get_active_memory()
     mx.reset_peak_memory()
     prompts = [[1, 2, 3], [4] * 40]
@@ -230,6 +232,7 @@ def test_it_takes_no_more_memory_than_the_plan_says(no_text: Path, policy: str) 
     taken = mx.get_peak_memory() - before
     embedding_and_head = 2 * 256 * 32 * 4
     assert embedding_and_head < taken <= report.peak_bytes["host"]
+    gc.collect()
     assert mx.get_active_memory() < before + 4096
 
 
@@ -362,4 +365,4 @@ def test_a_damaged_weight_is_named(command: Any, tmp_path: Path) -> None:
     model = small_model(tmp_path / "model")
     damage(model, "layers.2.attention_norm")
     said = command(*RUN, model, "--device", "mlx", "--prompt-ids", "1,2,3", "--max-new-tokens", 3, "--json")
-    assert "the first bad tensor is weight layers.2.attention_norm:" in stopped(said)
+    refused(said, "the first bad tensor is weight layers.2.attention_norm:")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -22,12 +23,14 @@ from moesched.devices.kernels.triton_kernel import TritonKernel
 from moesched.devices.kernels.triton_rows import (
     GROUPED_BYTES,
     TritonCombine,
+    TritonEmbed,
     TritonExpert,
     TritonLogits,
     TritonOutputProjection,
     TritonRoute,
 )
 from moesched.devices.lagging.device import LaggingDevice, LaggingGpu
+from moesched.devices.torch.copies import host_upload
 from moesched.devices.torch.device import TorchDevice
 from moesched.devices.torch.kv_cache import BlockedKV
 from moesched.machines.launches import launches
@@ -44,8 +47,6 @@ from moesched.runs.planning import as_used_by, plan_run
 from moesched.seams import TokenSpan
 from moesched.tasks import Task
 from odd_models import PROMPTS, WIDE, stored
-
-pytestmark = pytest.mark.usefixtures("small_heap")
 
 MODEL = WIDE.varied(name="aligned", layers=4, heads=4, kv_heads=2, head_dim=24, experts=5, window=4)
 PAGE_BYTES = 14_000
@@ -221,6 +222,33 @@ def test_results_that_stay_and_what_kernels_share_are_in_the_plan(
     without_graphs = plan.memory("accelerator").used - plan.reservations.sizes.graphs
     assert device.gpu.memory.most_wanted <= without_graphs
     assert 0 < device.gpu.streams.captures * GRAPH_BYTES <= plan.reservations.sizes.graphs
+
+
+def test_all_numbers_of_a_step_of_prompts_come_with_its_tokens_in_one_upload() -> None:
+    uploads = []
+
+    def upload(numbers: Sequence[int], into: torch.Tensor) -> None:
+        uploads.append(numbers)
+        host_upload(numbers, into)
+
+    def refused(numbers: Sequence[int]) -> torch.Tensor:
+        raise AssertionError("an upload of its own")
+
+    resources = dataclasses.replace(cpu_resources(MODEL, torch.float32, None), indices=refused, upload=upload)
+    cache, memory = BlockedKV(MODEL, 4, block_size=4, indices=refused), Memory(5)
+    for sequence in range(2):
+        cache.table.open(sequence)
+    step = cache.extend([0, 1], [2, 3])
+    embedding = Weights({"embedding": [torch.ones(MODEL.vocabulary, MODEL.hidden)]})
+    embed = TritonEmbed(resources).bind(Case("embed", 5, frozenset(), "float32", "cpu"), embedding, memory)
+    embed(range(5), step.positions, [step])
+    layer = MODEL.layer(0)
+    case = Case("attention", 5, frozenset(), "float32", "cpu", layer)
+    heads = layer.grouped.heads, layer.grouped.kv_heads, layer.grouped.kv_heads
+    qkv = [torch.ones(5, each, layer.grouped.head_dim) for each in heads]
+    attended = TritonAttention(resources).bind(case, Weights(), memory)(qkv, cache.at(0), step)
+    assert attended.allclose(torch.ones(()))
+    assert len(uploads) == 1
 
 
 class Choices:

@@ -133,7 +133,7 @@ def test_no_capacity_has_a_fullest_batch_that_takes_less(capacity: Capacity) -> 
 
 def test_a_capacity_for_a_context_has_room_for_a_request_of_that_length_in_each_seat() -> None:
     capacity = capacity_for(BatchSizes(8, 4), 100)
-    assert capacity == Capacity(2, 4, 4 * 112, 99, 100)
+    assert capacity == Capacity(2, 4, 4 * 112, 4 * 111, 100)
     capacity.require(Request(number=0, prompt=99, new_tokens=1))
 
 

@@ -17,7 +17,7 @@ from moesched.machines.cost import cost_model
 from moesched.machines.sustained import at_peak
 from moesched.models.layout import WeightLayout, weight_layout
 from moesched.models.shapes import SHAPES
-from moesched.planner import Proposal, plan_best, plan_model
+from moesched.planner import MOST_REQUESTS, Best, plan_best, plan_model
 from moesched.planner.candidate import Candidate
 from moesched.planner.schedules import Point, Schedules
 from moesched.planner.search import best
@@ -25,6 +25,7 @@ from moesched.planner.setting import Setting
 from moesched.planner.traits import Lesson, Shape, Share, TraitProbe, Traits
 from moesched.planner.trial_run import trial_run
 from moesched.policies.cgopipe import CGOPipe
+from moesched.requests.workloads import load_workload
 from moesched.runs.simulation import simulate
 from moesched.steps.plan import Plan
 from runs import predicted, setting
@@ -214,18 +215,26 @@ def test_a_look_at_a_schedule_tells_what_all_of_it_comes_to(policy: str) -> None
 
 
 @pytest.fixture(scope="module")
-def proposal() -> Proposal:
-    return plan_model("mixtral-8x7b", machine=at_peak(T4), gen=32, band=False)
+def best_on_t4() -> Best:
+    return plan_best(
+        at_peak(T4),
+        LAYOUT,
+        load_workload("mtbench").lengths(MOST_REQUESTS, seed=0),
+        32,
+        policies=["resident", "cgopipe", "flexgen", "flexgen_cpu", "layer_streaming"],
+        band=False,
+    )
 
 
-def test_the_plan_for_mixtral_on_a_t4_streams_weights_and_attends_on_the_host(proposal: Proposal) -> None:
-    assert proposal.plan.policy == "cgopipe"
-    assert (proposal.plan.attention_on_gpu, proposal.plan.ffn_on_gpu) == (False, True)
-    assert proposal.predicted.bound_by in ("accelerator", "host->gpu")
-    assert proposal.predicted.utilization["host->gpu"] > 0.75
-    assert proposal.predicted.throughput_tokens_per_second <= proposal.predicted.bound_tokens_per_second
-    assert [row.policy for row in proposal.ranking if not row.fits] == ["resident"]
-    assert all(peak <= T4.memories[memory].nbytes for memory, peak in proposal.predicted.peak_bytes.items())
+def test_the_plan_for_mixtral_on_a_t4_streams_weights_and_attends_on_the_host(best_on_t4: Best) -> None:
+    assert best_on_t4.ranking[0].policy == "cgopipe"
+    assert (best_on_t4.attention_on_gpu, best_on_t4.ffn_on_gpu) == (False, True)
+    assert best_on_t4.bound_by in ("accelerator", "host->gpu")
+    seen = best_on_t4.seen
+    assert seen.trial_run.utilization["host->gpu"] > 0.75
+    assert seen.throughput <= seen.bound
+    assert [row.policy for row in best_on_t4.ranking if not row.fits] == ["resident"]
+    assert all(peak <= T4.memories[memory].nbytes for memory, peak in seen.peak_bytes.items())
 
 
 def test_where_everything_fits_weights_stay() -> None:
@@ -233,8 +242,8 @@ def test_where_everything_fits_weights_stay() -> None:
     assert proposal.plan.weights_on_gpu == 1
 
 
-def test_it_says_what_more_of_each_resource_would_buy(proposal: Proposal) -> None:
-    gains = {gain.resource: gain.share for gain in proposal.gains}
+def test_it_says_what_more_of_each_resource_would_buy(best_on_t4: Best) -> None:
+    gains = {gain.resource: gain.share for gain in best_on_t4.gains}
     assert gains["host->gpu bandwidth"] > 0 and gains["gpu capacity"] > 0
     assert gains["cpu FLOP/s"] == 0, "the host is idle most of the time"
 

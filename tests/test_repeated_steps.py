@@ -22,6 +22,7 @@ from moesched.devices.kernels.memory import MOST_BOUND, Memory, Scratch
 from moesched.devices.native.attention import LayerAddresses, NativeAttention, SequencesInBlocks
 from moesched.devices.native.compiled import availability, instruction_sets
 from moesched.devices.native.kernels import NativeKernels
+from moesched.devices.runner.served import ServedState
 from moesched.devices.torch.compute import Compute
 from moesched.devices.torch.device import TorchDevice
 from moesched.models.checkpoint import open_checkpoint
@@ -118,6 +119,13 @@ def test_a_batch_that_shrinks_has_the_same_bits_in_memory_that_shares_what_is_in
     scratch = Scratch()
     large, small = (captured(kernels, Memory(rows, scratch)) for rows in (7, 2))
     assert torch.equal(small, large[:2])
+
+
+def test_a_place_keeps_memory_for_several_numbers_of_rows_and_the_oldest_makes_room() -> None:
+    state, scratch = ServedState(), Scratch()
+    first, *others = [state.take_memory(rows, scratch) for rows in range(1, state.most_memories + 2)]
+    assert [state.take_memory(memory.rows, scratch) for memory in others] == others
+    assert state.take_memory(first.rows, scratch) is not first
 
 
 def test_kernels_bound_to_streamed_weights_do_not_add_up() -> None:

@@ -212,6 +212,8 @@ def test_an_echo_has_the_log_probabilities_of_the_prompt() -> None:
             for token, each in zip(scored.tokens[1:], scored.top_logprobs[1:], strict=True)
         )
         assert answer.choices[0].text.startswith("Return the")
+        assert scored.tokens[:3] == ["<s>", "Return", " the"]
+        assert scored.text_offset[:4] == [0, 0, 6, 10], "the text leaves the first token out"
 
     answered(use)
 

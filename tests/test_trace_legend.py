@@ -28,7 +28,7 @@ from moesched.trace import (
     write_trace,
 )
 from moesched.trace.chrome_writer import CRITICAL_PID, FORMAT, SIDE_BY_SIDE
-from moesched.trace.recording import Cancelled, PoolSample, Roof, WorkKey
+from moesched.trace.recording import Cancelled, PoolSample, RequestSpan, Roof, WorkKey
 from traces import Event
 
 PAGE = (Path(__file__).parent.parent / "docs" / "traces.md").read_text(encoding="utf-8")
@@ -78,6 +78,7 @@ def everything() -> Recording:
         costs={WorkKey("copy", "link", 8.0, 8.0): Demand(1e-9, (("link", 1.0),))},
         predictions={WorkKey("copy", "link", 8.0, 8.0): 1e-9},
         cancelled=[Cancelled(2, LANE, TASK, 1, 15, "p.py:4")],
+        requests=[RequestSpan(3, 1, 2, 12, 19, 4)],
     )
 
 
@@ -119,6 +120,7 @@ EVENTS: dict[str, Callable[[Event], bool]] = {
     "Tasks": is_task,
     "Cancelled transfers": lambda event: event["ph"] == "i",
     "The critical path": lambda event: event["ph"] == "X" and not is_task(event),
+    "Requests": lambda event: event["ph"] in "be",
     "Counters": lambda event: event["ph"] == "C",
     "Names": lambda event: event["ph"] == "M",
     "Dependencies": lambda event: event["ph"] in "sf",

@@ -9,7 +9,9 @@ import pytest
 from msgspec.structs import replace
 
 from benchmarks.fidelity import fidelity
+from benchmarks.fidelity._fidelity_tables import claims
 from benchmarks.fidelity._ranking import Times, ranking
+from benchmarks.fidelity._settings import Case
 from benchmarks.fidelity._validation_rows import BY_SOURCE, Run, Skipped, mapped, published_rows
 from benchmarks.fidelity._validation_summary import bars, counted, judged, ordered_pairs, spread, summary
 from benchmarks.fidelity._validation_tables import rows_table
@@ -178,7 +180,7 @@ def test_settings_on_the_disk_are_judged_apart_from_emulated_ones() -> None:
         order = ranking({"a": Times([1.0], 1.0), "b": Times([measured], predicted)})
         return {"policies": [{"replay_error_percent": 0.0}], "ranking": {"decode": order, "total": order}}
 
-    _, disk, lost, emulated, regret = fidelity.claims(
+    _, disk, lost, emulated, regret = claims(
         {"settings": {"disk-one": setting(2.0, 0.5), "emulated-one": setting(2.0, 2.0)}}
     )
     assert (disk.figure, lost.reached) == ("0.0 % of 1 pairs", False)
@@ -194,14 +196,14 @@ def test_a_run_is_near_its_prediction_or_only_inside_the_band() -> None:
 
     policies = [policy(1.05, 1.1), policy(1.2, 1.1), policy(1.05, 1.2)]
     settings = {"disk-one": {"policies": policies, "ranking": fidelity.rankings(policies)}}
-    _, near, inside, lanes, *_ = fidelity.claims({"settings": settings})
+    _, near, inside, lanes, *_ = claims({"settings": settings})
     assert [each.figure for each in (near, inside, lanes)] == ["2 of 3", "3 of 3", "2 of 3"]
 
 
 def test_a_setting_of_which_no_case_fits_is_refused_with_a_reason() -> None:
-    def plan(case: fidelity.Case) -> NoReturn:
+    def plan(case: Case) -> NoReturn:
         raise BadInput(f"{case.policy} does not fit")
 
-    cases = {name: fidelity.Case(name, 0.1, 1) for name in ("resident", "flexgen")}
+    cases = {name: Case(name, 0.1, 1) for name in ("resident", "flexgen")}
     with pytest.raises(BadInput, match=r"no case .* fits \(resident: resident does not fit\): give other"):
         fidelity.unfit(cases, plan)

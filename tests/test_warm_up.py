@@ -24,8 +24,6 @@ from moesched.steps.plan import Plan
 from moesched.tasks import Lane, PageTransfer, Task, Work
 from odd_models import MIXTRAL, PROMPTS, layout_of
 
-pytestmark = pytest.mark.usefixtures("small_heap")
-
 LATER = {"copy_", "to", "__getitem__", "split", "new_empty"}
 """Functions that start no kernel: copies between the host and the GPU, views, memory."""
 

@@ -9,6 +9,9 @@ from typing import Any, NamedTuple
 
 from benchmarks.record.tables import table_of
 
+MEASURES = ("decode", "total")
+"""Seconds to rank by."""
+
 
 class Times(NamedTuple):
     """Seconds of one schedule: each measured run, and the prediction."""

@@ -40,9 +40,20 @@ def claims(result: Result) -> Iterator[Claim]:
     yield from _large(rows)
     yield from _host_attention(rows)
     yield from _predictions(rows)
+    yield from _families(rows)
     yield from _order(rows.get(ORDERED, {}).get("cases", []))
     yield from _beside(rows)
     yield from _share_of_bytes(result)
+
+
+def _families(rows: dict[str, Any]) -> Iterator[Claim]:
+    equal = [row["tokens_of_the_cpu"] for row in rows.values() if "tokens_of_the_cpu" in row]
+    if equal:
+        yield all_of(
+            "models of other families on a GPU with the CPU's greedy tokens in float32",
+            sum(equal),
+            len(equal),
+        )
 
 
 def _streaming(rows: dict[str, Any]) -> Iterator[Claim]:

@@ -221,6 +221,29 @@ def policies_in_order(bench: Bench, seconds: float) -> Figures:
     return found
 
 
+def family(name: str, bench: Bench, seconds: float) -> Figures:
+    """A model of another family, all of whose weights stay, and its greedy tokens in float32 beside the CPU's."""
+    left = bench.make(seconds, write_model, (bench.sizes.family(name),), bench.places.of(name))
+    found = bench.run(left, name, "resident", bench.sizes.familiar)
+    tokens = [
+        in_fresh_process(
+            command,
+            *("run", str(bench.places.of(name)), "--device", device, "--policy", "resident"),
+            *("--prompt-ids", "1,2,3,4,5,6,7", "--max-new-tokens", "16", "--dtype", "float32"),
+            seconds=left,
+        )["tokens"]
+        for device in (bench.sizes.device, "torch")
+    ]
+    return {"tokens_of_the_cpu": tokens[0] == tokens[1], **found}
+
+
+def family_streamed(name: str, bench: Bench, seconds: float) -> Figures:
+    """The same on a GPU that holds nine tenths of the weights."""
+    left = bench.make(seconds, write_model, (bench.sizes.family(name),), bench.places.of(name))
+    budget = weight_bytes(bench.sizes.family(name)) * 9 // 10
+    return bench.run(left, name, "layer_streaming", bench.sizes.familiar, gpu=budget)
+
+
 def large(bench: Bench, seconds: float) -> Figures:
     """Many requests of a model that is far larger than the GPU's memory."""
     left = bench.make(seconds, write_model, (bench.sizes.large,), bench.places.of(LARGE))
@@ -282,6 +305,7 @@ PARTS = (
     "prompts",
     "half",
     "order",
+    "families",
     "others",
     "large",
 )
@@ -314,6 +338,11 @@ def rows(sizes: Sizes) -> Iterator[Row]:
     for policy in STREAMED:
         measured = partial(ran, policy, sizes.streamed, gpu=sizes.gpu, pinned=sizes.pinned)
         yield Row(f"{policy}, staged", "staging", 25, measured, **streams)
+    for name in sizes.families:
+        of_family = weight_bytes(sizes.family(name))
+        needed: dict[str, Any] = {"host_bytes": 2.2 * of_family, "gpu_bytes": 2.4 * of_family}
+        yield Row(f"{name}, resident", "families", 60, partial(family, name), **needed)
+        yield Row(f"{name}, streamed", "families", 20, partial(family_streamed, name), **needed)
     in_llama = {**stays, "after": (PROGRAM, GGUF), "on_gpus": True}
     yield Row("llama.cpp", "others", 30, by_llama_cpp, **in_llama)
     yield Row("half, llama.cpp", "others", 20, half_by_llama_cpp, **in_llama)

@@ -35,8 +35,10 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         device: of `moesched run`.
         shape, changes: of the models, by name, and by how they differ from it.
         layers: of the model whose weights fit into the GPU; `large_layers`, of the other one.
+        families: models of other families by name, with their layers.
         streamed: requests of runs whose weights stream.
         resident: requests of runs whose weights stay, in several batches, as the first one is the slower.
+        familiar: requests of models of other families.
         single: one request that stays for long.
         prompt: tokens of the prompts of the rows beside other programs, and as many new ones as `new_tokens`.
         batches: their sizes.
@@ -50,6 +52,8 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     changes: dict[str, Any] = {}
     layers: int
     large_layers: int
+    families: dict[str, int]
+    familiar: Requests
     streamed: Requests
     resident: Requests
     single: Requests
@@ -72,6 +76,10 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     def large(self) -> ModelConfig:
         """The same with more layers."""
         return SHAPES[self.shape].varied(**self.changes, layers=self.large_layers, dtype="bfloat16")
+
+    def family(self, name: str) -> ModelConfig:
+        """A model of another family."""
+        return SHAPES[name].varied(**self.changes, layers=self.families[name], dtype="bfloat16")
 
     @property
     def small(self) -> bool:

@@ -15,7 +15,8 @@ staging      The same, page-locked memory limited to 2 GB.
 prompts      All weights on the GPU, batches of 1, 16 and 64.
 half         One request, half of the experts on the host.
 order        64 requests under ten policies, the GPU limited to 8 GB: as fast, and in the order, as predicted?
-others       The last two by Hugging Face if it is installed, and by llama.cpp if it is given.
+families     gpt-oss and Granite, resident and streamed; their greedy tokens in float32 beside the CPU's.
+others       Prompts and half, by Hugging Face if it is installed, and by llama.cpp if it is given.
 large        16 layers, the GPU limited to 24 GB, 2,048 requests, beside Accelerate if it is installed.
 
 The exit code is 1 if a bar is missed or a row fails. `--small` tries all of this with tiny models on an imitated GPU;

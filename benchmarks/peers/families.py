@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from msgspec.structs import replace
@@ -53,10 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def measured(name: str, options: argparse.Namespace) -> Result:
     """Rounds of all requests to a model."""
-    path = cache_folder() / f"{name}-{LAYERS}-layers-{EXPERTS[name]}-experts"
-    if not path.exists():
-        progress.print(f"writing {path.name}")
-        write_random_model(shape_of(name), path)
+    path = written(name)
     config = open_checkpoint(path).config
     cases: dict[str, Any] = {}
     with Field((OURS, HUGGING_FACE), str(path), patience=options.patience) as field:
@@ -64,6 +62,15 @@ def measured(name: str, options: argparse.Namespace) -> Result:
             cases[case] = {**figures, "ratios": ratios(figures, OURS.name)}
             progress.print(case, cases[case]["ratios"], cases[case]["failed"], soft_wrap=True)
         return {"peers": field.about, "rounds": options.rounds, "cases": cases}
+
+
+def written(name: str) -> Path:
+    """A random model of the shape in the cache folder, written if it is not there."""
+    path = cache_folder() / f"{name}-{LAYERS}-layers-{EXPERTS[name]}-experts"
+    if not path.exists():
+        progress.print(f"writing {path.name}")
+        write_random_model(shape_of(name), path)
+    return path
 
 
 def shape_of(name: str) -> ModelConfig:

@@ -29,6 +29,9 @@ from ..products.linear import Blocks, Tensor, linear
 from .fused_attention import queries_in_a_piece
 from .sinks import attend_with_sinks
 
+ACTIVATED_ROWS = 64
+"""Rows that a limited activation has in float32 at a time: these take memory of one size, which is used again."""
+
 
 class KVView(NamedTuple):
     """The cached keys and values of S sequences of one length, the new tokens' included.
@@ -330,7 +333,7 @@ def with_bias(product: Callable[[Tensor], Tensor], bias: Blocks | None) -> Calla
 
 def _add_bias(product: Callable[[Tensor], Tensor], bias_N: Tensor, x_TD: Tensor) -> Tensor:
     y_TN = product(x_TD)
-    return y_TN + bias_N.to(y_TN.dtype)
+    return y_TN.add_(bias_N.to(y_TN.dtype))
 
 
 # ---------------------------------------------------------------- experts
@@ -394,12 +397,14 @@ def within_groups(choice_TE: Tensor, router: Router) -> Tensor:
 
 
 def activated(gate_nI: Tensor, up_nI: Tensor, activation: Activation) -> Tensor:
-    """The numbers between the matrices of an expert, (n, I); the gate's memory may be used for them."""
+    """The numbers between the matrices of an expert, (n, I), in the gate's memory; that of up may be used, too."""
     limit = activation.limit
     if limit is None:
         return F.silu(gate_nI, inplace=True).mul_(up_nI)
-    gate, up = gate_nI.float().clamp(max=limit), up_nI.float().clamp(-limit, limit)
-    return (gate * torch.sigmoid(activation.alpha * gate) * (up + 1)).to(gate_nI.dtype)
+    for gate_pI, up_pI in zip(gate_nI.split(ACTIVATED_ROWS), up_nI.split(ACTIVATED_ROWS), strict=True):
+        gate, up = gate_pI.float().clamp_(max=limit), up_pI.float().clamp_(-limit, limit)
+        gate_pI.copy_(gate.mul_((activation.alpha * gate).sigmoid_()).mul_(up.add_(1)))
+    return gate_nI
 
 
 def sorted_by_expert(experts_Tk: Tensor) -> Order:

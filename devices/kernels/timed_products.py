@@ -13,6 +13,7 @@ from ..products.crossover import Shape
 from ..products.linear import linear
 from ..products.packed_weights import pack, packing_pays
 from ..shared.coded import Coded
+from .native_products import MOST_COLUMN_ROWS
 from .torch_kernels import open_native, rows_for_native
 
 Call = Callable[[], object]
@@ -56,6 +57,20 @@ class TimedProducts:
             if native is not None:
                 return lambda: native.linear(x_TD, next(plain))
             return lambda: linear(x_TD, next(arranged))
+
+        return of_rows
+
+    def of_columns(self, matrices: list[torch.Tensor]) -> Callable[[int], Call]:
+        """A function that makes the call for products of a number of rows with matrices (N, D) that lie transposed."""
+        inputs, dtype = matrices[0].shape[1], matrices[0].dtype
+        turns = cycle([[matrix] for matrix in matrices])
+
+        def of_rows(rows: int) -> Call:
+            x_TD = torch.full((rows, inputs), 0.01, dtype=dtype)
+            native = self._native if dtype == torch.bfloat16 and rows <= MOST_COLUMN_ROWS else None
+            if native is not None:
+                return lambda: native.linear_by_columns(x_TD, next(turns))
+            return lambda: linear(x_TD, next(turns))
 
         return of_rows
 

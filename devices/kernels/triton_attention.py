@@ -117,6 +117,22 @@ def added(scores, value, peak, total, attended):
 
 
 @triton.jit
+def cached(
+    keys_NKd, values_NKd, blocks, token, wanted, head, block, i, KV_HEADS: tl.constexpr, HEAD: tl.constexpr
+):
+    """The keys and values of some tokens of a sequence, for one head; zeros for those that are not wanted.
+
+    Args:
+        blocks: the sequence's blocks, of `block` tokens each.
+        i: elements of a head.
+    """
+    slot = tl.load(blocks + token // block, wanted, 0) * block + token % block
+    at = (slot[:, None] * KV_HEADS + head) * HEAD + i[None, :]
+    inside = wanted[:, None] & (i[None, :] < HEAD)
+    return tl.load(keys_NKd + at, inside, 0.0), tl.load(values_NKd + at, inside, 0.0)
+
+
+@triton.jit
 def attend(
     q_SHd,
     k_SKd,
@@ -168,13 +184,11 @@ def attend(
     attended = tl.zeros((GROUP_TILE, HEAD_TILE), dtype=tl.float32)
     for start in range(first, stop, TOKENS):
         token = start + tl.arange(0, TOKENS)
-        cached = token < tl.minimum(stop, length - 1)
-        slot = tl.load(blocks + token // BLOCK, cached, 0) * BLOCK + token % BLOCK
-        at = (slot[:, None] * KV_HEADS + head) * HEAD + i[None, :]
-        inside = cached[:, None] & (i[None, :] < HEAD)
+        older = token < tl.minimum(stop, length - 1)
+        key, value = cached(keys_NKd, values_NKd, blocks, token, older, head, BLOCK, i, KV_HEADS, HEAD)
         newest = (token == length - 1)[:, None]
-        key = tl.where(newest, new_key[None, :], tl.load(keys_NKd + at, inside, 0.0))
-        value = tl.where(newest, new_value[None, :], tl.load(values_NKd + at, inside, 0.0))
+        key = tl.where(newest, new_key[None, :], key)
+        value = tl.where(newest, new_value[None, :], value)
         scores = dot(queries, tl.trans(key), tl.zeros((GROUP_TILE, TOKENS), dtype=tl.float32)) * scale
         seen = (token < stop) & (token >= length - window)
         scores = tl.where(seen[None, :], scores, float("-inf"))
@@ -225,11 +239,10 @@ def attend_prompts(
     first = tl.maximum(length - stop + row - window + 1, 0) // TOKENS * TOKENS
     for start in range(first, tl.minimum(length - stop + row + QUERIES, length), TOKENS):
         token = start + tl.arange(0, TOKENS)
-        slot = tl.load(blocks + token // block, token < length, 0) * block + token % block
-        cached = (slot[:, None] * KV_HEADS + head // (HEADS // KV_HEADS)) * HEAD + i[None, :]
-        inside = (token < length)[:, None] & (i[None, :] < HEAD)
-        key = tl.load(keys_NKd + cached, inside, 0.0)
-        value = tl.load(values_NKd + cached, inside, 0.0)
+        kv_head = head // (HEADS // KV_HEADS)
+        key, value = cached(
+            keys_NKd, values_NKd, blocks, token, token < length, kv_head, block, i, KV_HEADS, HEAD
+        )
         scores = dot(queries, tl.trans(key), tl.zeros((QUERIES, TOKENS), dtype=tl.float32)) * scale
         before = position[:, None] - token[None, :]
         scores = tl.where((before >= 0) & (before < window), scores, float("-inf"))

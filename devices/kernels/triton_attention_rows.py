@@ -159,7 +159,7 @@ class TritonPromptAttention(TritonKernel):
             for each in (view.keys_SLKd, view.values_SLKd)
         )
         starts = range(0, sequences * view.queries + 1, view.queries)
-        numbers = self._indices([*[length] * sequences, *range(sequences), *range(sequences), *starts])
+        numbers = self._table((*[length] * sequences, *range(sequences), *range(sequences), *starts))
         table, starts_S = numbers.split([3 * sequences, sequences + 1])
         tiles = sequences * operators.tiles_of_queries(view.queries)
         operators.attend_prompts(q_THd, starts_S, tiles, table, block, window, keys, values, out_TX)

@@ -9,6 +9,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache, partial
+from itertools import chain, islice
 from typing import Any, TypeVar
 
 import torch
@@ -70,11 +71,13 @@ class TritonEmbed(TritonKernel):
             ids: Sequence[int], positions: Sequence[int], steps: Sequence[Any]
         ) -> tuple[Tensor, tuple[Tensor, ...]]:
             here = [step for step in steps if not step.on_host]
-            tables = [_padded(step.numbers) for step in here]
-            numbers, (ids_T, positions_T, *kept) = places(case.rows, case.rows, *map(len, tables))
-            self._upload(sum(tables, array("q", [*ids, *positions])), numbers)
-            for step, table in zip(here, kept, strict=True):
-                step.keep_table(table)
+            lists = [_padded(*step.numbers) for step in here]
+            flat = [*chain(*lists)]
+            numbers, (ids_T, positions_T, *kept) = places(case.rows, case.rows, *map(len, flat))
+            self._upload(sum(flat, array("q", [*ids, *positions])), numbers)
+            left = iter(kept)
+            for step, own in zip(here, lists, strict=True):
+                step.keep(*islice(left, len(own)))
             look_up(ids_T, positions_T)
             return hidden_TD, angles
 
@@ -331,6 +334,6 @@ def _top_k(case: Case) -> int:
     return case.layer.feed_forward.top_k
 
 
-def _padded(numbers: array[int]) -> array[int]:
-    """The numbers, and zeros up to a power of two, so that they keep their place while sequences grow."""
-    return numbers + array("q", [0]) * (power_of_two(len(numbers)) - len(numbers))
+def _padded(table: array[int], *others: array[int]) -> list[array[int]]:
+    """Numbers of a step; the table has zeros up to a power of two, so that it keeps its place while sequences grow."""
+    return [table + array("q", [0]) * (power_of_two(len(table)) - len(table)), *others]

@@ -9,7 +9,7 @@ from moesched.tasks import Task
 
 from ..kernels.binder import Binder
 from ..kernels.kernel_weights import KernelWeights
-from ..kernels.memory import Memory, Scratch
+from ..kernels.memory import Scratch
 from .micro_batch import MicroBatchState
 
 WeightsOf = Callable[[Any], KernelWeights[Any]]
@@ -56,10 +56,7 @@ class Attention:
         state.extend()
         state.decodes = task.phase == "decode" and state.step.one_each
         ids = [token for tokens in state.new for token in tokens]
-        memory = state.memory
-        if memory is None or memory.rows != len(ids):
-            memory = Memory(len(ids), self._scratch)
-            state.memory = memory if memory.kept else None
+        memory = state.take_memory(len(ids), self._scratch)
         embed = self._kernels.bound("embed", self._embedding, memory)
         state.hidden_TD, state.angles = embed(ids, state.step.positions, state.steps)
 

@@ -9,7 +9,7 @@ from moesched.requests.chunks import Chunk
 from moesched.requests.logprobs import WantedLogprobs
 from moesched.requests.sampling import Sampling
 
-from ..kernels.memory import Memory
+from ..kernels.memory import Memory, Scratch
 
 
 class MicroBatchState:
@@ -28,7 +28,8 @@ class MicroBatchState:
         ends: the places of the sequences that tokens are sampled for; None for all of them.
         samplings: the way that each of these tokens is chosen, each by its own seed; None if they have the batch's.
         logprobs: the log probabilities that are wanted of each of these tokens; None if none are.
-        memory: memory for results of the step's kernels, kept for steps of as many tokens; None if these are many.
+        memory: memory for results of the step's kernels; None if the step has many tokens.
+        most_memories: numbers of tokens whose memory is kept; the oldest makes room.
         decodes: whether each sequence has one new token in the step, after its prompt.
         caches: the KV caches that have its requests: one of all layers, or two of some layers each. A cache has
             `places`, its layers; `extend`, which makes room for tokens and returns a step; and `at`, which returns a
@@ -37,6 +38,8 @@ class MicroBatchState:
         rows: the rows of the layer's experts, from `route` to `combine`; its `outputs()` are the first operands of the
             operation combine.
     """
+
+    most_memories = 1
 
     def __init__(self, requests: Sequence[int], new: Sequence[Sequence[int]], beams: int = 1) -> None:
         self.requests = tuple(requests)
@@ -49,6 +52,7 @@ class MicroBatchState:
         self.samplings: list[Sampling] | None = None
         self.logprobs: list[WantedLogprobs | None] | None = None
         self.memory: Memory | None = None
+        self._memories: dict[int, Memory] = {}
         self.decodes = False
         self.caches: tuple[Any, ...] = ()
         self._cached: dict[int, tuple[Any, int]] = {}
@@ -81,6 +85,19 @@ class MicroBatchState:
         mine = self.requests if self.ends is None else [self.requests[end] for end in self.ends]
         for request, token in zip(mine, tokens, strict=True):
             whole.new[whole.requests.index(request)] = [token]
+
+    def take_memory(self, rows: int, scratch: Scratch) -> Memory:
+        """The memory for results of a step of as many tokens; kept for later ones unless these are many.
+
+        scratch: memory for intermediate results.
+        """
+        memory = self._memories.get(rows) or Memory(rows, scratch)
+        if memory.kept and rows not in self._memories:
+            if len(self._memories) == self.most_memories:
+                del self._memories[next(iter(self._memories))]
+            self._memories[rows] = memory
+        self.memory = memory if memory.kept else None
+        return memory
 
     def extend(self) -> None:
         """Begin the next step: make room in the caches for its tokens."""

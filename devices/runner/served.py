@@ -12,6 +12,8 @@ from .micro_batch import MicroBatchState
 class ServedState(MicroBatchState):
     """The tensors of a place, and its part of the KV cache."""
 
+    most_memories = 4
+
     def __init__(self) -> None:
         super().__init__((), ())
         self._sampled: dict[int, int] = {}

@@ -23,6 +23,7 @@ from ..shared.bad_weights import describe_first_bad_weight, first_bad
 from ..shared.coded import Block, plain_block
 from ..shared.page_reader import PageReader
 from .expert_rows import ExpertRows
+from .prompt_views import prompt_views
 
 PlainBlocks = dict[str, list[Tensor]]
 """Tensors by name, as row blocks, of which coded ones were brought to the dtype of the computation."""
@@ -137,6 +138,8 @@ class FirstBadTensor:
         views = []
         start = 0
         cached, step = state.cached(layer)
+        if not step.in_place:  # of a window before a chunk, later tokens may have taken the places
+            return prompt_views(step, (cached.keys, cached.values), (k_TKd, v_TKd))
         for keys, values, new in cached.views(step):
             end = start + len(keys) * new
             view = KVView(keys.to(self._accelerator, copy=True), values.to(self._accelerator, copy=True), new)

@@ -79,24 +79,31 @@ class KVStep:
         return self._indices is host_indices
 
     @property
-    def numbers(self) -> array[int]:
+    def listed(self) -> array[int]:
         """The lengths of the sequences, the places of their first blocks in the list of blocks, and that list."""
         lengths, blocks = self.in_blocks
         counts = (len(growth.seen.blocks) for growth in self._growths[:-1])
         return lengths + array("q", accumulate(counts, initial=0)) + blocks
 
+    @property
+    def numbers(self) -> list[array[int]]:
+        """What attention reads on the accelerator: `listed`, and with several new tokens of a sequence all else."""
+        return [self.listed] if self.one_each else [self.listed, self.slots, self._firsts]
+
+    def keep(self, table: Tensor, slots_T: Tensor | None = None, starts: Tensor | None = None) -> None:
+        """Keep the tensors that `numbers` were copied to."""
+        self._table = table
+        if slots_T is not None and starts is not None:
+            self.slots_T, self.starts = slots_T, starts
+
     def table(self, upload: Indices) -> Tensor:
-        """`numbers` on the accelerator.
+        """`listed` on the accelerator.
 
         upload: makes the tensor; called once, and only if none was kept.
         """
         if self._table is None:
-            self._table = upload(self.numbers)
+            self._table = upload(self.listed)
         return self._table
-
-    def keep_table(self, table: Tensor) -> None:
-        """Keep the tensor that `numbers` were copied to."""
-        self._table = table
 
     @property
     def positions(self) -> list[int]:
@@ -139,7 +146,11 @@ class KVStep:
     @cached_property
     def starts(self) -> Tensor:
         """The first of each sequence's new tokens among all of them, and their number, on the cache's device."""
-        return self._indices([*accumulate(self.new, initial=0)])
+        return self._indices(self._firsts)
+
+    @property
+    def _firsts(self) -> array[int]:
+        return array("q", accumulate(self.new, initial=0))
 
     @cached_property
     def parts(self) -> list[Run | Gather]:

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from moesched.models.stored_formats import STORED_FORMATS
+from moesched.models.tensor_sizes import COLUMNS
 
 from ..kernels.samples import coded_block
 from ..kernels.timed_products import TimedProducts
@@ -68,10 +69,13 @@ class TorchProbe:
 
         Args:
             dtype: dtype of rows and of plain matrices.
-            stored: coded storage format of the matrices; empty for plain ones.
+            stored: coded storage format of the matrices; `COLUMNS` for plain ones that lie transposed, else empty.
             packed: use packed matrices, except for as few rows as the expert kernel takes, which multiplies plain ones.
         """
         kind = DTYPES[dtype]
+        if stored == COLUMNS:
+            row_1N = torch.full((1, outputs), 0.01, dtype=kind)
+            return self._products.of_columns([matrix_DN.T for matrix_DN in _cold_matrices(row_1N, inputs)])
         if stored:
             row = coded_block(torch.full((1, inputs), 0.01), STORED_FORMATS[stored])
             coded = [Coded(raw_NB, row.format) for raw_NB in _cold_matrices(row.raw_NB, outputs)]

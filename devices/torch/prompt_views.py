@@ -61,7 +61,8 @@ def _beside(earlier: Sequence[Sequence[range]], past: int, cached_NKd: Tensor, o
     length = zeros + held + new
     memory = own_SNKd.new_empty(sequences * cached_tokens(length) * own_SNKd[0, 0].numel())
     all_SLKd, _ = carved(memory, (sequences, length, *head))
-    all_SLKd[:, :zeros].zero_()
+    if zeros:
+        all_SLKd[:, :zeros].zero_()
     for all_LKd, spans in zip(all_SLKd, earlier, strict=True):
         copy_slots(all_LKd[zeros:], cached_NKd, spans)
     all_SLKd[:, zeros + held :].copy_(own_SNKd)

@@ -155,7 +155,7 @@ QUICK = Extent(
             long=((1000,), (1000,)),
         ),
     ),
-    runs={"bfloat16": Runs(models=(SMALL, LARGE), steps=5, serial=3, fresh=2, together=1)},
+    runs={"bfloat16": Runs(models=(SMALL, LARGE), steps=4, serial=3, fresh=2, together=1)},
     repeats=2,
 )
 """The quick extent: at most 40 seconds on two cores. The median of three serial runs ignores a disturbed one."""

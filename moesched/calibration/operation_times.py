@@ -21,6 +21,7 @@ from moesched.machines import CostPoint
 from moesched.machines.product_times import PRODUCT, RESIDENT_PRODUCT
 from moesched.models.config import DType
 from moesched.models.stored_formats import STORED_FORMATS
+from moesched.models.tensor_sizes import COLUMNS
 from moesched.units import format_bytes
 
 DISK = "disk->host"
@@ -97,7 +98,7 @@ class OperationTimes:
                 yield partial(self._products, dtype, matrix)
                 if self._probe.packs(dtype):
                     yield partial(self._products, dtype, matrix, packed=True)
-                for stored in CODED:
+                for stored in CODED if dtype == LINEAR else (*CODED, COLUMNS):
                     yield partial(self._products, dtype, matrix, stored)
 
     def points(self) -> list[CostPoint]:
@@ -143,7 +144,7 @@ class OperationTimes:
         rows = self._extent.rows[:2] if stored and dtype == LINEAR else self._extent.rows
         product = Operation(
             RESIDENT_PRODUCT if packed else PRODUCT,
-            outputs * STORED_FORMATS[stored or dtype].row_bytes(inputs),
+            outputs * STORED_FORMATS[dtype if stored in ("", COLUMNS) else stored].row_bytes(inputs),
             dtype,
             stored,
         )

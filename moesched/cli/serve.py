@@ -35,6 +35,7 @@ def serve(model: ServedOptions, http: FrontOptions) -> int:
 
     from moesched.server.serve import ENGINE, Listener, serve
 
+    model.admission_rule()  # refused here, before another process begins
     options = msgspec.json.encode(part_of(model, ServedOptions), enc_hook=str).decode()
     with Bar("loading weights", patience=0) as bar:
 

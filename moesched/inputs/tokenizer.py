@@ -63,6 +63,8 @@ class Tokenizer:
             self._tokenizer.no_truncation()
             self._tokenizer.no_padding()
         self._in_bytes = stands_for_bytes(self._tokenizer)
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._special = frozenset(number for number, token in added.items() if token.special)
 
     def encode(self, text: str, most: int | None = None, *, bare: bool = False) -> list[int]:
         """Return the token ids of a text, with the special tokens that the tokenizer adds.
@@ -92,14 +94,20 @@ class Tokenizer:
         text: str = self._call(self._tokenizer.decode, list(ids), "cannot decode tokens")
         return text
 
+    def is_special(self, token: int) -> bool:
+        """Test whether a token is one that texts leave out."""
+        return token in self._special
+
     def bytes_of(self, token: int) -> bytes:
         """The bytes of UTF-8 that a token stands for, special tokens by their names; empty for unknown ids."""
         name: str | None = self._tokenizer.id_to_token(token)
         return b"" if name is None else token_bytes(name, in_bytes=self._in_bytes)
 
     def _encode(self, text: str, *, bare: bool = False) -> list[int]:
-        encode = partial(self._tokenizer.encode, add_special_tokens=not bare)
-        ids: list[int] = self._call(encode, text, "cannot encode the text").ids
+        # A batch, also of one text, lets other threads run meanwhile.
+        encode = partial(self._tokenizer.encode_batch, add_special_tokens=not bare)
+        [encoded] = self._call(encode, [text], "cannot encode the text")
+        ids: list[int] = encoded.ids
         return ids
 
     def _require_short(self, text: str, most: int) -> None:
@@ -161,7 +169,10 @@ class TextStream:
         known = self._tokenizer.decode(self._ids[self._before : self._shown])
         text = self._tokenizer.decode(self._ids[self._before :])
         fresh = text[len(known) :]
-        if fresh.endswith(UNFINISHED) and not final:
+        held = len(self._ids) - self._shown
+        if (
+            fresh.endswith(UNFINISHED) and not final and held < _CONTEXT_TOKENS
+        ):  # more are no character's bytes
             return ""
         if fresh:
             self._before = max(self._before, self._shown - _CONTEXT_TOKENS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Annotated
 
 from moesched.errors import BadInput
@@ -76,9 +77,9 @@ def simulate_arrivals(given: ServedScenarioOptions) -> ServiceReport:
     longest = max(request.prompt + request.new_tokens for request in requests)
     context = longest if given.context is None else given.context
     require_context([context - 1], 1, scenario.config)
-    job = Job(given, scenario.config, scenario.machine)
-    job.use_process(assumed_process(job.machine))
     users = given.batch_size or USERS
+    job = Job(replace(given, batch_size=users), scenario.config, scenario.machine)
+    job.use_process(assumed_process(job.machine))
     lengths = sorted((request.prompt for request in requests), reverse=True)[:users]
     lengths += [lengths[-1]] * (users - len(lengths))
     new_tokens = max(request.new_tokens for request in requests)

@@ -14,16 +14,18 @@ from moesched.machines.machine import (
     CostPoint,
     Machine,
 )
-from moesched.machines.product_times import CodedCosts
+from moesched.machines.product_times import RESIDENT, CodedCosts, ProductTimes
 from moesched.machines.roofline import NO_LEVELS, Roofline, slowed_beside
 from moesched.machines.surfaces import Surface
 from moesched.machines.sustained import Levels
+from moesched.models.config import ITEM_BYTES
 from moesched.tasks import Work, WorkPart
 
 CACHE_WRITING = "offload_kv"
 """Kind of the works that write to the KV cache on the host."""
 DISPATCH, HOP = "dispatch", "hop"
 ATTENTIONS = ("attention", "attention call", "step attention", "attention prompt")
+ON_WEIGHTS = ("pre_attention", "route", "sample", "expert", "experts")
 MOST_FEW_ROWS = 16
 """The most rows of a product that is bound by reading its weights, and so uses most of the memory bandwidth."""
 
@@ -31,8 +33,9 @@ MOST_FEW_ROWS = 16
 class Calibrated:
     """Cost model from a machine's table of measured operations: a work takes the sum of its parts' times.
 
-    Times are interpolated between measured sizes and rows. Concurrent work is slowed as measured. Work without parts
-    uses the roofline.
+    Times are interpolated between measured sizes and rows. Weights beyond the largest measured size take what a product
+    with them takes more, as they are bound by memory or arithmetic. Concurrent work is slowed as measured. Work without
+    parts uses the roofline.
 
     Raises:
         BadInput: the machine has no measured costs in this dtype.
@@ -54,6 +57,7 @@ class Calibrated:
             )
         self._surfaces = {operation: Surface(measured) for operation, measured in points.items()}
         self._coded = CodedCosts(machine.cost_table, dtype)
+        self._products = ProductTimes(machine.cost_table)
         self._slowed = slowed_beside(machine)
 
     def work(self, work: Work) -> Demand:
@@ -89,7 +93,21 @@ class Calibrated:
                 f"machine {self.machine.name} has no cost for {part.operation!r} in {self.dtype}: "
                 "run `moesched calibrate`"
             )
+        if beyond := self._beyond(part, surface.largest):
+            return longer * (surface(surface.largest, part.rows) + beyond)
         return longer * surface(part.size, part.rows)
+
+    def _beyond(self, part: WorkPart, largest: float) -> float:
+        """Return the seconds that a product takes longer with a part's weights than with the largest measured ones."""
+        kind = part.operation.removeprefix(RESIDENT)
+        if part.size <= largest or kind not in ON_WEIGHTS or not self._products.has(self.dtype):
+            return 0.0
+        each, resident = ITEM_BYTES[self.dtype], kind != part.operation
+        all_of_it, measured = (
+            self._products.seconds(self.dtype, nbytes / each, part.rows, resident=resident)
+            for nbytes in (part.size, largest)
+        )
+        return all_of_it - measured
 
 
 def sort_of(work: Work) -> str:

@@ -8,6 +8,7 @@ from moesched.machines.machine import CostPoint
 from moesched.machines.surfaces import Surface
 from moesched.models.config import ITEM_BYTES
 from moesched.models.stored_formats import STORED_FORMATS, nearest_by_bits
+from moesched.models.tensor_sizes import COLUMNS
 from moesched.tasks import WorkPart
 
 PRODUCT, RESIDENT_PRODUCT = "product", "resident product"
@@ -32,7 +33,15 @@ class ProductTimes:
     def formats(self, dtype: str) -> list[str]:
         """Return the coded formats whose products in a dtype were measured; none if those of plain weights were not."""
         found = [stored for kind, measured, stored in self._surfaces if (kind, measured) == (PRODUCT, dtype)]
-        return [stored for stored in found if stored] if "" in found else []
+        return [stored for stored in found if stored and stored != COLUMNS] if "" in found else []
+
+    def has(self, dtype: str) -> bool:
+        """Return whether products with plain weights were measured in a dtype."""
+        return (PRODUCT, dtype, "") in self._surfaces
+
+    def has_columns(self, dtype: str) -> bool:
+        """Return whether products with matrices that lie transposed were measured in a dtype."""
+        return (PRODUCT, dtype, COLUMNS) in self._surfaces
 
     def seconds(
         self, dtype: str, weights: float, rows: float, *, stored: str = "", resident: bool = False
@@ -42,14 +51,14 @@ class ProductTimes:
         Args:
             dtype: of activations and of plain weights.
             weights: number of weights of the matrix.
-            stored: coded format of the weights; empty for plain ones.
+            stored: coded format of the weights; `COLUMNS` for plain ones that lie transposed, empty for others.
             resident: whether the weights stay in memory, where a device may have rearranged them.
         """
         kinds = (RESIDENT_PRODUCT, PRODUCT) if resident else (PRODUCT,)
         surface = next(
             self._surfaces[kind, dtype, stored] for kind in kinds if (kind, dtype, stored) in self._surfaces
         )
-        return surface(weights * STORED_FORMATS[stored or dtype].bytes_per_weight, rows)
+        return surface(weights * _bytes_per_weight(stored, dtype), rows)
 
 
 class CodedCosts:
@@ -76,7 +85,7 @@ class CodedCosts:
         """
         if not part.coded or not self._measured:
             return part, 1.0
-        weights = {stored: nbytes / STORED_FORMATS[stored].bytes_per_weight for stored, nbytes in part.coded}
+        weights = {stored: nbytes / _bytes_per_weight(stored, self._dtype) for stored, nbytes in part.coded}
         each = ITEM_BYTES[self._dtype]
         plain = (part.size - sum(nbytes for _, nbytes in part.coded)) / each
         total = plain + sum(weights.values())
@@ -88,7 +97,13 @@ class CodedCosts:
         return part._replace(size=total * each, coded=()), ratio
 
     def _ratio(self, stored: str, weights: float, rows: float, *, resident: bool) -> float:
-        """Return the time of a product with coded weights over that with plain ones."""
-        measured = nearest_by_bits(stored, self._measured)
+        """Return the time of a product with such weights over that with plain ones; 1 for columns not measured."""
+        if stored == COLUMNS and not self._times.has_columns(self._dtype):
+            return 1.0
+        measured = stored if stored == COLUMNS else nearest_by_bits(stored, self._measured)
         coded = self._times.seconds(self._dtype, weights, rows, stored=measured, resident=resident)
         return coded / self._times.seconds(self._dtype, weights, rows, resident=resident)
+
+
+def _bytes_per_weight(stored: str, dtype: str) -> float:
+    return STORED_FORMATS[dtype if stored in ("", COLUMNS) else stored].bytes_per_weight

@@ -44,6 +44,9 @@ class Surface:
     """Seconds of an operation by size and rows: a curve over rows at each measured size, and a curve over sizes.
 
     More rows never take less time. Larger weights may, since a device uses more cores from some size on.
+
+    Attributes:
+        largest: the largest measured size.
     """
 
     def __init__(self, points: Iterable[CostPoint]) -> None:
@@ -51,6 +54,7 @@ class Surface:
         for point in points:
             by_size.setdefault(point.size, []).append((point.rows, point.seconds))
         self._curves = {size: Curve(measured) for size, measured in by_size.items()}
+        self.largest = max(by_size)
 
     def __call__(self, size: float, rows: float) -> float:
         through = ((each, curve(rows)) for each, curve in self._curves.items())

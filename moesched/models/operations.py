@@ -212,7 +212,7 @@ class ExpertOperations(Products):
         if not feed_forward.shared:
             return Amount(flops, nbytes)
         more, moved = self._times(self.shared_experts, tokens, 2 * hidden + 3 * feed_forward.shared)
-        parts = self.shared_experts.parts("route", tokens, self.resident.dense)
+        parts = self.shared_experts.parts("expert", tokens, self.resident.dense)
         return _sum(Amount(flops, nbytes), Amount(more, moved, parts, self.shared_experts.kernel_rate))
 
     def preview_route(self, tokens: int) -> Amount:

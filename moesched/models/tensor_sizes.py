@@ -13,9 +13,13 @@ from moesched.models.config import ITEM_BYTES, ModelConfig
 from moesched.models.kv_blocks import kept_tokens
 from moesched.models.layers import Layer
 from moesched.models.tensor_shapes import Shape, elements
+from moesched.models.tensors import is_transposed
+
+COLUMNS = "columns"
+"""Stands among storage formats for plain matrices that lie transposed."""
 
 BytesByFormat = tuple[tuple[str, int], ...]
-"""Names of coded storage formats, each with a number of bytes."""
+"""Names of coded storage formats, or `COLUMNS`, each with a number of bytes."""
 
 
 class ResidentShare(NamedTuple):
@@ -86,12 +90,16 @@ class TensorSizes:
         )
 
     def coded_bytes(self, shapes: Mapping[str, Shape]) -> BytesByFormat:
-        """Bytes of tensors in each coded storage format, as pairs; those of plain tensors are left out."""
+        """Bytes of tensors in each coded storage format, and of plain ones that lie transposed; others are left out."""
         found: Counter[str] = Counter()
         for name, shape in shapes.items():
             kept = self.config.kept_format(name, self.layer)
             if kept is not None and kept.codes is not None:
                 found[kept.name] += round(elements([shape]) * kept.bytes_per_weight)
+            elif is_transposed(self.config, name):
+                nbytes = self.bytes_of({name: shape})
+                if nbytes == elements([shape]) * self.element:
+                    found[COLUMNS] += nbytes
         return tuple(found.items())
 
     @cached_property

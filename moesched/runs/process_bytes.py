@@ -38,7 +38,7 @@ def process_bytes_of(plan: Plan, *, measured: bool) -> ProcessBytes | None:
     if process is None or not (measured or process.whole):
         return None
     ranks = plan.layout.config.ranks
-    kept = kept_workspace(plan.reservations.sizes.workspace)
+    kept = kept_workspace(plan.reservations.sizes.workspace, plan.layout)
     counted = kept if process.limit is not None else 0
     planned = ranks * (sum(memory.peak for memory in plan.memories.values()) - counted)
     allocator = ranks * (ALLOCATOR_BYTES + kept)

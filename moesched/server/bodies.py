@@ -6,8 +6,8 @@ from starlette.requests import Request
 
 from moesched.server.errors import ApiError, ClientLeft
 
-MOST_BYTES = 16 << 20
-"""The most bytes of a body: a prompt of two million token ids."""
+MOST_BYTES = 4 << 20
+"""The most bytes of a body: a prompt of half a million token ids."""
 
 
 async def read_bytes(request: Request, most: int = MOST_BYTES) -> bytes:

@@ -98,8 +98,7 @@ class CompletionForm:
     def _logprobs(self, answer: int, tokens: Sequence[Scored]) -> CompletionLogprobs | None:
         if not self._scored:
             return None
-        made = completion_logprobs(tokens, self._begins[answer], self._codec)
-        self._begins[answer] += sum(map(len, made.tokens))
+        made, self._begins[answer] = completion_logprobs(tokens, self._begins[answer], self._codec)
         return made
 
 

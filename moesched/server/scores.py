@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 from moesched.server.generation import Scored
 from moesched.server.replies import ChatLogprobs, ChosenToken, CompletionLogprobs, LikelyToken
@@ -12,22 +13,24 @@ LOWEST = -9999.0
 """Stands for minus infinity, which JSON has not."""
 
 
-def completion_logprobs(scored: Sequence[Scored], begin: int, codec: Codec) -> CompletionLogprobs:
-    """Those of a completion.
+def completion_logprobs(scored: Sequence[Scored], begin: int, codec: Codec) -> tuple[CompletionLogprobs, int]:
+    """Those of a completion, and the characters of the answer up to the last token's end.
 
     Args:
         begin: the characters of the answer before these tokens.
     """
     texts = [token_text(codec, each.token) for each in scored]
-    offsets = [begin]
-    for text in texts[:-1]:
-        offsets.append(offsets[-1] + len(text))
-    return CompletionLogprobs(
+    lengths = [
+        0 if codec.is_special(each.token) else len(text) for each, text in zip(scored, texts, strict=True)
+    ]
+    *offsets, end = accumulate(lengths, initial=begin)
+    found = CompletionLogprobs(
         texts,
         [None if each.logprob is None else finite(each.logprob.logprob) for each in scored],
         [_likeliest(each, text, codec) for each, text in zip(scored, texts, strict=True)],
-        offsets if scored else [],
+        offsets,
     )
+    return found, end
 
 
 def _likeliest(scored: Scored, text: str, codec: Codec) -> dict[str, float] | None:

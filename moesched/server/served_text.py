@@ -22,6 +22,9 @@ class Codec(Decodes, Protocol):
     def bytes_of(self, token: int) -> bytes:
         """The bytes that a token stands for."""
 
+    def is_special(self, token: int) -> bool:
+        """Test whether a token is one that texts leave out."""
+
 
 class Numbers:
     """Stands in for the tokenizer of a model that has none: its text is the ids, with spaces between them."""
@@ -46,6 +49,10 @@ class Numbers:
     def bytes_of(self, token: int) -> bytes:
         """The bytes of an id as it is written."""
         return f"{token} ".encode()
+
+    def is_special(self, token: int) -> bool:
+        """No: all ids are written."""
+        return False
 
 
 async def encode(codec: Codec, text: str, most: int, *, bare: bool = False) -> list[int]:

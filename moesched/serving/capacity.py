@@ -10,6 +10,9 @@ from moesched.requests.batch import Batch
 from moesched.requests.batching import BatchSizes
 from moesched.serving.request import Request
 
+PROMPT_TOKENS = 2048
+"""Prompt tokens of a place in a step, so that requests that come together do not wait for each other's prompts."""
+
 
 class Capacity(msgspec.Struct, frozen=True):
     """The most that requests that run together may take, by place. A place is a micro-batch whose requests change.
@@ -61,10 +64,9 @@ class Capacity(msgspec.Struct, frozen=True):
         Raises:
             BadInput: its prompt, or prompt and answer together, are too long.
         """
-        if not 1 <= request.prompt <= self.prompt_tokens:
-            raise BadInput(
-                f"a prompt of {request.prompt} tokens: a request may have 1 to {self.prompt_tokens} of them"
-            )
+        longest = min(self.prompt_tokens, self.context - 1)
+        if not 1 <= request.prompt <= longest:
+            raise BadInput(f"a prompt of {request.prompt} tokens: a request may have 1 to {longest} of them")
         if request.new_tokens < 1:
             raise BadInput(f"{request.new_tokens} tokens to generate: give 1 or more")
         most = min(self.context, self.cache_tokens)
@@ -83,5 +85,6 @@ def capacity_for(sizes: BatchSizes, context: int) -> Capacity:
     each = max(cached_tokens(context), 2 * KV_BLOCK_TOKENS)
     places = sizes.micro_batches
     sequences = max(1, sizes.batch_size // places)
-    cache_tokens = sizes.cache_tokens or sequences * each
-    return Capacity(places, sequences, max(cache_tokens, each), max(1, context - 1), context)
+    cache_tokens = max(sizes.cache_tokens or sequences * each, each)
+    prompt_tokens = max(1, context - 1, min(PROMPT_TOKENS, cache_tokens - sequences))
+    return Capacity(places, sequences, cache_tokens, prompt_tokens, context)

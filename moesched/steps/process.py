@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from moesched.models.layout import WeightLayout
+
 ALLOCATOR_BYTES = 32_000_000
-ALLOCATOR_WORKSPACES = 1.5
+ALLOCATOR_WORKSPACES, WORKSPACES_BESIDE_ONEDNN = 1.0, 1.5
 """Memory that the C library keeps after kernels released it, in bytes and in workspaces, since each thread has its own
-pool. Measured with glibc; returning large pieces at once made kernels two to three times slower.
+pool; more where oneDNN multiplies by plain weights of 16 bits. Measured with glibc; returning large pieces at once made
+kernels two to three times slower.
 """
 
 
@@ -31,6 +34,7 @@ class Process(NamedTuple):
     limit: int | None = None
 
 
-def kept_workspace(workspace: int) -> int:
+def kept_workspace(workspace: int, layout: WeightLayout) -> int:
     """Bytes that the allocator keeps of kernels' workspace after its release."""
-    return round(ALLOCATOR_WORKSPACES * workspace)
+    beside_onednn = layout.dtype != "float32" and not layout.config.coded_formats
+    return round((WORKSPACES_BESIDE_ONEDNN if beside_onednn else ALLOCATOR_WORKSPACES) * workspace)

@@ -196,7 +196,7 @@ class Reservations(ReadOnly):
             if sizes.unpacked and not self._machine.unified:
                 yield Reservation(fast, "unpacked rows of coded weights", sizes.unpacked)
         if self.process is not None and self.process.limit is not None:
-            kept = kept_workspace(sizes.workspace)
+            kept = kept_workspace(sizes.workspace, self._layout)
             yield Reservation(self._host, "workspace that the allocator keeps", kept)
 
     def kv(self, declared: Declared) -> KVPlan:

@@ -1,0 +1,164 @@
+"""The server's front: its processor time for a token, and the time that it adds to each, with 16 streams at once.
+
+The engine is a fake one that gives each stream a token every 20 ms. For the processor time texts come from the
+tokenizer of examples/tiny-mixtral. For the time that it adds tokens are the microseconds at which the engine wrote
+them, of a model without a tokenizer, so that the text of a piece says when its tokens were written; the client runs on
+the same cores.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import msgspec
+import numpy as np
+
+import fake_engine
+from benchmarks.record.benchmark import Benchmark, track
+from benchmarks.record.claims import Claim, Result, at_most
+from benchmarks.record.results import ROOT
+from benchmarks.shared.servers import connected, running
+from moesched.server.messages import Ask, Token
+
+USERS, TOKENS = 16, 250
+PACE_SECONDS = 0.02
+MOST_PROCESSOR_MS, MOST_ADDED_MS = 0.15, 2.0
+SAYS = list(range(300, 340))
+PROGRAM = """
+import sys
+from pathlib import Path
+from moesched.server.options import FrontOptions
+from moesched.server.serve import Listener, serve
+from moesched.system.signals import ends_in_order
+say = Listener(lambda done, total: None, lambda url, ready, notes: print(url, flush=True))
+with ends_in_order():
+    serve(Path(sys.argv[1]), FrontOptions(port=0), sys.argv[2:], say)
+"""
+
+
+class StampingEngine(fake_engine.FakeEngine):
+    """An engine whose tokens are the microseconds at which they were made."""
+
+    def _next(self, ask: Ask, count: int) -> Token:
+        token = super()._next(ask, count)
+        return msgspec.structs.replace(token, token=time.monotonic_ns() // 1000)
+
+
+def claims(result: Result) -> Iterator[Claim]:
+    """Both bars."""
+    words = f"server, {USERS} streams: the front's"
+    for row in result["cases"]:
+        if row["part"] == PROCESSOR:
+            yield at_most(
+                f"{words} processor time for a token", row["milliseconds"], MOST_PROCESSOR_MS, "{:.3f} ms"
+            )
+        else:
+            words = f"{words} time from the engine's token to the client"
+            yield Claim(f"{words}, median", f"{row['median']:.2f} ms")
+            yield at_most(f"{words}, p99", row["p99"], MOST_ADDED_MS, "{:.2f} ms")
+
+
+PROCESSOR, ADDED = "processor time", "time added"
+BENCHMARK = Benchmark(
+    __file__,
+    __doc__,
+    claims=claims,
+    parts=(PROCESSOR, ADDED),
+    rounds=3,
+    rounds_help="streams of 5 s; medians of rounds",
+    also=("tests/fake_engine.py",),
+    keeps_parts=True,
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure the parts, and write them."""
+    options = BENCHMARK.parse(arguments)
+    code = 0
+    for part in options.only:
+        rounds = track(range(options.rounds), part, still=True)
+        measured = processor_times(rounds) if part == PROCESSOR else added_times(rounds)
+        code = BENCHMARK.write({"cases": BENCHMARK.joined("cases", part, measured)})
+    return code
+
+
+def processor_times(rounds: Iterable[int]) -> Result:
+    """The front's processor time for a token, in milliseconds."""
+    model = ROOT / "examples" / "tiny-mixtral"
+    times = [asyncio.run(processor_ms(model)) for _ in rounds]
+    return {"milliseconds": round(median(times), 4), "rounds": times}
+
+
+def added_times(rounds: Iterable[int]) -> Result:
+    """The time from the engine to the client, in milliseconds: median and p99 of tokens, medians of rounds."""
+    with TemporaryDirectory() as without_tokenizer:
+        times = [asyncio.run(added_ms(Path(without_tokenizer))) for _ in rounds]
+    percents = {"median": 50, "p99": 99}
+    return {
+        name: round(median(float(np.percentile(each, percent)) for each in times), 3)
+        for name, percent in percents.items()
+    }
+
+
+def command(model: Path, kind: str) -> list[str]:
+    """A server before this script as its engine."""
+    engine = [sys.executable, "-P", "-c", f"import sys; sys.path[:0] = {sys.path!r}; " + ENGINE, kind]
+    return [sys.executable, "-P", "-c", PROGRAM, str(model), *engine]
+
+
+ENGINE = "from benchmarks.speed.front import be_engine; be_engine(sys.argv[1])"
+
+
+def be_engine(kind: str) -> None:
+    """Be the engine of a server: "plain" or "stamping"."""
+    make = StampingEngine if kind == "stamping" else fake_engine.FakeEngine
+    asyncio.run(fake_engine.main({"says": SAYS, "pace": PACE_SECONDS}, make))
+
+
+async def processor_ms(model: Path) -> float:
+    """The front's processor time for each token."""
+    with running(command(model, "plain")) as server:
+        await streams(server.port, 5)
+        before = server.process.cpu_times()
+        await streams(server.port, TOKENS)
+        after = server.process.cpu_times()
+    seconds = after.user + after.system - before.user - before.system
+    return round(1000 * float(seconds) / (USERS * TOKENS), 4)
+
+
+async def added_ms(model: Path) -> list[float]:
+    """The time from the engine to the client of each token."""
+    with running(command(model, "stamping")) as server:
+        await streams(server.port, 5)
+        return [each for stream in await streams(server.port, TOKENS) for each in stream]
+
+
+async def streams(port: int, tokens: int) -> list[list[float]]:
+    """Stream answers to all users at once; returns the milliseconds since each token was written."""
+    return await asyncio.gather(*[stream(port, tokens) for _ in range(USERS)])
+
+
+async def stream(port: int, tokens: int) -> list[float]:
+    """Stream one answer."""
+    body: dict[str, Any] = {"model": "fake", "prompt": [1, 2, 3], "max_tokens": tokens, "stream": True}
+    reader, writer = await connected(port, body)
+    times = []
+    while line := await reader.readline():
+        if line.startswith(b"data: {"):
+            now = time.monotonic_ns() // 1000
+            words = json.loads(line[6:])["choices"][0]["text"].split()
+            times += [(now - int(word)) / 1000 for word in words if word.isdigit()]
+    writer.close()
+    return times
+
+
+if __name__ == "__main__":
+    sys.exit(main())
