@@ -14,7 +14,7 @@ from pathlib import Path
 from textwrap import dedent
 from typing import NamedTuple
 
-NOT_RUN = re.compile(r"\(((?:needs|takes) [^;]+); the tests do not run it\)")
+NOT_RUN = re.compile(r"\(((?:needs|takes|serves) [^;]+); the tests do not run it\)")
 FILE = re.compile(r"`([\w.-]+\.\w+)`:$")
 FENCE = re.compile(r"( *)(```+|~~~+)(.*)")
 

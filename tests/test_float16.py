@@ -133,7 +133,7 @@ def test_an_overflow_ends_the_run_with_the_layer_and_the_remedy(command: Any, tm
     model = with_large_outputs(tmp_path / "model")
     options = ("run", model, "--policy", "resident", "--prompt-ids", "5,6,7", "--max-new-tokens", "2")
     said = command(*options, "--dtype", "float16")
-    assert said.code == 1
+    assert said.code == 2
     assert "of layer 1: generation stops there; float16 ends at 65,504: use --dtype float32" in said.err
     assert "Traceback" not in said.err
     assert command(*options, "--dtype", "float32").code == 0

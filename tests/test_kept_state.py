@@ -153,7 +153,7 @@ def test_a_prediction_says_how_many_steps_were_simulated(command: Any) -> None:
 
 
 def test_the_conformance_suite_finds_a_policy_that_forgets_an_operation_in_a_later_step_or_batch() -> None:
-    with pytest.raises(PolicyError, match="step 6"):
+    with pytest.raises(PolicyError, match=r"step \d+ ended before mb0 was sampled"):
         check_policy(Counts)
     with pytest.raises(PolicyError, match="step 1"):
         check_policy(KeepsACount)

@@ -19,7 +19,7 @@ from benchmarks.shared.forked_nodes import ForkServer
 from benchmarks.shared.random_models import mixtral
 from moesched.cluster.cluster_jobs import run_local
 from moesched.cluster.node_jobs import LONG_PROMPTS, Ask, NodeJob, NodeRun
-from moesched.errors import BadInput, OutOfOrder
+from moesched.errors import BadInput, NotFinite, OutOfOrder
 from moesched.inputs.options import SizeOptions
 from moesched.machines import load_machine
 from moesched.models.checkpoint import open_checkpoint
@@ -146,9 +146,8 @@ def test_bad_numbers_of_an_early_chunk_are_found(tmp_path: Path) -> None:
     from test_bad_numbers import damage
 
     damage(model, "layers.1.v")
-    report = moesched.run_model(model, prompts_of([40]), policy="cgopipe", prefill_chunk=16, **EMULATED)
-    assert report.failure is not None
-    assert "weight layers.1.v" in report.failure
+    with pytest.raises(NotFinite, match=r"weight layers\.1\.v"):
+        moesched.run_model(model, prompts_of([40]), policy="cgopipe", prefill_chunk=16, **EMULATED)
 
 
 # ---------------------------------------------------------------- on symbols, in simulation
