@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class WantedLogprobs(NamedTuple):
-    """What a request asks for.
+    """The log probabilities that a request asks for.
 
     Attributes:
         likeliest: the number of likeliest tokens to name beside each token.

@@ -38,7 +38,7 @@ EngineType = TypeVar("EngineType", bound=Engine)
 
 
 class Service(NamedTuple):
-    """What is served to whom.
+    """A plan with its policy, and the requests that it serves.
 
     Attributes:
         plan: a policy's plan of the capacity's fullest batch.

@@ -57,7 +57,7 @@ class Percentiles(msgspec.Struct, frozen=True):
 
 
 class ServiceReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of the requests of a run. Times are seconds.
+    """The outcome of the requests of a run. Times are seconds.
 
     Attributes:
         measured: whether it ran on hardware; else it is a prediction.

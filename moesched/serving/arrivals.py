@@ -11,7 +11,7 @@ from moesched.serving.request import Request
 
 
 class News(NamedTuple):
-    """What happened since the last look.
+    """The arrivals and departures since the last look.
 
     Attributes:
         came: requests that arrived, in order.

@@ -1,4 +1,4 @@
-"""What a plan reserves for requests that join and leave."""
+"""The memory that a plan reserves for requests that join and leave."""
 
 from __future__ import annotations
 

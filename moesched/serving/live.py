@@ -45,7 +45,7 @@ class LiveArrivals:
             return self._closed and not self._news.came
 
     def news(self, now: int) -> News:
-        """What happened since the last call."""
+        """The arrivals and departures since the last call."""
         with self._lock:
             (came, left), self._news = self._news, News([], [])
         return News([replace(request, arrives=now) for request in came], left)
