@@ -1,4 +1,4 @@
-"""What the kernels of the native library share."""
+"""The part that the kernels of the native library share."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ class KVStep:
 
     @property
     def numbers(self) -> list[array[int]]:
-        """What attention reads on the accelerator: `listed`, and with several new tokens of a sequence all else."""
+        """Numbers for attention on the accelerator: `listed`, and for several new tokens of a sequence all others."""
         return [self.listed] if self.one_each else [self.listed, self.slots, self._firsts]
 
     def keep(self, table: Tensor, slots_T: Tensor | None = None, starts: Tensor | None = None) -> None:

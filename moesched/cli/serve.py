@@ -52,7 +52,7 @@ def serve(model: ServedOptions, http: FrontOptions) -> int:
 
 
 def lacks(notes: Notes) -> list[str]:
-    """What users of the model should know, a line each."""
+    """Notes for users of the model, a line each."""
     if not notes.has_tokenizer:
         return ["the model has no tokenizer: prompts and answers are the ids of tokens"]
     if not notes.has_template:

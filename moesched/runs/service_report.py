@@ -107,7 +107,7 @@ class ServiceReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ran(msgspec.Struct, frozen=True):
-    """What ran: the names for a report."""
+    """The names of what ran, for a report."""
 
     model: str
     machine: str

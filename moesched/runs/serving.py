@@ -51,7 +51,7 @@ class Served(msgspec.Struct):
 
 
 class Occupancy(msgspec.Struct):
-    """How full the places were, step by step.
+    """The use of the places, step by step.
 
     Attributes:
         times: the end of each step; nanoseconds since the first request could run.

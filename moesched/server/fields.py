@@ -112,7 +112,7 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def text(self) -> str:
-        """What it says."""
+        """The text of the message."""
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
