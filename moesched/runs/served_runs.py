@@ -16,8 +16,10 @@ from moesched.errors import BadInput
 from moesched.inputs.defaults import PREVIEW_ACCURACY
 from moesched.machines.cost import cost_model
 from moesched.machines.demand import CostModel
+from moesched.requests.rows import Rows
 from moesched.routing import SeededRouting
 from moesched.routing.router_forecast import RouterForecast
+from moesched.routing.served import ServedRouting
 from moesched.runs.decisions import simulated_decisions
 from moesched.runs.planning import make_lanes
 from moesched.runs.serving import ARRIVALS, Serving, ServingListener
@@ -84,7 +86,9 @@ def simulate_serving(
     config = plan.layout.config
     routing = routing or SeededRouting(config.routed.experts, config.routed.top_k)
     previews = RouterForecast(routing, config.routed.experts, preview_accuracy)
-    run = _assembled(setup, make_engine)
+    run = _assembled(
+        setup, make_engine, on_step=routing.begin if isinstance(routing, ServedRouting) else None
+    )
     if device is None:
         decide = simulated_decisions(plan, routing, previews, by_step=True)
         perform: dict[type[Task], Perform] = dict.fromkeys((Decision, Preview), decide)
@@ -162,6 +166,7 @@ def _assembled(
     setup: ServingSetup,
     make_engine: Callable[[Iterable[Lane]], EngineType],
     kinds: Mapping[str, LaneKind] | None = None,
+    on_step: Callable[[int, Mapping[int, Rows]], object] | None = None,
 ) -> _Run[EngineType]:
     plan, policy = setup.plan, setup.policy
     require_one_accelerator(plan, policy)
@@ -177,6 +182,7 @@ def _assembled(
         stop_tokens=setup.stop_tokens,
         listener=setup.listener,
         keeps_history=setup.keeps_history,
+        on_step=on_step,
     )
     return _Run(plan, engine, run_state, serving)
 

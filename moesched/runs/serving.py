@@ -6,7 +6,7 @@ The same coroutine runs under both drivers.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Literal, Protocol
 
 import msgspec
@@ -90,6 +90,7 @@ class Serving:
         stop_tokens: each of them ends its request.
         listener: told of each token and each step.
         keeps_history: whether to keep requests that have ended, and how full each step was; else only the last step's.
+        on_step: called with the number of each step and its rows by place, before it is submitted.
 
     Attributes:
         loaded: time at which the weights were loaded; nanoseconds on the driver's clock.
@@ -109,6 +110,7 @@ class Serving:
         stop_tokens: Collection[int] = (),
         listener: ServingListener | None = None,
         keeps_history: bool = True,
+        on_step: Callable[[int, Mapping[int, Rows]], object] | None = None,
     ) -> None:
         self.loaded = 0
         self.steps = 0
@@ -122,6 +124,7 @@ class Serving:
         self._stop_tokens = frozenset(stop_tokens)
         self._listener = listener
         self._keeps_history = keeps_history
+        self._on_step = on_step
         self._waiting: deque[Request] = deque()
         self._before: Phase = "decode"
 
@@ -196,6 +199,8 @@ class Serving:
         return {}
 
     async def _submit(self, index: int, rows: Mapping[int, Rows]) -> list[Sampled]:
+        if self._on_step is not None:
+            self._on_step(index, rows)
         self._run.serve(rows)
         step = Step(self._run, index)
         await scheduled(self._policy, step)
