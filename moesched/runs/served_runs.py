@@ -34,7 +34,7 @@ from moesched.steps.plan import Plan
 from moesched.steps.run_state import RunState
 from moesched.system.own_loop import run_on_own_loop
 from moesched.tasks import Decision, HostKernel, Kernel, Lane, PageTransfer, Preview, Task
-from moesched.trace import Recorder
+from moesched.trace import LastSteps, Recorder
 
 EngineType = TypeVar("EngineType", bound=Engine)
 
@@ -68,7 +68,7 @@ def simulate_serving(
     preview_accuracy: float = PREVIEW_ACCURACY,
     sharing: bool | None = None,
     observers: Sequence[Observer] = (),
-    recorder: Recorder | None = None,
+    recorder: Recorder | LastSteps | None = None,
     device: Device | None = None,
     make_engine: Callable[[Iterable[Lane]], Engine] = new_engine,
 ) -> Serving:
@@ -112,7 +112,7 @@ def serve_on(
     setup: ServingSetup,
     *,
     observers: Sequence[Observer] = (),
-    recorder: Recorder | None = None,
+    recorder: Recorder | LastSteps | None = None,
 ) -> Serving:
     """Serve on a device, until no more requests arrive; the caller closes the device.
 
@@ -188,7 +188,7 @@ def _assembled(
 
 
 def _observers(
-    run: _Run[EngineType], observers: Sequence[Observer], recorder: Recorder | None
+    run: _Run[EngineType], observers: Sequence[Observer], recorder: Recorder | LastSteps | None
 ) -> Sequence[Observer]:
     if recorder is None:
         return observers
