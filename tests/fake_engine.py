@@ -130,6 +130,9 @@ async def main(options: dict[str, Any], make: type[FakeEngine] = FakeEngine) -> 
     engine.begin()
     while not engine.closed and (data := await reader.read(1 << 16)):
         engine.feed(data)
+    if "fails_at_the_end" in options:
+        os.write(1, frame([Failed(options["fails_at_the_end"])]))
+        sys.exit(2)
 
 
 if __name__ == "__main__":

@@ -86,6 +86,12 @@ def test_an_engine_that_does_not_begin_ends_the_server_with_its_line(
         serve(TINY, FrontOptions(port=0), failing, IGNORE)
 
 
+def test_a_server_whose_engine_fails_at_its_end_fails_too() -> None:
+    with server(fails_at_the_end="cannot write trace served.json") as (process, _):
+        process.send_signal(signal.SIGTERM)
+        assert process.wait() == 1
+
+
 def test_an_engine_that_dies_without_a_word_is_named_with_its_exit_code() -> None:
     with pytest.raises(MoeschedError, match=r"its process has ended \(exit code 3\)"):
         serve(TINY, FrontOptions(port=0), [sys.executable, "-c", "import sys; sys.exit(3)"], IGNORE)

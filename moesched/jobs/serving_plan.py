@@ -92,12 +92,12 @@ def plan_serving(
     if not chooses:
         return _planned(job, context, slot_bytes)
     setting = job.setting(*_requests(job, context), slot_bytes)
-    size = job.options.micro_batch_size or len(setting.lengths)
+    looks = fastest_policies(setting, _sizes_to_try(job), on_progress)
     refusals = []
-    for look in fastest_policies(setting, [size], on_progress):
+    for look in [each for each in looks if each.batch_size == len(setting.lengths)] or looks[:1]:
         try:
             found = _planned(job.with_policy(look.policy), context, slot_bytes)
-        except BadInput as error:  # only fewer requests fit
+        except BadInput as error:  # places may hold longer prompts than the look's requests have
             refusals.append(error)
         else:
             return found._replace(predicted=look.throughput)
@@ -115,6 +115,13 @@ def _planned(job: Job, context: int, slot_bytes: Callable[[Page], int]) -> Servi
         raise BadInput(str(error).removesuffix(SMALLER) + REMEDY) from error
     require_one_accelerator(plan, policy)
     return ServingPlan(capacity, plan, policy, job.policy_name)
+
+
+def _sizes_to_try(job: Job) -> list[int]:
+    """Sizes of micro-batches of a first look at each policy: few, since each takes time."""
+    users, given = job.options.batch_size, job.options.micro_batch_size
+    assert users is not None, "serving_job sets it"
+    return [given] if given else sorted({1, -(-users // 4), users})
 
 
 def _requests(job: Job, context: int) -> tuple[list[int], int]:

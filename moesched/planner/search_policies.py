@@ -123,9 +123,10 @@ def plan_best(
 
 
 class Look(NamedTuple):
-    """A policy, and the tokens per second of its schedule at first sight."""
+    """A policy at first sight: how many of the requests fit at once, and the tokens per second of its schedule."""
 
     policy: str
+    batch_size: int
     throughput: float
 
 
@@ -152,7 +153,7 @@ def fastest_policies(
     seen, misfits = _first_looks(plannable(), {}, setting_of, on_progress, sizes=sizes)
     if not seen:
         raise _nothing_fits(in_order([], misfits))
-    looks = [Look(candidate.name, one.throughput) for candidate, one in seen.items()]
+    looks = [Look(candidate.name, one.batch_size, one.throughput) for candidate, one in seen.items()]
     return sorted(looks, key=lambda look: -look.throughput)
 
 
