@@ -29,8 +29,8 @@ from moesched.runs.hardware import run
 from moesched.runs.notices import NOTICE, Notice, pack_notice, read_notice
 from moesched.runs.planning import plan_run
 from moesched.runs.ranks import Rank
-from moesched.runs.served_parts import Service
-from moesched.runs.served_runs import follow_on, serve_on, simulate_service
+from moesched.runs.served_parts import ServingSetup
+from moesched.runs.served_runs import follow_on, serve_on, simulate_serving
 from moesched.runs.serving import Served, Serving
 from moesched.seams import Policy
 from moesched.serving.admission import FairAmongUsers
@@ -92,7 +92,7 @@ def alone(checkpoint: Checkpoint) -> dict[int, list[int]]:
 def on_nodes(
     checkpoint: Checkpoint,
     transports: Sequence[Any],
-    service: Callable[[Plan, Policy], Service],
+    setup: Callable[[Plan, Policy], ServingSetup],
     policy: str = "ep_balanced",
     **settings: Any,
 ) -> list[Any]:
@@ -105,7 +105,7 @@ def on_nodes(
         try:
             if node:
                 return follow_on(device, plan, own, transports[node])
-            return serve_on(device, service(plan, own), transport=transports[0])
+            return serve_on(device, setup(plan, own), transport=transports[0])
         finally:
             device.close()
 
@@ -127,12 +127,12 @@ def test_on_several_nodes_each_request_gets_the_tokens_that_it_has_alone(
     requests = asked()
     stop = next(tokens[-2] for tokens in alone.values() if len(tokens) > 3)
 
-    def service(plan: Plan, own: Policy) -> Service:
+    def setup(plan: Plan, own: Policy) -> ServingSetup:
         arrivals = ListedArrivals(requests, random_departures(2, requests))
-        return Service(plan, own, CAPACITY, arrivals, stop_tokens=[stop])
+        return ServingSetup(plan, own, CAPACITY, arrivals, stop_tokens=[stop])
 
     transport = InprocTransport(nodes)
-    serving, *steps = on_nodes(checkpoint, [transport] * nodes, service, policy, decentralised=decentralised)
+    serving, *steps = on_nodes(checkpoint, [transport] * nodes, setup, policy, decentralised=decentralised)
     assert isinstance(serving, Serving)
     assert steps == [serving.steps] * (nodes - 1)
     for number, served in serving.requests.items():
@@ -168,10 +168,12 @@ def test_a_node_that_is_lost_ends_serving_on_all_nodes_with_the_reason(
 ) -> None:
     with closing(mesh_of(sockets_in(tmp_path, 2))) as transports:
 
-        def service(plan: Plan, own: Policy) -> Service:
-            return Service(plan, own, CAPACITY, ListedArrivals(asked()), listener=Closes(transports[lost]))
+        def setup(plan: Plan, own: Policy) -> ServingSetup:
+            return ServingSetup(
+                plan, own, CAPACITY, ListedArrivals(asked()), listener=Closes(transports[lost])
+            )
 
-        ended = on_nodes(checkpoint, transports, service)
+        ended = on_nodes(checkpoint, transports, setup)
     assert all(isinstance(each, TaskFailed) for each in ended)
     assert isinstance(ended[1 - lost].__cause__, RankLost)
     assert f"rank {lost} is lost: it closed its transport" in str(ended[1 - lost])
@@ -179,9 +181,9 @@ def test_a_node_that_is_lost_ends_serving_on_all_nodes_with_the_reason(
 
 def test_a_policy_that_planned_for_other_nodes_is_refused() -> None:
     plan, policy = planned("ep_balanced", 0)
-    service = Service(plan, policy, CAPACITY, ListedArrivals([]))
+    setup = ServingSetup(plan, policy, CAPACITY, ListedArrivals([]))
     with pytest.raises(BadInput, match="EpBalanced planned for 2 nodes, and 1 would serve"):
-        simulate_service(service)
+        simulate_serving(setup)
 
 
 @pytest.mark.parametrize("nodes", [2, 3])
@@ -198,8 +200,8 @@ def test_all_nodes_run_the_same_rows_whoever_comes_and_leaves(nodes: int) -> Non
 
 def simulated(requests: Sequence[Request], *, nodes: int = 2, **options: Any) -> Serving:
     (plan, policy), *others = [planned("ep_balanced", node, nodes) for node in range(nodes)]
-    service = Service(plan, policy, CAPACITY, ListedArrivals(requests), FairAmongUsers())
-    return simulate_service(service, peers=[Rank(*each) for each in others], **options)
+    setup = ServingSetup(plan, policy, CAPACITY, ListedArrivals(requests), FairAmongUsers())
+    return simulate_serving(setup, peers=[Rank(*each) for each in others], **options)
 
 
 def test_the_rows_of_a_step_travel_while_the_step_before_ends() -> None:

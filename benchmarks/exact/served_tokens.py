@@ -32,7 +32,7 @@ from moesched.requests.next_token import probabilities, uniform
 from moesched.requests.sampling import Sampling
 from moesched.runs.hardware import run
 from moesched.runs.planning import plan_run
-from moesched.runs.served_parts import Service
+from moesched.runs.served_parts import ServingSetup
 from moesched.runs.served_runs import follow_on, serve_on
 from moesched.runs.serving import Serving
 from moesched.seams import Policy
@@ -165,7 +165,7 @@ def on_one(
     """Serve in this process."""
     policy, device = make_policy(name), TorchDevice(checkpoint, layout)
     plan = planned(policy, layout, device)
-    serving = serve_on(device, Service(plan, policy, CAPACITY, arrivals, stop_tokens=[stop]))
+    serving = serve_on(device, ServingSetup(plan, policy, CAPACITY, arrivals, stop_tokens=[stop]))
     device.close()
     return serving
 
@@ -184,8 +184,8 @@ def on_two_processes(
         )
         other.start()
         transport = ZeroMqTransport(addresses, 0)
-        service = Service(plan, policy, CAPACITY, arrivals, stop_tokens=[stop])
-        serving = serve_on(device, service, transport=transport)
+        setup = ServingSetup(plan, policy, CAPACITY, arrivals, stop_tokens=[stop])
+        serving = serve_on(device, setup, transport=transport)
         other.join()
         run_on_own_loop(transport.aclose)
     device.close()

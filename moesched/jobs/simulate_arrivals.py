@@ -19,8 +19,8 @@ from moesched.models.layout import room_for
 from moesched.options import Option
 from moesched.routing import SeededRouting
 from moesched.runs.ranks import Rank
-from moesched.runs.served_parts import Service
-from moesched.runs.served_runs import simulate_service
+from moesched.runs.served_parts import ServingSetup
+from moesched.runs.served_runs import simulate_serving
 from moesched.runs.service_report import Ran, ServiceReport, parse_objectives, service_report
 from moesched.runs.serving import Served, Serving
 from moesched.serving.arrival_files import described_arrivals
@@ -92,7 +92,7 @@ def simulate_arrivals(given: ServedScenarioOptions) -> ServiceReport:
     fullest = capacity.fullest()
     plan, policy = job.plan(fullest, room_for)
     peers = [Rank(*job.plan(fullest, room_for, node)) for node in range(1, job.nodes)]
-    service = Service(
+    setup = ServingSetup(
         plan,
         policy,
         capacity,
@@ -103,8 +103,8 @@ def simulate_arrivals(given: ServedScenarioOptions) -> ServiceReport:
     routed = job.layout.config.routed
     routing = SeededRouting(routed.experts, routed.top_k, given.seed)
     recorder = None if given.trace is None else Recorder()
-    serving = simulate_service(
-        service, routing=routing, preview_accuracy=given.preview_accuracy, recorder=recorder, peers=peers
+    serving = simulate_serving(
+        setup, routing=routing, preview_accuracy=given.preview_accuracy, recorder=recorder, peers=peers
     )
     ran = Ran(
         scenario.config.name,

@@ -28,7 +28,7 @@ EngineType = TypeVar("EngineType", bound=Engine)
 Main = TypeVar("Main", Serving, Following)
 
 
-class Service(NamedTuple):
+class ServingSetup(NamedTuple):
     """A plan with its policy, and the requests that it serves.
 
     Attributes:
@@ -49,8 +49,8 @@ class Service(NamedTuple):
     keeps_history: bool = True
 
 
-def require_nodes(plan: Plan, policy: Policy, nodes: int) -> None:
-    """Refuse a plan for several accelerators, or for other nodes than are there."""
+def require_one_accelerator(plan: Plan, policy: Policy, nodes: int = 1) -> None:
+    """Raise BadInput if a plan is for several accelerators of a machine, or for another number of nodes."""
     if len(plan.stages) > 1 or plan.layout.config.ranks > 1:
         raise BadInput(
             f"policy {type(policy).__name__} is for several accelerators, and requests are served by one: choose "
@@ -73,26 +73,26 @@ class ServedRun(NamedTuple, Generic[EngineType, Main]):
 
 
 def first_node(
-    service: Service,
+    setup: ServingSetup,
     make_engine: Callable[[Iterable[Lane]], EngineType],
     kinds: Mapping[str, LaneKind] | None = None,
     peers: Sequence[Notices] = (),
 ) -> ServedRun[EngineType, Serving]:
     """The parts of the node that knows the requests."""
-    plan = service.plan
+    plan = setup.plan
     lanes = {**make_lanes(plan, kinds), ARRIVALS: Lane(ARRIVALS)}
     engine = make_engine(lanes.values())
     run_state = RunState(plan, engine, lanes)
     notices = Notices(run_state, peers) if plan.nodes.count > 1 else None
     serving = Serving(
         run_state,
-        service.policy,
-        Places(service.capacity),
-        service.arrivals,
-        service.admission or FirstCome(),
-        stop_tokens=service.stop_tokens,
-        listener=service.listener,
-        keeps_history=service.keeps_history,
+        setup.policy,
+        Places(setup.capacity),
+        setup.arrivals,
+        setup.admission or FirstCome(),
+        stop_tokens=setup.stop_tokens,
+        listener=setup.listener,
+        keeps_history=setup.keeps_history,
         notices=notices,
     )
     return ServedRun(plan, engine, run_state, serving)

@@ -25,12 +25,12 @@ from moesched.runs.notices import NOTICE
 from moesched.runs.ranks import OnDevices, Rank
 from moesched.runs.served_parts import (
     ServedRun,
-    Service,
+    ServingSetup,
     closed_at_end,
     first_node,
     observers_of_all,
     other_node,
-    require_nodes,
+    require_one_accelerator,
 )
 from moesched.runs.serving import ARRIVALS, Serving
 from moesched.runs.virtual_run import Perform
@@ -52,8 +52,8 @@ from moesched.tasks import Collective, Decision, HostKernel, Kernel, Lane, PageT
 from moesched.trace import Recorder
 
 
-def simulate_service(
-    service: Service,
+def simulate_serving(
+    setup: ServingSetup,
     *,
     cost: CostModel | None = None,
     routing: Routing | None = None,
@@ -69,19 +69,19 @@ def simulate_service(
 
     Args:
         device: computes every task as it ends; by default nothing is computed.
-        peers: the other nodes, if several share the model; `service` has the first one's plan and policy.
+        peers: the other nodes, if several share the model; `setup` has the first one's plan and policy.
         make_engine: makes the engine of some lanes; by default a checked one if the environment asks for validation.
         cost, routing, preview_accuracy, sharing, recorder: as `moesched.runs.simulation.simulate` takes them.
 
     Raises:
         BadInput: the policy is for several accelerators or other machines, or a request does not fit the capacity.
     """
-    plan = service.plan
-    require_nodes(plan, service.policy, 1 + len(peers))
+    plan = setup.plan
+    require_one_accelerator(plan, setup.policy, 1 + len(peers))
     followers = [other_node(each.plan, each.policy, make_engine) for each in peers]
-    run = first_node(service, make_engine, peers=[each.main.notices for each in followers])
+    run = first_node(setup, make_engine, peers=[each.main.notices for each in followers])
     runs: list[ServedRun[Engine, Any]] = [run, *followers]
-    ranks = [Rank(plan, service.policy, device), *peers]
+    ranks = [Rank(plan, setup.policy, device), *peers]
     driver = VirtualDriver(
         [each.engine for each in runs],
         cost or cost_model(plan.machine, plan.layout.dtype),
@@ -124,7 +124,7 @@ def _computed(ranks: Sequence[Rank], runs: Sequence[ServedRun[Any, Any]]) -> dic
 
 def serve_on(
     device: Device,
-    service: Service,
+    setup: ServingSetup,
     *,
     observers: Sequence[Observer] = (),
     recorder: Recorder | None = None,
@@ -136,12 +136,12 @@ def serve_on(
         transport: to the other nodes, which call `follow_on`, if several share the model; the caller closes it.
 
     Raises:
-        BadInput: the device serves no requests that join and leave, or as `simulate_service`.
+        BadInput: the device serves no requests that join and leave, or as `simulate_serving`.
         TaskFailed: another node is lost, or a task failed.
     """
     kinds: dict[str, LaneKind] = {ARRIVALS: "awaitable"}
-    require_nodes(service.plan, service.policy, 1 if transport is None else service.plan.nodes.count)
-    run = first_node(service, new_shared_engine, {**device.kinds, **kinds})
+    require_one_accelerator(setup.plan, setup.policy, 1 if transport is None else setup.plan.nodes.count)
+    run = first_node(setup, new_shared_engine, {**device.kinds, **kinds})
     _drive(device, run, {"wait": lambda _: run.main.wait_for_news()}, kinds, transport, observers, recorder)
     return run.main
 

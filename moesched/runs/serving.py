@@ -275,7 +275,7 @@ async def served_step(
     run_state: RunState, policy: Policy, index: int, rows: Mapping[int, Rows]
 ) -> list[Sampled]:
     """Have a policy submit a step of requests that join and leave; returns the tasks that sample its tokens."""
-    run_state.serve(rows, index)
+    run_state.serve(rows)
     step = Step(run_state, index)
     await scheduled(policy, step)
     return step.close()

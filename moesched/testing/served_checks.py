@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 
 from moesched.drivers.validation import CheckedEngine
 from moesched.runs.ranks import Rank
-from moesched.runs.served_parts import Service
-from moesched.runs.served_runs import simulate_service
+from moesched.runs.served_parts import ServingSetup
+from moesched.runs.served_runs import simulate_serving
 from moesched.seams import Policy
 from moesched.serving.arrivals import ListedArrivals
 from moesched.serving.capacity import Capacity
@@ -68,8 +68,8 @@ def check_served(
         other.join(number, None, device)
     ranks = [Rank(*each, other) for each, other in zip(peers, others, strict=True)]
     arrivals = ListedArrivals(asked, random_departures(seed, asked))
-    service = Service(plan, policy, capacity, arrivals)
-    serving = simulate_service(service, device=device, peers=ranks, make_engine=CheckedEngine)
+    setup = ServingSetup(plan, policy, capacity, arrivals)
+    serving = simulate_serving(setup, device=device, peers=ranks, make_engine=CheckedEngine)
     attending = [other for other, (own, _) in zip(others, peers, strict=True) if own.nodes.attends]
     if any(other.places.history != device.places.history for other in attending):
         raise AssertionError("the nodes had different rows")
