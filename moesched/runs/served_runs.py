@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from moesched.drivers.lanes import Execute
-from moesched.drivers.realtime import RealtimeDriver, SharedEngine
+from moesched.drivers.lanes import Clock, Execute
+from moesched.drivers.realtime import RealtimeDriver
 from moesched.drivers.validation import new_engine, new_shared_engine
 from moesched.drivers.virtual import VirtualDriver
 from moesched.drivers.wired_memory import wired_memory_delays
@@ -139,10 +139,27 @@ def serve_on(
         BadInput: the device serves no requests that join and leave, or as `simulate_serving`.
         TaskFailed: another node is lost, or a task failed.
     """
-    kinds: dict[str, LaneKind] = {ARRIVALS: "awaitable"}
+    serves = _serves(device)
     require_one_accelerator(setup.plan, setup.policy, 1 if transport is None else setup.plan.nodes.count)
-    run = first_node(setup, new_shared_engine, {**device.kinds, **kinds})
-    _drive(device, run, {"wait": lambda _: run.main.wait_for_news()}, kinds, transport, observers, recorder)
+    kinds: dict[str, LaneKind] = {**device.kinds, ARRIVALS: "awaitable"}
+    run = first_node(setup, new_shared_engine, kinds)
+    beside: dict[str, Execute] = {"wait": lambda _: run.main.wait_for_news()}
+    if transport is not None and run.main.notices is not None:
+        _join(device, setup.plan, transport)
+        beside[NOTICE] = partial(run.main.notices.carry, transport)
+    driver = RealtimeDriver(
+        [run.engine],
+        partial(_execute, device, beside),
+        kinds={NETWORK: "guest", **kinds},
+        streams=device.streams,
+        observers=observers_of_all([run], observers, recorder),
+        clock=_clock(device),
+    )
+    with closed_at_end([run]):
+        serves.serve(setup.plan)
+        run_on_own_loop(partial(driver.run, run.main.run()))
+    if recorder is not None:
+        recorder.origin = driver.origin
     return run.main
 
 
@@ -156,43 +173,24 @@ def follow_on(device: Device, plan: Plan, policy: Policy, transport: Transport) 
         BadInput: the device serves no requests that join and leave, or is never one of several.
         TaskFailed: another node is lost, or a task failed.
     """
+    serves = _serves(device)
     run = other_node(plan, policy, new_shared_engine, device.kinds)
-    _drive(device, run, {}, {}, transport)
+    _join(device, plan, transport)
+    driver = RealtimeDriver(
+        [run.engine],
+        partial(_execute, device, {NOTICE: partial(run.main.notices.carry, transport)}),
+        kinds={NETWORK: "guest", **device.kinds},
+        streams=device.streams,
+        clock=_clock(device),
+    )
+    with closed_at_end([run]):
+        serves.serve(plan)
+        run_on_own_loop(partial(driver.run, run.main.run()))
     return run.main.steps
 
 
-def _drive(
-    device: Device,
-    run: ServedRun[SharedEngine, Any],
-    beside: Mapping[str, Execute],
-    kinds: Mapping[str, LaneKind],
-    transport: Transport | None,
-    observers: Sequence[Observer] = (),
-    recorder: Recorder | None = None,
-) -> None:
-    """Run a node's part in real time.
-
-    Args:
-        beside: what runs the tasks that the device does not run, by verb.
-        kinds: kinds of the lanes that are not the device's.
-    """
-    serves = _serves(device)
-    if transport is not None and run.plan.nodes.count > 1:
-        _join(device, run.plan, transport)
-        beside = {**beside, NOTICE: partial(run.main.notices.carry, transport)}
-    driver = RealtimeDriver(
-        [run.engine],
-        partial(_execute, device, beside),
-        kinds={NETWORK: "guest", **device.kinds, **kinds},
-        streams=device.streams,
-        observers=observers_of_all([run], observers, recorder),
-        clock=device.clock if isinstance(device, KeepsTime) else time.perf_counter_ns,
-    )
-    with closed_at_end([run]):
-        serves.serve(run.plan)
-        run_on_own_loop(partial(driver.run, run.main.run()))
-    if recorder is not None:
-        recorder.origin = driver.origin
+def _clock(device: Device) -> Clock:
+    return device.clock if isinstance(device, KeepsTime) else time.perf_counter_ns
 
 
 def _execute(device: Device, beside: Mapping[str, Execute], task: Task) -> Any:
