@@ -215,6 +215,17 @@ def test_the_rows_of_a_step_travel_while_the_step_before_ends() -> None:
         assert notice.start == last
 
 
+def test_nodes_are_told_that_nobody_asks_before_the_first_one_waits() -> None:
+    ended = Ended()
+    requests = [Request(number=number, prompt=9, new_tokens=2, arrives=number * 10**9) for number in range(3)]
+    serving = simulated(requests, observers=[ended])
+    waits = [task.start for task in ended.tasks if task.verb == "wait"]
+    notices = sum(task.verb == NOTICE for task in ended.tasks)
+    assert len(waits) == 2
+    assert notices == serving.steps + len(waits) + 1
+    assert serving.requests[2].ending == "length"
+
+
 def test_a_trace_shows_the_notices_of_all_nodes(tmp_path: Path) -> None:
     recorder = Recorder()
     simulated(asked(4), recorder=recorder)
