@@ -137,7 +137,8 @@ def serve_on(
 def _serves(device: Device) -> Serves:
     if not isinstance(device, Serves):
         raise BadInput(
-            f"device {type(device).__name__} runs batches only: serve with --device torch, or use `moesched simulate`"
+            f"device {type(device).__name__} runs batches only: serve with --device torch, cuda or mlx, or use "
+            "`moesched simulate`"
         )
     return device
 
