@@ -21,7 +21,8 @@ from moesched.requests.logprobs import ScoredToken, WantedLogprobs
 from moesched.requests.sampling import Sampling
 from moesched.runs.hardware import run
 from moesched.runs.planning import plan_run
-from moesched.runs.served_runs import ServingSetup, serve_on, simulate_serving
+from moesched.runs.served_parts import ServingSetup
+from moesched.runs.served_runs import serve_on, simulate_serving
 from moesched.runs.serving import Served, Serving
 from moesched.seams import Device, Policy
 from moesched.serving.admission import ShortestPrompt
@@ -261,7 +262,7 @@ def test_a_request_that_cannot_run_is_refused() -> None:
 def test_a_pipeline_serves_no_requests() -> None:
     machine, policy = load_machine("t4x4"), make_policy("flexgen_pipeline")
     plan = plan_run(machine, weight_layout(SMALL), CAPACITY.fullest(), policy)
-    with pytest.raises(BadInput, match="FlexGenPipeline is for several accelerators or machines"):
+    with pytest.raises(BadInput, match="FlexGenPipeline is for several accelerators"):
         simulate_serving(ServingSetup(plan, policy, CAPACITY, ListedArrivals([request(0)])))
 
 
