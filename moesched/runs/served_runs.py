@@ -209,6 +209,7 @@ def _join(device: Device, plan: Plan, transport: Transport) -> None:
 def _serves(device: Device) -> Serves:
     if not isinstance(device, Serves):
         raise BadInput(
-            f"device {type(device).__name__} runs batches only: serve with --device torch, or use `moesched simulate`"
+            f"device {type(device).__name__} runs batches only: serve with --device torch, cuda or mlx, or use "
+            "`moesched simulate`"
         )
     return device
