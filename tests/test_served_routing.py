@@ -15,7 +15,8 @@ from moesched.requests.rows import Row, Rows
 from moesched.routing.choices import Integers
 from moesched.routing.served import ServedRouting
 from moesched.runs.planning import plan_run
-from moesched.runs.served_runs import ServingSetup, simulate_serving
+from moesched.runs.served_parts import ServingSetup
+from moesched.runs.served_runs import simulate_serving
 from moesched.serving.arrivals import ListedArrivals
 from moesched.serving.capacity import Capacity
 from moesched.testing.served_checks import random_requests

@@ -14,7 +14,8 @@ from moesched.machines import load_machine
 from moesched.models.layout import weight_layout
 from moesched.plugins import make_policy
 from moesched.runs.planning import plan_run
-from moesched.runs.served_runs import ServingSetup, simulate_serving
+from moesched.runs.served_parts import ServingSetup
+from moesched.runs.served_runs import simulate_serving
 from moesched.runs.service_report import Ran
 from moesched.serving.arrivals import ListedArrivals
 from moesched.serving.capacity import Capacity

@@ -15,7 +15,8 @@ from moesched.jobs.serving_plan import ServingPlan, context_of, plan_serving, se
 from moesched.jobs.trace_file import files_named
 from moesched.models.checkpoint import Checkpoint, open_checkpoint
 from moesched.runs.ranks import Devices, open_devices, process_of
-from moesched.runs.served_runs import ServingSetup, serve_on
+from moesched.runs.served_parts import ServingSetup
+from moesched.runs.served_runs import serve_on
 from moesched.runs.service_report import Ran
 from moesched.runs.serving import Serving, ServingListener
 from moesched.seams import Observer
@@ -103,7 +104,7 @@ def served_model(
     checkpoint = open_checkpoint(Path(given.model))
     context = context_of(given.context, min(CONTEXT, checkpoint.config.max_positions), checkpoint.config)
     machine = find_machine(given.machine, given.device, foreign=given.foreign_machine)
-    job = serving_job(given, checkpoint.config, machine, given.device)
+    job = serving_job(given, checkpoint.config, machine, device=given.device)
     with open_devices(given.device, given.device_settings, checkpoint, job.layout) as devices:
         job.use_process(process_of(devices.all, job.machine))
         planned = plan_serving(

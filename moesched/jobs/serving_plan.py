@@ -16,7 +16,7 @@ from moesched.models.config import ModelConfig
 from moesched.models.layout import Page
 from moesched.planner import FIRST, fastest_policies, require_one_policy
 from moesched.runs.planning import SMALLER
-from moesched.runs.served_runs import require_one_accelerator
+from moesched.runs.served_parts import require_one_accelerator
 from moesched.seams import Device, Policy
 from moesched.serving.capacity import Capacity, capacity_for
 from moesched.steps.plan import Plan
@@ -55,7 +55,12 @@ def context_of(given: int | None, default: int, config: ModelConfig) -> int:
 
 
 def serving_job(
-    given: PlannedOptions, config: ModelConfig, machine: Machine, device: str | type[Device] | None = None
+    given: PlannedOptions,
+    config: ModelConfig,
+    machine: Machine,
+    *,
+    nodes: int = 1,
+    device: str | type[Device] | None = None,
 ) -> Job:
     """The job of a server, which plans for as many requests at once as the options say.
 
@@ -65,9 +70,13 @@ def serving_job(
     policy = given.policy
     if policy == POLICY:
         require_one_policy(given.settings)
+        if nodes > 1:
+            raise BadInput(
+                f"the planner chooses a policy for one machine: name one for {nodes} with --policy"
+            )
         policy = FIRST  # until the planner has chosen
     given = replace(given, policy=policy, batch_size=given.batch_size or USERS)
-    return Job(given, config, machine, device=device)
+    return Job(given, config, machine, nodes=nodes, device=device)
 
 
 def plan_serving(
@@ -113,7 +122,7 @@ def _planned(job: Job, context: int, slot_bytes: Callable[[Page], int]) -> Servi
         if not str(error).endswith(SMALLER):
             raise
         raise BadInput(str(error).removesuffix(SMALLER) + REMEDY) from error
-    require_one_accelerator(plan, policy)
+    require_one_accelerator(plan, policy, job.nodes)
     return ServingPlan(capacity, plan, policy, job.policy_name)
 
 

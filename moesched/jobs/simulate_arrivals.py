@@ -21,7 +21,9 @@ from moesched.models.layout import room_for
 from moesched.options import Option
 from moesched.routing import SeededRouting
 from moesched.routing.served import ServedRouting
-from moesched.runs.served_runs import ServingSetup, simulate_serving
+from moesched.runs.ranks import Rank
+from moesched.runs.served_parts import ServingSetup
+from moesched.runs.served_runs import simulate_serving
 from moesched.runs.service_report import Ran, ServiceReport, parse_objectives, service_report
 from moesched.runs.serving import Served, Serving
 from moesched.seams import Routing
@@ -68,7 +70,7 @@ class _Progress:
 def simulate_arrivals(given: ServedScenarioOptions) -> ServiceReport:
     """Predict requests that arrive over time on the virtual clock; needs no weights and no GPU.
 
-    They join and leave between steps, under any policy of one machine.
+    They join and leave between steps, under any policy of one machine, or of several that share the experts.
 
     Raises:
         BadInput: an argument cannot be used.
@@ -82,11 +84,13 @@ def simulate_arrivals(given: ServedScenarioOptions) -> ServiceReport:
     longest = max(requests, key=lambda request: request.prompt + request.new_tokens)
     require_context([longest.prompt], longest.new_tokens, scenario.config)
     context = context_of(given.context, longest.prompt + longest.new_tokens, scenario.config)
-    job = serving_job(given, scenario.config, scenario.machine)
+    job = serving_job(given, scenario.config, scenario.machine, nodes=given.nodes or 1)
     job.use_process(assumed_process(job.machine))
     planned = plan_serving(job, context, room_for, chooses=given.policy == POLICY)
     for request in requests:
         planned.capacity.require(request)
+    fullest = planned.capacity.fullest()
+    peers = [Rank(*job.plan(fullest, room_for, node)) for node in range(1, job.nodes)]
     setup = ServingSetup(
         planned.plan,
         planned.policy,
@@ -105,9 +109,12 @@ def simulate_arrivals(given: ServedScenarioOptions) -> ServiceReport:
         routing=routing,
         preview_accuracy=given.preview_accuracy,
         recorder=recorder,
+        peers=peers,
     )
     machine = planned.plan.machine.name
-    ran = Ran(scenario.config.name, machine, planned.policy_name, job.layout.dtype, measured=False)
+    ran = Ran(
+        scenario.config.name, machine, planned.policy_name, job.layout.dtype, measured=False, nodes=job.nodes
+    )
     report = service_report(ran, serving, planned.capacity, objectives)
     if recorder is not None and given.trace is not None:
         spans = [span_of(served, serving.loaded) for served in serving.requests.values()]
@@ -122,7 +129,6 @@ def _require_servable(given: ServedScenarioOptions) -> None:
     refused = {
         "--beams": given.beams > 1,
         "--padded": given.padded,
-        "--nodes": (given.nodes or 1) > 1,
     }
     for flag, is_given in refused.items():
         if is_given:
