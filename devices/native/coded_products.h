@@ -201,7 +201,7 @@ static TARGET void ISA(gated_coded)(const Product *gate, const Product *up, cons
                     .multiply = ISA(multiply_coded), .write = ISA(write_coded), .gated = ISA(gated_coded)},            \
      .zero = centre, .has_minimums = minimums, .unpack = (Unpack)ISA(unpack_##format)}
 static const Coding ISA(codings)[FORMATS] = {
-    [Q8_0] = CODING(q8_0, 32, 32, 34, 128, 0),   [Q4_0] = CODING(q4_0, 32, 32, 18, 8, 0),
+    [Q8_0] = CODING(q8_0, 32, 32, 34, Q8_0_ZERO, 0),   [Q4_0] = CODING(q4_0, 32, 32, 18, 8, 0),
     [Q5_0] = CODING(q5_0, 32, 32, 22, 16, 0),    [Q5_1] = CODING(q5_1, 32, 32, 24, 0, 1),
     [Q4_K] = CODING(q4_k, 32, 256, 144, 0, 1),   [Q5_K] = CODING(q5_k, 32, 256, 176, 0, 1),
     [Q6_K] = CODING(q6_k, 16, 256, 210, 32, 0),  [MXFP4] = CODING(mxfp4, 32, 32, 17, 12, 0),
@@ -222,3 +222,6 @@ static const Coding ISA(codings)[FORMATS] = {
 #undef HALVES
 #undef WIDENED
 #undef OF_FP4
+#undef SIGNED_CODES
+#undef Q8_0_ZERO
+#undef Q8_0_SIGNS
