@@ -215,6 +215,10 @@ INLINE void sums_avx512_vnni(int size, Words codes[][VECTORS], const char *piece
 }
 
 #include "coded_products.h"
+
+#if defined(HAS_AMX)
+#include "coded_amx.h"
+#endif
 #endif
 
 #if defined(__aarch64__)
@@ -226,7 +230,9 @@ static const Coding *const codings[INSTRUCTION_SETS] = {
     [AVX2] = codings_avx2,
     [AVX512] = codings_avx512,
     [AVX512_BF16] = codings_avx512_vnni,
-    [AMX_BF16] = codings_avx512_vnni,
+#if defined(HAS_AMX)
+    [AMX_BF16] = codings_amx,
+#endif
 #elif defined(__aarch64__)
     [NEON] = codings_neon,
     [NEON_DOTPROD] = codings_neon_dotprod,

@@ -21,9 +21,9 @@ static const char *const names[INSTRUCTION_SETS] = {
 
 /* Whether the processor has AMX, and the system lets this process use it: a process has to ask. */
 static int may_use_amx(void) {
-    enum { TILES_AND_BF16 = 1 << 24 | 1 << 22, ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18 };
+    enum { TILES_INT8_AND_BF16 = 1 << 25 | 1 << 24 | 1 << 22, ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18 };
     unsigned eax, ebx, ecx, edx;
-    if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) || (edx & TILES_AND_BF16) != TILES_AND_BF16) return 0;
+    if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) || (edx & TILES_INT8_AND_BF16) != TILES_INT8_AND_BF16) return 0;
     return !syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA);
 }
 #else
