@@ -7,5 +7,6 @@
 
 int main(void) {
     check_bits(AMX_BF16, "amx_bf16");
+    must(!shapes_in_c.palette, "released in the end");
     return 0;
 }
