@@ -15,8 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.shared.fresh_process import FreshProcess, in_fresh_process
-from benchmarks.shared.small_runs import ONE_MEMORY, generate
-from kernel_tables import kernels_of
+from kernel_tables import TINY, kernels_of, logits_by
 from moesched.devices.kernels.layer_weights import Weights
 from moesched.devices.kernels.memory import Memory
 from moesched.devices.native.compiled import availability, instruction_sets
@@ -27,7 +26,6 @@ from moesched.devices.torch.device import TorchDevice
 from moesched.errors import BadInput
 from moesched.models.checkpoint import open_checkpoint
 from moesched.models.layout import weight_layout
-from moesched.plugins import make_policy
 from moesched.system.cores import affinity, usable_cores
 from patience import PATIENCE_SECONDS
 from small_models import SMALL
@@ -35,7 +33,6 @@ from small_models import SMALL
 Tensor = torch.Tensor
 
 MOST_ROWS = 128  # of a group
-TINY = Path(__file__).parents[1] / "examples" / "tiny-mixtral"
 
 needs_kernel = pytest.mark.skipif(not instruction_sets(), reason=availability())
 
@@ -197,19 +194,8 @@ def test_helpers_run_where_they_may_and_the_caller_anywhere(
 
 @needs_kernel
 def test_a_run_says_with_the_kernel_about_what_it_says_with_torch() -> None:
-    checkpoint = open_checkpoint(TINY)
-    layout = weight_layout(checkpoint.config, "bfloat16")
-    ours, theirs = (
-        generate(
-            TorchDevice(checkpoint, layout, keep_logits=True, kernel=kernel),
-            make_policy("resident"),
-            ONE_MEMORY,
-            [[5, 6, 7], [90]],
-            new_tokens=2,
-            micro_batch_size=2,
-        ).logits_RSV[:, 0]
-        for kernel in (instruction_sets()[0], "torch")
-    )
+    kernels = (instruction_sets()[0], "torch")
+    ours, theirs = (logits_by(kernel, "bfloat16", new_tokens=2)[:, 0] for kernel in kernels)
     assert not torch.equal(ours, theirs), "the setting has no effect"
     assert (ours - theirs).abs().mean() < 0.03 * theirs.std()
 
