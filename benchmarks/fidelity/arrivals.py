@@ -18,6 +18,7 @@ from random import Random
 from statistics import median
 
 import msgspec
+from safetensors.torch import load_file, save_file
 
 import moesched
 from benchmarks.record.benchmark import Benchmark
@@ -67,11 +68,9 @@ BENCHMARK = Benchmark(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Serve and predict the arrivals of each part, and write what was found."""
     options = BENCHMARK.parse(arguments)
-    model = cache_folder() / MODEL
-    if not model.exists():
-        write_random_model(SHAPES[MODEL], model)
-    with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(model, Path(folder))
+    cache_folder().mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cache_folder()) as folder:
+        bench = Bench(Path(folder))
         carried = bench.measure(bench.write("at once", None))["requests a second"]
         files = {part: bench.write(part, SHARES[part] * carried) for part in options.only}
         in_turn = InTurn({part: partial(bench.measure, file) for part, file in files.items()}, options.rounds)
@@ -99,13 +98,13 @@ class Bench:
     """The model and its requests.
 
     Args:
-        folder: for files of arrivals.
+        folder: for the model and the files of arrivals.
     """
 
-    def __init__(self, model: Path, folder: Path) -> None:
+    def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._given = ServedOptions(
-            model=model, policy=POLICY, batch_size=USERS, micro_batch_size=USERS, context=CONTEXT
+            model=written(folder / MODEL), policy=POLICY, batch_size=USERS, micro_batch_size=USERS, context=CONTEXT
         )
 
     def write(self, name: str, rate: float | None) -> Path:
@@ -125,6 +124,7 @@ class Bench:
         with served_model(self._given) as model:
             arrivals = ListedArrivals(with_ids(described_arrivals(file, (), 1)))
             serving = model.serve(arrivals, keeps_history=True)
+            assert all(each.ending == "length" for each in serving.requests.values()), "a stop token came"
             return figures_of(service_report(ran_of(model), serving, model.capacity, None))
 
     def predict(self, file: Path, machine: Machine) -> Figures:
@@ -135,11 +135,27 @@ class Bench:
             machine=machine,
             policy=POLICY,
             arrivals=file,
+            workload="mtbench",
             batch_size=given.batch_size,
             micro_batch_size=given.micro_batch_size,
             context=given.context,
         )
         return figures_of(report)
+
+
+def written(folder: Path) -> Path:
+    """A model of random weights, whose embeddings are 64 times as large.
+
+    Else all tokens of a prompt choose the experts of its mean, which no trained model does.
+    """
+    model = write_random_model(SHAPES[MODEL], folder)
+    [file] = model.glob("*.safetensors")
+    tensors = load_file(file)
+    tensors["model.embed_tokens.weight"] *= 64
+    changed = file.with_suffix(".changed")
+    save_file(tensors, changed)
+    changed.replace(file)
+    return model
 
 
 def with_ids(requests: Iterable[Request]) -> list[Request]:
