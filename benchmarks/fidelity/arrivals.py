@@ -104,7 +104,11 @@ class Bench:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._given = ServedOptions(
-            model=written(folder / MODEL), policy=POLICY, batch_size=USERS, micro_batch_size=USERS, context=CONTEXT
+            model=written(folder / MODEL),
+            policy=POLICY,
+            batch_size=USERS,
+            micro_batch_size=USERS,
+            context=CONTEXT,
         )
 
     def write(self, name: str, rate: float | None) -> Path:
