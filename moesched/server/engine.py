@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -133,11 +134,14 @@ class Inbox:
             self._arrivals.close()
 
     def read(self, source: int) -> None:
-        """Take messages from a file descriptor until it is closed; then end this process."""
+        """Take messages from a file descriptor until it is closed, or fails; then end this process."""
         frames = Frames(ToEngine)
-        while data := os.read(source, READ_BYTES):
-            for message in frames.feed(data):
-                self.take(message)  # type: ignore[arg-type]  # frames of the front have nothing else
+        try:
+            while data := os.read(source, READ_BYTES):
+                for message in frames.feed(data):
+                    self.take(message)  # type: ignore[arg-type]  # frames of the front have nothing else
+        except Exception:  # an engine that hears nothing more would let everyone wait
+            traceback.print_exc()
         remove_all()
         os._exit(1)
 

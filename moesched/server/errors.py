@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 import msgspec
+from starlette.responses import Response
 
 from moesched.errors import MoeschedError
 
@@ -44,6 +45,10 @@ class ApiError(MoeschedError):
         """The error as JSON."""
         told = _Told(" ".join(str(self).split()), self.kind, self.param, self.code)
         return msgspec.json.encode({"error": told})
+
+    def response(self) -> Response:
+        """The error as an answer of HTTP."""
+        return Response(self.body(), self.status, dict(self.headers), "application/json")
 
 
 class _Told(msgspec.Struct, frozen=True):

@@ -18,6 +18,7 @@ from moesched.system.plain_text import shown
 
 MOST_VALUES = 2_000_000
 """The most values in a body: more than any prompt of token ids has."""
+MOST_INT = 2**63 - 1
 MOST_CHOICES = 128
 MOST_STOPS = 16
 MOST_LIKELIEST = 20
@@ -63,10 +64,10 @@ class Generated(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     stream_options: StreamOptions | None = None
     stop: str | list[str] | None = None
     n: Annotated[int, Meta(ge=1, le=MOST_CHOICES)] | None = None
-    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    seed: Annotated[int, Meta(ge=-MOST_INT - 1, le=MOST_INT)] | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Meta(ge=1)] | None = None
+    top_k: Annotated[int, Meta(ge=1, le=MOST_INT)] | None = None
     user: str | None = None
 
     @property
@@ -86,7 +87,7 @@ class CompletionRequest(Generated, frozen=True, kw_only=True, forbid_unknown_fie
     """The body of /v1/completions."""
 
     prompt: str | list[str | int | list[int]]
-    max_tokens: Annotated[int, Meta(ge=0)] | None = None
+    max_tokens: Annotated[int, Meta(ge=0, le=MOST_INT)] | None = None
     echo: bool | None = None
     logprobs: Annotated[int, Meta(ge=0, le=MOST_LIKELIEST)] | None = None
 
@@ -120,8 +121,8 @@ class ChatRequest(Generated, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """The body of /v1/chat/completions."""
 
     messages: Annotated[list[Message], Meta(min_length=1)]
-    max_tokens: Annotated[int, Meta(ge=1)] | None = None
-    max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None
+    max_tokens: Annotated[int, Meta(ge=1, le=MOST_INT)] | None = None
+    max_completion_tokens: Annotated[int, Meta(ge=1, le=MOST_INT)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MOST_LIKELIEST)] | None = None
 
