@@ -17,8 +17,20 @@ from benchmarks.speed._browser import missing, wait_for, window
 ROOT = Path(__file__).resolve().parent.parent
 COMMAND = [sys.executable, "-m", "moesched", "serve", str(ROOT / "examples" / "tiny-mixtral"), "--port", "0"]
 SIZE = (1000, 620)
-MESSAGES = ("def clip(value, least, most):", "Return the")
-SETTINGS = {"temperature": "0", "tokens": "120"}
+MESSAGES = ("Return the", "Raise an")
+SETTINGS = {"temperature": "0", "tokens": "50"}
+OTHERS = """
+() => {
+  const body = JSON.stringify({ model, prompt: "Return the", max_tokens: 400 });
+  const ask = () => fetch("/v1/completions", { method: "POST", headers: { "Content-Type": "application/json" }, body });
+  for (const pause of [0, 300, 900, 1700]) (async () => {
+    for (;;) { await ask(); await new Promise((done) => setTimeout(done, pause)); }
+  })();
+}
+"""
+"""Four more users, with pauses of up to 1.7 s between their requests."""
+LOOKS = 60
+"""Looks at the lanes before the picture, two a second."""
 
 
 def main() -> None:
@@ -33,11 +45,12 @@ def main() -> None:
         wait_for(page, "model !== ''")
         for field, value in SETTINGS.items():
             page.fill(f"#{field}", value)
+        page.evaluate(OTHERS)
+        wait_for(page, f"[...pictures.values()].some((each) => each.shares.length >= {LOOKS})")
         for message in MESSAGES:
             page.fill("#text", message)
             page.press("#text", "Enter")
             wait_for(page, "stop === null")
-        wait_for(page, "document.querySelectorAll('canvas').length > 0")
         page.screenshot(path=folder / "serving-page.png")
 
 

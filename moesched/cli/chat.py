@@ -49,7 +49,9 @@ def chat(
         partial(client.chat, model=client.model(), temperature=temperature, max_tokens=max_tokens)
     )
     if sys.stdin.isatty():
-        stderr().print(f"{plain_text(url)}: Ctrl-C stops an answer, {NEW} begins anew, Ctrl-D ends", markup=False)
+        stderr().print(
+            f"{plain_text(url)}: Ctrl-C stops an answer, {NEW} begins anew, Ctrl-D ends", markup=False
+        )
         with ctrl_c_interrupts():
             talk(conversation)
         return 0

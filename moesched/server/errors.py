@@ -10,6 +10,8 @@ from starlette.responses import Response
 
 from moesched.errors import MoeschedError
 
+MOST_MESSAGE = 1000
+"""The most characters of a message: some quote what the client sent."""
 NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 
 
@@ -43,7 +45,7 @@ class ApiError(MoeschedError):
 
     def body(self) -> bytes:
         """The error as JSON."""
-        told = _Told(" ".join(str(self).split()), self.kind, self.param, self.code)
+        told = _Told(" ".join(str(self).split())[:MOST_MESSAGE], self.kind, self.param, self.code)
         return msgspec.json.encode({"error": told})
 
     def response(self) -> Response:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar, get_args
 
 import msgspec
 from msgspec import Meta
@@ -49,6 +49,14 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
 """Fields that the server has not, and the values besides null at which they change no answer."""
 
 
+Role: TypeAlias = Literal["system", "developer", "user", "assistant"]
+PartType: TypeAlias = Literal["text"]
+CHOICES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {"role": get_args(Role), "type": get_args(PartType)}
+)
+"""The values that a field may have, by its name."""
+
+
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Options of a stream."""
 
@@ -71,6 +79,11 @@ class Generated(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     user: str | None = None
 
     @property
+    def answers(self) -> int:
+        """The number of answers."""
+        return self.n or 1
+
+    @property
     def stops(self) -> tuple[str, ...]:
         """The texts that end an answer.
 
@@ -91,18 +104,42 @@ class CompletionRequest(Generated, frozen=True, kw_only=True, forbid_unknown_fie
     echo: bool | None = None
     logprobs: Annotated[int, Meta(ge=0, le=MOST_LIKELIEST)] | None = None
 
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts: one text, several, one list of ids, or several.
+
+        Raises:
+            ApiError: it mixes them, or has none.
+        """
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        given: Any = self.prompt
+        kinds = set(map(type, given))
+        if kinds == {int}:
+            return [given]
+        if kinds in ({str}, {list}):
+            return given  # type: ignore[no-any-return]  # all are texts, or all are lists of ids
+        raise bad_request(
+            "prompt: give a text, a list of texts, token ids, or a list of lists of them", "prompt"
+        )
+
+    @property
+    def answers(self) -> int:
+        """The number of answers to all prompts."""
+        return len(self.prompts) * (self.n or 1)
+
 
 class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A part of a message."""
 
     text: str
-    type: Literal["text"] = "text"
+    type: PartType = "text"
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A message of a conversation; the fields after `name` are those of answers that are sent back."""
 
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Role
     content: str | list[TextPart]
     name: str | None = None
     refusal: None = None
@@ -141,10 +178,12 @@ def read_body(data: bytes, kind: type[Body]) -> Body:
     except BadInput as error:
         raise bad_request(str(error)) from error
     known = kind.__struct_fields__
-    left = {name: value for name, value in fields.items() if name in known or not _is_taken(name, value)}
-    for name in left:
-        if name not in known:
-            raise _unknown(name, left[name], known)
+    left = {}
+    for name, value in fields.items():
+        if name in known:
+            left[name] = value
+        elif not _is_taken(name, value):
+            raise _unknown(name, value, known)
     try:
         return msgspec.convert(left, kind)
     except DECODE_ERRORS as error:
@@ -179,5 +218,7 @@ def _of_wrong_type(message: str, fields: Mapping[str, Any]) -> ApiError:
     if missing := _MISSING.match(fault):
         path = ".".join(filter(None, [path, missing[1]]))
         return bad_request(f"{path} is missing: give it", path, "missing_required_parameter")
+    if path.rpartition(".")[2] in CHOICES and fault.startswith("Invalid enum value"):
+        fault += f": give {', '.join(CHOICES[path.rpartition('.')[2]])}"
     where = f"{path} is {shown(fields[path])}" if path in fields else path
     return bad_request(f"{where}: {fault[:1].lower()}{fault[1:]}", path or None, "invalid_value")

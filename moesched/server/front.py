@@ -24,6 +24,9 @@ from moesched.server.model import Model
 from moesched.server.page import PAGE, PAGE_POLICY
 from moesched.system.plain_text import shown
 
+MOST_METHOD = 20
+"""The most characters of a method that are given back."""
+
 
 class Front:
     """The application, and what it is made of.
@@ -53,7 +56,9 @@ class Front:
         ]
         faults = {ApiError: _api_error, HTTPException: _http_error, Exception: _own_error}
         plain = Starlette(routes=routes, exception_handlers=faults)  # type: ignore[arg-type]  # each takes its own kind
-        plain.router.redirect_slashes = False  # it would send clients to whatever `Host` they were made to name
+        plain.router.redirect_slashes = (
+            False  # it would send clients to whatever `Host` they were made to name
+        )
         known = frozenset(route.path for route in routes)
         guarded = OfThisMachine(plain) if key is None else Keyed(plain, key)
         self.app: ASGIApp = Counted(guarded, self._metrics, known)
@@ -136,7 +141,7 @@ async def _api_error(_: Request, error: ApiError) -> Response:
 
 async def _http_error(request: Request, error: HTTPException) -> Response:
     remedy = "there is /v1/chat/completions, /v1/completions, /v1/models, /health, /metrics and a page at /"
-    fault = f"{shown(request.method)} of {shown(request.scope['path'])}: {error.detail}: {remedy}"
+    fault = f"{request.method[:MOST_METHOD]} of {shown(request.scope['path'])}: {error.detail}: {remedy}"
     return ApiError(error.status_code, fault, headers=dict(error.headers or {})).response()
 
 

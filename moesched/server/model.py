@@ -47,7 +47,10 @@ class Model:
         """Raise ApiError unless a request names this model."""
         if name != self.name:
             raise ApiError(
-                404, f"no model {shown(name)} here: ask for {self.name}", param="model", code="model_not_found"
+                404,
+                f"no model {shown(name)} here: ask for {self.name}",
+                param="model",
+                code="model_not_found",
             )
 
     async def of_text(self, text: str) -> Prompt:

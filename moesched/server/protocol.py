@@ -14,7 +14,9 @@ REQUEST_SECONDS = 20.0
 """The time in which a request has to arrive as a whole, headers and body."""
 WRITE_SECONDS = 60.0
 """The time in which a client has to read what waits for it."""
-NOT_HTTP = bad_request("this is no HTTP/1.1, or its headers are longer than 64 KiB: send another request").body()
+NOT_HTTP = bad_request(
+    "this is no HTTP/1.1, or its headers are longer than 64 KiB: send another request"
+).body()
 
 
 class TimedProtocol(H11Protocol):
@@ -53,8 +55,16 @@ class TimedProtocol(H11Protocol):
         """Refuse what is no HTTP; a body that goes wrong closes the connection, since its request has an answer."""
         if self.conn.our_state is h11.IDLE:
             length = str(len(NOT_HTTP)).encode()
-            headers = [(b"content-type", b"application/json"), (b"content-length", length), (b"connection", b"close")]
-            for event in (h11.Response(status_code=400, headers=headers), h11.Data(data=NOT_HTTP), h11.EndOfMessage()):
+            headers = [
+                (b"content-type", b"application/json"),
+                (b"content-length", length),
+                (b"connection", b"close"),
+            ]
+            for event in (
+                h11.Response(status_code=400, headers=headers),
+                h11.Data(data=NOT_HTTP),
+                h11.EndOfMessage(),
+            ):
                 self.transport.write(self.conn.send(event))
         self._close()
 

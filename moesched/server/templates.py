@@ -14,8 +14,6 @@ from moesched.inputs.chat_template import ChatTemplate
 COMMAND = (sys.executable, "-P", "-m", "moesched.server.template_worker")
 MOST_LINE_BYTES = 32 << 20
 """The most bytes of a prompt as a line of JSON; a body of text takes up to three times its own."""
-MOST_FAULT = 300
-"""The most characters of what a template says is wrong: it may quote a whole message."""
 SECONDS = 2.0
 """The time that rendering a conversation may take."""
 
@@ -92,8 +90,7 @@ class ModelTemplate:
                 await self._end()
                 raise BadInput("the chat template takes too long, or too much memory, for these messages")
             if "fault" in reply:
-                fault = reply["fault"][:MOST_FAULT]
-                raise BadInput(f"the chat template does not take these messages: {fault}")
+                raise BadInput(f"the chat template does not take these messages: {reply['fault']}")
             return reply["text"]
 
     async def close(self) -> None:
