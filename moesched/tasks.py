@@ -230,7 +230,8 @@ class Task(msgspec.Struct, eq=False, gc=False):
     """One operation on a lane. Submitting one gives it back: the task is its own handle, `await task` its value.
 
     `generated` counts the tokens that each sequence of its micro-batch has generated before: 0 for prompts. It is the
-    least of several micro-batches, those of the step for a fetch, and -1 for what belongs to no step.
+    least of different sequences and of several micro-batches, those of the step for a fetch, and -1 for what belongs to
+    no step.
     `deps` are the ids of the tasks that it waits for; it needs the results of the first `inputs` of them.
     `followers` are the tasks that wait for it; None once it has settled. `device_edges` are what its device enforces.
     `taken` is when its lane took it, on real hardware: the time until `start` goes into waking a thread.

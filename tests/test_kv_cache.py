@@ -52,9 +52,9 @@ def test_its_bytes_are_known_beforehand() -> None:
 
 def test_a_reserved_sequence_is_seen_without_a_copy_and_a_scattered_one_with() -> None:
     cache = small_cache()
-    cache.table.open(0, 8)
-    cache.table.open(1)
-    cache.table.open(2)
+    cache.open(0, 8)
+    cache.open(1)
+    cache.open(2)
     fill(cache, [0, 1, 2], [8, 4, 4])
     fill(cache, [1], [4])  # its second block cannot follow its first
     views = [cache.views(0, cache.extend([sequence], [0]))[0] for sequence in (0, 1)]
@@ -66,7 +66,7 @@ def test_a_reserved_sequence_is_seen_without_a_copy_and_a_scattered_one_with() -
 def test_sequences_of_equal_length_that_decode_together_are_one_view() -> None:
     cache = small_cache()
     for sequence in range(3):
-        cache.table.open(sequence, 8)
+        cache.open(sequence, 8)
     fill(cache, [0, 1, 2], [5, 5, 5])
     step = cache.extend([0, 1, 2], [1, 1, 1])
     (view,) = cache.views(1, step)
@@ -77,7 +77,7 @@ def test_sequences_of_equal_length_that_decode_together_are_one_view() -> None:
 def test_views_follow_the_order_of_the_step_whatever_the_lengths() -> None:
     cache = small_cache(blocks=20)
     for sequence, length in enumerate([3, 7, 7, 2, 2]):
-        cache.table.open(sequence, length + 1)
+        cache.open(sequence, length + 1)
     fill(cache, [0, 1, 2, 3, 4], [3, 7, 7, 2, 2])
     step = cache.extend([4, 0, 2, 1, 3], [1, 1, 1, 1, 1])
     found = [keys[0, 0, 0].item() // 1000 for view in cache.views(0, step) for keys in view.keys_SLKd]
@@ -91,8 +91,8 @@ def test_views_follow_the_order_of_the_step_whatever_the_lengths() -> None:
 
 def test_when_blocks_run_out_the_error_says_so_and_nothing_changes() -> None:
     cache = small_cache(blocks=4)
-    cache.table.open(0)
-    cache.table.open(1)
+    cache.open(0)
+    cache.open(1)
     fill(cache, [0, 1], [4, 4])
     with pytest.raises(OutOfBlocks, match="2 free blocks of 4, 3 are needed; make it larger"):
         cache.extend([0, 1], [1, 5])
@@ -100,7 +100,7 @@ def test_when_blocks_run_out_the_error_says_so_and_nothing_changes() -> None:
     fill(cache, [0, 1], [4, 4])
     assert contents(cache, 0) == marks(0, 8)
     with pytest.raises(OverBudget):
-        small_cache(blocks=1).table.open(0, 5)
+        small_cache(blocks=1).open(0, 5)
     with pytest.raises(BadInput, match="0 blocks of 4 tokens"):
         small_cache(blocks=0)
 
@@ -113,11 +113,11 @@ def test_no_sequence_ever_sees_or_harms_another(seed: int) -> None:
     for request in range(60):
         if lengths and chance.random() < 0.2:
             gone = chance.choice(sorted(lengths))
-            cache.table.close(gone)
+            cache.close(gone)
             del lengths[gone]
         try:
             if len(lengths) < 5 and chance.random() < 0.5:
-                cache.table.open(request, chance.choice([0, 0, 4, 9]))
+                cache.open(request, chance.choice([0, 0, 4, 9]))
                 lengths[request] = 0
             chosen = chance.sample(sorted(lengths), chance.randint(0, len(lengths)))
             new = [chance.randint(0, 4) for _ in chosen]
@@ -130,13 +130,13 @@ def test_no_sequence_ever_sees_or_harms_another(seed: int) -> None:
             assert cache.table[sequence].length == length
             assert contents(cache, sequence) == marks(sequence, length)
     for sequence in lengths:
-        cache.table.close(sequence)
+        cache.close(sequence)
     assert cache.table.free_blocks == 12
 
 
 def test_heirs_share_full_blocks_and_copy_a_partly_filled_one() -> None:
     cache = small_cache(blocks=12)
-    cache.table.open(0)
+    cache.open(0)
     fill(cache, [0], [10])
     cache.reorder([0], [0, 0, 0], [0, 1, 2])
     assert cache.table.free_blocks == 12 - 3 - 2
@@ -145,21 +145,21 @@ def test_heirs_share_full_blocks_and_copy_a_partly_filled_one() -> None:
     assert [view.keys_SLKd.shape for view in views] == [(2, 13, 3, 4)], "scattered, and of one length"
     assert views[0].keys_SLKd[1, 10:, 0, 0].tolist() == [2010.0, 2011.0, 2012.0]
     for heir in (0, 1, 2):
-        cache.table.close(heir)
+        cache.close(heir)
     assert cache.table.free_blocks == 12
 
 
 def test_blocks_that_nobody_goes_on_with_are_free_before_copies_are_made() -> None:
     cache = small_cache(blocks=4)
     for sequence in (0, 1):
-        cache.table.open(sequence)
+        cache.open(sequence)
     fill(cache, [0, 1], [6, 6])
     assert cache.table.free_blocks == 0
     cache.reorder([0, 1], [1, 1], [0, 1])
     assert cache.table.free_blocks == 1
     assert contents(cache, 0) == contents(cache, 1) == marks(1, 6)
     full = small_cache(blocks=2)
-    full.table.open(0)
+    full.open(0)
     fill(full, [0], [6])
     with pytest.raises(OutOfBlocks, match="0 free blocks of 2, 1 are needed"):
         full.reorder([0], [0, 0], [0, 1])
@@ -168,7 +168,7 @@ def test_blocks_that_nobody_goes_on_with_are_free_before_copies_are_made() -> No
 def test_random_reorders_keep_what_each_sequence_has() -> None:
     chosen = random.Random(5)
     cache = small_cache(blocks=40)
-    cache.table.open(0)
+    cache.open(0)
     expected: dict[int, list[float]] = {0: []}
     for _ in range(60):
         sequences = list(expected)
@@ -180,9 +180,9 @@ def test_random_reorders_keep_what_each_sequence_has() -> None:
             expected[sequence] = expected[sequence] + [sequence * 1000.0 + position for position in fresh]
         if before[sequences[0]] > 20:
             for sequence in sequences:
-                cache.table.close(sequence)
+                cache.close(sequence)
             assert cache.table.free_blocks == 40
-            cache.table.open(0)
+            cache.open(0)
             expected = {0: []}
             continue
         parents = [chosen.randrange(len(sequences)) for _ in range(4)]

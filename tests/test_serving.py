@@ -21,7 +21,7 @@ from moesched.requests.logprobs import ScoredToken, WantedLogprobs
 from moesched.requests.sampling import Sampling
 from moesched.runs.hardware import run
 from moesched.runs.planning import plan_run
-from moesched.runs.served_runs import Service, serve_on, simulate_service
+from moesched.runs.served_runs import ServingSetup, serve_on, simulate_serving
 from moesched.runs.serving import Served, Serving
 from moesched.seams import Policy
 from moesched.serving.admission import ShortestPrompt
@@ -112,7 +112,7 @@ def test_log_probabilities_of_prompt_and_tokens_are_those_of_the_logits(checkpoi
     beside = Request(number=1, prompt=2, new_tokens=4, ids=[9, 10])
     policy, device = make_policy("resident"), TorchDevice(checkpoint, LAYOUT)
     serving = serve_on(
-        device, Service(planned(policy, device=device), policy, CAPACITY, ListedArrivals([asking, beside]))
+        device, ServingSetup(planned(policy, device=device), policy, CAPACITY, ListedArrivals([asking, beside]))
     )
     device.close()
     tokens = serving.requests[0].tokens
@@ -147,7 +147,7 @@ def test_under_every_policy_each_request_gets_the_tokens_that_it_has_alone(
     policy, device = make_policy(name), TorchDevice(checkpoint, LAYOUT)
     arrivals = ListedArrivals(requests, random_departures(2, requests))
     serving = serve_on(
-        device, Service(planned(policy, device=device), policy, CAPACITY, arrivals, stop_tokens=[stop])
+        device, ServingSetup(planned(policy, device=device), policy, CAPACITY, arrivals, stop_tokens=[stop])
     )
     device.close()
     for number, served in serving.requests.items():
@@ -162,8 +162,8 @@ def simulated(
     requests: Sequence[Request], departures: Sequence[tuple[int, int]] = (), name: str = "resident"
 ) -> tuple[Serving, list[Task]]:
     policy, ended = make_policy(name), Ended()
-    service = Service(planned(policy), policy, CAPACITY, ListedArrivals(requests, departures))
-    return simulate_service(service, observers=[ended]), ended.tasks
+    setup = ServingSetup(planned(policy), policy, CAPACITY, ListedArrivals(requests, departures))
+    return simulate_serving(setup, observers=[ended]), ended.tasks
 
 
 def request(number: int, prompt: int = 4, new_tokens: int = 3, arrives: int = 0) -> Request:
@@ -223,8 +223,8 @@ def test_one_who_leaves_while_it_waits_never_runs() -> None:
 def test_admission_chooses_who_runs_first() -> None:
     policy = make_policy("resident")
     requests = [request(number, prompt=24 - 4 * number) for number in range(4)]
-    service = Service(planned(policy), policy, CAPACITY, ListedArrivals(requests), ShortestPrompt())
-    serving = simulate_service(service)
+    setup = ServingSetup(planned(policy), policy, CAPACITY, ListedArrivals(requests), ShortestPrompt())
+    serving = simulate_serving(setup)
     times = [serving.requests[number].times[0] for number in range(4)]
     assert times == sorted(times, reverse=True)
     assert times[3] < times[0]
@@ -239,7 +239,7 @@ def test_a_pipeline_serves_no_requests() -> None:
     machine, policy = load_machine("t4x4"), make_policy("flexgen_pipeline")
     plan = plan_run(machine, weight_layout(SMALL), CAPACITY.fullest(), policy)
     with pytest.raises(BadInput, match="FlexGenPipeline is for several accelerators or machines"):
-        simulate_service(Service(plan, policy, CAPACITY, ListedArrivals([request(0)])))
+        simulate_serving(ServingSetup(plan, policy, CAPACITY, ListedArrivals([request(0)])))
 
 
 class Followed:
@@ -279,8 +279,8 @@ def test_requests_of_other_threads_are_served_as_they_come_until_the_last_one(
     arrivals.add(first)
     followed = Followed(arrivals, others)
     policy, device = make_policy("resident"), TorchDevice(checkpoint, LAYOUT)
-    service = Service(planned(policy), policy, CAPACITY, arrivals, listener=followed)
-    serving = serve_on(device, service)
+    setup = ServingSetup(planned(policy), policy, CAPACITY, arrivals, listener=followed)
+    serving = serve_on(device, setup)
     device.close()
     assert tokens_of(serving) == {number: alone[number] for number in range(4)}
     assert followed.tokens == [
@@ -291,10 +291,10 @@ def test_requests_of_other_threads_are_served_as_they_come_until_the_last_one(
 
 def test_a_server_keeps_nothing_of_requests_that_have_ended(checkpoint: Checkpoint) -> None:
     policy, device = make_policy("resident"), TorchDevice(checkpoint, LAYOUT)
-    service = Service(
+    setup = ServingSetup(
         planned(policy, device=device), policy, CAPACITY, ListedArrivals(asked(6)), keeps_history=False
     )
-    serving = serve_on(device, service)
+    serving = serve_on(device, setup)
     device.close()
     assert serving.requests == {}
     assert len(serving.occupancy.times) == 1
@@ -322,9 +322,9 @@ def test_waiting_for_requests_ends_with_the_next_one_or_at_the_close() -> None:
 
 def test_a_device_that_runs_batches_only_is_refused_with_a_remedy(checkpoint: Checkpoint) -> None:
     policy = make_policy("resident")
-    service = Service(planned(policy), policy, CAPACITY, ListedArrivals([]))
+    setup = ServingSetup(planned(policy), policy, CAPACITY, ListedArrivals([]))
     with pytest.raises(BadInput, match="runs batches only: serve with --device torch"):
-        serve_on(Batches(), service)  # type: ignore[arg-type]  # a device without the ability
+        serve_on(Batches(), setup)  # type: ignore[arg-type]  # a device without the ability
 
 
 class Batches:

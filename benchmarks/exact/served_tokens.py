@@ -30,7 +30,7 @@ from moesched.requests.next_token import probabilities, uniform
 from moesched.requests.sampling import Sampling
 from moesched.runs.hardware import run
 from moesched.runs.planning import plan_run
-from moesched.runs.served_runs import Service, serve_on
+from moesched.runs.served_runs import ServingSetup, serve_on
 from moesched.seams import Policy
 from moesched.serving.arrivals import ListedArrivals
 from moesched.serving.capacity import Capacity
@@ -129,7 +129,7 @@ def served(
     ]
     plan = planned(policy, layout, device)
     arrivals = ListedArrivals(requests, leaving)
-    serving = serve_on(device, Service(plan, policy, CAPACITY, arrivals, stop_tokens=[stop]))
+    serving = serve_on(device, ServingSetup(plan, policy, CAPACITY, arrivals, stop_tokens=[stop]))
     device.close()
     differ = 0
     for number, each in serving.requests.items():

@@ -33,7 +33,8 @@ class MicroBatchState:
         decodes: whether each sequence has one new token in the step, after its prompt.
         caches: the KV caches that have its requests: one of all layers, or two of some layers each. A cache has
             `places`, its layers; `extend`, which makes room for tokens and returns a step; and `at`, which returns a
-            layer's keys and values, as kernels take them together with the step.
+            layer's keys and values, as kernels take them together with the step. Where requests join and leave, it has
+            `open` and `close`, which begin and end a sequence.
         steps: the step's new tokens in each of the caches.
         rows: the rows of the layer's experts, from `route` to `combine`; its `outputs()` are the first operands of the
             operation combine.

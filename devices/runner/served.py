@@ -24,11 +24,11 @@ class ServedState(MicroBatchState):
         for request in operands.left:
             self._sampled.pop(request, None)
             for cache in self.caches:
-                cache.table.close(request)
+                cache.close(request)
         for row in operands.rows:
             if row.start == 0:
                 for cache in self.caches:
-                    cache.table.open(row.request, row.cache_tokens)
+                    cache.open(row.request, row.cache_tokens)
         self.requests = self.sequences = tuple(row.request for row in operands.rows)
         self.new = list(map(self._ids, operands.rows))
         sampled = [row for row in operands.rows if row.samples]

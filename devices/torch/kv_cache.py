@@ -37,7 +37,7 @@ class BlockedKV:
         kernels: the native kernels that write to a cache on the host; by default torch does.
 
     Attributes:
-        table: the blocks of each sequence; opens and closes sequences.
+        table: the blocks of each sequence.
         places: the index in the arena of each layer that it has.
     """
 
@@ -77,6 +77,18 @@ class BlockedKV:
     def nbytes(self) -> int:
         """Bytes of the arena, as `kv_bytes` of the layout gives them."""
         return self.slots.nbytes
+
+    def open(self, sequence: int, tokens: int = 0) -> None:
+        """Begin a sequence, with blocks for `tokens` tokens; it takes more as it grows.
+
+        Raises:
+            OutOfBlocks: there are not enough free blocks; nothing has changed.
+        """
+        self.table.open(sequence, tokens)
+
+    def close(self, sequence: int) -> None:
+        """End a sequence: its blocks are free."""
+        self.table.close(sequence)
 
     def extend(self, sequences: Sequence[int], new: Sequence[int]) -> KVStep:
         """Make room for new[i] tokens of sequences[i], which count as cached from now on.

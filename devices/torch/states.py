@@ -29,7 +29,7 @@ def states_of(plan: Plan, prompts: Sequence[Sequence[int]], compute: Compute) ->
             # Beams take blocks as they grow.
             new_tokens = plan.batch.new_tokens if state.beams == 1 else 0
             for cache in state.caches:
-                cache.table.open(sequence, plan.batch.prompts[request] + new_tokens)
+                cache.open(sequence, plan.batch.prompts[request] + new_tokens)
     return states + chunks_of(plan.chunks, states, prompts) if plan.batch.chunked else states
 
 

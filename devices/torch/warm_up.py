@@ -199,7 +199,7 @@ class WarmUp(ExpertWarmUp):
             allocate=self._of_kv if borrowed else None,
         )
         for sequence in state.sequences:
-            cache.table.open(sequence, room)
+            cache.open(sequence, room)
         state.add_cache(cache)
         self._states[:] = [state]
         return state

@@ -12,7 +12,7 @@ from moesched.jobs.job import Job
 from moesched.jobs.served_options import USERS, ServedOptions
 from moesched.models.checkpoint import Checkpoint, open_checkpoint
 from moesched.runs.ranks import Devices, open_devices, process_of
-from moesched.runs.served_runs import Service, serve_on
+from moesched.runs.served_runs import ServingSetup, serve_on
 from moesched.runs.serving import Serving, ServingListener
 from moesched.seams import Observer
 from moesched.serving.arrivals import Arrivals
@@ -70,7 +70,7 @@ class ServedModel:
             observers: told of each task that ran.
             keeps_history: whether to keep requests that have ended, for a report.
         """
-        service = Service(
+        setup = ServingSetup(
             self._plan,
             self._policy,
             self.capacity,
@@ -80,7 +80,7 @@ class ServedModel:
             listener,
             keeps_history,
         )
-        return serve_on(self._devices.first, service, observers=observers)
+        return serve_on(self._devices.first, setup, observers=observers)
 
 
 @contextmanager

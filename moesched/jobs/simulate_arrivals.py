@@ -18,7 +18,7 @@ from moesched.keywords import takes
 from moesched.models.layout import room_for
 from moesched.options import Option
 from moesched.routing import SeededRouting
-from moesched.runs.served_runs import Service, simulate_service
+from moesched.runs.served_runs import ServingSetup, simulate_serving
 from moesched.runs.service_report import Ran, ServiceReport, parse_objectives, service_report
 from moesched.runs.serving import Served, Serving
 from moesched.serving.arrival_files import described_arrivals
@@ -88,7 +88,7 @@ def simulate_arrivals(given: ServedScenarioOptions) -> ServiceReport:
     for request in requests:
         capacity.require(request)
     plan, policy = job.plan(capacity.fullest(), room_for)
-    service = Service(
+    setup = ServingSetup(
         plan,
         policy,
         capacity,
@@ -99,8 +99,8 @@ def simulate_arrivals(given: ServedScenarioOptions) -> ServiceReport:
     routed = job.layout.config.routed
     routing = SeededRouting(routed.experts, routed.top_k, given.seed)
     recorder = None if given.trace is None else Recorder()
-    serving = simulate_service(
-        service, routing=routing, preview_accuracy=given.preview_accuracy, recorder=recorder
+    serving = simulate_serving(
+        setup, routing=routing, preview_accuracy=given.preview_accuracy, recorder=recorder
     )
     ran = Ran(scenario.config.name, plan.machine.name, job.policy_name, job.layout.dtype, measured=False)
     report = service_report(ran, serving, capacity, objectives)

@@ -17,6 +17,7 @@ class Row(NamedTuple):
         request: the request's number; each has a number of its own.
         start: its tokens before the step.
         tokens: its new tokens.
+        generated: its tokens before the step that were generated.
         samples: whether a token is sampled after them.
         ids: ids of the new tokens; None for the token that was sampled last, and where nothing is computed.
         sampling: the way that its tokens are chosen.
@@ -27,6 +28,7 @@ class Row(NamedTuple):
     request: int
     start: int
     tokens: int
+    generated: int = 0
     samples: bool = True
     ids: Sequence[int] | None = None
     sampling: Sampling = Sampling()

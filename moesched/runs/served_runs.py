@@ -37,7 +37,7 @@ from moesched.trace import Recorder
 EngineType = TypeVar("EngineType", bound=Engine)
 
 
-class Service(NamedTuple):
+class ServingSetup(NamedTuple):
     """A plan with its policy, and the requests that it serves.
 
     Attributes:
@@ -58,8 +58,8 @@ class Service(NamedTuple):
     keeps_history: bool = True
 
 
-def simulate_service(
-    service: Service,
+def simulate_serving(
+    setup: ServingSetup,
     *,
     cost: CostModel | None = None,
     routing: Routing | None = None,
@@ -80,11 +80,11 @@ def simulate_service(
     Raises:
         BadInput: the policy is for several accelerators or machines, or a request does not fit the capacity.
     """
-    plan = service.plan
+    plan = setup.plan
     config = plan.layout.config
     routing = routing or SeededRouting(config.routed.experts, config.routed.top_k)
     previews = RouterForecast(routing, config.routed.experts, preview_accuracy)
-    run = _assembled(service, make_engine)
+    run = _assembled(setup, make_engine)
     if device is None:
         decide = simulated_decisions(plan, routing, previews, by_step=True)
         perform: dict[type[Task], Perform] = dict.fromkeys((Decision, Preview), decide)
@@ -105,7 +105,7 @@ def simulate_service(
 
 def serve_on(
     device: Device,
-    service: Service,
+    setup: ServingSetup,
     *,
     observers: Sequence[Observer] = (),
     recorder: Recorder | None = None,
@@ -113,11 +113,11 @@ def serve_on(
     """Serve on a device, until no more requests arrive; the caller closes the device.
 
     Raises:
-        BadInput: the device serves no requests that join and leave, or as `simulate_service`.
+        BadInput: the device serves no requests that join and leave, or as `simulate_serving`.
     """
     serves = _serves(device)
     kinds: dict[str, LaneKind] = {**device.kinds, ARRIVALS: "awaitable"}
-    run = _assembled(service, new_shared_engine, kinds)
+    run = _assembled(setup, new_shared_engine, kinds)
     driver = RealtimeDriver(
         [run.engine],
         partial(_execute, device, run.serving),
@@ -127,7 +127,7 @@ def serve_on(
         clock=device.clock if isinstance(device, KeepsTime) else time.perf_counter_ns,
     )
     with _closed(run):
-        serves.serve(service.plan)
+        serves.serve(setup.plan)
         run_on_own_loop(partial(driver.run, run.serving.run()))
     if recorder is not None:
         recorder.origin = driver.origin
@@ -142,6 +142,15 @@ def _serves(device: Device) -> Serves:
     return device
 
 
+def require_one_accelerator(plan: Plan, policy: Policy) -> None:
+    """Raise BadInput if a plan is for several accelerators or machines."""
+    if len(plan.stages) > 1 or plan.nodes.count > 1 or plan.layout.config.ranks > 1:
+        raise BadInput(
+            f"policy {type(policy).__name__} is for several accelerators or machines, and requests are served by one: "
+            "choose another policy, or a machine with one accelerator"
+        )
+
+
 class _Run(NamedTuple, Generic[EngineType]):
     plan: Plan
     engine: EngineType
@@ -150,28 +159,24 @@ class _Run(NamedTuple, Generic[EngineType]):
 
 
 def _assembled(
-    service: Service,
+    setup: ServingSetup,
     make_engine: Callable[[Iterable[Lane]], EngineType],
     kinds: Mapping[str, LaneKind] | None = None,
 ) -> _Run[EngineType]:
-    plan, policy = service.plan, service.policy
-    if len(plan.stages) > 1 or plan.nodes.count > 1 or plan.layout.config.ranks > 1:
-        raise BadInput(
-            f"policy {type(policy).__name__} is for several accelerators or machines, and requests are served by one: "
-            "choose another policy, or a machine with one accelerator"
-        )
+    plan, policy = setup.plan, setup.policy
+    require_one_accelerator(plan, policy)
     lanes = {**make_lanes(plan, kinds), ARRIVALS: Lane(ARRIVALS)}
     engine = make_engine(lanes.values())
     run_state = RunState(plan, engine, lanes)
     serving = Serving(
         run_state,
         policy,
-        Places(service.capacity),
-        service.arrivals,
-        service.admission or FirstCome(),
-        stop_tokens=service.stop_tokens,
-        listener=service.listener,
-        keeps_history=service.keeps_history,
+        Places(setup.capacity),
+        setup.arrivals,
+        setup.admission or FirstCome(),
+        stop_tokens=setup.stop_tokens,
+        listener=setup.listener,
+        keeps_history=setup.keeps_history,
     )
     return _Run(plan, engine, run_state, serving)
 

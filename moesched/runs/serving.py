@@ -196,7 +196,7 @@ class Serving:
         return {}
 
     async def _submit(self, index: int, rows: Mapping[int, Rows]) -> list[Sampled]:
-        self._run.serve(rows, index)
+        self._run.serve(rows)
         step = Step(self._run, index)
         await scheduled(self._policy, step)
         return step.close()

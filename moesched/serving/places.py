@@ -41,6 +41,7 @@ class Seat:
         """Its row in a step, which it is part of from now on."""
         request, start = self.request, self.cached
         tokens, ids = (1, None) if start else (request.prompt, request.ids)
+        generated = request.new_tokens - self.left
         self.cached = start + tokens
         self.left -= 1
         self.last_step = step
@@ -48,6 +49,7 @@ class Seat:
             request.number,
             start,
             tokens,
+            generated,
             True,
             ids,
             request.sampling,

@@ -128,8 +128,8 @@ class MicroBatch:
         starts: each one's tokens before the step.
         tokens: each one's new tokens.
         ends: the requests that it samples tokens for.
-        generated: number of tokens that each of its sequences generated before its step. Where requests join and leave,
-            the numbers differ: it is 0 for prompts, else the number of the step.
+        generated: number of tokens that each of its sequences generated before its step; the least of them, where
+            requests join and leave.
         phase: the phase of its step.
         served: the rows of its step, where requests join and leave; None in a batch.
         progress: the layers and verbs of its step that it has been through, as one number: `STRIDE` values for each
@@ -207,13 +207,13 @@ class MicroBatch:
         self.phase = phase_after(self.generated)
         self.starts, self.tokens = starts, tokens
 
-    def serve(self, rows: Rows, step: int) -> None:
+    def serve(self, rows: Rows) -> None:
         """Begin a step with the rows of requests that join and leave."""
         self.served = rows
-        self.requests, self.starts, self.tokens, samples, *_ = zip(*rows.rows, strict=True)
+        self.requests, self.starts, self.tokens, generated, samples, *_ = zip(*rows.rows, strict=True)
         self.ends = tuple(compress(self.requests, samples))
         self.phase = rows.phase
-        self.generated = 0 if rows.phase == "prefill" else step
+        self.generated = min(generated)
 
     @property
     def embeds(self) -> tuple[int, ...] | Rows:

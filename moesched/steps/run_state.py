@@ -102,11 +102,11 @@ class RunState:
         first = len(self.micro_batches) if only_chunks else 0
         return {batch.index - first: batch for batch in self.present}
 
-    def serve(self, rows: Mapping[int, Rows], step: int) -> None:
+    def serve(self, rows: Mapping[int, Rows]) -> None:
         """Have these micro-batches take part in the next step, with these rows of requests that join and leave."""
         self.present = [self.micro_batches[number] for number in rows]
         for batch in self.present:
-            batch.serve(rows[batch.index], step)
+            batch.serve(rows[batch.index])
 
     def _continue(self, batch: MicroBatch) -> None:
         """Have the requests of a batch begin their next step: prompts or chunks of them, or one token each."""

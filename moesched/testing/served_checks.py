@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterable, Sequence
 
 from moesched.drivers.validation import CheckedEngine
-from moesched.runs.served_runs import Service, simulate_service
+from moesched.runs.served_runs import ServingSetup, simulate_serving
 from moesched.seams import Policy
 from moesched.serving.arrivals import ListedArrivals
 from moesched.serving.capacity import Capacity
@@ -55,8 +55,8 @@ def check_served(
     """
     asked, device = list(requests), SymbolicDevice()
     arrivals = ListedArrivals(asked, random_departures(seed, asked))
-    service = Service(plan, policy, capacity, arrivals)
-    serving = simulate_service(service, device=device, make_engine=CheckedEngine)
+    setup = ServingSetup(plan, policy, capacity, arrivals)
+    serving = simulate_serving(setup, device=device, make_engine=CheckedEngine)
     expected: dict[int, list[int]] = {}
     for history in device.places.history.values():
         expected |= expected_served(plan, history)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from moesched.requests.rows import Row, Rows
 from moesched.steps.plan import Plan
@@ -24,13 +23,6 @@ from moesched.testing.symbolic.model import (
 )
 
 
-class Embedded(NamedTuple):
-    """The rows of a place in one step, and the number that its positions depend on."""
-
-    rows: Rows
-    generated: int
-
-
 class ServedBatch(SymbolicBatch):
     """The places of a run, as the verbs of a symbolic device need them.
 
@@ -40,7 +32,7 @@ class ServedBatch(SymbolicBatch):
 
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan)
-        self.history: defaultdict[int, list[Embedded]] = defaultdict(list)
+        self.history: defaultdict[int, list[Rows]] = defaultdict(list)
 
     def prompts(self) -> dict[Key, int]:
         """Nothing: no request is there yet."""
@@ -63,7 +55,7 @@ class ServedBatch(SymbolicBatch):
         return task.micro_batch
 
     def _rows(self, task: Task) -> Sequence[Row]:
-        return self.history[task.micro_batch][-1].rows.rows
+        return self.history[task.micro_batch][-1].rows
 
 
 class ServedAttention(Attention):
@@ -75,9 +67,9 @@ class ServedAttention(Attention):
 
     def embed(self, task: Task, data: Access) -> None:
         """Note the rows of a step, and look up their tokens."""
-        j, seen = task.micro_batch, Embedded(task.operands, task.generated)
-        self._served.history[j].append(seen)
-        data.write(self._batch.hidden(task), embedded(seen, data.read(("tokens", j))))
+        j, rows = task.micro_batch, task.operands
+        self._served.history[j].append(rows)
+        data.write(self._batch.hidden(task), embedded(rows, data.read(("tokens", j))))
         data.write(("positions", j), positions(task.generated, self._batch.starts(task)))
 
     def _attend(self, task: Task, data: Access, source: Key, key: Key, held: int | None = None) -> int:
@@ -89,23 +81,23 @@ class ServedAttention(Attention):
         return attend(task.layer, qkv, cache)
 
 
-def embedded(seen: Embedded, held: int) -> int:
+def embedded(rows: Rows, held: int) -> int:
     """The symbol of a step's first hidden state, given the place's tokens."""
-    requests = [row.request for row in seen.rows.rows]
-    if seen.rows.phase == "prefill":
+    requests = [row.request for row in rows.rows]
+    if rows.phase == "prefill":
         return embed(first_tokens(requests))
     return embed(symbol("held", held, *requests))
 
 
-def expected_served(plan: Plan, history: Sequence[Embedded]) -> dict[int, list[int]]:
+def expected_served(plan: Plan, history: Sequence[Rows]) -> dict[int, list[int]]:
     """The tokens of each request that a place's rows must give, computed by the model without a schedule."""
     cache, held = dict.fromkeys(plan.layers, 0), 0
     tokens: defaultdict[int, list[int]] = defaultdict(list)
-    for seen in history:
-        rows = seen.rows.rows
-        where = positions(seen.generated, [row.start for row in rows])
-        count, alone = sum(row.tokens for row in rows), seen.rows.phase == "prefill"
-        hidden = through_layers(plan.layout, embedded(seen, held), cache, where, count, alone=alone)
+    for step in history:
+        rows = step.rows
+        where = positions(min(row.generated for row in rows), [row.start for row in rows])
+        count, alone = sum(row.tokens for row in rows), step.phase == "prefill"
+        hidden = through_layers(plan.layout, embedded(step, held), cache, where, count, alone=alone)
         ending = [row.request for row in rows if row.samples]
         sampled = sample(hidden, ending)
         held = symbol("tokens", held, *sampled)
