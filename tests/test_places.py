@@ -194,9 +194,9 @@ def test_a_user_who_comes_later_joins_where_the_others_are() -> None:
 
 
 @given(
-    st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 50)), min_size=1, max_size=30),
-    st.lists(st.integers(1, 50), min_size=30, max_size=60),
-    st.lists(st.integers(1, 50), min_size=30, max_size=60),
+    st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 50)), min_size=1, max_size=16),
+    st.lists(st.integers(1, 50), min_size=8, max_size=16),
+    st.lists(st.integers(1, 50), min_size=8, max_size=16),
 )
 def test_two_users_who_always_wait_are_given_as_much_whatever_was_before(
     before: list[tuple[str, int]], ones: list[int], others: list[int]

@@ -112,7 +112,8 @@ def test_log_probabilities_of_prompt_and_tokens_are_those_of_the_logits(checkpoi
     beside = Request(number=1, prompt=2, new_tokens=4, ids=[9, 10])
     policy, device = make_policy("resident"), TorchDevice(checkpoint, LAYOUT)
     serving = serve_on(
-        device, ServingSetup(planned(policy, device=device), policy, CAPACITY, ListedArrivals([asking, beside]))
+        device,
+        ServingSetup(planned(policy, device=device), policy, CAPACITY, ListedArrivals([asking, beside])),
     )
     device.close()
     tokens = serving.requests[0].tokens

@@ -23,12 +23,12 @@ OTHERS = """
 () => {
   const body = JSON.stringify({ model, prompt: "Return the", max_tokens: 400 });
   const ask = () => fetch("/v1/completions", { method: "POST", headers: { "Content-Type": "application/json" }, body });
-  for (const pause of [0, 300, 900, 1700]) (async () => {
+  for (const pause of [0, 0, 100, 300]) (async () => {
     for (;;) { await ask(); await new Promise((done) => setTimeout(done, pause)); }
   })();
 }
 """
-"""Four more users, with pauses of up to 1.7 s between their requests."""
+"""Four more users, with pauses of up to 0.3 s between their requests."""
 LOOKS = 60
 """Looks at the lanes before the picture, two a second."""
 

@@ -53,12 +53,16 @@ class ModelTemplate:
 
     Args:
         seconds: the time that rendering may take.
+        most_bytes: the most bytes of a text, as a line of JSON.
     """
 
     bare = True
 
-    def __init__(self, template: ChatTemplate, seconds: float = SECONDS) -> None:
+    def __init__(
+        self, template: ChatTemplate, seconds: float = SECONDS, most_bytes: int = MOST_LINE_BYTES
+    ) -> None:
         self._first_line = {"text": template.text, "special": template.special, "seconds": seconds}
+        self._most_bytes = most_bytes
         self._turn = asyncio.Lock()
         self._worker: asyncio.subprocess.Process | None = None
 
@@ -104,7 +108,7 @@ class ModelTemplate:
                 *COMMAND,
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
-                limit=MOST_LINE_BYTES,
+                limit=self._most_bytes,
                 start_new_session=True,  # Ctrl-C is for the server, which ends this process
             )
             compiled = await _asked(self._worker, self._first_line)
