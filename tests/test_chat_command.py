@@ -122,8 +122,8 @@ class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
 
-    def readline(self, size: int | None = -1) -> str:
-        line = super().readline(-1 if size is None else size)
+    def readline(self, size: int = -1) -> str:  # type: ignore[override]  # as StringIO has it
+        line = super().readline(size)
         if line == "Ctrl-C\n":
             raise KeyboardInterrupt
         return line

@@ -285,7 +285,7 @@ BAD: Sequence[tuple[str, Any, str | None, str]] = [
     (CHAT, {"model": "fake", "messages": HELLO, "max_tokens": 0}, "max_tokens", "max_tokens is 0"),
     (PLAIN, {"model": "fake", "prompt": "a", "top_k": 2**64}, "top_k", "top_k is 1844"),
     (PLAIN, {"model": "fake", "prompt": ["a"] * 100_000}, "n", "100000 answers at once"),
-    (PLAIN, {"model": "fake", "prompt": "a", "x" * 5000: [["y" * 5000] * 10] * 10}, "x" * 100, "omit it"),
+    (PLAIN, {"model": "fake", "prompt": "a", "seed": [["y" * 100] * 9] * 9}, "seed", "seed is [['yyy"),
     (
         CHAT,
         {"model": "fake", "messages": [{"role": "tool", "content": "a"}]},
