@@ -45,7 +45,7 @@ from moesched.system.scratch import remove_all
 from moesched.tasks import Task
 
 STATE_SECONDS = 0.2
-"""The least time between two messages about the engine's state."""
+"""The time between two messages about the engine's state; it is also told when the engine becomes busy or idle."""
 READ_BYTES = 1 << 16
 
 Send = Callable[[list[ToFront]], object]
@@ -64,6 +64,7 @@ class Teller:
         self._room = capacity.places * capacity.cache_tokens
         self._messages: list[ToFront] = []
         self._told = 0.0
+        self._ran = False
 
     def loaded(self, serving: Serving) -> None:
         """Say that requests can run."""
@@ -77,9 +78,9 @@ class Teller:
 
     def step(self, serving: Serving) -> None:
         """Send the step's tokens."""
-        now = time.monotonic()
-        if now - self._told >= STATE_SECONDS or not serving.occupancy.running[-1]:
-            self._told = now
+        now, runs = time.monotonic(), bool(serving.occupancy.running[-1])
+        if now - self._told >= STATE_SECONDS or runs != self._ran:
+            self._told, self._ran = now, runs
             self._messages.append(self._state(serving))
         self._send(self._messages)
         self._messages = []
