@@ -21,7 +21,7 @@ MESSAGES = ("Return the", "Raise an")
 SETTINGS = {"temperature": "0", "tokens": "50"}
 OTHERS = """
 () => {
-  const body = JSON.stringify({ model, prompt: "Return the", max_tokens: 400 });
+  const body = JSON.stringify({ model, prompt: "Return the", n: 4, max_tokens: 400 });
   const ask = () => fetch("/v1/completions", { method: "POST", headers: { "Content-Type": "application/json" }, body });
   for (const pause of [0, 0, 100, 300]) (async () => {
     for (;;) { await ask(); await new Promise((done) => setTimeout(done, pause)); }
@@ -51,6 +51,7 @@ def main() -> None:
             page.fill("#text", message)
             page.press("#text", "Enter")
             wait_for(page, "stop === null")
+        wait_for(page, "before.running > 0")
         page.screenshot(path=folder / "serving-page.png")
 
 
