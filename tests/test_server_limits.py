@@ -57,6 +57,22 @@ def test_a_full_server_says_when_to_come_again() -> None:
     answered(use, most=2)
 
 
+def test_a_full_server_reads_no_bodies() -> None:
+    async def use(server: Server) -> None:
+        server.engine.held = True
+        running = asyncio.ensure_future(chat(server, max_tokens=1))
+        while not server.front.gate.inside:
+            await asyncio.sleep(0)
+        client = Client(b"no JSON")
+        await client.ask(server)
+        assert client.status == 429
+        server.engine.held = False
+        server.engine.resume()
+        await running
+
+    answered(use, most=1)
+
+
 def test_a_server_that_closes_takes_no_more_and_ends_what_runs() -> None:
     async def use(server: Server) -> None:
         server.engine.held = True

@@ -69,6 +69,7 @@ class Answers(ABC, Generic[Given]):
         """Answer a request."""
         request = Request(scope, receive)
         try:
+            self._gate.require_room()  # before the work of reading, since a full server refuses many
             given = read_body(await read_bytes(request), self.kind)
             self.model.require(given.model)
             user = given.user or (request.client.host if request.client else "")

@@ -93,7 +93,7 @@ def serve(model: Path, given: FrontOptions, engine: Sequence[str], listener: Lis
                     served = Model(
                         ready, codec, renders, chat_tokens=given.max_tokens, loaded=int(time.time())
                     )
-                    gate = Gate(ready.places * ready.sequences + given.queue)
+                    gate = Gate(ready.places * ready.sequences, given.queue)
                     front = Front(served, child.link, gate, key)
                     say = partial(listener.ready, url_of(listener_socket), ready, notes)
                     await _serve_until(closing, SignalFreeServer(front, say), front, child, listener_socket)
