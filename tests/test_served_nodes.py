@@ -285,14 +285,15 @@ SIMULATED: dict[str, Any] = {
     "workload": "uniform",
     "network": "10gbe",
     "arrivals": "poisson:20",
-    "requests": 6,
-    "gen": 4,
+    "requests": 3,
+    "gen": 3,
+    "batch_size": 2,
 }
 
 
 def test_arrivals_are_predicted_on_several_machines_with_the_time_of_their_exchanges() -> None:
     two = moesched.simulate_arrivals(**SIMULATED, policy="ep_balanced", nodes=2)
-    assert (two.requests, two.left, two.nodes) == (6, 0, 2)
+    assert (two.requests, two.left, two.nodes) == (3, 0, 2)
     slow = moesched.simulate_arrivals(
         **SIMULATED | {"network": replace(load_network("10gbe"), latency_seconds=0.01)},
         policy="ep_balanced",
@@ -305,7 +306,7 @@ def test_arrivals_are_predicted_on_several_machines_with_the_time_of_their_excha
 
 
 def test_the_command_names_the_nodes(command: Any) -> None:
-    options = [f"--{name}={value}" for name, value in SIMULATED.items()]
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in SIMULATED.items()]
     said = command("simulate", *options, "--policy", "ep_balanced", "--nodes", 2)
     assert said.code == 0
     assert "on 2 nodes of m2-ultra, ep_balanced, predicted" in said.out
