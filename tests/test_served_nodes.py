@@ -206,6 +206,16 @@ def test_a_policy_that_planned_for_other_nodes_is_refused() -> None:
         simulate_serving(setup)
 
 
+def test_a_node_that_takes_the_part_of_another_is_refused(checkpoint: Checkpoint) -> None:
+    device, transport = torch_device(checkpoint), InprocTransport(2)
+    setup = ServingSetup(*planned("ep_balanced", 1), CAPACITY, ListedArrivals([]))
+    with pytest.raises(BadInput, match="that of node 1 of 2: node 0 calls serve_on"):
+        serve_on(device, setup, transport=transport)
+    with pytest.raises(BadInput, match="that of node 0 of 2: node 0 calls serve_on, the others follow_on"):
+        follow_on(device, *planned("ep_balanced", 0), transport)
+    run_on_own_loop(device.aclose)
+
+
 @pytest.mark.parametrize("nodes", [2, 3])
 def test_all_nodes_run_the_same_rows_whoever_comes_and_leaves(nodes: int) -> None:
     draw = random.Random(nodes)
