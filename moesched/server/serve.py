@@ -34,6 +34,8 @@ from moesched.system.own_loop import run_on_own_loop
 from moesched.system.signals import stopped_by
 
 ENGINE = (sys.executable, "-P", "-m", "moesched.server.engine")
+BACKLOG = 2048
+"""Clients that may wait until their connection is taken."""
 CLOSING_SECONDS = 5
 """The time in which connections are closed after the last answer."""
 
@@ -94,7 +96,7 @@ def serve(model: Path, given: FrontOptions, engine: Sequence[str], listener: Lis
                     served = Model(
                         ready, codec, renders, chat_tokens=given.max_tokens, loaded=int(time.time())
                     )
-                    gate = Gate(ready.places * ready.sequences + given.queue)
+                    gate = Gate(ready.places * ready.sequences, given.queue)
                     front = Front(served, child.link, gate, key)
                     say = partial(listener.ready, url_of(listener_socket), ready, notes)
                     await _serve_until(closing, SignalFreeServer(front, say), front, child, listener_socket)
@@ -118,12 +120,13 @@ async def _ready(child: Child, closing: asyncio.Event) -> Ready | None:
         return None
     if child.link.ready.exception() is None:
         return child.link.ready.result()
-    raise _failure(await child.exit_code(), child.link.ended.result())
+    why = child.link.ended.result()
+    raise _failure(await child.exit_code(), why, f"the engine did not start: {why}")
 
 
-def _failure(code: int, why: str) -> MoeschedError:
-    """The error of an engine that ended with an exit code other than 0."""
-    return BadInput(why) if code == 2 else MoeschedError(f"{why} (exit code {code})")
+def _failure(code: int, why: str, otherwise: str) -> MoeschedError:
+    """The error of an engine that ended with an exit code: `why` for its input, `otherwise` for another reason."""
+    return BadInput(why) if code == 2 else MoeschedError(otherwise)
 
 
 async def _serve_until(
@@ -155,7 +158,7 @@ async def _serve_until(
         raise EngineFailed(ended.result())
     why = await ended
     if code := await child.exit_code():
-        raise _failure(code, why)
+        raise _failure(code, why, f"the engine failed at its end: {why}")
 
 
 class SignalFreeServer(uvicorn.Server):
@@ -178,6 +181,7 @@ class SignalFreeServer(uvicorn.Server):
                 log_config=None,
                 access_log=False,
                 server_header=False,
+                backlog=BACKLOG,
                 timeout_graceful_shutdown=CLOSING_SECONDS,
             )
         )
@@ -194,7 +198,7 @@ class SignalFreeServer(uvicorn.Server):
 
 @contextmanager
 def listening(host: str, port: int) -> Iterator[socket.socket]:
-    """Listen at an address.
+    """Listen at an address; clients that come before the server is ready wait.
 
     Raises:
         BadInput: it is none of this machine's, or in use.
@@ -210,6 +214,7 @@ def listening(host: str, port: int) -> Iterator[socket.socket]:
         opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             opened.bind(address)
+            opened.listen(BACKLOG)  # now: two servers that only bind may have the same port
         except OSError as error:
             in_use = error.errno == errno.EADDRINUSE
             remedy = "give another --port, or 0 for a free one" if in_use else "give another --host or --port"
