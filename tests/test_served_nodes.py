@@ -32,7 +32,7 @@ from moesched.runs.ranks import Rank
 from moesched.runs.served_parts import ServingSetup
 from moesched.runs.served_runs import follow_on, serve_on, simulate_serving
 from moesched.runs.serving import Served, Serving
-from moesched.seams import Policy
+from moesched.seams import Device, Policy
 from moesched.serving.admission import FairAmongUsers
 from moesched.serving.arrivals import ListedArrivals
 from moesched.serving.capacity import Capacity
@@ -89,40 +89,58 @@ def alone(checkpoint: Checkpoint) -> dict[int, list[int]]:
     return tokens
 
 
+def torch_device(checkpoint: Checkpoint) -> Device:
+    return TorchDevice(checkpoint, LAYOUT)
+
+
+def mlx_device(checkpoint: Checkpoint) -> Device:
+    pytest.importorskip("mlx.core", reason="there is no MLX for this platform")
+    from moesched.devices.mlx.device import MlxDevice
+
+    return MlxDevice(checkpoint, LAYOUT)
+
+
 def on_nodes(
     checkpoint: Checkpoint,
     transports: Sequence[Any],
     setup: Callable[[Plan, Policy], ServingSetup],
     policy: str = "ep_balanced",
+    make: Callable[[Checkpoint], Device] = torch_device,
     **settings: Any,
 ) -> list[Any]:
     """What serving comes to on each node, or its error; the nodes are threads of this process."""
     nodes = len(transports)
+    devices = [make(checkpoint) for _ in transports]
 
     def call(node: int) -> Any:
         plan, own = planned(policy, node, nodes, **settings)
-        device = TorchDevice(checkpoint, LAYOUT)
+        device = devices[node]
         try:
             if node:
                 return follow_on(device, plan, own, transports[node])
             return serve_on(device, setup(plan, own), transport=transports[0])
         finally:
-            device.close()
+            run_on_own_loop(device.aclose)
 
     return at_once(*(lambda node=node: call(node) for node in range(nodes)))
 
 
 @pytest.mark.parametrize(
-    ("policy", "nodes", "decentralised"),
+    ("policy", "nodes", "decentralised", "make"),
     [
-        ("ep_balanced", 2, True),
-        ("ep_balanced", 3, False),
-        ("ep_router_aided", 2, True),
-        ("ep_naive", 2, False),
+        ("ep_balanced", 2, True, torch_device),
+        ("ep_balanced", 3, False, torch_device),
+        ("ep_router_aided", 2, True, mlx_device),
+        ("ep_naive", 2, False, mlx_device),
     ],
 )
 def test_on_several_nodes_each_request_gets_the_tokens_that_it_has_alone(
-    checkpoint: Checkpoint, alone: dict[int, list[int]], policy: str, nodes: int, decentralised: bool
+    checkpoint: Checkpoint,
+    alone: dict[int, list[int]],
+    policy: str,
+    nodes: int,
+    decentralised: bool,
+    make: Callable[[Checkpoint], Device],
 ) -> None:
     requests = asked()
     stop = next(tokens[-2] for tokens in alone.values() if len(tokens) > 3)
@@ -132,7 +150,9 @@ def test_on_several_nodes_each_request_gets_the_tokens_that_it_has_alone(
         return ServingSetup(plan, own, CAPACITY, arrivals, stop_tokens=[stop])
 
     transport = InprocTransport(nodes)
-    serving, *steps = on_nodes(checkpoint, [transport] * nodes, setup, policy, decentralised=decentralised)
+    serving, *steps = on_nodes(
+        checkpoint, [transport] * nodes, setup, policy, make, decentralised=decentralised
+    )
     assert isinstance(serving, Serving)
     assert steps == [serving.steps] * (nodes - 1)
     for number, served in serving.requests.items():
@@ -213,6 +233,17 @@ def test_the_rows_of_a_step_travel_while_the_step_before_ends() -> None:
     for notice in notices[1:-1]:
         last = max(task.end for task in exchanges if task.step == notice.step - 1)
         assert notice.start == last
+
+
+def test_nodes_are_told_that_nobody_asks_before_the_first_one_waits() -> None:
+    ended = Ended()
+    requests = [Request(number=number, prompt=9, new_tokens=2, arrives=number * 10**9) for number in range(3)]
+    serving = simulated(requests, observers=[ended])
+    waits = [task.start for task in ended.tasks if task.verb == "wait"]
+    notices = sum(task.verb == NOTICE for task in ended.tasks)
+    assert len(waits) == 2
+    assert notices == serving.steps + len(waits) + 1
+    assert serving.requests[2].ending == "length"
 
 
 def test_a_trace_shows_the_notices_of_all_nodes(tmp_path: Path) -> None:
