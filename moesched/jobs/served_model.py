@@ -8,6 +8,7 @@ from pathlib import Path
 
 from moesched.errors import BadInput
 from moesched.inputs.lookup import find_machine
+from moesched.jobs.cut_prompts import with_cut_prompts
 from moesched.jobs.job import Job
 from moesched.jobs.served_options import USERS, ServedOptions
 from moesched.models.checkpoint import Checkpoint, open_checkpoint
@@ -46,8 +47,9 @@ class ServedModel:
         users = given.batch_size or USERS
         lengths = [context // 2] * users
         sizes = job.sizes(lengths, context - context // 2, devices.slot_bytes, successive=False)
-        self.capacity: Capacity = capacity_for(sizes, context)
-        self._plan, self._policy = job.plan(self.capacity.fullest(), devices.slot_bytes)
+        capacity = capacity_for(sizes, context)
+        self._plan, self._policy = job.plan(capacity.fullest(), devices.slot_bytes)
+        self.capacity: Capacity = with_cut_prompts(capacity, self._plan, given.prefill_chunk)
         self.policy_name = job.policy_name
         self.machine_name = job.machine.name
 

@@ -8,6 +8,7 @@ from typing import Annotated
 
 from moesched.errors import BadInput
 from moesched.inputs.budgets import assumed_process
+from moesched.jobs.cut_prompts import with_cut_prompts
 from moesched.jobs.job import Job
 from moesched.jobs.options import ScenarioOptions, TraceOptions
 from moesched.jobs.scenario import Scenario, find_scenario
@@ -91,6 +92,7 @@ def simulate_arrivals(given: ServedScenarioOptions) -> ServiceReport:
         capacity.require(request)
     fullest = capacity.fullest()
     plan, policy = job.plan(fullest, room_for)
+    capacity = with_cut_prompts(capacity, plan, given.prefill_chunk)
     peers = [Rank(*job.plan(fullest, room_for, node)) for node in range(1, job.nodes)]
     setup = ServingSetup(
         plan,
