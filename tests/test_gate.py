@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moesched.server.errors import ApiError
+from moesched.server.errors import ApiError, bad_request
 from moesched.server.gate import LONGEST_WAIT, Gate
 
 
@@ -84,6 +84,17 @@ def test_answers_that_end_together_tell_the_same_rate() -> None:
         queue.end(4.0, count=8)
     queue.fill()
     assert [queue.told() for _ in range(4)] == [1, 1, 2, 2]
+
+
+def test_requests_that_are_refused_inside_are_no_answers_that_ended() -> None:
+    queue = Queue(2, 2)
+    queue.at_work(10, each=2.0)
+    queue.end(2.0)
+    for _ in range(100):
+        with pytest.raises(ApiError), queue.gate.entered(1):
+            raise bad_request("its template does not take it")
+    queue.fill()
+    assert queue.told() == 2
 
 
 def test_hours_without_requests_do_not_count() -> None:

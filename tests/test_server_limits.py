@@ -24,6 +24,9 @@ def test_a_key_is_asked_for_where_the_server_has_one() -> None:
         assert (await server.openai.models.list()).data[0].id == "fake"
         assert (await server.http.get("/health")).status_code == 200
         assert (await server.http.get("/metrics")).status_code == 401
+        for host in ("[", "example.org"):
+            shown = {"authorization": "bearer secret", "host": host}
+            assert (await server.http.get("/nowhere/", headers=shown)).status_code == 404
 
     answered(use, key="secret")
 

@@ -51,10 +51,14 @@ class Gate:
         self.inside += answers
         if self.inside >= self._running and not self._ends:
             self._ends.append(self._clock())
+        refused = False
         try:
             yield
+        except ApiError:
+            refused = True
+            raise
         finally:
-            self._end(answers)
+            self._end(answers, refused=refused)
 
     def require_room(self, answers: int = 1) -> None:
         """Check that a request could get in now.
@@ -86,10 +90,11 @@ class Gate:
             self._changed.clear()
             await self._changed.wait()
 
-    def _end(self, answers: int) -> None:
+    def _end(self, answers: int, *, refused: bool) -> None:
+        """Note the end of answers; those that were refused say nothing of how long one takes."""
         if self.inside < self._running:
             self._ends.clear()
-        else:
+        elif not refused:
             self._ends.extend([self._clock()] * answers)
         self.inside -= answers
         self._changed.set()
