@@ -43,7 +43,7 @@ class Seat:
         return max(0, self.request.prompt - self.cached)
 
     def row(self, step: int, tokens: int) -> Row:
-        """Its row of so many tokens in a step, which it is part of from now on."""
+        """Its row of some tokens in a step, which it is part of from now on."""
         request, start, prompts = self.request, self.cached, self.phase == "prefill"
         generated = request.new_tokens - self.left
         self.cached = start + tokens
