@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fronts import Server, answered
-from moesched.server.page import PAGE
+from moesched.server.front import PAGE
 from report_pages import PageElements
 
 SCRIPT = PAGE.decode().partition("<script>")[2].partition("</script>")[0]

@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 import msgspec
 
+from moesched.server.codec import Codec
 from moesched.server.errors import ClientLeft, bad_request
 from moesched.server.link import Arrived, EngineLink
 from moesched.server.messages import Ask, Ending, Logprob, Refused, Token
-from moesched.server.served_text import Codec
 from moesched.server.text import AnswerText
 
 MOST_SEED = 2**63

@@ -21,6 +21,7 @@ from moesched.errors import BadInput, MoeschedError
 from moesched.inputs.chat_template import find_chat_template
 from moesched.inputs.tokenizer import find_tokenizer
 from moesched.server.child import Child, engine_child
+from moesched.server.codec import Codec, Numbers
 from moesched.server.errors import EngineFailed
 from moesched.server.front import Front
 from moesched.server.gate import Gate
@@ -28,7 +29,6 @@ from moesched.server.messages import Ready
 from moesched.server.model import Model
 from moesched.server.options import FrontOptions
 from moesched.server.protocol import TimedProtocol
-from moesched.server.served_text import Codec, Numbers
 from moesched.server.templates import ModelTemplate, PlainTemplate, Renders
 from moesched.system.own_loop import run_on_own_loop
 from moesched.system.signals import stopped_by

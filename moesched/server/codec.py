@@ -1,4 +1,4 @@
-"""What the front knows of the model: how text becomes tokens, and tokens text."""
+"""Text to tokens and back, with the tokenizer of the model or without one."""
 
 from __future__ import annotations
 
