@@ -95,7 +95,7 @@ def test_an_engine_that_does_not_begin_ends_the_server_with_its_line(
     ],
 )
 def test_an_engine_that_dies_without_a_word_is_named_with_its_end(ends: str, says: str) -> None:
-    with pytest.raises(MoeschedError, match=f"the engine did not start: its process {says}"):
+    with pytest.raises(MoeschedError, match=f"the engine has ended: its process {says}"):
         serve(TINY, FrontOptions(port=0), ["sh", "-c", ends], IGNORE)
 
 

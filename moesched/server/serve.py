@@ -118,7 +118,7 @@ async def _ready(child: Child, closing: asyncio.Event) -> Ready | None:
         return child.link.ready.result()
     code = await child.exit_code()
     why = child.link.ended.result()
-    raise BadInput(why) if code == 2 else MoeschedError(f"the engine did not start: {why}")
+    raise BadInput(why) if code == 2 else EngineFailed(why)
 
 
 async def _serve_until(
