@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import uvicorn
 
-from moesched.errors import BadInput, MoeschedError
+from moesched.errors import BadInput
 from moesched.inputs.chat_template import find_chat_template
 from moesched.inputs.tokenizer import find_tokenizer
 from moesched.server.child import Child, engine_child
