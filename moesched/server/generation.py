@@ -135,6 +135,11 @@ class Generation:
         return self._prompt_tokens
 
     @property
+    def answers(self) -> int:
+        """The number of answers."""
+        return len(self._answers)
+
+    @property
     def answer_tokens(self) -> int:
         """Tokens of all answers so far."""
         return sum(answer.count for answer in self._answers)
