@@ -159,10 +159,15 @@ LONG = b"x" * (1 << 16)
 PIECES = 200
 
 
-class Hasty(TimedProtocol):
-    """Connections with little patience."""
+class HastyReader(TimedProtocol):
+    """Connections that wait for a request with little patience."""
 
-    request_seconds = 0.05
+    request_seconds = 0.2
+
+
+class HastyWriter(TimedProtocol):
+    """Connections that wait for a reader with little patience."""
+
     write_seconds = 0.05
 
 
@@ -179,14 +184,16 @@ async def long_answer(scope: Scope, receive: Receive, send: Send) -> None:
 Connect = Callable[[], Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter]]]
 
 
-def connected(use: Callable[[Connect, ServerState], Awaitable[None]]) -> None:
+def connected(
+    use: Callable[[Connect, ServerState], Awaitable[None]], protocol: type[TimedProtocol] = TimedProtocol
+) -> None:
     """Use connections to an application that answers at length."""
 
     async def whole() -> None:
         config = uvicorn.Config(long_answer, lifespan="off", log_config=None, ws="none")
         state = ServerState()
         loop = asyncio.get_running_loop()
-        serving = await loop.create_server(lambda: Hasty(config, state, {}), "127.0.0.1", 0)
+        serving = await loop.create_server(lambda: protocol(config, state, {}), "127.0.0.1", 0)
         port = serving.sockets[0].getsockname()[1]
 
         async def connect() -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -208,15 +215,17 @@ BEGINS = {
 @pytest.mark.parametrize("begin", BEGINS.values(), ids=BEGINS)
 def test_a_client_that_sends_no_whole_request_is_closed(begin: bytes) -> None:
     async def use(connect: Connect, state: ServerState) -> None:
-        opened = [await connect() for _ in range(20)]
-        for _, writer in opened:
+        opened = []
+        for _ in range(20):
+            reader, writer = await connect()
             writer.write(begin)
+            opened.append((reader, writer))
         for reader, writer in opened:
             assert await reader.read() == b""
             writer.close()
         assert not state.connections
 
-    connected(use)
+    connected(use, HastyReader)
 
 
 NOT_HTTP = {
@@ -261,7 +270,7 @@ def test_a_client_that_does_not_read_is_closed() -> None:
             await asyncio.sleep(0.01)
         writer.close()
 
-    connected(use)
+    connected(use, HastyWriter)
 
 
 def test_a_client_that_reads_is_given_the_whole_answer() -> None:
