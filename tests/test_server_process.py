@@ -33,11 +33,11 @@ from pathlib import Path
 from moesched.server.options import FrontOptions
 from moesched.server.serve import Listener, serve
 from moesched.system.signals import ends_in_order
-say = Listener(lambda done, total: None, lambda url, ready, notes: print(url, flush=True))
+say = Listener(lambda starting: None, lambda url, ready, notes: print(url, flush=True))
 with ends_in_order():
     serve(Path(sys.argv[1]), FrontOptions(port=0), sys.argv[2:], say)
 """
-IGNORE = Listener(lambda done, total: None, lambda url, ready, notes: None)
+IGNORE = Listener(lambda starting: None, lambda url, ready, notes: None)
 
 
 def engine(**options: Any) -> list[str]:
@@ -84,6 +84,12 @@ def test_an_engine_that_does_not_begin_ends_the_server_with_its_line(
     failing = engine(fails="the plan does not fit: lower --batch-size", code=code)
     with pytest.raises(kind, match="the plan does not fit: lower --batch-size"):
         serve(TINY, FrontOptions(port=0), failing, IGNORE)
+
+
+def test_a_server_whose_engine_fails_at_its_end_fails_too() -> None:
+    with server(fails_at_the_end="cannot write trace served.json") as (process, _):
+        process.send_signal(signal.SIGTERM)
+        assert process.wait() == 1
 
 
 @pytest.mark.parametrize(
