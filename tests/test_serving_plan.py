@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import moesched
 from moesched.cli.serve import chosen
 from moesched.errors import BadInput
+from moesched.inputs.budgets import assumed_process
 from moesched.inputs.defaults import POLICY
 from moesched.jobs.options import PlannedOptions
 from moesched.jobs.served_model import served_model
@@ -32,7 +34,8 @@ LITTLE = {"gpu": "6MB"}
 def planned(policy: str = POLICY, context: int = 64, **more: Any) -> ServingPlan:
     given = PlannedOptions(machine=T4, policy=policy, **more)
     job = serving_job(given, WIDE, T4)
-    return plan_serving(job, context, room_for, chooses=policy == POLICY)
+    process = partial(assumed_process, T4)
+    return plan_serving(job, context, room_for, process, chooses=policy == POLICY)
 
 
 def burst(folder: Path, **more: Any) -> ServiceReport:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 from moesched.cli import options
 from moesched.cli.command import command
@@ -12,10 +12,11 @@ from moesched.cli.output import Bar, print_json
 from moesched.errors import BadInput
 from moesched.inputs.defaults import POLICY
 from moesched.jobs.options import ScenarioOptions, SimulationOptions
-from moesched.jobs.served_options import ArrivalsOptions, BestPolicyOptions
-from moesched.options import part_of
+from moesched.jobs.served_options import ArrivalsOptions
+from moesched.options import Option, part_of
 
 if TYPE_CHECKING:
+    from moesched.inputs.chosen_policy import PolicyGiven
     from moesched.jobs.report import JobReport
 
 EPILOGUE = """Examples:
@@ -41,8 +42,17 @@ EPILOGUE = """Examples:
       --arrivals poisson:0.5 --slo ttft=10s,tpot=500ms"""
 
 
-class SimulateOptions(BestPolicyOptions, SimulationOptions):
-    """The options of batches and of requests that arrive over time, whose policy the planner may choose."""
+class SimulateOptions(SimulationOptions):
+    """The options of batches, and of requests that arrive over time, whose policy the planner may choose."""
+
+    policy: Annotated[
+        PolicyGiven,
+        Option(
+            "A name of `moesched list policies`, file.py:Class, or package.module:Class (also in the current folder). "
+            "Omit it for the planner's choice with --arrivals.",
+            "P",
+        ),
+    ] = POLICY
 
 
 @command(2, EPILOGUE)

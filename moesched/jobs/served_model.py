@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from moesched.inputs.defaults import POLICY
@@ -44,6 +45,13 @@ class ServedModel:
         self._devices = devices
 
     @property
+    def ran(self) -> Ran:
+        """The names of what runs, for a report."""
+        plan = self.planned.plan
+        layout, machine = plan.layout, plan.machine.name
+        return Ran(layout.config.name, machine, self.planned.policy_name, layout.dtype, measured=True)
+
+    @property
     def pages_to_load(self) -> int:
         """The number of pages that are loaded before the first step."""
         return sum(len(slots_of(kept)) for kept in self.planned.plan.weights.resident)
@@ -81,9 +89,7 @@ class ServedModel:
         )
         serving = serve_on(self._devices.first, setup, observers=observers, recorder=recorder)
         if recorder is not None and trace is not None:
-            layout, machine = planned.plan.layout, planned.plan.machine.name
-            ran = Ran(layout.config.name, machine, planned.policy_name, layout.dtype, measured=True)
-            write_service_trace(trace, recorder, spans.ended, ran, planned.capacity, planned.plan)
+            write_service_trace(trace, recorder, spans.ended, self.ran, planned.capacity, planned.plan)
         return serving
 
 
@@ -106,8 +112,12 @@ def served_model(
     machine = find_machine(given.machine, given.device, foreign=given.foreign_machine)
     job = serving_job(given, checkpoint.config, machine, device=given.device)
     with open_devices(given.device, given.device_settings, checkpoint, job.layout) as devices:
-        job.use_process(process_of(devices.all, job.machine))
         planned = plan_serving(
-            job, context, devices.slot_bytes, chooses=given.policy == POLICY, on_progress=on_progress
+            job,
+            context,
+            devices.slot_bytes,
+            partial(process_of, devices.all, job.machine),
+            chooses=given.policy == POLICY,
+            on_progress=on_progress,
         )
         yield ServedModel(given, checkpoint, devices, planned)

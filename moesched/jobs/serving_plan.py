@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -14,12 +15,13 @@ from moesched.jobs.served_options import USERS
 from moesched.machines import Machine
 from moesched.models.config import ModelConfig
 from moesched.models.layout import Page
-from moesched.planner import FIRST, fastest_policies, require_one_policy
+from moesched.planner import FIRST, Look, fastest_policies, require_one_policy
 from moesched.runs.planning import SMALLER
 from moesched.runs.served_parts import require_one_accelerator
 from moesched.seams import Device, Policy
 from moesched.serving.capacity import Capacity, capacity_for
 from moesched.steps.plan import Plan
+from moesched.steps.process import Process
 
 REMEDY = "raise --budget, or lower --batch-size or --context"
 """Remedies where a server's plan does not fit."""
@@ -83,6 +85,7 @@ def plan_serving(
     job: Job,
     context: int,
     slot_bytes: Callable[[Page], int],
+    process: Callable[[], Process],
     *,
     chooses: bool,
     on_progress: Callable[[str], object] = lambda what: None,
@@ -90,8 +93,9 @@ def plan_serving(
     """Plan for requests that join and leave, each of which may have `context` tokens.
 
     Args:
-        job: a job by `serving_job`, which knows its device and its process.
+        job: a job by `serving_job`, which knows its device.
         slot_bytes: returns the bytes of a slot for a page.
+        process: returns the process that will run the plan, as it is at the call.
         chooses: whether the planner chooses the policy, instead of the job's own.
         on_progress: called with the name of each stage of the planner's search.
 
@@ -99,11 +103,14 @@ def plan_serving(
         BadInput: no plan fits, or the policy is for several accelerators or machines.
     """
     if not chooses:
+        job.use_process(process())
         return _planned(job, context, slot_bytes)
-    setting = job.setting(*_requests(job, context), slot_bytes)
-    looks = fastest_policies(setting, _sizes_to_try(job), on_progress)
+    looking = copy(job)
+    looking.use_process(process())
+    looks = _looks(looking, context, slot_bytes, on_progress)
+    job.use_process(process())  # the search took memory
     refusals = []
-    for look in [each for each in looks if each.batch_size == len(setting.lengths)] or looks[:1]:
+    for look in looks:
         try:
             found = _planned(job.with_policy(look.policy), context, slot_bytes)
         except BadInput as error:  # places may hold longer prompts than the look's requests have
@@ -126,15 +133,22 @@ def _planned(job: Job, context: int, slot_bytes: Callable[[Page], int]) -> Servi
     return ServingPlan(capacity, plan, policy, job.policy_name)
 
 
-def _sizes_to_try(job: Job) -> list[int]:
-    """Sizes of micro-batches of a first look at each policy: few, since each takes time."""
-    users, given = job.options.batch_size, job.options.micro_batch_size
-    assert users is not None, "serving_job sets it"
-    return [given] if given else sorted({1, -(-users // 4), users})
+def _looks(
+    job: Job, context: int, slot_bytes: Callable[[Page], int], on_progress: Callable[[str], object]
+) -> list[Look]:
+    """The policies that hold as many requests as there are users, the fastest first; or the fastest of all."""
+    users, size = _users(job), job.options.micro_batch_size
+    sizes = [min(size, users)] if size else sorted({1, -(-users // 4), users})  # few, since each takes time
+    setting = job.setting(*_requests(job, context), slot_bytes)
+    looks = fastest_policies(setting, sizes, on_progress)
+    return [look for look in looks if look.batch_size == users] or looks[:1]
 
 
 def _requests(job: Job, context: int) -> tuple[list[int], int]:
     """Prompts and new tokens of the requests that sizes are chosen for: half of the context each."""
-    users = job.options.batch_size
-    assert users is not None, "serving_job sets it"
-    return [context // 2] * users, context - context // 2
+    return [context // 2] * _users(job), context - context // 2
+
+
+def _users(job: Job) -> int:
+    assert job.options.batch_size is not None, "serving_job sets it"
+    return job.options.batch_size

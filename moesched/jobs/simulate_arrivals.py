@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Annotated
 
 from moesched.errors import BadInput
@@ -85,8 +86,8 @@ def simulate_arrivals(given: ServedScenarioOptions) -> ServiceReport:
     require_context([longest.prompt], longest.new_tokens, scenario.config)
     context = context_of(given.context, longest.prompt + longest.new_tokens, scenario.config)
     job = serving_job(given, scenario.config, scenario.machine, nodes=given.nodes or 1)
-    job.use_process(assumed_process(job.machine))
-    planned = plan_serving(job, context, room_for, chooses=given.policy == POLICY)
+    process = partial(assumed_process, job.machine)
+    planned = plan_serving(job, context, room_for, process, chooses=given.policy == POLICY)
     for request in requests:
         planned.capacity.require(request)
     fullest = planned.capacity.fullest()
@@ -126,11 +127,7 @@ def _require_servable(given: ServedScenarioOptions) -> None:
     """Refuse options that are for batches."""
     if given.arrivals is None:
         raise BadInput("no arrivals were given: give poisson:RATE, or a file")
-    refused = {
-        "--beams": given.beams > 1,
-        "--padded": given.padded,
-    }
-    for flag, is_given in refused.items():
+    for flag, is_given in {"--beams": given.beams > 1, "--padded": given.padded}.items():
         if is_given:
             raise BadInput(f"{flag} is for batches: omit it, or --arrivals")
 

@@ -12,6 +12,7 @@ from moesched.planner.proposal import MOST_REQUESTS, Proposal, plan_model
 from moesched.planner.search_policies import (
     FIRST,
     Best,
+    Look,
     fastest_policies,
     plan_best,
     plannable,
@@ -25,6 +26,7 @@ __all__ = [
     "MOST_REQUESTS",
     "Best",
     "ClusterProposal",
+    "Look",
     "Proposal",
     "Setting",
     "fastest_policies",
