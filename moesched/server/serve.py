@@ -21,6 +21,7 @@ from moesched.errors import BadInput, MoeschedError
 from moesched.inputs.chat_template import find_chat_template
 from moesched.inputs.tokenizer import find_tokenizer
 from moesched.server.child import Child, engine_child
+from moesched.server.codec import Codec, Numbers
 from moesched.server.errors import EngineFailed
 from moesched.server.front import Front
 from moesched.server.gate import Gate
@@ -28,8 +29,7 @@ from moesched.server.messages import Ready, Starting
 from moesched.server.model import Model
 from moesched.server.options import FrontOptions
 from moesched.server.protocol import TimedProtocol
-from moesched.server.served_text import Codec, Numbers
-from moesched.server.templates import ModelTemplate, PlainTemplate, Renders
+from moesched.server.templates import rendering
 from moesched.system.own_loop import run_on_own_loop
 from moesched.system.signals import stopped_by
 
@@ -83,11 +83,7 @@ def serve(model: Path, given: FrontOptions, engine: Sequence[str], listener: Lis
             loop = asyncio.get_running_loop()
             with stopped_by(partial(loop.call_soon_threadsafe, closing.set)):
                 async with AsyncExitStack() as opened:
-                    renders: Renders = PlainTemplate()
-                    if template is not None:
-                        renders = ModelTemplate(template)
-                        opened.push_async_callback(renders.close)
-                        await renders.start()
+                    renders = await opened.enter_async_context(rendering(template))
                     child = await opened.enter_async_context(engine_child(engine, listener.starting))
                     ready = await _ready(child, closing)
                     if ready is None:
@@ -120,13 +116,12 @@ async def _ready(child: Child, closing: asyncio.Event) -> Ready | None:
         return None
     if child.link.ready.exception() is None:
         return child.link.ready.result()
-    why = child.link.ended.result()
-    raise _failure(await child.exit_code(), why, f"the engine did not start: {why}")
+    raise _failure(await child.exit_code(), child.link.ended.result())
 
 
-def _failure(code: int, why: str, otherwise: str) -> MoeschedError:
-    """The error of an engine that ended with an exit code: `why` for its input, `otherwise` for another reason."""
-    return BadInput(why) if code == 2 else MoeschedError(otherwise)
+def _failure(code: int, why: str) -> MoeschedError:
+    """The error of an engine that ended with an exit code other than 0."""
+    return BadInput(why) if code == 2 else EngineFailed(why)
 
 
 async def _serve_until(
@@ -158,7 +153,7 @@ async def _serve_until(
         raise EngineFailed(ended.result())
     why = await ended
     if code := await child.exit_code():
-        raise _failure(code, why, f"the engine failed at its end: {why}")
+        raise _failure(code, why)
 
 
 class SignalFreeServer(uvicorn.Server):
