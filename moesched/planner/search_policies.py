@@ -123,10 +123,11 @@ def plan_best(
     asked = _asked(policies, settings)
 
     def seen_first(name: str, setting: Setting) -> tuple[Candidate, Seen]:
+        on_progress(f"bound and schedule of {name}")
         candidate = Candidate(name, setting)
         return candidate, candidate.search() if len(asked) == 1 else candidate.first_trial()
 
-    found, misfits = _each(asked, settings, setting_of, seen_first, on_progress, named=policies is not None)
+    found, misfits = _each(asked, settings, setting_of, seen_first, named=policies is not None)
     return _best_of(dict(found), misfits, band, on_progress)
 
 
@@ -159,11 +160,12 @@ def fastest_policies(
         return replace(setting, make=chosen.make, splits_kv=split, kv_on_gpu=None)
 
     def look(name: str, its_setting: Setting) -> Look:
+        on_progress(f"first look at {name}")
         its_setting.plan(its_setting.batch(1, 1))
         seen = (first_schedule(its_setting, size) for size in sizes)
         return Look(name, next((one.throughput for one in seen if one is not None), 0.0))
 
-    looks, misfits = _each(plannable(), {}, setting_of, look, on_progress)
+    looks, misfits = _each(plannable(), {}, setting_of, look)
     if not looks:
         raise _nothing_fits(in_order([], misfits))
     return sorted(looks, key=lambda each: -each.throughput)
@@ -174,7 +176,6 @@ def _each(
     settings: Mapping[str, Any],
     setting_of: Callable[[ChosenPolicy], Setting],
     look: Callable[[str, Setting], Found],
-    on_progress: Callable[[str], object],
     *,
     named: bool = False,
 ) -> tuple[list[Found], list[Ranked]]:
@@ -190,7 +191,6 @@ def _each(
     misfits: list[Ranked] = []
     for given in asked:
         name = plugins.name_of("policies", given)
-        on_progress(f"bound and schedule of {name}")
         try:
             chosen = choose_policy(given, settings)
         except BadInput as error:
