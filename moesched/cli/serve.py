@@ -62,9 +62,7 @@ def serve(model: ServedOptions, http: FrontOptions) -> int:
 def tell_closing(answers: int) -> None:
     """Say what a server that closes waits for."""
     if answers:
-        tell(
-            f"no more requests are taken; {answers} answers still run, and a second signal ends them at once"
-        )
+        tell(f"no more requests are taken; answers to come: {answers}; a second signal ends them at once")
 
 
 def chosen(ready: Ready) -> str:
