@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from moesched.errors import BadInput
 from moesched.inputs.defaults import POLICY
+from moesched.jobs.cut_prompts import with_cut_prompts
 from moesched.jobs.job import Job
 from moesched.jobs.options import PlannedOptions
 from moesched.jobs.served_options import USERS
@@ -125,6 +126,7 @@ def _planned(job: Job, context: int, slot_bytes: Callable[[Page], int]) -> Servi
         sizes = job.sizes(*_requests(job, context), slot_bytes, successive=False)
         capacity = capacity_for(sizes, context)
         plan, policy = job.plan(capacity.fullest(), slot_bytes)
+        capacity = with_cut_prompts(capacity, plan, job.options.prefill_chunk)
     except BadInput as error:
         if not str(error).endswith(SMALLER):
             raise

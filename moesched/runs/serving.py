@@ -222,7 +222,7 @@ class Serving:
         for requests, sample in samples:
             tokens = await sample
             end = max(end, sample.end - self.loaded)
-            for number, token in zip(requests, tokens, strict=True):
+            for number, token in zip(requests, tokens if requests else (), strict=True):
                 served = self.requests.get(number)
                 if served is not None and served.ending is None:
                     self._take(served, token, sample.end - self.loaded)
