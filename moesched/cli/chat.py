@@ -126,10 +126,9 @@ def typed() -> str | None:
     """Read a line from the terminal, which can be edited and has a history; None for its end."""
     with suppress(ImportError):  # some builds of Python have none
         import readline  # noqa: F401  # `input` uses it
+    of_descriptor_1 = sys.__stdout__ or sys.stderr  # elsewhere Python lets nobody edit a line
     try:
-        with redirect_stdout(
-            sys.__stdout__ or sys.stderr
-        ):  # a line can be edited only where descriptor 1 is in use
+        with redirect_stdout(of_descriptor_1):
             return input("> ")
     except EOFError:
         stderr().print()
