@@ -206,6 +206,16 @@ def test_a_policy_that_planned_for_other_nodes_is_refused() -> None:
         simulate_serving(setup)
 
 
+def test_a_node_that_takes_the_part_of_another_is_refused(checkpoint: Checkpoint) -> None:
+    device, transport = torch_device(checkpoint), InprocTransport(2)
+    setup = ServingSetup(*planned("ep_balanced", 1), CAPACITY, ListedArrivals([]))
+    with pytest.raises(BadInput, match="that of node 1 of 2: node 0 calls serve_on"):
+        serve_on(device, setup, transport=transport)
+    with pytest.raises(BadInput, match="that of node 0 of 2: node 0 calls serve_on, the others follow_on"):
+        follow_on(device, *planned("ep_balanced", 0), transport)
+    run_on_own_loop(device.aclose)
+
+
 @pytest.mark.parametrize("nodes", [2, 3])
 def test_all_nodes_run_the_same_rows_whoever_comes_and_leaves(nodes: int) -> None:
     draw = random.Random(nodes)
@@ -285,14 +295,15 @@ SIMULATED: dict[str, Any] = {
     "workload": "uniform",
     "network": "10gbe",
     "arrivals": "poisson:20",
-    "requests": 6,
-    "gen": 4,
+    "requests": 3,
+    "gen": 3,
+    "batch_size": 2,
 }
 
 
 def test_arrivals_are_predicted_on_several_machines_with_the_time_of_their_exchanges() -> None:
     two = moesched.simulate_arrivals(**SIMULATED, policy="ep_balanced", nodes=2)
-    assert (two.requests, two.left, two.nodes) == (6, 0, 2)
+    assert (two.requests, two.left, two.nodes) == (3, 0, 2)
     slow = moesched.simulate_arrivals(
         **SIMULATED | {"network": replace(load_network("10gbe"), latency_seconds=0.01)},
         policy="ep_balanced",
@@ -305,7 +316,7 @@ def test_arrivals_are_predicted_on_several_machines_with_the_time_of_their_excha
 
 
 def test_the_command_names_the_nodes(command: Any) -> None:
-    options = [f"--{name}={value}" for name, value in SIMULATED.items()]
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in SIMULATED.items()]
     said = command("simulate", *options, "--policy", "ep_balanced", "--nodes", 2)
     assert said.code == 0
     assert "on 2 nodes of m2-ultra, ep_balanced, predicted" in said.out

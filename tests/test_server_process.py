@@ -86,9 +86,17 @@ def test_an_engine_that_does_not_begin_ends_the_server_with_its_line(
         serve(TINY, FrontOptions(port=0), failing, IGNORE)
 
 
-def test_an_engine_that_dies_without_a_word_is_named_with_its_exit_code() -> None:
-    with pytest.raises(MoeschedError, match=r"its process has ended \(exit code 3\)"):
-        serve(TINY, FrontOptions(port=0), [sys.executable, "-c", "import sys; sys.exit(3)"], IGNORE)
+@pytest.mark.parametrize(
+    ("ends", "says"),
+    [
+        ("exit 3", "ended with exit code 3"),
+        ("kill -9 $$", "was killed"),
+        ("kill -15 $$", "ended by signal 15"),
+    ],
+)
+def test_an_engine_that_dies_without_a_word_is_named_with_its_end(ends: str, says: str) -> None:
+    with pytest.raises(MoeschedError, match=f"the engine did not start: its process {says}"):
+        serve(TINY, FrontOptions(port=0), ["sh", "-c", ends], IGNORE)
 
 
 # ---------------------------------------------------------------- addresses and keys
@@ -99,6 +107,13 @@ def test_a_port_that_is_in_use_is_refused() -> None:
         port = taken.getsockname()[1]
         with pytest.raises(BadInput, match=f"port {port}: Address already in use: give another --port"):
             with listening("127.0.0.1", port):
+                pass
+
+
+def test_a_port_is_taken_from_the_beginning() -> None:
+    with listening("127.0.0.1", 0) as taken:
+        with pytest.raises(BadInput, match="Address already in use"):
+            with listening("127.0.0.1", taken.getsockname()[1]):
                 pass
 
 
@@ -211,6 +226,37 @@ def test_a_client_that_sends_no_whole_request_is_closed(begin: bytes) -> None:
         assert not state.connections
 
     connected(use, HastyReader)
+
+
+NOT_HTTP = {
+    "no HTTP": b"\x16\x03\x01 hello\r\n\r\n",
+    "no Host": b"GET / HTTP/1.1\r\n\r\n",
+    "long headers": b"GET / HTTP/1.1\r\nHost: a\r\nLong: " + b"a" * 70_000,
+    "a length below 0": b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: -1\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("sent", NOT_HTTP.values(), ids=NOT_HTTP)
+def test_what_is_no_http_is_refused_in_openais_form(sent: bytes) -> None:
+    async def use(connect: Connect, state: ServerState) -> None:
+        reader, writer = await connect()
+        writer.write(sent)
+        head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 400")
+        assert json.loads(body)["error"]["type"] == "invalid_request_error"
+        writer.close()
+
+    connected(use)
+
+
+def test_a_body_that_goes_wrong_closes_the_connection() -> None:
+    async def use(connect: Connect, state: ServerState) -> None:
+        reader, writer = await connect()
+        writer.write(b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\nno number\r\n")
+        assert await reader.read() == b""
+        writer.close()
+
+    connected(use)
 
 
 def test_a_client_that_does_not_read_is_closed() -> None:

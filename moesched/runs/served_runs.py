@@ -140,6 +140,7 @@ def serve_on(
         TaskFailed: another node is lost, or a task failed.
     """
     serves = _serves(device)
+    _require_role(setup.plan, first=True)
     require_one_accelerator(setup.plan, setup.policy, 1 if transport is None else setup.plan.nodes.count)
     kinds: dict[str, LaneKind] = {**device.kinds, ARRIVALS: "awaitable"}
     run = first_node(setup, new_shared_engine, kinds)
@@ -170,10 +171,12 @@ def follow_on(device: Device, plan: Plan, policy: Policy, transport: Transport) 
         the number of steps.
 
     Raises:
-        BadInput: the device serves no requests that join and leave, or is never one of several.
+        BadInput: the device serves no requests that join and leave, or is never one of several; or the plan is that of
+            the first node.
         TaskFailed: another node is lost, or a task failed.
     """
     serves = _serves(device)
+    _require_role(plan, first=False)
     run = other_node(plan, policy, new_shared_engine, device.kinds)
     _join(device, plan, transport)
     driver = RealtimeDriver(
@@ -187,6 +190,14 @@ def follow_on(device: Device, plan: Plan, policy: Policy, transport: Transport) 
         serves.serve(plan)
         run_on_own_loop(partial(driver.run, run.main.run()))
     return run.main.steps
+
+
+def _require_role(plan: Plan, *, first: bool) -> None:
+    if (plan.nodes.index == 0) != first:
+        raise BadInput(
+            f"the plan is that of node {plan.nodes.index} of {plan.nodes.count}: node 0 calls serve_on, the others "
+            "follow_on"
+        )
 
 
 def _clock(device: Device) -> Clock:
