@@ -12,6 +12,7 @@ import torch
 from moesched.models.config import ModelConfig
 from moesched.models.encoding import encoded
 from moesched.models.stored_formats import StoredFormat
+from moesched.models.tensor_shapes import Shape
 
 from ..products.linear import linear
 from ..shared.coded import Block, Coded, plain_block
@@ -81,19 +82,20 @@ def _random(dtype: torch.dtype, *shape: int, seed: int, scale: float = 1.0) -> T
     return (torch.randn(*shape, generator=generator) * scale).to(dtype)
 
 
-Shapes = Mapping[str, tuple[int, ...]]
 Exact = dict[str, list[Tensor]]
 """Row blocks of weights in float64, by name."""
 
 
-def _weights(config: ModelConfig, dtype: torch.dtype, cut: Cut, shapes: Shapes) -> tuple[Weights, Exact]:
+def _weights(
+    config: ModelConfig, dtype: torch.dtype, cut: Cut, shapes: Mapping[str, Shape]
+) -> tuple[Weights, Exact]:
     """Made-up weights, and the same in float64; those of other numbers of rows are made once."""
     return _made(config, dtype, cut, tuple(shapes.items()))
 
 
 @lru_cache(maxsize=8)
 def _made(
-    config: ModelConfig, dtype: torch.dtype, cut: Cut, shapes: tuple[tuple[str, tuple[int, ...]], ...]
+    config: ModelConfig, dtype: torch.dtype, cut: Cut, shapes: tuple[tuple[str, Shape], ...]
 ) -> tuple[Weights, Exact]:
     tensors = {
         name: _random(dtype, *shape, seed=seed, scale=SCALE) for seed, (name, shape) in enumerate(shapes)
@@ -135,7 +137,7 @@ def _expert(config: ModelConfig, dtype: torch.dtype, rows: int, cut: Cut) -> Sam
 
 def _attention_inputs(config: ModelConfig, dtype: torch.dtype, rows: int, cut: Cut) -> Sample:
     attention = config.attention
-    shapes: dict[str, tuple[int, ...]] = {
+    shapes: dict[str, Shape] = {
         "attention_norm": (config.hidden,),
         "qkv": (attention.qkv_width, config.hidden),
     }
@@ -180,7 +182,7 @@ def _output_projection(config: ModelConfig, dtype: torch.dtype, rows: int, cut: 
 
 def _route(config: ModelConfig, dtype: torch.dtype, rows: int, cut: Cut) -> Sample:
     network = config.routed
-    shapes: dict[str, tuple[int, ...]] = {
+    shapes: dict[str, Shape] = {
         "ffn_norm": (config.hidden,),
         "router": (network.experts, config.hidden),
     }
