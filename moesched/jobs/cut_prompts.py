@@ -8,7 +8,7 @@ from moesched.errors import BadInput
 from moesched.serving.capacity import Capacity
 from moesched.steps.plan import Plan
 
-CHUNK = 512
+CHUNK = 1024
 """Prompt tokens between two steps of tokens by default, where all weights stay in memory."""
 
 
