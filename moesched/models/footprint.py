@@ -10,6 +10,8 @@ from moesched.models.operations import Operations
 
 KEPT_ROWS = 128
 """Rows up to which a micro-batch keeps its results' memory from layer to layer: that of a prompt would be too much."""
+TOKEN_TILE = 256
+"""Most tokens that are normalised by heads and rotated, or combined, at once; bounds the workspace of prompts."""
 EXPERT_TILE = 512
 """Most rows that an expert's kernel processes at once; bounds its workspace for any micro-batch."""
 EXPERTS_AT_ONCE = 2
@@ -59,12 +61,13 @@ def workspace_bytes(operations: Operations, tokens: int, sequences: int) -> int:
     projected = query + 2 * keys
     norm = hidden * (2 * _FLOAT + element)
     project = hidden * mixed + projected * mixed
-    rotate = projected * element + (query + keys) * (2 * _FLOAT + 2 * element)
+    rotate = 2 * projected * element + (query + keys) * (2 * _FLOAT + 2 * element)
     attend = 2 * query * element + projected * element
     output = (query + hidden) * mixed
     choices = config.routed.top_k + bool(_shared(operations))
-    combine = hidden * (choices * element + _FLOAT + element)
-    by_token = tokens * max(norm, project, rotate, attend, output + norm, combine)
+    combine = hidden * (choices * element + _FLOAT)
+    by_token = tokens * max(norm, project, attend, output + norm)
+    by_token += min(tokens, TOKEN_TILE) * max(rotate, combine)
     logits = sequences * config.vocabulary * (2 * _FLOAT + mixed)
     return max(by_token, _expert_rows_bytes(operations, tokens), logits) + _coded_bytes(operations)
 
