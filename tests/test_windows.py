@@ -18,12 +18,11 @@ import moesched
 from benchmarks.exact._beams import hugging_face_beams, searched
 from benchmarks.shared.random_models import gpt_oss, prompts_of
 from benchmarks.shared.small_runs import TWO_MEMORIES
-from moesched.devices.native.attention import PROMPT_TILE
 from moesched.devices.torch.block_table import BlockTable
 from moesched.devices.torch.compute import Compute
 from moesched.devices.torch.kv_cache import BlockedKV
 from moesched.devices.torch.states import states_of
-from moesched.models.kv_blocks import window_tokens
+from moesched.models.kv_blocks import PROMPT_TILE, window_tokens
 from moesched.models.layout import weight_layout
 from moesched.models.shapes import SHAPES
 from moesched.requests.batch import split_batch

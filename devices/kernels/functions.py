@@ -62,7 +62,13 @@ def norm(x_TD: Tensor, weight_D: Tensor, eps: float, kind: NormKind = "rms") -> 
 
     kind: "rms" divides by the root mean square, "layer" normalises by mean and variance.
     """
-    return (layer_norm if kind == "layer" else rms_norm)(x_TD, weight_D, eps)
+    normalise = layer_norm if kind == "layer" else rms_norm
+    if len(x_TD) <= TOKEN_TILE:
+        return normalise(x_TD, weight_D, eps)
+    out_TD = torch.empty_like(x_TD)
+    for tile in tiles_of(len(x_TD)):
+        out_TD[tile] = normalise(x_TD[tile], weight_D, eps)
+    return out_TD
 
 
 def layer_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:

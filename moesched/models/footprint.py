@@ -6,6 +6,9 @@ S sequences, V vocabulary, b bytes per element.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from moesched.models.kv_blocks import tokens_beside
 from moesched.models.operations import Operations
 
 KEPT_ROWS = 128
@@ -66,8 +69,7 @@ def workspace_bytes(operations: Operations, tokens: int, sequences: int) -> int:
     output = (query + hidden) * mixed
     choices = config.routed.top_k + bool(_shared(operations))
     combine = hidden * (choices * element + _FLOAT)
-    by_token = tokens * max(norm, project, attend, output + norm)
-    by_token += min(tokens, TOKEN_TILE) * max(rotate, combine)
+    by_token = tokens * max(project, attend, output) + min(tokens, TOKEN_TILE) * max(norm, rotate, combine)
     logits = sequences * config.vocabulary * (2 * _FLOAT + mixed)
     return max(by_token, _expert_rows_bytes(operations, tokens), logits) + _coded_bytes(operations)
 
@@ -103,6 +105,17 @@ def _widest(operations: Operations) -> int:
 def mask_bytes(tokens: int, cached: int) -> int:
     """Bytes of the mask of a tile of queries over `cached` tokens: one byte and one float per element."""
     return min(tokens, QUERY_TILE) * cached * (1 + _FLOAT)
+
+
+def beside_window_bytes(operations: Operations, starts: Sequence[int], tokens: Sequence[int]) -> int:
+    """Bytes of the keys and values of a layer that a chunk of prompts sees beside the cache of a window.
+
+    starts, tokens: of each request, before the chunk and in it.
+    """
+    kinds = operations.kinds.values()
+    return max(
+        kind.kv_bytes * tokens_beside(starts, tokens, kind.layer.attention.most_cached) for kind in kinds
+    )
 
 
 def expert_workspace_bytes(operations: Operations, tokens: int) -> int:
