@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 KV_BLOCK_TOKENS = 16
 PROMPT_TILE = 64
@@ -36,8 +36,8 @@ def kept_tokens(tokens: int, most: int | None, beams: int = 1) -> int:
     return tokens if most is None else min(tokens, beams * most)
 
 
-def tokens_beside(starts: Sequence[int], tokens: Sequence[int], most: int | None) -> int:
-    """Tokens that chunks of prompts see in memory beside the cache of a window, which has no room for all of them.
+def tokens_beside(starts: Iterable[int], tokens: Iterable[int], most: int | None) -> int:
+    """Tokens that a chunk of prompts sees in memory beside the cache of a window, part of which it overwrites.
 
     Args:
         starts: each request's tokens before the chunk; those that are still in the cache are copied.
@@ -46,8 +46,5 @@ def tokens_beside(starts: Sequence[int], tokens: Sequence[int], most: int | None
     """
     if most is None:
         return 0
-    return sum(
-        cached_tokens(PROMPT_TILE - 1 + min(start, most) + new)
-        for start, new in zip(starts, tokens, strict=True)
-        if start and start + new > most
-    )
+    both = zip(starts, tokens, strict=True)
+    return sum(cached_tokens(PROMPT_TILE - 1 + min(start, most) + new) for start, new in both)
