@@ -49,12 +49,17 @@ class Option:
     many: bool = False
 
     @property
+    def is_bounded(self) -> bool:
+        """Test whether the option is a number within bounds."""
+        return self.ge is not None or self.gt is not None
+
+    @property
     def bounds(self) -> str:
         """The option's bounds in words; empty without bounds."""
+        if not self.is_bounded:
+            return ""
         if self.gt is not None:
             return f"more than {self.gt:,}" + ("" if self.le is None else f", at most {self.le:,}")
-        if self.ge is None:
-            return ""
         return f"{self.ge:,} or more" if self.le is None else f"{self.ge:,} to {self.le:,}"
 
     def admits(self, number: Number) -> bool:
@@ -112,7 +117,7 @@ class Described(NamedTuple):
 
     def require(self, value: Any, title: str = "") -> None:
         """Raise BadInput if a value is out of the option's bounds; `title` names the option, by default its flag."""
-        if value is None or not self.option.bounds:
+        if value is None or not self.option.is_bounded:
             return
         for number in value if isinstance(value, tuple | list) else [value]:
             if not self.option.admits(number):

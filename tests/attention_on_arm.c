@@ -8,7 +8,7 @@
 #include "../devices/native/numbers.h"
 
 const char *moesched_instruction_sets(void);
-Team *moesched_new_team(const char *instruction_set, int helpers, const int *cores);
+Team *moesched_new_team(const char *instruction_set, int helpers, const int *cores, int count, int pinned);
 void moesched_free_team(Team *team);
 int moesched_attend(Team *team, const Attend *attend);
 
@@ -77,7 +77,7 @@ int main(void) {
     char sets[64];
     strcpy(sets, moesched_instruction_sets());
     for (char *set = strtok(sets, " "); set; set = strtok(NULL, " ")) {
-        Team *team = moesched_new_team(set, 1, NULL);
+        Team *team = moesched_new_team(set, 1, NULL, 0, 0);
         for (int64_t bytes = 2; bytes <= 4; bytes += 2) {
             check(team, set, bytes, 1, 4, 4, 8);
             check(team, set, bytes, 700, 8, 1, 64);

@@ -65,11 +65,17 @@ def same_environment() -> Iterator[None]:
 
 
 def pytest_sessionstart() -> None:
-    """End at once where a compiled part is stale: its tests would be skipped, and the others prove nothing."""
+    """End at once where a compiled part is stale: its tests would be skipped, and the others prove nothing.
+
+    All processes that tests fork have the same modules loaded, whichever test forks the first one.
+    """
+    from benchmarks.shared.forked_nodes import PRELOADED
+    from benchmarks.shared.fresh_process import preload
     from compiled_parts import stale
 
     if why := stale():
         pytest.exit(why, returncode=pytest.ExitCode.USAGE_ERROR)
+    preload(*PRELOADED)
 
 
 def pytest_xdist_auto_num_workers() -> int:

@@ -59,7 +59,7 @@ def answered(
         engine.begin()
         ready = await link.ready
         model = Model(ready, tiny_tokenizer(), template or PlainTemplate(), chat_tokens=64, loaded=1)
-        front = Front(model, link, Gate(most), key)
+        front = Front(model, link, Gate(most, 0), key)
         transport = httpx2.ASGITransport(app=front.app)
         async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as http:
             client = AsyncOpenAI(

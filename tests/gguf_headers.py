@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from moesched.models.gguf.types import TENSOR_TYPES
 
 U32, F32, TEXT, ARRAY = 4, 6, 8, 9
 ALIGNMENT = 32
+TOKENS = "tokenizer.ggml.tokens"
 VOCABULARY = ("<unk>", "<s>", "</s>", "a", "b", "ab")
 
 
@@ -215,3 +216,12 @@ def gpt_oss() -> Header:
                 Tensor(f"{block}{part}.bias", lengths[1:]),
             ]
     return Header(keys, tensors)
+
+
+Change = Callable[[Header], None]
+"""What is wrong with a file."""
+
+
+def key(name: str, value: bytes | None) -> Change:
+    """Another value of a key, or none."""
+    return lambda header: header.set(name, value)

@@ -22,7 +22,7 @@ from moesched.cluster.cluster_file import cluster_toml, load_cluster
 from moesched.cluster.curve.keys import make_keys, read_keys
 from moesched.cluster.launch_env import rank_given
 from moesched.cluster.messages import JoinRequest, Refused, Unreadable, pack, read_launcher, read_node
-from moesched.errors import BadInput
+from moesched.errors import BadInput, TransportError
 from moesched.inputs.chat_template import find_chat_template
 from moesched.inputs.prompts import encode_prompts, read_prompts
 from moesched.inputs.tokenizer import Tokenizer, find_tokenizer
@@ -43,10 +43,12 @@ from moesched.models.shapes import SHAPES
 from moesched.models.tensors import tensor_shapes
 from moesched.plugins import make_policy
 from moesched.report import write_run_page
+from moesched.requests.rows import Row, Rows
 from moesched.requests.workloads import load_workload
 from moesched.routing.files import read_routing_file
 from moesched.routing.profile import RoutingProfile, read_routing_profile, write_profile
 from moesched.routing.trace import RecordedChoices, RoutingTrace
+from moesched.runs.notices import pack_notice, read_notice
 from moesched.server.errors import ApiError
 from moesched.server.fields import ChatRequest, CompletionRequest, read_body
 from moesched.server.messages import BadFrame as BadServerFrame
@@ -347,6 +349,11 @@ PARSERS: dict[str, Parser] = {
         _text("m", lambda: pack(Refused(reason="another version"))),
         lambda file: read_launcher(file.read_bytes()),
         Unreadable,
+    ),
+    "rows of a step": Parser(
+        _text("m", lambda: pack_notice({0: Rows("decode", (Row(7, 4, 1, ids=[3]),), (5,))})),
+        lambda file: read_notice(file.read_bytes()),
+        TransportError,
     ),
     "frame": Parser(_text("frame", _frame), lambda file: unpack(file.read_bytes()), BadFrame),
     "request for a completion": Parser(

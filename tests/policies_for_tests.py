@@ -35,11 +35,12 @@ class SlowOnTheSecond(EpRouterAided):
         await super().decode(step)
 
 
-class Unhurried(EpBalanced):
-    """Takes its time for each step, so that something can happen meanwhile."""
+class UnhurriedAlone(EpBalanced):
+    """Takes its time for each step while the other nodes are lost, so that they can come back meanwhile."""
 
     async def decode(self, step: Step) -> None:
-        time.sleep(0.03)
+        if step.nodes == 1:
+            time.sleep(0.1)
         await super().decode(step)
 
 

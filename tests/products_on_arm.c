@@ -1,11 +1,8 @@
 /* Products and experts of the CPU kernels against sums in double, with every instruction set of an Arm processor. */
 #include <math.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 
 #include "../devices/native/experts.h"
-#include "../devices/native/numbers.h"
+#include "coded_bits.h"
 
 const char *moesched_instruction_sets(void);
 Team *moesched_new_team(const char *instruction_set, int helpers, const int *cores, int count, int pinned);
@@ -110,6 +107,7 @@ int main(void) {
             check_expert(team, set, batch, 40, 205);
         }
         moesched_free_team(team);
+        check_bits((InstructionSet)set_named(set), set);
         printf("%s ", set);
     }
     return 0;

@@ -153,6 +153,20 @@ def test_a_trace_shows_each_request_with_its_parts(tmp_path: Path) -> None:
     assert max(waited) / 1e9 == pytest.approx(report.waited.p99, rel=0.2) if report.waited else False
 
 
+def test_weights_that_were_unwired_while_nobody_asked_are_wired_again(tmp_path: Path) -> None:
+    asked = MODEL | {"machine": "m2-ultra-macos14", "batch_size": 1}
+    slowest = []
+    for gap in (0.5, 100.0):
+        file = tmp_path / f"{gap}.jsonl"
+        file.write_text(
+            "".join(f'{{"at": {at}, "prompt_tokens": 9, "new_tokens": 1}}\n' for at in (0.0, gap, 2 * gap))
+        )
+        report = moesched.simulate_arrivals(**asked, arrivals=file)
+        assert report.ttft is not None
+        slowest.append(report.ttft.p50)
+    assert slowest[1] > 1.2 * slowest[0]
+
+
 SERVED = (
     *(
         "simulate",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import signal
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -35,6 +37,10 @@ class Answering(BaseHTTPRequestHandler):
             return
         pieces = [{"choices": [{"delta": {"content": each}}]} for each in (text[:1], text[1:], "\x1b!\nbye")]
         events = [*pieces, {"choices": [], "usage": {}}]
+        if text == "interrupt":
+            os.kill(os.getpid(), signal.SIGINT)
+        if text == "nonsense":
+            events = [{"choices": 5}]
         if text == "break":
             events = [*pieces, {"error": {"message": "the engine has ended"}}]
         self._send(
@@ -95,12 +101,62 @@ def test_an_answer_that_breaks_off_fails(url: str, monkeypatch: pytest.MonkeyPat
     assert said("break\n", "--url", url, monkeypatch=monkeypatch) == 1
 
 
+def test_an_answer_of_another_form_fails(
+    url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert said("nonsense\n", "--url", url, monkeypatch=monkeypatch) == 1
+    assert "another form than OpenAI's API" in capsys.readouterr().err
+
+
+def test_a_key_of_the_environment_that_is_none_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MOESCHED_API_KEY", "two\nlines")
+    assert said("", monkeypatch=monkeypatch) == 2
+    assert "MOESCHED_API_KEY has no key" in capsys.readouterr().err
+
+
+class Terminal(io.StringIO):
+    """A terminal at which these lines are typed; Ctrl-C is pressed where one says so."""
+
+    def isatty(self) -> bool:
+        return True
+
+    def readline(self, size: int = -1) -> str:  # type: ignore[override]  # as StringIO has it
+        line = super().readline(size)
+        if line == "Ctrl-C\n":
+            raise KeyboardInterrupt
+        return line
+
+
+@pytest.mark.parametrize("disturbance", ["fail", "nonsense", "interrupt", "Ctrl-C", ""])
+def test_at_a_terminal_no_error_and_no_ctrl_c_ends_the_conversation(
+    disturbance: str, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", Terminal(f"hello\n{disturbance}\nagain\n"))
+    assert main(["chat", "--url", url]) == 0
+    assert [each["content"] for each in Answering.asked[-1]["messages"]] == [
+        "hello",
+        "hello\x1b!\nbye",
+        "again",
+    ]
+
+
+def test_at_a_terminal_what_came_of_an_answer_is_kept_and_a_new_conversation_has_nothing_of_it(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", Terminal("break\nmore\n/new\nhello\n"))
+    assert main(["chat", "--url", url]) == 0
+    conversations = [[each["content"] for each in asked["messages"]] for asked in Answering.asked]
+    assert conversations == [["break"], ["break", "break\x1b!\nbye", "more"], ["hello"]]
+
+
 def test_a_server_that_is_not_there_is_refused() -> None:
     with pytest.raises(BadInput, match=r"cannot reach http://127\.0\.0\.1:1: .*moesched serve MODEL"):
         Client("http://127.0.0.1:1").model()
 
 
-@pytest.mark.parametrize("address", ["localhost", "ftp://a", "http://", "http://a:b"])
+@pytest.mark.parametrize("address", ["localhost", "ftp://a", "http://", "http://a:b", "http://a b"])
 def test_what_is_no_address_is_refused(address: str) -> None:
     with pytest.raises(BadInput, match="is no address"):
         Client(address)

@@ -88,15 +88,17 @@ def test_a_text_that_is_no_template_is_said_to_be_none() -> None:
 # ---------------------------------------------------------------- the process that renders
 
 
-def test_a_template_that_loops_is_ended_and_the_next_conversation_is_written() -> None:
+def test_a_template_that_loops_or_says_too_much_is_ended_and_the_next_conversation_is_written() -> None:
     loops = "{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}"
     text = "{% if messages[0].content == 'loop' %}" + loops + "{% endif %}{{ messages[0].content }}"
 
     async def use() -> None:
-        template = ModelTemplate(ChatTemplate(text), seconds=0.2)
+        template = ModelTemplate(ChatTemplate(text), seconds=0.2, most_bytes=1000)
         await template.start()
         with pytest.raises(BadInput, match="takes too long"):
             await template.render([{"role": "user", "content": "loop"}])
+        with pytest.raises(BadInput, match="too much memory"):
+            await template.render([{"role": "user", "content": "a" * 5000}])
         assert await template.render([{"role": "user", "content": "é\n"}]) == "é\n"
         await template.close()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -13,6 +12,7 @@ import psutil
 import pytest
 
 import moesched
+from forked_commands import ForkedCommand
 from patience import PATIENCE_SECONDS, wait_until
 
 pytestmark = pytest.mark.slow
@@ -60,27 +60,14 @@ def test_a_stopped_child_ends_with_its_parent() -> None:
 # -- `moesched run --local`: real processes, of which none outlives the command --------------------------------------
 
 
-def start(model: Path, *arguments: object) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "moesched", "run", model, "--local", 2, *arguments]
-    environment = os.environ | {"MOESCHED_LOG": "info"}
-    return subprocess.Popen(
-        [str(each) for each in command],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment,
-    )
-
-
-def nodes_once_it_runs(command: subprocess.Popen[str]) -> tuple[list[psutil.Process], str]:
-    """The nodes' processes, when the first token is there, and what was said until then."""
-    assert command.stderr is not None
-    said = ""
-    for line in command.stderr:
-        said += line
-        if "first token" in line:
-            return psutil.Process(command.pid).children(), said
-    pytest.fail(f"it ended before its first token: {said}")
+def running(
+    folder: Path, model: Path, policy: str, *more: object
+) -> tuple[ForkedCommand, list[psutil.Process]]:
+    """A command whose nodes have generated a token, and their processes."""
+    asked = ("--policy", policy, "--prompt", "abc", "--max-new-tokens", 50_000, "--json")
+    command = ForkedCommand(folder, ["run", model, "--local", 2, *asked, *more])
+    command.wait_for("first token")
+    return command, psutil.Process(command.pid).children()
 
 
 def alive(nodes: list[psutil.Process]) -> list[psutil.Process]:
@@ -89,29 +76,30 @@ def alive(nodes: list[psutil.Process]) -> list[psutil.Process]:
     return [node for node in left if node.status() != psutil.STATUS_ZOMBIE]
 
 
+@pytest.fixture
+def logged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands say when the first token is there."""
+    monkeypatch.setenv("MOESCHED_LOG", "info")
+
+
+@pytest.mark.usefixtures("logged")
 def test_ctrl_c_ends_all_and_keeps_the_tokens_so_far(model: Path, tmp_path: Path) -> None:
     trace = tmp_path / "trace.json"
-    command = start(
-        model,
-        *("--policy", "ep_router_aided", "--prompt", "abc", "--max-new-tokens", 50_000),
-        *("--json", "--trace", trace),
-    )
-    nodes, said = nodes_once_it_runs(command)
+    command, nodes = running(tmp_path, model, "ep_router_aided", "--trace", trace)
     assert len(nodes) == 2
-    command.send_signal(signal.SIGINT)
-    out, err = command.communicate(timeout=PATIENCE_SECONDS)
-    assert command.returncode == 130
-    report = json.loads(out)
-    assert report["interrupted"] is True
-    assert 0 < len(report["tokens"][0]) < 50_000
-    assert "Traceback" not in said + err
+    command.send(signal.SIGINT)
+    said = command.end()
+    assert said.code == 130
+    assert said.json["interrupted"] is True
+    assert 0 < len(said.json["tokens"][0]) < 50_000
+    assert "Traceback" not in said.err
     assert moesched.check_trace(trace) == []
     assert alive(nodes) == []
 
 
-def test_nodes_end_when_their_launcher_is_killed(model: Path) -> None:
-    command = start(model, "--policy", "ep_naive", "--prompt", "abc", "--max-new-tokens", 50_000, "--json")
-    nodes, _ = nodes_once_it_runs(command)
-    command.kill()
-    command.communicate(timeout=PATIENCE_SECONDS)
+@pytest.mark.usefixtures("logged")
+def test_nodes_end_when_their_launcher_is_killed(model: Path, tmp_path: Path) -> None:
+    command, nodes = running(tmp_path, model, "ep_naive")
+    command.send(signal.SIGKILL)
+    command.end()
     assert alive(nodes) == []

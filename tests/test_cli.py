@@ -19,6 +19,7 @@ from moesched.cli.logs import send_logs_to_stderr
 from moesched.machines import load_machine, parse_machine
 from moesched.machines.build import Parts, build_machine
 from moesched.machines.parts import library
+from others_packages import install
 
 
 def test_the_version_is_printed(command: Any) -> None:
@@ -64,13 +65,7 @@ def test_list_shows_what_is_there_in_a_word_and_a_line(command: Any, kind: str, 
 def test_list_shows_plugins_of_others_and_why_one_cannot_load(
     command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    package = tmp_path / "theirs-1.0.dist-info"
-    package.mkdir()
-    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\n")
-    (package / "entry_points.txt").write_text(
-        "[moesched.policies]\ntheirs = theirs_is_not_installed:Theirs\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
+    install(tmp_path, monkeypatch, "policies", theirs="theirs_is_not_installed:Theirs")
     entries = {entry["name"]: entry for entry in command("list", "policies", "--json").json["policies"]}
     assert "No module named 'theirs_is_not_installed'" in entries["theirs"]["problem"]
     assert entries["resident"]["problem"] is None

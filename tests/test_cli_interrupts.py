@@ -9,36 +9,28 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
 
 import pytest
 
 from commands import Said
+from forked_commands import ForkedCommand
 from moesched.trace import check_trace
 from patience import PATIENCE_SECONDS
 from test_faulty_policies import line_of
 
 
-def interrupt(arguments: list[Any], *, after: str, by: signal.Signals = signal.SIGINT) -> Said:
+def interrupt(arguments: Sequence[object], *, after: str, by: signal.Signals = signal.SIGINT) -> Said:
     """Run a command in a process of its own and send it a signal as soon as `after` stands in its output."""
-    command = [sys.executable, "-m", "moesched", *map(str, arguments)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None and process.stderr is not None
-        source = process.stderr if after in ON_STDERR else process.stdout
-        begun = ""
-        while after not in begun:
-            begun += source.read(1) or pytest.fail(f"ended before it said {after!r}: {process.communicate()}")
-        process.send_signal(by)
-        out, err = process.communicate(timeout=PATIENCE_SECONDS)
-        if source is process.stderr:
-            err = begun + err
-        else:
-            out = begun + out
-        return Said(process.returncode, out, err)
+    with TemporaryDirectory() as folder:
+        command = ForkedCommand(Path(folder), arguments)
+        command.wait_for(after)
+        command.send(by)
+        return command.end()
 
 
-ON_STDERR = ("first token", "decoding")
 ENDLESS_POLICIES = Path(__file__).parent / "faulty" / "endless.py"
 ENDLESS = ("--max-new-tokens", 150_000)
 

@@ -103,7 +103,7 @@ def test_a_node_that_comes_back_takes_part_again(
         server.nodes[0].process.kill()
         server.start(0, arguments, file.parent / "back.err")
 
-    more = {"policy": "policies_for_tests:Unhurried", "max_new_tokens": 150}
+    more = {"policy": "policies_for_tests:UnhurriedAlone", "max_new_tokens": 150}
     expected = alone(models / "mixtral", 150)
     report = run_seated(file, server, models / "mixtral", listener=Killer(30, act), **more)
     assert report.tokens == expected
@@ -179,11 +179,11 @@ def test_a_node_that_goes_on_after_it_was_lost_changes_no_token_and_ends(
         server,
         models / "mixtral",
         start=start,
-        policy="policies_for_tests:Unhurried",
-        max_new_tokens=60,
-        listener=AtTokens({30: partial(signals, signal.SIGSTOP), 60: partial(signals, signal.SIGCONT)}),
+        policy="policies_for_tests:UnhurriedAlone",
+        max_new_tokens=30,
+        listener=AtTokens({30: partial(signals, signal.SIGSTOP), 45: partial(signals, signal.SIGCONT)}),
     )
-    assert report.tokens == alone(models / "mixtral", 60)
+    assert report.tokens == alone(models / "mixtral", 30)
     assert report.members[0].lost == "silent for 10 s"
     assert server.nodes[0].wait(PATIENCE_SECONDS) == 1
     assert "node 0 (mac-0) was silent for 10 s, and the others went on" in server.nodes[0].last_words()

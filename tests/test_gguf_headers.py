@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 import struct
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gguf_headers import (
+    TOKENS,
+    Change,
     Header,
     Tensor,
-    byte_pairs,
     gpt_oss,
+    key,
     mixtral,
     number,
     numbers,
@@ -28,28 +29,18 @@ from gguf_headers import (
     texts,
 )
 from moesched.errors import BadInput
-from moesched.inputs.tokenizer import find_tokenizer
 from moesched.models.checkpoint import open_checkpoint
 from moesched.models.coded_models import with_formats
-from moesched.models.gguf.families import GGUF_FAMILIES
 from moesched.models.gguf.header import read_gguf_header
-from moesched.models.gguf.tensor_names import as_in_gguf, gguf_tensors
-from moesched.models.gguf.types import TENSOR_TYPES
 from moesched.models.reading import read_config
 from moesched.models.rotary import Yarn
 from moesched.models.shapes import SHAPES
 from moesched.models.stored_formats import CODED, STORED_FORMATS
 from stored_checkpoints import assert_complete
 
-Change = Callable[[Header], None]
-
 HUGE = 1 << 60
 NORM, ROUTER, GATES = "blk.0.attn_norm.weight", "blk.0.ffn_gate_inp.weight", "blk.0.ffn_gate_exps.weight"
-EMBEDDING, TOKENS = "token_embd.weight", "tokenizer.ggml.tokens"
-
-
-def key(name: str, value: bytes | None) -> Change:
-    return lambda header: header.set(name, value)
+EMBEDDING = "token_embd.weight"
 
 
 def attribute(**changes: Any) -> Change:
@@ -381,8 +372,12 @@ def test_metadata_are_read_as_llama_cpps_package_writes_them(
 
 def test_a_part_of_a_split_model_is_named_that_is_missing_or_of_another_one(tmp_path: Path) -> None:
     def part(number_of_it: int, of: int, header: Header, name: str) -> Path:
-        for key, value in (("split.no", number_of_it), ("split.count", of), ("split.tensors.count", 13)):
-            header.set(key, number(value))
+        for name_of_key, value in (
+            ("split.no", number_of_it),
+            ("split.count", of),
+            ("split.tensors.count", 13),
+        ):
+            header.set(name_of_key, number(value))
         return header.write(tmp_path / name)
 
     first, second = mixtral(), mixtral()
@@ -411,83 +406,3 @@ def test_a_part_of_a_split_model_is_named_that_is_missing_or_of_another_one(tmp_
         BadInput, match=r"is part 0 of 2, .* and by its name the first of 1: give the parts the names"
     ):
         open_checkpoint(renamed)
-
-
-# ---------------------------------------------------------------- tokenizers
-
-
-def test_control_tokens_that_end_a_text_are_stop_tokens(tmp_path: Path) -> None:
-    header = mixtral()
-    header.set(TOKENS, texts(["<unk>", "<|im_end|>", "</s>", "<|eot_id|>", "a", "b"]))
-    header.set("tokenizer.ggml.eot_token_id", number(4))
-    config = read_config(header.write(tmp_path / "model.gguf"))
-    assert config.stop_tokens == (2, 4, 1)  # "<|eot_id|>" is an ordinary token there
-
-
-@pytest.mark.parametrize("make", [mixtral, byte_pairs])
-def test_text_is_what_its_tokens_say(make: Callable[[], Header], tmp_path: Path) -> None:
-    header = make()
-    header.set("tokenizer.ggml.add_space_prefix", struct.pack("<IB", 7, 0))
-    header.set("tokenizer.ggml.add_bos_token", struct.pack("<IB", 7, 1))
-    header.set("tokenizer.ggml.bos_token_id", number(1))
-    tokenizer = find_tokenizer(header.write(tmp_path / "model.gguf"))
-    assert tokenizer is not None
-    assert tokenizer.encode("abba</s>") == [1, 5, 4, 3, 2]
-    assert tokenizer.decode([1, 5, 4, 3, 2]) == "abba"
-
-
-UNUSABLE: dict[str, tuple[Change, str]] = {
-    "an unknown kind": (
-        key("tokenizer.ggml.model", string("gpt3")),
-        "model is 'gpt3', .*: did you mean gpt2",
-    ),
-    "an unknown rule": (key("tokenizer.ggml.pre", string("qwen")), "pre is 'qwen', .*: did you mean qwen2"),
-    "no rule": (key("tokenizer.ggml.pre", None), "pre is None, which is not supported: give ids"),
-    "a token twice": (key(TOKENS, texts(["a", "b", "a", "d", "e", "f"])), "tokens has 'a' twice"),
-    "a merge of an unknown token": (
-        key("tokenizer.ggml.merges", texts(["a b", "a z"])),
-        "merges has 'a z', which is not of tokens of the vocabulary",
-    ),
-    "a merge to an unknown token": (
-        key("tokenizer.ggml.merges", texts(["b a"])),
-        "merges has 'b a', which is not of",
-    ),
-    "an empty merge": (key("tokenizer.ggml.merges", texts([""])), "merges has '', which is not of"),
-}
-
-
-def test_a_piece_that_is_longer_than_any_real_one_is_refused(tmp_path: Path) -> None:
-    header = mixtral()
-    header.set(TOKENS, texts(["<unk>", "<s>", "</s>", "a", "b", "a" * 100_000]))
-    with pytest.raises(
-        BadInput, match=r"of 100,000 characters, and no real vocabulary of SentencePiece has one"
-    ):
-        find_tokenizer(header.write(tmp_path / "model.gguf"))
-
-
-@pytest.mark.parametrize("broken", UNUSABLE.values(), ids=UNUSABLE)
-def test_a_tokenizer_that_cannot_be_made_is_refused_in_one_line(
-    broken: tuple[Change, str], tmp_path: Path
-) -> None:
-    change, said = broken
-    header = byte_pairs()
-    change(header)
-    with pytest.raises(BadInput, match=said) as error:
-        find_tokenizer(header.write(tmp_path / "model.gguf"))
-    assert "\n" not in str(error.value)
-
-
-def test_types_of_tensors_are_those_of_llama_cpp() -> None:
-    assert {(number, each.block, each.block_bytes) for number, each in TENSOR_TYPES.items()} == {
-        (int(kind), *sizes) for kind, sizes in gguf.GGML_QUANT_SIZES.items()
-    }
-    assert all(each.name == gguf.GGMLQuantizationType(number).name for number, each in TENSOR_TYPES.items())
-
-
-def test_names_of_tensors_are_those_of_llama_cpp() -> None:
-    for name, family in GGUF_FAMILIES.items():
-        architecture = next(each for each, known in gguf.MODEL_ARCH_NAMES.items() if known == name)
-        theirs = {gguf.TENSOR_NAMES[each].replace("{bid}.", "") for each in gguf.MODEL_TENSORS[architecture]}
-        config = as_in_gguf(next(each for each in SHAPES.values() if each.form in family.forms).cut(1))
-        ours = {re.sub(r"^blk\.0\.|\.(weight|bias)$", "", each.name) for each in gguf_tensors(family, config)}
-        assert ours <= {each.removeprefix("blk.") for each in theirs}

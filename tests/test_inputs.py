@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 from random import Random
-from time import perf_counter
+from time import thread_time
 
 import pytest
 from hypothesis import given, settings
@@ -21,7 +21,7 @@ from parsers import PARSERS, Bench
 from stored_checkpoints import TINY, published, write
 
 SECONDS = 2.0
-"""Limit of the time for any file."""
+"""Limit of the processor's time for any file."""
 
 
 @pytest.fixture(scope="module")
@@ -38,9 +38,9 @@ def test_each_example_is_accepted(benches: dict[str, Bench], name: str) -> None:
 @settings(max_examples=10)
 @given(st.binary(max_size=300))
 def test_any_bytes_are_accepted_or_refused(benches: dict[str, Bench], name: str, data: bytes) -> None:
-    began = perf_counter()
+    began = thread_time()
     benches[name].accepts(data)
-    assert perf_counter() - began < SECONDS
+    assert thread_time() - began < SECONDS
 
 
 @pytest.mark.parametrize("name", PARSERS)
@@ -48,9 +48,9 @@ def test_any_bytes_are_accepted_or_refused(benches: dict[str, Bench], name: str,
 @given(st.integers(0, 1 << 30))
 def test_any_damage_is_accepted_or_refused(benches: dict[str, Bench], name: str, seed: int) -> None:
     bench = benches[name]
-    began = perf_counter()
+    began = thread_time()
     bench.accepts(mutated(bench.example, Random(seed)))
-    assert perf_counter() - began < SECONDS
+    assert thread_time() - began < SECONDS
 
 
 # ---------------------------------------------------------------- files of any kind

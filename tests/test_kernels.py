@@ -24,6 +24,7 @@ from moesched.errors import BadInput, KernelFailed, MoeschedError
 from moesched.models.checkpoint import Checkpoint, open_checkpoint
 from moesched.models.layout import weight_layout
 from moesched.plugins import make_policy
+from others_packages import install
 from small_models import SMALL, small_model
 
 OWN = Path(__file__).parent.parent / "examples" / "own_kernel.py"
@@ -283,13 +284,7 @@ def test_every_operation_has_a_kernel_that_takes_it_or_parts_that_do() -> None:
 def test_list_shows_the_kernels_with_what_they_take_and_why_not(
     command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    package = tmp_path / "theirs-1.0.dist-info"
-    package.mkdir()
-    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\n")
-    (package / "entry_points.txt").write_text(
-        "[moesched.kernels]\nrow_by_row = own_kernel:RowByRow\nlost = not_installed:Lost\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
+    install(tmp_path, monkeypatch, "kernels", row_by_row="own_kernel:RowByRow", lost="not_installed:Lost")
     monkeypatch.syspath_prepend(OWN.parent)
     entries = command("list", "kernels", "--json").json["kernels"]
     [lost] = [entry for entry in entries if entry["name"] == "lost"]

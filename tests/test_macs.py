@@ -81,6 +81,11 @@ def test_a_mac_is_named_by_its_chip(tmp_path: Path) -> None:
     assert processor_name(tmp_path / "none", lambda _: "Apple M2 Ultra\n") == "Apple M2 Ultra"
 
 
+def test_an_arm_processor_under_linux_is_named_by_its_maker_and_design(tmp_path: Path) -> None:
+    (tmp_path / "cpuinfo").write_text("processor\t: 0\nCPU implementer\t: 0x41\nCPU part\t: 0xd0c\n")
+    assert processor_name(tmp_path / "cpuinfo") == "Arm processor 0x41 0xd0c"
+
+
 def test_cores_that_cannot_be_kept_to_are_told_of() -> None:
     with capture_logs() as logs:
         keep_to([0, 1], None)

@@ -11,15 +11,11 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from benchmarks.shared.small_runs import ONE_MEMORY, generate
+from kernel_tables import logits_by
 from moesched.devices.native.attention import LayerAddresses, NativeAttention, SequencesInBlocks
 from moesched.devices.native.compiled import availability, instruction_sets
 from moesched.devices.native.kernels import NativeKernels
-from moesched.devices.torch.device import TorchDevice
 from moesched.devices.torch.kv_cache import BlockedKV
-from moesched.models.checkpoint import open_checkpoint
-from moesched.models.layout import weight_layout
-from moesched.plugins import make_policy
 from small_models import SMALL
 
 Tensor = torch.Tensor
@@ -242,19 +238,7 @@ def test_a_nan_stays_in_its_sequence_and_head(kernels: NativeKernels, dtype: tor
 
 @pytest.mark.skipif(not instruction_sets(), reason=availability())
 def test_a_run_in_float32_attends_natively_and_says_what_it_says_with_torch() -> None:
-    checkpoint = open_checkpoint(TINY)
-    layout = weight_layout(checkpoint.config, "float32")
-    ours, theirs = (
-        generate(
-            TorchDevice(checkpoint, layout, keep_logits=True, kernel=kernel),
-            make_policy("resident"),
-            ONE_MEMORY,
-            [[5, 6, 7], [90]],
-            new_tokens=4,
-            micro_batch_size=2,
-        ).logits_RSV
-        for kernel in (instruction_sets()[0], "torch")
-    )
+    ours, theirs = (logits_by(kernel, "float32", new_tokens=4) for kernel in (instruction_sets()[0], "torch"))
     assert torch.equal(ours[:, 0], theirs[:, 0]), "prefill is torch's"
     assert not torch.equal(ours, theirs), "decode steps do not attend natively"
     assert torch.allclose(ours, theirs, rtol=1e-3, atol=1e-3)

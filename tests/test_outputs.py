@@ -24,6 +24,7 @@ from moesched.cluster.curve.keys import PUBLIC_NAME, SECRET_NAME, write_keys
 from moesched.errors import BadInput
 from moesched.jobs.report import write_report
 from moesched.system.outputs import Output, numbered, require_outputs
+from moesched.system.silence import silent
 from moesched.system.standard_output import is_stdout
 from traces import largest_file
 
@@ -388,3 +389,17 @@ def test_results_arrive_where_standard_error_is_closed(tmp_path: Path) -> None:
     command = ["sh", "-c", '"$@" 2>&-', "sh", sys.executable, "-m", "moesched", *SIMULATE.split(), "--json"]
     said = subprocess.run(command, cwd=tmp_path, stdout=subprocess.PIPE, check=True, env=os.environ)
     assert json.loads(said.stdout)["policy"] == "noisy.py:Noisy"
+
+
+def test_threads_that_are_silent_at_once_leave_the_descriptor_as_it_was(tmp_path: Path) -> None:
+    with (tmp_path / "out").open("w+b") as file:
+        descriptor = file.fileno()
+        first, second = silent(descriptor), silent(descriptor)
+        first.__enter__()
+        second.__enter__()
+        os.write(descriptor, b"dropped")
+        first.__exit__(None, None, None)
+        os.write(descriptor, b"dropped, too")
+        second.__exit__(None, None, None)
+        os.write(descriptor, b"kept")
+    assert (tmp_path / "out").read_bytes() == b"kept"

@@ -17,15 +17,13 @@ from structlog.testing import capture_logs
 
 from moesched.devices.shared.arena import ALIGNMENT, Arena, aligned_bytes
 from moesched.devices.shared.direct_file import MOST_BYTES, DirectFile, parts_of
-from moesched.devices.shared.page_location import PageLocation, locate
 from moesched.devices.shared.page_reader import PageReader, Part
 from moesched.errors import BadInput, MoeschedError
-from moesched.models.checkpoint import Checkpoint, StoredTensor, open_checkpoint
+from moesched.models.checkpoint import Checkpoint, open_checkpoint
 from moesched.models.host_buffers import CACHE_LINE
-from moesched.models.layout import Extent, Page, room_for, weight_layout
+from moesched.models.layout import Page, room_for, weight_layout
 from moesched.models.published import published_tensors
 from moesched.models.random_model import write_random_model
-from moesched.models.stored_formats import STORED_FORMATS
 from moesched.models.tensors import tensor_shapes
 from small_models import TINY
 
@@ -360,95 +358,3 @@ def test_that_the_page_cache_is_used_is_said_once(model: Path) -> None:
             reader.read(page, slot)
     assert [log["log_level"] for log in logs] == ["warning"]
     assert "/proc/version" in logs[0]["files"]
-
-
-def test_arena_slots_are_aligned_apart_and_as_large_as_was_said() -> None:
-    arena = Arena(3, 5000)
-    assert arena.nbytes == Arena.nbytes_for(3, 5000) == 3 * 8192
-    slots = [arena.slot(i) for i in range(len(arena))]
-    assert [slot.data_ptr() % ALIGNMENT for slot in slots] == [0, 0, 0]
-    for i, slot in enumerate(slots):
-        assert slot.dtype == torch.uint8
-        slot.fill_(i)
-    assert [(int(slot.min()), int(slot.max())) for slot in slots] == [(0, 0), (1, 1), (2, 2)]
-    assert [slot.numel() for slot in slots] == [8192, 8192, 8192]
-    with pytest.raises(IndexError, match="slot 3 of an arena of 3"):
-        arena.slot(3)
-
-
-def test_arena_views_are_the_slot_s_own_bytes() -> None:
-    arena = Arena(2, ALIGNMENT)
-    arena.view(1, 128, (2, 3), torch.float32).fill_(1.0)
-    expected = torch.zeros(ALIGNMENT // 4)
-    expected[32:38] = 1.0
-    assert torch.equal(arena.slot(1).view(torch.float32), expected)
-    assert not arena.slot(0).any()
-
-
-# -- where tensors lie in files and slots ------------------------------------------------------------------------------
-
-
-BLOCK = 4096
-FILE = Path("model.safetensors")
-
-
-class Unread:
-    """A file of weights that nobody reads."""
-
-    path, caching = FILE, "bypassed"
-
-    def read(self, into: memoryview, offset: int, needed: int, *, cached: bool = False) -> int:
-        raise AssertionError("a location is computed")
-
-    def require(self, offset: int, needed: int) -> None: ...
-
-    def close(self) -> None: ...
-
-
-def located(*offsets: int, dtype: str = "bfloat16") -> PageLocation:
-    """A page of tensors of two blocks each, which start at these bytes of one file."""
-    nbytes = 2 * BLOCK
-    tensors = {
-        str(number): StoredTensor(FILE, offset, (4, nbytes // 8), STORED_FORMATS["bfloat16"], nbytes)
-        for number, offset in enumerate(offsets)
-    }
-    extents = tuple(Extent(name, (0, 4), int(name) * nbytes, nbytes) for name in tensors)
-    page = Page(0, 0, 0, 0, extents, len(offsets) * nbytes)
-    return locate(page, lambda name: STORED_FORMATS[dtype], tensors, {FILE: Unread()})
-
-
-def reads(location: PageLocation) -> list[tuple[int, int, int]]:
-    """First block in the file, number of blocks and first block in the slot of each read."""
-    return [(run.offset // BLOCK, run.nbytes // BLOCK, run.at // BLOCK) for run in location.runs]
-
-
-def places(location: PageLocation) -> list[int]:
-    return [placement.offset for placement in location.placements]
-
-
-@pytest.mark.parametrize(
-    ("offsets", "runs", "placed"),
-    [
-        ((0, 2 * BLOCK), [(0, 4, 0)], [0, 2 * BLOCK]),
-        ((64, 2 * BLOCK + 64), [(0, 5, 0)], [64, 2 * BLOCK + 64]),
-        ((64, 4 * BLOCK + 32), [(0, 3, 0), (4, 3, 3)], [64, 3 * BLOCK + 32]),
-        ((8 * BLOCK, 0), [(0, 2, 0), (8, 2, 2)], [2 * BLOCK, 0]),
-    ],
-    ids=["their blocks touch", "they share a block", "a block lies between", "not in the order of the page"],
-)
-def test_neighbours_are_one_read_and_reads_go_up_the_file_one_behind_the_other_in_the_slot(
-    offsets: tuple[int, ...], runs: list[tuple[int, int, int]], placed: list[int]
-) -> None:
-    location = located(*offsets)
-    assert (reads(location), places(location)) == (runs, placed)
-    assert location.nbytes == location.bytes_to_read == BLOCK * sum(blocks for _, blocks, _ in runs)
-
-
-@pytest.mark.parametrize(("offset", "dtype"), [(1, "bfloat16"), (0, "float32")])
-def test_a_page_that_no_view_can_show_has_no_reads_and_the_places_of_the_layout(
-    offset: int, dtype: str
-) -> None:
-    location = located(offset, 8 * BLOCK, dtype=dtype)
-    assert reads(location) == []
-    assert places(location) == [0, 2 * BLOCK]
-    assert location.bytes_to_read == (3 if offset else 2) * BLOCK + 2 * BLOCK

@@ -185,6 +185,35 @@ def test_users_take_turns_and_one_who_was_given_much_comes_later() -> None:
     assert [each.number for each in rule.order(waiting[1:])] == [3, 1, 2]
 
 
+def test_a_user_who_comes_later_joins_where_the_others_are() -> None:
+    rule = FairAmongUsers()
+    for request in asked(("a", 9), ("a", 9), ("a", 9)):
+        rule.entered(request)
+    waiting = asked(("a", 9), ("b", 9), ("b", 9), ("a", 9), ("b", 9))
+    assert [each.user for each in rule.order(waiting)] == ["b", "a", "b", "a", "b"]
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 50)), min_size=1, max_size=16),
+    st.lists(st.integers(1, 50), min_size=8, max_size=16),
+    st.lists(st.integers(1, 50), min_size=8, max_size=16),
+)
+def test_two_users_who_always_wait_are_given_as_much_whatever_was_before(
+    before: list[tuple[str, int]], ones: list[int], others: list[int]
+) -> None:
+    rule = FairAmongUsers()
+    for request in asked(*before):
+        rule.entered(request)
+    waiting = asked(*(("a", prompt) for prompt in ones), *(("new", prompt) for prompt in others))
+    given_to = {"a": 0, "new": 0}
+    while {each.user for each in waiting} == set(given_to):
+        first = rule.order(waiting)[0]
+        rule.entered(first)
+        waiting.remove(first)
+        given_to[first.user] += first.prompt + first.new_tokens
+        assert abs(given_to["a"] - given_to["new"]) <= 2 * (50 + 1), "no more than a request of each"
+
+
 def test_listed_requests_arrive_in_the_order_of_their_times_and_are_told_once() -> None:
     early, late = (Request(number=n, prompt=1, new_tokens=1, arrives=at) for n, at in ((1, 5), (0, 9)))
     arrivals = ListedArrivals([late, early], [(1, 7)])

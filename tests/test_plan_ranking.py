@@ -23,6 +23,7 @@ from moesched.planner.missing import missing_bytes
 from moesched.planner.ranking import Ranked, in_order
 from moesched.planner.trial_run import MOST_STEPS
 from moesched.seams import is_expert_parallel
+from others_packages import install
 from runs import setting
 
 pytestmark = pytest.mark.usefixtures("as_users_run")
@@ -116,18 +117,13 @@ def test_a_tie_goes_to_the_policy_that_moves_nothing() -> None:
 def test_installed_plug_ins_are_ranked_and_broken_ones_are_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    info = tmp_path / "mine-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(
-        "[moesched.policies]\nmine = my_policy:Mine\nmistaken = my_policy:Mistaken\ngone = no_such_module:Gone\n"
-    )
     (tmp_path / "my_policy.py").write_text(
         "from moesched.policies.cgopipe import CGOPipe\n"
         "class Mine(CGOPipe):\n    pass\n"
         "class Mistaken(CGOPipe):\n    def plan(self, plan):\n        plan.keep(None)\n"
     )
-    monkeypatch.syspath_prepend(str(tmp_path))
+    named = {"mine": "my_policy:Mine", "mistaken": "my_policy:Mistaken", "gone": "no_such_module:Gone"}
+    install(tmp_path, monkeypatch, "policies", **named)
     proposal = plan_model(
         "mixtral-0.8b", machine="t4", objective="latency", gen=4, budgets=FEW_GPU_BYTES, band=False
     )

@@ -141,6 +141,21 @@ def test_a_node_that_comes_back_with_the_end_of_its_connection_is_no_second_one(
     assert rig.node.lost is None
 
 
+def test_a_node_that_comes_back_before_the_end_of_its_connection_is_seen_is_no_second_one(rig: Rig) -> None:
+    rig.process.code = -9
+    back = link_to(rig.seated)
+    with closing(back), ThreadPoolExecutor(1) as thread:
+        joining = thread.submit(back.join, JOIN, PATIENCE_SECONDS)
+        assert [*rig.roster.hear(PATIENCE_SECONDS)] == []
+        rig.link.close()
+        with pytest.raises(Lost):
+            rig.look_until(lambda: False)
+        rig.roster.members = []
+        rig.look_until(joining.done)
+        joining.result()
+    assert rig.node.lost is None
+
+
 def test_a_node_that_was_silent_for_too_long_and_goes_on_is_not_heard_any_more(rig: Rig) -> None:
     rig.node.ready, rig.node.heard = True, -1e9
     with pytest.raises(Lost):

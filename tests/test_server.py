@@ -283,6 +283,15 @@ BAD: Sequence[tuple[str, Any, str | None, str]] = [
     (CHAT, {"model": "fake", "messages": HELLO, "tools": [{"type": "function"}]}, "tools", "omit it"),
     (CHAT, {"model": "fake", "messages": HELLO, "top_logprobs": 2}, "top_logprobs", "needs logprobs: true"),
     (CHAT, {"model": "fake", "messages": HELLO, "max_tokens": 0}, "max_tokens", "max_tokens is 0"),
+    (PLAIN, {"model": "fake", "prompt": "a", "top_k": 2**64}, "top_k", "top_k is 1844"),
+    (PLAIN, {"model": "fake", "prompt": ["a"] * 100_000}, "n", "100000 answers at once"),
+    (PLAIN, {"model": "fake", "prompt": "a", "seed": [["y" * 100] * 9] * 9}, "seed", "seed is [['yyy"),
+    (
+        CHAT,
+        {"model": "fake", "messages": [{"role": "tool", "content": "a"}]},
+        "messages[0].role",
+        "assistant",
+    ),
     (CHAT, [1, 2], None, "expected `object`"),
 ]
 
@@ -296,7 +305,7 @@ def test_a_bad_request_is_refused_in_openais_form(path: str, body: Any, param: s
         assert error["type"] == "invalid_request_error"
         assert error["param"] == param
         assert says.lower() in error["message"].lower()
-        assert "\n" not in error["message"]
+        assert "\n" not in error["message"] and len(error["message"]) <= 1000
         assert server.front.gate.inside == 0 and server.engine.asked == []
 
     answered(use)
@@ -304,8 +313,16 @@ def test_a_bad_request_is_refused_in_openais_form(path: str, body: Any, param: s
 
 @pytest.mark.parametrize(
     "body",
-    [b"", b"{", b'{"model": "fake", "temperature": NaN}', b'{"n": 1e999}', b"[" * 100_000, b'"\xff"'],
-    ids=["empty", "cut", "NaN", "infinite", "deep", "not UTF-8"],
+    [
+        b"",
+        b"{",
+        b'{"model": "fake", "temperature": NaN}',
+        b'{"n": 1e999}',
+        b"[" * 100_000,
+        b'"\xff"',
+        b'{"user": "\\ud800"}',
+    ],
+    ids=["empty", "cut", "NaN", "infinite", "deep", "not UTF-8", "half a character"],
 )
 def test_what_is_no_json_is_refused(body: bytes) -> None:
     async def use(server: Server) -> None:
@@ -345,6 +362,7 @@ def test_unknown_paths_and_methods_have_openais_form_too() -> None:
         for response, status in [(await server.http.get("/v2"), 404), (await server.http.get(CHAT), 405)]:
             assert response.status_code == status
             assert "/v1/chat/completions" in response.json()["error"]["message"]
+        assert len((await server.http.get("/" + "x" * 9_999)).content) < 1000
 
     answered(use)
 

@@ -24,6 +24,9 @@ def test_a_key_is_asked_for_where_the_server_has_one() -> None:
         assert (await server.openai.models.list()).data[0].id == "fake"
         assert (await server.http.get("/health")).status_code == 200
         assert (await server.http.get("/metrics")).status_code == 401
+        for host in ("[", "example.org"):
+            shown = {"authorization": "bearer secret", "host": host}
+            assert (await server.http.get("/nowhere/", headers=shown)).status_code == 404
 
     answered(use, key="secret")
 
@@ -52,6 +55,22 @@ def test_a_full_server_says_when_to_come_again() -> None:
         assert server.front.gate.inside == 0
 
     answered(use, most=2)
+
+
+def test_a_full_server_reads_no_bodies() -> None:
+    async def use(server: Server) -> None:
+        server.engine.held = True
+        running = asyncio.ensure_future(chat(server, max_tokens=1))
+        while not server.front.gate.inside:
+            await asyncio.sleep(0)
+        client = Client(b"no JSON")
+        await client.ask(server)
+        assert client.status == 429
+        server.engine.held = False
+        server.engine.resume()
+        await running
+
+    answered(use, most=1)
 
 
 def test_a_server_that_closes_takes_no_more_and_ends_what_runs() -> None:

@@ -59,6 +59,8 @@ def test_the_parts_of_the_script_do_as_they_say() -> None:
         sharesOf({before}, {before}),
         faultOf('{{"error": {{"message": "m"}}}}', 400),
         faultOf("<html>", 502),
+        reasonOf(new TypeError("network error")),
+        reasonOf(new Error("too long")),
         ]"""
     ) == [
         [["a", "b"], "data: c"],
@@ -66,4 +68,6 @@ def test_the_parts_of_the_script_do_as_they_say() -> None:
         {"cpu": 0},
         "m",
         "the server answered 502",
+        "The connection to the server broke off.",
+        "too long",
     ]

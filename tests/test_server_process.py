@@ -86,9 +86,17 @@ def test_an_engine_that_does_not_begin_ends_the_server_with_its_line(
         serve(TINY, FrontOptions(port=0), failing, IGNORE)
 
 
-def test_an_engine_that_dies_without_a_word_is_named_with_its_exit_code() -> None:
-    with pytest.raises(MoeschedError, match=r"its process has ended \(exit code 3\)"):
-        serve(TINY, FrontOptions(port=0), [sys.executable, "-c", "import sys; sys.exit(3)"], IGNORE)
+@pytest.mark.parametrize(
+    ("ends", "says"),
+    [
+        ("exit 3", "ended with exit code 3"),
+        ("kill -9 $$", "was killed"),
+        ("kill -15 $$", "ended by signal 15"),
+    ],
+)
+def test_an_engine_that_dies_without_a_word_is_named_with_its_end(ends: str, says: str) -> None:
+    with pytest.raises(MoeschedError, match=f"the engine did not start: its process {says}"):
+        serve(TINY, FrontOptions(port=0), ["sh", "-c", ends], IGNORE)
 
 
 # ---------------------------------------------------------------- addresses and keys
@@ -99,6 +107,13 @@ def test_a_port_that_is_in_use_is_refused() -> None:
         port = taken.getsockname()[1]
         with pytest.raises(BadInput, match=f"port {port}: Address already in use: give another --port"):
             with listening("127.0.0.1", port):
+                pass
+
+
+def test_a_port_is_taken_from_the_beginning() -> None:
+    with listening("127.0.0.1", 0) as taken:
+        with pytest.raises(BadInput, match="Address already in use"):
+            with listening("127.0.0.1", taken.getsockname()[1]):
                 pass
 
 
@@ -144,10 +159,15 @@ LONG = b"x" * (1 << 16)
 PIECES = 200
 
 
-class Hasty(TimedProtocol):
-    """Connections with little patience."""
+class HastyReader(TimedProtocol):
+    """Connections that wait for a request with little patience."""
 
-    request_seconds = 0.05
+    request_seconds = 0.2
+
+
+class HastyWriter(TimedProtocol):
+    """Connections that wait for a reader with little patience."""
+
     write_seconds = 0.05
 
 
@@ -164,14 +184,16 @@ async def long_answer(scope: Scope, receive: Receive, send: Send) -> None:
 Connect = Callable[[], Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter]]]
 
 
-def connected(use: Callable[[Connect, ServerState], Awaitable[None]]) -> None:
+def connected(
+    use: Callable[[Connect, ServerState], Awaitable[None]], protocol: type[TimedProtocol] = TimedProtocol
+) -> None:
     """Use connections to an application that answers at length."""
 
     async def whole() -> None:
         config = uvicorn.Config(long_answer, lifespan="off", log_config=None, ws="none")
         state = ServerState()
         loop = asyncio.get_running_loop()
-        serving = await loop.create_server(lambda: Hasty(config, state, {}), "127.0.0.1", 0)
+        serving = await loop.create_server(lambda: protocol(config, state, {}), "127.0.0.1", 0)
         port = serving.sockets[0].getsockname()[1]
 
         async def connect() -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -193,13 +215,46 @@ BEGINS = {
 @pytest.mark.parametrize("begin", BEGINS.values(), ids=BEGINS)
 def test_a_client_that_sends_no_whole_request_is_closed(begin: bytes) -> None:
     async def use(connect: Connect, state: ServerState) -> None:
-        opened = [await connect() for _ in range(20)]
-        for _, writer in opened:
+        opened = []
+        for _ in range(20):
+            reader, writer = await connect()
             writer.write(begin)
+            opened.append((reader, writer))
         for reader, writer in opened:
             assert await reader.read() == b""
             writer.close()
         assert not state.connections
+
+    connected(use, HastyReader)
+
+
+NOT_HTTP = {
+    "no HTTP": b"\x16\x03\x01 hello\r\n\r\n",
+    "no Host": b"GET / HTTP/1.1\r\n\r\n",
+    "long headers": b"GET / HTTP/1.1\r\nHost: a\r\nLong: " + b"a" * 70_000,
+    "a length below 0": b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: -1\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("sent", NOT_HTTP.values(), ids=NOT_HTTP)
+def test_what_is_no_http_is_refused_in_openais_form(sent: bytes) -> None:
+    async def use(connect: Connect, state: ServerState) -> None:
+        reader, writer = await connect()
+        writer.write(sent)
+        head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 400")
+        assert json.loads(body)["error"]["type"] == "invalid_request_error"
+        writer.close()
+
+    connected(use)
+
+
+def test_a_body_that_goes_wrong_closes_the_connection() -> None:
+    async def use(connect: Connect, state: ServerState) -> None:
+        reader, writer = await connect()
+        writer.write(b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\nno number\r\n")
+        assert await reader.read() == b""
+        writer.close()
 
     connected(use)
 
@@ -215,7 +270,7 @@ def test_a_client_that_does_not_read_is_closed() -> None:
             await asyncio.sleep(0.01)
         writer.close()
 
-    connected(use)
+    connected(use, HastyWriter)
 
 
 def test_a_client_that_reads_is_given_the_whole_answer() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ import torch
 from moesched import plugins
 from moesched.devices.torch.device import TorchDevice
 from moesched.errors import BadInput
-from moesched.machines import load_machine
+from moesched.machines import Machine, load_machine
 from moesched.models.checkpoint import Checkpoint, open_checkpoint
 from moesched.models.layout import weight_layout
 from moesched.plugins import make_policy
@@ -21,9 +21,10 @@ from moesched.requests.logprobs import ScoredToken, WantedLogprobs
 from moesched.requests.sampling import Sampling
 from moesched.runs.hardware import run
 from moesched.runs.planning import plan_run
-from moesched.runs.served_runs import ServingSetup, serve_on, simulate_serving
+from moesched.runs.served_parts import ServingSetup
+from moesched.runs.served_runs import serve_on, simulate_serving
 from moesched.runs.serving import Served, Serving
-from moesched.seams import Policy
+from moesched.seams import Device, Policy
 from moesched.serving.admission import ShortestPrompt
 from moesched.serving.arrivals import ListedArrivals
 from moesched.serving.capacity import Capacity
@@ -35,7 +36,7 @@ from moesched.testing.served_checks import random_departures, random_requests
 from runs import Ended
 from small_models import SMALL, small_model
 
-T4 = load_machine("t4")
+T4, M2_ULTRA = load_machine("t4"), load_machine("m2-ultra")
 ALONE = [
     name for name in plugins.names("policies") if not name.startswith("ep_") and name != "flexgen_pipeline"
 ]
@@ -44,22 +45,19 @@ CAPACITY = Capacity(2, 3, 6 * 16, 24, 32)
 LAYOUT = weight_layout(SMALL, "float32")
 
 
-def planned(policy: Policy, capacity: Capacity = CAPACITY, device: TorchDevice | None = None) -> Plan:
+def planned(
+    policy: Policy, capacity: Capacity = CAPACITY, device: Device | None = None, machine: Machine = T4
+) -> Plan:
     """A plan with as little fast memory as the policy accepts, of a few sizes."""
     whole = sum(page.nbytes for page in LAYOUT.pages)
+    batch, slot_bytes = capacity.fullest(), None if device is None else device.slot_bytes
     for share in (1.1, 1.4, 1.7):
+        budgets = {machine.accelerator.memory: int(whole * share)}
         try:
-            return plan_run(
-                T4,
-                LAYOUT,
-                capacity.fullest(),
-                policy,
-                {"gpu": int(whole * share)},
-                None if device is None else device.slot_bytes,
-            )
+            return plan_run(machine, LAYOUT, batch, policy, budgets, slot_bytes)
         except BadInput:
             continue
-    return plan_run(T4, LAYOUT, capacity.fullest(), policy)
+    return plan_run(machine, LAYOUT, batch, policy)
 
 
 def asked(count: int = 10) -> list[Request]:
@@ -106,15 +104,28 @@ def logits_alone(checkpoint: Checkpoint, ids: Sequence[int]) -> torch.Tensor:
     return torch.stack(rows)
 
 
-def test_log_probabilities_of_prompt_and_tokens_are_those_of_the_logits(checkpoint: Checkpoint) -> None:
+def mlx_device(checkpoint: Checkpoint) -> Device:
+    pytest.importorskip("mlx.core", reason="there is no MLX for this platform")
+    from moesched.devices.mlx.device import MlxDevice
+
+    return MlxDevice(checkpoint, LAYOUT)
+
+
+def torch_device(checkpoint: Checkpoint) -> Device:
+    return TorchDevice(checkpoint, LAYOUT)
+
+
+@pytest.mark.parametrize("make", [torch_device, mlx_device])
+def test_log_probabilities_of_prompt_and_tokens_are_those_of_the_logits(
+    checkpoint: Checkpoint, make: Callable[[Checkpoint], Device]
+) -> None:
     ids = [5, 200, 31, 7]
     asking = Request(number=0, prompt=4, new_tokens=3, ids=ids, logprobs=WantedLogprobs(3, prompt=True))
     beside = Request(number=1, prompt=2, new_tokens=4, ids=[9, 10])
-    policy, device = make_policy("resident"), TorchDevice(checkpoint, LAYOUT)
-    serving = serve_on(
-        device, ServingSetup(planned(policy, device=device), policy, CAPACITY, ListedArrivals([asking, beside]))
-    )
-    device.close()
+    policy, device = make_policy("resident"), make(checkpoint)
+    plan = planned(policy, device=device, machine=M2_ULTRA)
+    serving = serve_on(device, ServingSetup(plan, policy, CAPACITY, ListedArrivals([asking, beside])))
+    asyncio.run(device.aclose())
     tokens = serving.requests[0].tokens
     assert not any(isinstance(token, ScoredToken) for token in serving.requests[1].tokens)
     scored = [token for token in tokens if isinstance(token, ScoredToken)]
@@ -138,24 +149,37 @@ def tokens_of(serving: Serving) -> dict[int, list[int]]:
     return {number: served.tokens for number, served in serving.requests.items()}
 
 
-@pytest.mark.parametrize("name", ALONE)
-def test_under_every_policy_each_request_gets_the_tokens_that_it_has_alone(
-    checkpoint: Checkpoint, alone: dict[int, list[int]], name: str
+def serve_until_a_stop_token(
+    device: Device, name: str, alone: dict[int, list[int]], machine: Machine = T4
 ) -> None:
+    """Serve requests of which some leave, and compare each one's tokens with those that it has alone."""
     requests = asked()
     stop = next(tokens[-2] for tokens in alone.values() if len(tokens) > 3)
-    policy, device = make_policy(name), TorchDevice(checkpoint, LAYOUT)
+    policy = make_policy(name)
     arrivals = ListedArrivals(requests, random_departures(2, requests))
-    serving = serve_on(
-        device, ServingSetup(planned(policy, device=device), policy, CAPACITY, arrivals, stop_tokens=[stop])
-    )
-    device.close()
+    plan = planned(policy, device=device, machine=machine)
+    serving = serve_on(device, ServingSetup(plan, policy, CAPACITY, arrivals, stop_tokens=[stop]))
+    asyncio.run(device.aclose())
     for number, served in serving.requests.items():
         whole = alone[number]
         end = whole.index(stop) + 1 if stop in whole else len(whole)
         assert served.tokens == whole[:end][: len(served.tokens)]
         assert served.ending == "left" or len(served.tokens) == end
     assert serving.occupancy.held[-1] == serving.occupancy.running[-1] == 0
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_under_every_policy_each_request_gets_the_tokens_that_it_has_alone(
+    checkpoint: Checkpoint, alone: dict[int, list[int]], name: str
+) -> None:
+    serve_until_a_stop_token(TorchDevice(checkpoint, LAYOUT), name, alone)
+
+
+@pytest.mark.parametrize("name", ["resident", "expert_cache", "cgopipe"])
+def test_on_mlx_each_request_gets_the_tokens_that_it_has_alone(
+    checkpoint: Checkpoint, alone: dict[int, list[int]], name: str
+) -> None:
+    serve_until_a_stop_token(mlx_device(checkpoint), name, alone, M2_ULTRA)
 
 
 def simulated(
@@ -238,7 +262,7 @@ def test_a_request_that_cannot_run_is_refused() -> None:
 def test_a_pipeline_serves_no_requests() -> None:
     machine, policy = load_machine("t4x4"), make_policy("flexgen_pipeline")
     plan = plan_run(machine, weight_layout(SMALL), CAPACITY.fullest(), policy)
-    with pytest.raises(BadInput, match="FlexGenPipeline is for several accelerators or machines"):
+    with pytest.raises(BadInput, match="FlexGenPipeline is for several accelerators"):
         simulate_serving(ServingSetup(plan, policy, CAPACITY, ListedArrivals([request(0)])))
 
 
@@ -323,7 +347,7 @@ def test_waiting_for_requests_ends_with_the_next_one_or_at_the_close() -> None:
 def test_a_device_that_runs_batches_only_is_refused_with_a_remedy(checkpoint: Checkpoint) -> None:
     policy = make_policy("resident")
     setup = ServingSetup(planned(policy), policy, CAPACITY, ListedArrivals([]))
-    with pytest.raises(BadInput, match="runs batches only: serve with --device torch"):
+    with pytest.raises(BadInput, match="runs batches only: serve with --device torch, cuda or mlx"):
         serve_on(Batches(), setup)  # type: ignore[arg-type]  # a device without the ability
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from moesched.system.signals import ctrl_c_interrupts
 from patience import PATIENCE_SECONDS
 
 PROGRAM = """
@@ -180,3 +181,17 @@ def test_a_part_of_a_program_may_stop_in_its_own_way(tmp_path: Path) -> None:
     with started(OWN_WAY, tmp_path) as program:
         program.send_signal(signal.SIGTERM)
         assert end_of(program) == (0, "in its own way\n", "")
+
+
+def test_ctrl_c_interrupts_each_time_and_then_does_what_it_did_before() -> None:
+    came: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
+    try:
+        with ctrl_c_interrupts():
+            for _ in range(2):
+                with pytest.raises(KeyboardInterrupt):
+                    signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert came == [signal.SIGINT]

@@ -22,7 +22,7 @@ from moesched.devices.torch.block_table import BlockTable
 from moesched.devices.torch.compute import Compute
 from moesched.devices.torch.kv_cache import BlockedKV
 from moesched.devices.torch.states import states_of
-from moesched.models.kv_blocks import PROMPT_TILE, tokens_beside, window_tokens
+from moesched.models.kv_blocks import PROMPT_TILE, tokens_beside
 from moesched.models.layout import weight_layout
 from moesched.models.shapes import SHAPES
 from moesched.requests.batch import split_batch
@@ -163,32 +163,3 @@ def test_beams_beyond_the_window_are_those_of_hugging_face(model: tuple[Any, Pat
     expected, expected_score = hugging_face_beams(theirs, prompt, sampling, [], 20)
     assert found == expected
     assert score == pytest.approx(expected_score, abs=1e-4)
-
-
-@given(st.integers(1, 40), st.randoms(use_true_random=False))
-@settings(max_examples=20)
-def test_on_mlx_new_tokens_see_their_window_in_its_blocks_and_one_more(
-    window: int, chosen: random.Random
-) -> None:
-    mx = pytest.importorskip("mlx.core", reason="there is no MLX for this platform")
-    from moesched.devices.mlx.kv_cache import RequestsKV
-
-    config = SHAPES["mixtral-0.8b"].varied(layers=1, kv_heads=1, head_dim=2, window=window)
-    cache = RequestsKV(config, [0], [1000, 1000], mx.float32)
-    texts: dict[int, list[float]] = {0: [], 1: []}
-    for _ in range(12):
-        requests = chosen.sample([0, 1], chosen.randint(1, 2))
-        decodes = chosen.random() < 0.7
-        new = [1 if decodes else chosen.randint(1, 90) for _ in requests]
-        step = cache.extend(requests, new)
-        keys_TKd = mx.random.uniform(shape=(sum(new), 1, 2))
-        marks = keys_TKd[:, 0, 0].tolist()
-        views = cache.at(0).extended(step, keys_TKd, keys_TKd + 1)
-        seen = [rows for view in views for rows in zip(view.keys_SLKd, view.values_SLKd, strict=True)]
-        for request, tokens, (keys, values) in zip(requests, new, seen, strict=True):
-            texts[request] += marks[:tokens]
-            del marks[:tokens]
-            wanted = texts[request][-(window + tokens - 1) :]
-            assert keys[-len(wanted) :, 0, 0].tolist() == wanted
-            assert mx.array_equal(values, keys + 1)
-    assert all(len(array) == 2 * window_tokens(window) for array in cache.arrays(0))

@@ -1,15 +1,17 @@
 """Tokens of requests that join and leave between steps, against those that each request has alone.
 
 A small random model in float32 on the CPU, with little of its weights in fast memory, serves random requests under six
-policies: random arrivals, lengths and stop tokens, half of them sampled, and some that leave early. A token may differ
-where the two largest logits are as near as 1e-4, or where a draw is that near to a boundary.
+policies of one machine, and under `ep_balanced` on two processes: random arrivals, lengths and stop tokens, half of
+them sampled, and some that leave early. A token may differ where the two largest logits are as near as 1e-4, or where a
+draw is that near to a boundary.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import random
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -30,14 +32,20 @@ from moesched.requests.next_token import probabilities, uniform
 from moesched.requests.sampling import Sampling
 from moesched.runs.hardware import run
 from moesched.runs.planning import plan_run
-from moesched.runs.served_runs import ServingSetup, serve_on
+from moesched.runs.served_parts import ServingSetup
+from moesched.runs.served_runs import follow_on, serve_on
+from moesched.runs.serving import Serving
 from moesched.seams import Policy
 from moesched.serving.arrivals import ListedArrivals
 from moesched.serving.capacity import Capacity
 from moesched.serving.request import Request
 from moesched.steps.plan import Plan
+from moesched.system.own_loop import run_on_own_loop
+from moesched.transports.zeromq import ZeroMqTransport
 
 POLICIES = ("resident", "layer_streaming", "cgopipe", "expert_cache", "expert_streaming", "twiddler")
+ON_NODES = "ep_balanced"
+"""The policy of two processes."""
 REQUESTS = 500
 CAPACITY = Capacity(3, 4, 4 * 80, 60, 100)
 APART = 2e6
@@ -62,11 +70,16 @@ MODEL = SHAPES["mixtral-0.8b"].varied(
 def claims(result: Result) -> Iterator[Claim]:
     """Requests that differ, over all policies."""
     rows = result["policies"]
-    words = f"requests that join and leave between steps and get other tokens than alone, float32, {len(rows)} policies"
+    words = (
+        f"requests that join and leave between steps and get other tokens than alone, float32, {len(rows)} policies, "
+        f"{ON_NODES} on two processes"
+    )
     yield none_of(words, sum(each["differ"] for each in rows), sum(each["requests"] for each in rows))
 
 
-BENCHMARK = Benchmark(__file__, __doc__, claims=claims, parts=POLICIES, by_machine=False, keeps_parts=True)
+BENCHMARK = Benchmark(
+    __file__, __doc__, claims=claims, parts=(*POLICIES, ON_NODES), by_machine=False, keeps_parts=True
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -122,15 +135,13 @@ def served(
     stop: int,
 ) -> dict[str, int]:
     """Serve under a policy; how many requests there were, ended early, and differ."""
-    policy, device = make_policy(name), TorchDevice(checkpoint, layout)
     draw = random.Random(2)
     leaving = [
         (each.number, each.arrives + draw.randint(0, 10**8)) for each in requests if draw.random() < 0.1
     ]
-    plan = planned(policy, layout, device)
     arrivals = ListedArrivals(requests, leaving)
-    serving = serve_on(device, ServingSetup(plan, policy, CAPACITY, arrivals, stop_tokens=[stop]))
-    device.close()
+    serve = on_two_processes if name == ON_NODES else on_one
+    serving = serve(checkpoint, layout, name, arrivals, stop)
     differ = 0
     for number, each in serving.requests.items():
         whole = alone[number]
@@ -148,13 +159,62 @@ def served(
     }
 
 
-def planned(policy: Policy, layout: WeightLayout, device: TorchDevice) -> Plan:
+def on_one(
+    checkpoint: Checkpoint, layout: WeightLayout, name: str, arrivals: ListedArrivals, stop: int
+) -> Serving:
+    """Serve in this process."""
+    policy, device = make_policy(name), TorchDevice(checkpoint, layout)
+    plan = planned(policy, layout, device)
+    serving = serve_on(device, ServingSetup(plan, policy, CAPACITY, arrivals, stop_tokens=[stop]))
+    device.close()
+    return serving
+
+
+def on_two_processes(
+    checkpoint: Checkpoint, layout: WeightLayout, name: str, arrivals: ListedArrivals, stop: int
+) -> Serving:
+    """Serve in this process, which is the first node, and another one."""
+    policy, device = make_policy(name), TorchDevice(checkpoint, layout)
+    plan = planned(policy, layout, device, nodes=2)
+    budgets = {"gpu": plan.memory("accelerator").capacity}
+    with TemporaryDirectory() as folder:
+        addresses = [f"ipc://{folder}/{node}" for node in range(2)]
+        other = multiprocessing.get_context("spawn").Process(
+            target=follow, args=(checkpoint.path, name, budgets, addresses)
+        )
+        other.start()
+        transport = ZeroMqTransport(addresses, 0)
+        setup = ServingSetup(plan, policy, CAPACITY, arrivals, stop_tokens=[stop])
+        serving = serve_on(device, setup, transport=transport)
+        other.join()
+        run_on_own_loop(transport.aclose)
+    device.close()
+    return serving
+
+
+def follow(model: Path, name: str, budgets: Mapping[str, int], addresses: Sequence[str]) -> None:
+    """Be the second node."""
+    checkpoint = open_checkpoint(model)
+    layout = weight_layout(checkpoint.config, "float32")
+    policy, device = make_policy(name), TorchDevice(checkpoint, layout)
+    plan = plan_run(
+        MACHINE, layout, CAPACITY.fullest(), policy, budgets, device.slot_bytes, nodes=len(addresses), node=1
+    )
+    transport = ZeroMqTransport(addresses, 1)
+    follow_on(device, plan, policy, transport)
+    run_on_own_loop(transport.aclose)
+    device.close()
+
+
+def planned(policy: Policy, layout: WeightLayout, device: TorchDevice, nodes: int = 1) -> Plan:
     """A plan with about as little fast memory as the policy accepts."""
     whole = sum(page.nbytes for page in layout.pages)
     for share in np.arange(0.3, 3.0, 0.1):
         budgets = {"gpu": int(whole * share)}
         try:
-            return plan_run(MACHINE, layout, CAPACITY.fullest(), policy, budgets, device.slot_bytes)
+            return plan_run(
+                MACHINE, layout, CAPACITY.fullest(), policy, budgets, device.slot_bytes, nodes=nodes
+            )
         except BadInput:
             continue
     raise BadInput(f"policy {type(policy).__name__} fits in no budget")

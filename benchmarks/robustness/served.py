@@ -8,19 +8,16 @@ after all.
 from __future__ import annotations
 
 import asyncio
-import json
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from random import Random
 from typing import Any
 
-import psutil
-
 from benchmarks.record.benchmark import Benchmark
 from benchmarks.record.claims import Claim, Result, all_of, at_most, none_of
 from benchmarks.record.results import ROOT
-from benchmarks.shared.servers import Server, connected, running
+from benchmarks.shared.servers import Server, connected, idle_state, memory_of, running
 
 REQUESTS, AT_ONCE = 5_000, 64
 PATIENCE_SECONDS = 120
@@ -107,24 +104,6 @@ async def one(port: int, random: Random) -> str:
     status = answer.split(b" ", 2)[1].decode()
     whole = b"[DONE]" if streamed and status == "200" else b"}"
     return status if whole in answer and status in ("200", "400", "404", "429") else f"lost: {status}"
-
-
-def memory_of(front: psutil.Process) -> dict[str, int]:
-    """Resident bytes of the front and of the engine."""
-    [engine] = front.children()
-    return {"front": front.memory_info().rss, "engine": engine.memory_info().rss}
-
-
-async def idle_state(port: int) -> dict[str, int]:
-    """The engine's state once nothing runs."""
-    while True:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(b"GET /state HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
-        state: dict[str, int] = json.loads((await reader.read()).partition(b"\r\n\r\n")[2])
-        writer.close()
-        if not state["running"] and not state["waiting"]:
-            return state
-        await asyncio.sleep(0.1)
 
 
 if __name__ == "__main__":

@@ -217,6 +217,7 @@ static const Set sets[] = {
     {"neon_bf16", neon_bf16},
 #endif
 #if defined(__aarch64__)
+    {"neon_dotprod", neon},
     {"neon", neon},
 #endif
     {"portable", portable},

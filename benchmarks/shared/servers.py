@@ -49,3 +49,27 @@ async def connected(
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     writer.write(f"{HEAD}Content-Length: {len(data)}\r\n\r\n".encode() + data)
     return reader, writer
+
+
+def memory_of(front: psutil.Process) -> dict[str, int]:
+    """Resident bytes of the front and of the engine."""
+    [engine] = front.children()
+    return {"front": front.memory_info().rss, "engine": engine.memory_info().rss}
+
+
+async def idle_state(port: int) -> dict[str, int]:
+    """The engine's state once nothing runs."""
+    while True:
+        state: dict[str, int] = json.loads(await page(port, "/state"))
+        if not state["running"] and not state["waiting"]:
+            return state
+        await asyncio.sleep(0.1)
+
+
+async def page(port: int, path: str) -> bytes:
+    """The body of a page."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
+    body = (await reader.read()).partition(b"\r\n\r\n")[2]
+    writer.close()
+    return body

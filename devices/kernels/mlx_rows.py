@@ -225,8 +225,10 @@ class MlxLogits(MlxKernel):
         """Bind last norm and LM head: (hidden_TD, rows) -> logits_SV."""
         return partial(self._logits, weights["final_norm"][0], weights["lm_head"])
 
-    def _logits(self, norm_D: Array, head: Sequence[Array], hidden_TD: Array, rows: list[int]) -> Array:
-        x_SD = functions.norm(hidden_TD[mx.array(rows)], norm_D, self._config.norm_eps, self._config.norm)
+    def _logits(self, norm_D: Array, head: Sequence[Array], hidden_TD: Array, rows: Sequence[int]) -> Array:
+        x_SD = functions.norm(
+            hidden_TD[mx.array(list(rows))], norm_D, self._config.norm_eps, self._config.norm
+        )
         return functions.linear(x_SD, head).astype(mx.float32)
 
 

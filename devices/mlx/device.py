@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from functools import partial
 from typing import Any
@@ -26,6 +26,7 @@ from moesched.tasks import Collective, PageTransfer, Task
 from ..kernels.binder import Binder
 from ..kernels.mlx_rows import MLX, device_name, mlx_table
 from ..kernels.table import listed
+from ..runner.micro_batch import MicroBatchState
 from ..runner.next_tokens import Choice, Logits
 from ..runner.observers import DeviceObservers
 from ..shared.bad_weights import describe_first_bad_weight
@@ -34,6 +35,7 @@ from ..shared.page_reader import PageReader
 from ..shared.token_ids import check_token_ids
 from .evaluations import Evaluate, Evaluations
 from .machine import cache_limit, require_unified, wired_limit, with_metal
+from .states import places_of, states_of
 from .thread import OneThread
 from .topologies import DEFERRABLE, Topology, Verbs
 from .weights import MlxWeights
@@ -43,7 +45,9 @@ KEPT_BACK_BYTES = 64_000_000
 
 
 class MlxDevice:
-    """Runs batches of one model on MLX, one after the other: on Apple silicon with Metal, on Linux on the CPU.
+    """Runs batches of one model on MLX, one after the other, or serves requests that join and leave.
+
+    It uses Metal on Apple silicon, and the CPU on Linux.
 
     Files are read straight into the memory of MLX arrays. One thread builds and evaluates them, for all lanes. Tasks of
     few tokens with resident weights end before their results are evaluated, which happens with the next value that the
@@ -150,7 +154,16 @@ class MlxDevice:
             raise BadInput("device mlx has no beam search: use --beams 1, or --device torch")
         check_token_ids(prompts, self.layout.config.vocabulary)
         self._thread.drop_posted()
-        self._thread.call(self._begin, plan, prompts, sampling)
+        self._thread.call(self._begin, plan, partial(states_of, plan, prompts), sampling)
+
+    def serve(self, plan: Plan) -> None:
+        """Allocate all that the plan says, for requests that join and leave.
+
+        Raises:
+            BadInput: the plan takes more memory than this Mac keeps wired.
+        """
+        self._thread.drop_posted()
+        self._thread.call(self._begin, plan, partial(places_of, plan), Sampling())
 
     def execute(self, task: Task) -> Any:
         """Run one task: reads and exchanges on the calling thread, everything else on the device's own."""
@@ -187,7 +200,9 @@ class MlxDevice:
 
     # -- on the device's thread ----------------------------------------------------------------------
 
-    def _begin(self, plan: Plan, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
+    def _begin(
+        self, plan: Plan, make_states: Callable[[], list[MicroBatchState]], sampling: Sampling
+    ) -> None:
         self._verbs = {}  # this also frees everything of the batch before
         self._wired_limit.hold(plan.memory("accelerator").used)
         self._cache_limit.set(KEPT_BACK_BYTES)
@@ -197,7 +212,14 @@ class MlxDevice:
         choice = Choice(sampling, plan.batch.first_request, self._keep if self._keep_logits else None)
         first_bad = partial(describe_first_bad_weight, self._reader, self.layout)
         topology = Topology(
-            plan, prompts, choice, self._kernels, self._weights, self._observers, self._evaluations, first_bad
+            plan,
+            make_states(),
+            choice,
+            self._kernels,
+            self._weights,
+            self._observers,
+            self._evaluations,
+            first_bad,
         )
         self._verbs = self._verbs_of(topology, plan)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 from operator import add
 from typing import NamedTuple
 
@@ -12,9 +11,10 @@ import numpy as np
 import numpy.typing as npt
 
 from moesched.models.config import ModelConfig
-from moesched.models.kv_blocks import kept_tokens
+from moesched.models.kv_blocks import cached_tokens, kept_tokens
 
 from ..kernels.mlx_functions import Array, KVView
+from .slots import ContiguousSlots
 
 
 class KVStep(NamedTuple):
@@ -50,25 +50,41 @@ class RequestsKV:
 
     Args:
         layers: numbers of the layers that it has.
-        lengths: the most tokens of each request.
+        slots: the tokens of all requests that it keeps at once.
 
     Attributes:
         places: the numbers of its layers.
     """
 
-    def __init__(
-        self, config: ModelConfig, layers: Sequence[int], lengths: Sequence[int], dtype: mx.Dtype
-    ) -> None:
+    def __init__(self, config: ModelConfig, layers: Sequence[int], slots: int, dtype: mx.Dtype) -> None:
         self.places = tuple(layers)
         attention = config.layer(layers[0]).grouped
         self._window = attention.window
-        self._rooms = [kept_tokens(length, attention.most_cached) for length in lengths]
-        self._length = [0] * len(lengths)
-        self._start = [0] * len(lengths)
-        *self._first, slots = accumulate(self._rooms, initial=0)
+        self._most_cached = attention.most_cached
+        self._slots = ContiguousSlots(slots)
+        self._length: dict[int, int] = {}
+        self._start: dict[int, int] = {}
         shape = slots, attention.kv_heads, attention.head_dim
         self._layers = {layer: [mx.zeros(shape, dtype=dtype) for _ in "kv"] for layer in layers}
         mx.eval(self._layers)
+
+    def open(self, request: int, tokens: int) -> None:
+        """Begin a request that will have as many tokens; others may move, so none may be within a step.
+
+        Raises:
+            OutOfSlots: there are not enough free slots; nothing has changed.
+        """
+        moved = self._slots.open(request, kept_tokens(cached_tokens(tokens), self._most_cached))
+        for other, before, after in moved:
+            held = self._length[other] - self._start[other]
+            for array_NKd in self._arrays if held else ():
+                array_NKd[after : after + held] = array_NKd[before : before + held]
+        self._length[request] = self._start[request] = 0
+
+    def close(self, request: int) -> None:
+        """End a request: its slots are free."""
+        self._slots.close(request)
+        del self._length[request], self._start[request]
 
     def extend(self, requests: Sequence[int], new: Sequence[int]) -> KVStep:
         """Make room for new[i] tokens of requests[i], which count as cached from now on."""
@@ -76,7 +92,7 @@ class RequestsKV:
         before = tuple(self._start[request] for request in requests)
         lengths = list(map(add, past, new))
         is_full = [
-            length - self._start[request] > self._rooms[request]
+            length - self._start[request] > len(self._slots[request])
             for request, length in zip(requests, lengths, strict=True)
         ]
         in_place = max(new) == 1 or not any(is_full)
@@ -87,7 +103,7 @@ class RequestsKV:
         starts = tuple(self._start[request] for request in requests)
         spans = [np.arange(first, length) for first, length in zip(past, lengths, strict=True)]
         slots = [
-            self._first[request] + span - start
+            self._slots[request].start + span - start
             for request, span, start in zip(requests, spans, starts, strict=True)
         ]
         last = tuple(int(end) - 1 for end in np.cumsum(new))
@@ -115,13 +131,18 @@ class RequestsKV:
         """The arrays of keys and values of one layer, to be evaluated after `extended`."""
         return self._layers[layer]
 
+    @property
+    def _arrays(self) -> list[Array]:
+        """The arrays of keys and of values of all layers."""
+        return [array for halves in self._layers.values() for array in halves]
+
     def _move(self, array_NKd: Array, step: KVStep) -> None:
         """Move the tokens that stay in the window to the first slots, of requests whose slots were full."""
         for request, past, before, start in zip(
             step.requests, step.past, step.before, step.starts, strict=True
         ):
             if start > before:
-                first = self._first[request]
+                first = self._slots[request].start
                 array_NKd[first : first + past - start] = array_NKd[
                     first + start - before : first + past - before
                 ]
@@ -133,7 +154,7 @@ class RequestsKV:
         for request, past, new, before, start in zip(
             step.requests, step.past, step.new, step.before, step.starts, strict=True
         ):
-            first, stop = self._first[request], stop + new
+            first, stop = self._slots[request].start, stop + new
             seen = max(before, past - self._window + 1)
             cached = array_NKd[first + seen - before : first + past - before]
             all_LKd = mx.concatenate([cached, fresh_TKd[stop - new : stop]])
@@ -146,7 +167,7 @@ class RequestsKV:
         """Groups of neighbours for one view each: new tokens, length and distance of all its requests, first slots."""
         parts: list[tuple[int, int, int, list[int]]] = []
         for request, past, new, start in zip(step.requests, step.past, step.new, step.starts, strict=True):
-            first, length = self._first[request], past + new - start
+            first, length = self._slots[request].start, past + new - start
             if parts and parts[-1][:2] == (new, length):
                 _, _, distance, firsts = parts[-1]
                 if distance in (0, first - firsts[-1]) and first > firsts[-1]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from moesched.models.kv_blocks import cached_tokens
 from moesched.seams import Transport
 from moesched.steps.plan import Plan
 from moesched.tasks import Task
@@ -14,7 +13,7 @@ from ..kernels.binder import Binder
 from ..kernels.mlx_functions import Array
 from ..kernels.mlx_weights import Arrays
 from ..runner.attention import Attention
-from ..runner.micro_batch import MicroBatchState, chunks_of, wholes_of
+from ..runner.micro_batch import MicroBatchState
 from ..runner.moe_layer import MoELayer
 from ..runner.next_tokens import Choice, NextTokens
 from ..runner.observers import DeviceObservers
@@ -22,8 +21,6 @@ from ..shared.node_exchanges import NodeVerbs
 from ..shared.verbs import Verb, after
 from .evaluations import Evaluations
 from .experts import MlxExperts
-from .kv_cache import RequestsKV
-from .memory import ARRAY_DTYPES
 from .node_side import MlxNodeSide
 from .weights import MlxWeights
 
@@ -42,9 +39,10 @@ DEFERRABLE = {
 
 
 class Topology:
-    """Makes the verbs of one batch, with memory for its KV cache; used on the device's thread.
+    """Makes the verbs of one batch, or of requests that are served; used on the device's thread.
 
     Args:
+        states: the states of micro-batches, with their KV caches.
         weights: the model's weights.
         evaluations: evaluates results.
         first_bad: names the first weight that is not finite.
@@ -53,7 +51,7 @@ class Topology:
     def __init__(
         self,
         plan: Plan,
-        prompts: Sequence[Sequence[int]],
+        states: Sequence[MicroBatchState],
         choice: Choice,
         kernels: Binder,
         weights: MlxWeights,
@@ -67,7 +65,7 @@ class Topology:
         self._observers = observers
         self._evaluations = evaluations
         self._first_bad = first_bad
-        self._states = _states_of(plan, prompts)
+        self._states = states
         self._kernels = kernels
         self._experts = MlxExperts(plan.layout.config, self._states, weights.show, kernels, evaluations)
 
@@ -154,17 +152,3 @@ class Topology:
 def _attended(state: MicroBatchState, layer: int) -> Sequence[Array]:
     cached, _ = state.cached(layer)
     return state.attended_TX, *cached.arrays
-
-
-def _states_of(plan: Plan, prompts: Sequence[Sequence[int]]) -> list[MicroBatchState]:
-    """The states of decode micro-batches, then those of prefill chunks if prompts are cut, with their KV caches."""
-    states = wholes_of(plan.batch.micro_batches, prompts, beams=1)
-    if plan.nodes.attends:
-        new_tokens = plan.batch.new_tokens
-        lengths = [cached_tokens(prompt + new_tokens) for prompt in plan.batch.prompts]
-        config, dtype = plan.layout.config, ARRAY_DTYPES[plan.layout.dtype]
-        for layers in config.by_window(range(config.layers)):
-            cache = RequestsKV(config, layers, lengths, dtype)
-            for state in states:
-                state.add_cache(cache)
-    return states + chunks_of(plan.chunks, states, prompts) if plan.batch.chunked else states

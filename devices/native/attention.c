@@ -227,6 +227,7 @@ static const Loops *const loops[INSTRUCTION_SETS][2] = {
 #endif
 #elif defined(__aarch64__)
     [NEON] = BOTH_TYPES(neon),
+    [NEON_DOTPROD] = BOTH_TYPES(neon),
     [NEON_BF16] = BOTH_TYPES(neon),
 #endif
 };

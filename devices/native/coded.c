@@ -113,12 +113,20 @@ INLINE void sums_portable(int size, Words codes[][VECTORS], const char *pieces, 
 
 #include "coded_products.h"
 
-#if defined(__x86_64__)
 /* Even codes and odd ones are numbers of 16 bits in a word; so are the multiples: the even ones first. */
 static inline void put_pairs(int size, const int32_t *multiples, char *pieces) {
     for (int i = 0; i < size; i++) {
         const int16_t piece = (int16_t)multiples[i];
         memcpy(pieces + i % 2 * size + i / 2 * 2, &piece, sizeof piece);
+    }
+}
+
+/* A multiple is 256 times a signed byte plus another one: the upper ones first. */
+static inline void put_bytes(int size, const int32_t *multiples, char *pieces) {
+    for (int i = 0; i < size; i++) {
+        const int32_t upper = (multiples[i] + 128) >> 8;
+        pieces[i] = (char)upper;
+        pieces[size + i] = (char)(multiples[i] - 256 * upper);
     }
 }
 
@@ -128,6 +136,7 @@ static inline int32_t word_at(const char *pieces) {
     return word;
 }
 
+#if defined(__x86_64__)
 #define ISA(name) name##_avx2
 #define TARGET __attribute__((target("avx2,fma")))
 #define LANES 8
@@ -155,8 +164,8 @@ INLINE void sums_avx2(int size, Words codes[][VECTORS], const char *pieces, int3
 #define VECTORS 1
 #define words_avx512 words_of_avx512
 #define HALVES halves_of_avx512
-#define WIDENED widened_halves_avx512
-#define OF_FP4 numbers_of_fp4_avx512
+#define WIDENED(halves) widened_halves_avx512((__m512i)(halves))
+#define OF_FP4(codes) numbers_of_fp4_avx512((__m512i)(codes))
 #include "coded_formats.h"
 
 #define put_avx512 put_pairs
@@ -174,24 +183,17 @@ INLINE void sums_avx512(int size, Words codes[][VECTORS], const char *pieces, in
 
 #include "coded_products.h"
 
-/* VNNI multiplies codes by signed bytes: a multiple is 256 times its upper one plus its lower one. */
 #define ISA(name) name##_avx512_vnni
 #define TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512vnni")))
 #define LANES 16
 #define VECTORS 2
 #define words_avx512_vnni words_of_avx512
 #define HALVES halves_of_avx512
-#define WIDENED widened_halves_avx512
-#define OF_FP4 numbers_of_fp4_avx512
+#define WIDENED(halves) widened_halves_avx512((__m512i)(halves))
+#define OF_FP4(codes) numbers_of_fp4_avx512((__m512i)(codes))
 #include "coded_formats.h"
 
-INLINE void put_avx512_vnni(int size, const int32_t *multiples, char *pieces) {
-    for (int i = 0; i < size; i++) {
-        const int32_t upper = (multiples[i] + 128) >> 8;
-        pieces[i] = (char)upper;
-        pieces[size + i] = (char)(multiples[i] - 256 * upper);
-    }
-}
+#define put_avx512_vnni put_bytes
 
 INLINE void sums_avx512_vnni(int size, Words codes[][VECTORS], const char *pieces, int32_t offset, Ints *sums) {
     __m512i lower[2][VECTORS], upper[2][VECTORS]; /* of even words and odd ones: chains of half the length */
@@ -213,6 +215,14 @@ INLINE void sums_avx512_vnni(int size, Words codes[][VECTORS], const char *piece
 }
 
 #include "coded_products.h"
+
+#if defined(HAS_AMX)
+#include "coded_amx.h"
+#endif
+#endif
+
+#if defined(__aarch64__)
+#include "coded_neon.h"
 #endif
 
 static const Coding *const codings[INSTRUCTION_SETS] = {
@@ -220,10 +230,13 @@ static const Coding *const codings[INSTRUCTION_SETS] = {
     [AVX2] = codings_avx2,
     [AVX512] = codings_avx512,
     [AVX512_BF16] = codings_avx512_vnni,
-    [AMX_BF16] = codings_avx512_vnni,
+#if defined(HAS_AMX)
+    [AMX_BF16] = codings_amx,
+#endif
 #elif defined(__aarch64__)
-    [NEON] = codings_portable,
-    [NEON_BF16] = codings_portable,
+    [NEON] = codings_neon,
+    [NEON_DOTPROD] = codings_neon_dotprod,
+    [NEON_BF16] = codings_neon_dotprod,
 #endif
     [PORTABLE] = codings_portable,
 };

@@ -7,7 +7,15 @@
  *   ISA(words)  (first, stride, count, words) reads words of four bytes, `count` of each row, a multiple of 4: vector w
  *               has those at `first` + 4 w of rows that are `stride` bytes apart
  *   HALVES, WIDENED, OF_FP4  optionally, its own `halves`, `widened` and `of_fp4`
+ *   SIGNED_CODES  where products take codes as signed bytes: those of q8_0 stay as they are, the others have no sign
  */
+
+#if defined(SIGNED_CODES)
+#define Q8_0_ZERO 0
+#else
+#define Q8_0_ZERO 128
+#endif
+#define Q8_0_SIGNS (Q8_0_ZERO * 0x01010101u)
 
 typedef uint32_t ISA(Words) __attribute__((vector_size(LANES * 4)));
 typedef int32_t ISA(Ints) __attribute__((vector_size(LANES * 4)));
@@ -19,7 +27,7 @@ typedef uint16_t ISA(Halves) __attribute__((vector_size(LANES * 2)));
 #define Halves ISA(Halves)
 #define INLINE static inline __attribute__((always_inline)) TARGET
 
-/* CHUNK weights of LANES rows, or as many as are left: codes as stored, without a sign, four in each lane of a vector;
+/* CHUNK weights of LANES rows, or as many as are left: codes as they are multiplied, four in each lane of a vector;
  * the scale and the minimum of each group. */
 typedef struct {
     Words codes[CHUNK / 4];
@@ -46,7 +54,7 @@ INLINE Words ISA(halves)(const uint8_t *first, int64_t stride) {
 /* float16 to float32. An exponent grows by 112, that of infinity and NaN twice; subnormal numbers are multiples. */
 INLINE Floats ISA(widened)(Words halves) {
 #if defined(WIDENED)
-    return (Floats)WIDENED((__m512i)halves);
+    return (Floats)WIDENED(halves);
 #else
     const Words exponent = halves & 0x7c00, infinite = (Words)(exponent == 0x7c00), subnormal = (Words)(exponent == 0);
     const Words number = ((halves & 0x7fff) << 13) + (0x38000000 + (infinite & 0x38000000));
@@ -73,7 +81,7 @@ static TARGET void ISA(unpack_q8_0)(const uint8_t *rows, int64_t stride, int64_t
     for (int64_t group = 0; group < weights / 32; group++, rows += 34) {
         Words codes[8];
         ISA(words)(rows + 2, stride, 8, codes);
-        for (int w = 0; w < 8; w++) tile->codes[group * 8 + w] = codes[w] ^ 0x80808080;
+        for (int w = 0; w < 8; w++) tile->codes[group * 8 + w] = codes[w] ^ Q8_0_SIGNS;
         tile->scales[group] = ISA(widened)(ISA(halves)(rows, stride));
         fetch(ahead);
     }
@@ -191,7 +199,7 @@ static TARGET void ISA(unpack_q6_k)(const uint8_t *rows, int64_t stride, int64_t
  * 5 to 7 are 6, 8 and 12. */
 INLINE Words ISA(of_fp4)(Words codes) {
 #if defined(OF_FP4)
-    return (Words)OF_FP4((__m512i)codes);
+    return (Words)OF_FP4(codes);
 #else
     const Words size = codes & 0x07070707, from_four = size >> 2 & 0x01010101;
     const Words above_four = size & (from_four | from_four << 1), seven = above_four & above_four >> 1 & 0x01010101;

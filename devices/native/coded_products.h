@@ -4,6 +4,8 @@
  *   VECTORS     vectors of rows of weights that are multiplied at once
  *   ISA(put)    puts the multiples of a group into its pieces: 2 bytes for each
  *   ISA(sums)   adds codes times multiples of a group, for each row of weights
+ *   MANY_ROWS   optionally, the rows of x from which on sums come from tiles of the processor, which take LINES of them:
+ *               ISA(shape_tiles), ISA(load_codes), ISA(tile_sums) and ISA(release_tiles)
  */
 
 #define ROWS (VECTORS * LANES)
@@ -30,9 +32,46 @@ INLINE ISA(Chunk) ISA(copied_chunk)(const Product *product, int64_t output, int6
     return (ISA(Chunk)){copy, bytes};
 }
 
+/* Adds the sums of a group, times its scale, to the totals of a row of x. */
+INLINE void ISA(add_sums)(const int has_minimums, const Tile *tiles, int64_t g, const Group *group, const Ints *sums,
+                          Vectors *totals) {
+    for (int v = 0; v < VECTORS; v++) {
+        Floats part = __builtin_convertvector(sums[v], Floats) * group->unit * tiles[v].scales[g];
+        if (has_minimums) part += group->sum * tiles[v].minimums[g];
+        totals->of[v] += part;
+    }
+}
+
+#if defined(MANY_ROWS)
+/* The groups of `add_groups` by tiles of x, as equal as possible; the last one has rows of the one before again. */
+INLINE void ISA(add_groups_by_tiles)(const int size, const int has_minimums, const Tile *tiles, int64_t groups, int64_t batch,
+                                     const char *pieces, const Group *group, Ahead *ahead, Vectors *totals) {
+    const int64_t turns = (batch + LINES - 1) / LINES, rows = (batch + turns - 1) / turns;
+    ISA(shape_tiles)(size, (int)rows);
+    for (int64_t g = 0; g < groups; g++, pieces += batch * PIECES_BYTES(size), group += batch) {
+        if (g * size % 32 == 0) fetch(ahead);
+        ISA(load_codes)(size, tiles, g);
+        for (int64_t done = 0; done < batch; done += rows) {
+            const int64_t first = done + rows < batch ? done : batch - rows;
+            Ints sums[LINES][VECTORS];
+            ISA(tile_sums)(size, pieces + first * PIECES_BYTES(size), group + first, (int)rows, sums);
+            for (int64_t row = done; row < first + rows; row++)
+                ISA(add_sums)(has_minimums, tiles, g, group + row, sums[row - first], totals + row);
+        }
+    }
+    ISA(release_tiles)();
+}
+#endif
+
 /* Adds a chunk's codes times x to the totals of each row of x: groups one after the other, each times its scale. */
 INLINE void ISA(add_groups)(const int size, const int has_minimums, const Tile *tiles, int64_t groups, int64_t batch,
                             const char *pieces, const Group *group, Ahead *ahead, Vectors *totals) {
+#if defined(MANY_ROWS)
+    if (batch >= MANY_ROWS) {
+        ISA(add_groups_by_tiles)(size, has_minimums, tiles, groups, batch, pieces, group, ahead, totals);
+        return;
+    }
+#endif
     for (int64_t g = 0; g < groups; g++) {
         Words codes[8][VECTORS];
         if (g * size % 32 == 0) fetch(ahead);
@@ -41,11 +80,7 @@ INLINE void ISA(add_groups)(const int size, const int has_minimums, const Tile *
         for (int64_t row = 0; row < batch; row++, pieces += PIECES_BYTES(size), group++) {
             Ints sums[VECTORS];
             ISA(sums)(size, codes, pieces, group->offset, sums);
-            for (int v = 0; v < VECTORS; v++) {
-                Floats part = __builtin_convertvector(sums[v], Floats) * group->unit * tiles[v].scales[g];
-                if (has_minimums) part += group->sum * tiles[v].minimums[g];
-                totals[row].of[v] += part;
-            }
+            ISA(add_sums)(has_minimums, tiles, g, group, sums, totals + row);
         }
     }
 }
@@ -201,7 +236,7 @@ static TARGET void ISA(gated_coded)(const Product *gate, const Product *up, cons
                     .multiply = ISA(multiply_coded), .write = ISA(write_coded), .gated = ISA(gated_coded)},            \
      .zero = centre, .has_minimums = minimums, .unpack = (Unpack)ISA(unpack_##format)}
 static const Coding ISA(codings)[FORMATS] = {
-    [Q8_0] = CODING(q8_0, 32, 32, 34, 128, 0),   [Q4_0] = CODING(q4_0, 32, 32, 18, 8, 0),
+    [Q8_0] = CODING(q8_0, 32, 32, 34, Q8_0_ZERO, 0),   [Q4_0] = CODING(q4_0, 32, 32, 18, 8, 0),
     [Q5_0] = CODING(q5_0, 32, 32, 22, 16, 0),    [Q5_1] = CODING(q5_1, 32, 32, 24, 0, 1),
     [Q4_K] = CODING(q4_k, 32, 256, 144, 0, 1),   [Q5_K] = CODING(q5_k, 32, 256, 176, 0, 1),
     [Q6_K] = CODING(q6_k, 16, 256, 210, 32, 0),  [MXFP4] = CODING(mxfp4, 32, 32, 17, 12, 0),
@@ -222,3 +257,7 @@ static const Coding ISA(codings)[FORMATS] = {
 #undef HALVES
 #undef WIDENED
 #undef OF_FP4
+#undef SIGNED_CODES
+#undef MANY_ROWS
+#undef Q8_0_ZERO
+#undef Q8_0_SIGNS

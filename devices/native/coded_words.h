@@ -141,4 +141,47 @@ WITH_AVX512 void words_of_avx512(const uint8_t *first, int64_t stride, int count
 }
 #endif
 
+#if defined(__aarch64__)
+#include <arm_neon.h>
+
+#define WITH_NEON __attribute__((always_inline)) static inline
+
+WITH_NEON uint32x4_t four_words_neon(const uint8_t *row) { return vreinterpretq_u32_u8(vld1q_u8(row)); }
+
+/* The lower halves of both, and the upper ones. */
+WITH_NEON uint32x4_t lower_halves(uint32x4_t a, uint32x4_t b) {
+    return vreinterpretq_u32_u64(vzip1q_u64(vreinterpretq_u64_u32(a), vreinterpretq_u64_u32(b)));
+}
+
+WITH_NEON uint32x4_t upper_halves(uint32x4_t a, uint32x4_t b) {
+    return vreinterpretq_u32_u64(vzip2q_u64(vreinterpretq_u64_u32(a), vreinterpretq_u64_u32(b)));
+}
+
+/* A transposition of four words of each row. */
+WITH_NEON void words_of_neon(const uint8_t *first, int64_t stride, int count, void *words) {
+    uint32x4_t *word = words;
+    for (int w = 0; w < count; w += 4, first += 16) {
+        const uint32x4_t a = four_words_neon(first), b = four_words_neon(first + stride);
+        const uint32x4_t c = four_words_neon(first + 2 * stride), d = four_words_neon(first + 3 * stride);
+        const uint32x4_t ab = vzip1q_u32(a, b), cd = vzip1q_u32(c, d);
+        const uint32x4_t above_ab = vzip2q_u32(a, b), above_cd = vzip2q_u32(c, d);
+        word[w] = lower_halves(ab, cd);
+        word[w + 1] = upper_halves(ab, cd);
+        word[w + 2] = lower_halves(above_ab, above_cd);
+        word[w + 3] = upper_halves(above_ab, above_cd);
+    }
+}
+
+/* float16 in the lower half of words to float32. */
+WITH_NEON float32x4_t widened_halves_neon(uint32x4_t halves) {
+    return vcvt_f32_f16(vreinterpret_f16_u16(vmovn_u32(halves)));
+}
+
+/* Twice the numbers of the format e2m1, and 12 more. */
+WITH_NEON uint8x16_t numbers_of_fp4_neon(uint8x16_t codes) {
+    static const uint8_t numbers[] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+    return vqtbl1q_u8(vld1q_u8(numbers), codes);
+}
+#endif
+
 #endif

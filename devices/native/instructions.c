@@ -10,9 +10,10 @@
 
 static const char *const names[INSTRUCTION_SETS] = {
     [AMX_BF16] = "amx_bf16", [AVX512_BF16] = "avx512_bf16", [AVX512] = "avx512", [AVX2] = "avx2",
-    [NEON_BF16] = "neon_bf16", [NEON] = "neon", [PORTABLE] = "portable",
+    [NEON_BF16] = "neon_bf16", [NEON_DOTPROD] = "neon_dotprod", [NEON] = "neon", [PORTABLE] = "portable",
 };
 
+#if defined(__x86_64__)
 #if defined(HAS_AMX)
 #include <cpuid.h>
 #include <sys/syscall.h>
@@ -20,33 +21,36 @@ static const char *const names[INSTRUCTION_SETS] = {
 
 /* Whether the processor has AMX, and the system lets this process use it: a process has to ask. */
 static int may_use_amx(void) {
-    enum { TILES_AND_BF16 = 1 << 24 | 1 << 22, ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18 };
+    enum { TILES_INT8_AND_BF16 = 1 << 25 | 1 << 24 | 1 << 22, ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18 };
     unsigned eax, ebx, ecx, edx;
-    if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) || (edx & TILES_AND_BF16) != TILES_AND_BF16) return 0;
+    if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) || (edx & TILES_INT8_AND_BF16) != TILES_INT8_AND_BF16) return 0;
     return !syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA);
 }
 #else
 static int may_use_amx(void) { return 0; }
 #endif
 
-#if defined(__aarch64__)
-#if defined(__linux__)
+#elif defined(__aarch64__) && defined(__linux__)
 #include <sys/auxv.h>
-#elif defined(__APPLE__)
-#include <sys/sysctl.h>
-#endif
 
-static int has_bfdot(void) {
-#if defined(__linux__)
-    return (getauxval(AT_HWCAP2) >> 14) & 1; /* HWCAP2_BF16 */
-#elif defined(__APPLE__)
+static int has_dotprod(void) { return getauxval(AT_HWCAP) >> 20 & 1; } /* HWCAP_ASIMDDP */
+static int has_bf16(void) { return getauxval(AT_HWCAP2) >> 14 & 1; }   /* HWCAP2_BF16 */
+
+#elif defined(__aarch64__) && defined(__APPLE__)
+#include <sys/sysctl.h>
+
+static int has_feature(const char *name) {
     int there = 0;
     size_t size = sizeof there;
-    return sysctlbyname("hw.optional.arm.FEAT_BF16", &there, &size, NULL, 0) == 0 && there;
-#else
-    return 0;
-#endif
+    return sysctlbyname(name, &there, &size, NULL, 0) == 0 && there;
 }
+
+static int has_dotprod(void) { return has_feature("hw.optional.arm.FEAT_DotProd"); }
+static int has_bf16(void) { return has_feature("hw.optional.arm.FEAT_BF16"); }
+
+#elif defined(__aarch64__)
+static int has_dotprod(void) { return 0; }
+static int has_bf16(void) { return 0; }
 #endif
 
 static int is_here(InstructionSet set) {
@@ -59,7 +63,8 @@ static int is_here(InstructionSet set) {
                __builtin_cpu_supports("avx512bw") && is_here(AVX2);
     case AVX2: return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
 #elif defined(__aarch64__)
-    case NEON_BF16: return has_bfdot();
+    case NEON_BF16: return has_bf16() && has_dotprod();
+    case NEON_DOTPROD: return has_dotprod();
     case NEON: return 1;
 #endif
     case PORTABLE: return 1;

@@ -7,7 +7,9 @@
 #endif
 
 /* Best first. */
-typedef enum { AMX_BF16, AVX512_BF16, AVX512, AVX2, NEON_BF16, NEON, PORTABLE, INSTRUCTION_SETS } InstructionSet;
+typedef enum {
+    AMX_BF16, AVX512_BF16, AVX512, AVX2, NEON_BF16, NEON_DOTPROD, NEON, PORTABLE, INSTRUCTION_SETS
+} InstructionSet;
 
 /* The set with this name, -1 if this processor or this build does not have it. */
 int set_named(const char *name);

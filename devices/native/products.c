@@ -98,12 +98,12 @@ static inline int64_t gap_behind(const Stretch *stretch, int64_t tile, int64_t t
     return bytes / (intptr_t)sizeof(uint16_t) - tile * inputs - here;
 }
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+
 /* It brings a few streams of weights to the second-level cache faster than prefetching does, and its first-level cache
  * of 48 KB holds larger pieces. */
 static int zen_5;
-
-#if defined(__x86_64__)
-#include <cpuid.h>
 
 __attribute__((constructor)) static void know_processor(void) {
     enum { FAMILY_OF_ZEN_5 = 26 };
@@ -310,6 +310,7 @@ static const Multiplier *const multipliers[INSTRUCTION_SETS] = {
 #endif
 #elif defined(__aarch64__)
     [NEON] = &multiplier_neon,
+    [NEON_DOTPROD] = &multiplier_neon,
     [NEON_BF16] = &multiplier_neon_bf16,
 #endif
 };

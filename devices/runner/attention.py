@@ -63,20 +63,20 @@ class Attention:
     def pre_attention(self, task: Task) -> None:
         """Project the hidden states to queries, keys and values."""
         state, weights = self._states[task.micro_batch], self._weights(task.operands)
-        project = self._kernels.bound("attention_inputs", weights, state.room)
+        project = self._kernels.bound("attention_inputs", weights, state.results)
         state.qkv = project(state.hidden_TD, state.angles)
 
     def attention(self, task: Task) -> None:
         """Store keys and values in the cache, and attend over it."""
         state = self._states[task.micro_batch]
-        attend = self._kernels.attention(task.layer, state.room, decodes=state.decodes)
+        attend = self._kernels.attention(task.layer, state.results, decodes=state.decodes)
         state.attended_TX = attend(state.qkv, *state.cached(task.layer))
         del state.qkv
 
     def project_output(self, task: Task) -> None:
         """Project attention's output to the hidden size, and add the residual."""
         state, weights = self._states[task.micro_batch], self._weights(task.operands)
-        project = self._kernels.bound("output_projection", weights, state.room)
+        project = self._kernels.bound("output_projection", weights, state.results)
         state.hidden_TD = project(state.attended_TX, self.residual(state))
         self.drop_attended(task)
 

@@ -111,7 +111,7 @@ class MicroBatchState:
         return self.steps[0]
 
     @property
-    def room(self) -> Memory:
+    def results(self) -> Memory:
         """Memory for the results of a kernel: the step's, or new each time if the step has many tokens."""
         return self.memory or Memory(len(self.hidden_TD))
 

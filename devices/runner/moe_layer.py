@@ -65,7 +65,7 @@ class MoELayer:
         observers = self._observers
         if observers.activations:
             return self._observed(task)
-        whole = self._kernels.fused("moe_layer", weights, state.room)
+        whole = self._kernels.fused("moe_layer", weights, state.results)
         if whole is None:
             return self._in_parts(task)
         counts: dict[int, int] | None
@@ -85,7 +85,7 @@ class MoELayer:
     def _observed(self, task: Task) -> Any:
         """`post_attention` that reports activations."""
         state, weights = self._states[task.micro_batch], self._weights(task.operands)
-        whole = self._kernels.fused("observed_moe_layer", weights, state.room)
+        whole = self._kernels.fused("observed_moe_layer", weights, state.results)
         if whole is None:
             return self._in_parts(task)
         state.hidden_TD, experts_Tk, gated_nI = whole(state.attended_TX, state.hidden_TD)
@@ -122,7 +122,7 @@ class MoELayer:
     def route(self, task: Task) -> Routed:
         """Run norm and router."""
         state = self._states[task.micro_batch]
-        return self._route(state.hidden_TD, self._weights(task.operands), state.room)
+        return self._route(state.hidden_TD, self._weights(task.operands), state.results)
 
     def group(self, task: Task, routed: Routed, *, reports: bool = True) -> dict[int, int]:
         """Keep the rows of each expert; returns the number of rows of each that has any.
@@ -145,7 +145,7 @@ class MoELayer:
         """Compute the weighted sum of the experts' outputs, and add the residual."""
         state = self._states[task.micro_batch]
         operands = *state.rows.outputs(), self._attention.residual(state)
-        state.hidden_TD = self._kernels.combine(state.room)(*operands)
+        state.hidden_TD = self._kernels.combine(state.results)(*operands)
         del state.rows
 
     def _reader(self, task: Task) -> Callable[..., Mapping[int, int]]:

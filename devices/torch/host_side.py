@@ -96,7 +96,7 @@ class HostSide:
     def _attend_to_loaded(self, task: Task) -> None:
         """Run attention over loaded keys and values, and over the new tokens' own."""
         state = self._states[task.micro_batch]
-        attend = self._kernels.attention(task.layer, state.room, decodes=state.decodes)
+        attend = self._kernels.attention(task.layer, state.results, decodes=state.decodes)
         loaded = self._loaded[task.operands]
         state.attended_TX = attend(state.qkv, loaded, loaded.step)
 
@@ -134,7 +134,7 @@ class HostSide:
     def load_hidden(self, task: Task) -> None:
         attended_TX = self._rows.pop(task.micro_batch).attended_TX
         state = self._states[task.micro_batch]
-        state.attended_TX = state.room.tensor(
+        state.attended_TX = state.results.tensor(
             "attended", *attended_TX.shape, dtype=attended_TX.dtype, device=self._accelerator
         )
         state.attended_TX.copy_(attended_TX, non_blocking=True)

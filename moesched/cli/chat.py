@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing, suppress
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 from moesched.cli.command import command
+from moesched.cli.failures import tell
 from moesched.cli.output import stderr
-from moesched.errors import BadInput
+from moesched.errors import BadInput, MoeschedError
 from moesched.options import Option
 from moesched.system.plain_text import plain_text
+from moesched.system.signals import Stopped, ctrl_c_interrupts
 from moesched.system.standard_output import command_output
 
+NEW = "/new"
 EPILOGUE = """Examples:
 
   moesched serve examples/tiny-mixtral   # in another terminal
@@ -34,47 +38,119 @@ def chat(
     ] = 0.7,
     max_tokens: Annotated[int, Option("Most tokens of an answer.", "N", ge=1)] = 512,
 ) -> int:
-    """Talk with the model of a running server. Each line is a message; Ctrl-D ends the conversation."""
+    """Talk with the model of a running server.
+
+    Each line is a message. In a terminal Ctrl-C stops an answer, /new begins another conversation, Ctrl-D ends it.
+    """
     from moesched.server.client import Client
 
     client = Client(url, key_of(api_key_file))
-    model = client.model()
+    conversation = Conversation(
+        partial(client.chat, model=client.model(), temperature=temperature, max_tokens=max_tokens)
+    )
     if sys.stdin.isatty():
-        stderr().print(f"{plain_text(model)} at {plain_text(url)}; Ctrl-D ends this", markup=False)
-    messages: list[dict[str, str]] = []
+        stderr().print(
+            f"{plain_text(url)}: Ctrl-C stops an answer, {NEW} begins anew, Ctrl-D ends", markup=False
+        )
+        with ctrl_c_interrupts():
+            talk(conversation)
+        return 0
     for line in lines():
-        messages.append({"role": "user", "content": line})
-        pieces = client.chat(messages, model=model, temperature=temperature, max_tokens=max_tokens)
-        messages.append({"role": "assistant", "content": written(pieces)})
+        conversation.ask(line)
     return 0
 
 
-def lines() -> Iterator[str]:
-    """Yield the lines of standard input that are not empty, on a terminal each after a mark."""
-    while True:
-        if sys.stdin.isatty():
-            stderr().print("> ", end="", style="bold")
+class Conversation:
+    """Messages to a model, and its answers, which are printed as they come.
+
+    Args:
+        chat: asks for the answer to a conversation; gives it in pieces.
+    """
+
+    def __init__(self, chat: Callable[[list[dict[str, str]]], Generator[str]]) -> None:
+        self._chat = chat
+        self._messages: list[dict[str, str]] = []
+
+    def begin(self) -> None:
+        """Begin another conversation."""
+        self._messages.clear()
+
+    def ask(self, text: str) -> None:
+        """Ask, and print the answer. One that broke off is kept; a message without any is forgotten.
+
+        Raises:
+            MoeschedError: the server does not answer, or not to the end.
+        """
+        asked, answer = [*self._messages, {"role": "user", "content": text}], list[str]()
+        ended = False
         try:
-            line = sys.stdin.readline()
-        except UnicodeDecodeError as error:
-            raise BadInput(f"standard input is not UTF-8: {error}: write it in UTF-8") from error
-        if not line:
-            return
-        if line.strip():
-            yield line.rstrip("\n")
+            with closing(self._chat(asked)) as pieces:
+                for piece in pieces:
+                    answer.append(piece)
+                    write(piece)
+            ended = True
+        finally:
+            if answer or ended:
+                self._messages = [*asked, {"role": "assistant", "content": "".join(answer)}]
+                write("\n")
 
 
-def written(pieces: Iterator[str]) -> str:
-    """Print the pieces of an answer as they come; returns the whole."""
-    whole = []
+def talk(conversation: Conversation) -> None:
+    """Ask what is typed, until Ctrl-D; neither Ctrl-C nor an error ends the conversation.
+
+    Raises:
+        Stopped: another signal asks the program to end.
+    """
+    while True:
+        try:
+            line = typed()
+            if line is None:
+                return
+            if line.strip() == NEW:
+                conversation.begin()
+            elif line.strip():
+                conversation.ask(line)
+        except Stopped:
+            raise
+        except KeyboardInterrupt:
+            stderr().print()
+        except MoeschedError as error:
+            tell(str(error))
+
+
+def typed() -> str | None:
+    """Read a line from the terminal, which can be edited and has a history; None for its end."""
+    with suppress(ImportError):  # some builds of Python have none
+        import readline  # noqa: F401  # `input` uses it
+    try:
+        return input("> ")
+    except EOFError:
+        stderr().print()
+        return None
+    except UnicodeDecodeError as error:
+        raise not_utf8(error) from error
+
+
+def lines() -> Iterator[str]:
+    """Yield the lines of standard input that are not empty."""
+    try:
+        for line in sys.stdin:
+            if line.strip():
+                yield line.rstrip("\n")
+    except UnicodeDecodeError as error:
+        raise not_utf8(error) from error
+
+
+def not_utf8(error: UnicodeDecodeError) -> BadInput:
+    """The error for input in another encoding."""
+    return BadInput(f"standard input is not UTF-8: {error}: write it in UTF-8")
+
+
+def write(text: str) -> None:
+    """Write text at once."""
     out = command_output()
-    for piece in pieces:
-        whole.append(piece)
-        out.write("\n".join(map(plain_text, piece.split("\n"))))
-        out.flush()
-    out.write("\n")
+    out.write("\n".join(map(plain_text, text.split("\n"))))
     out.flush()
-    return "".join(whole)
 
 
 def key_of(file: Path | None) -> str | None:
@@ -83,6 +159,6 @@ def key_of(file: Path | None) -> str | None:
     Raises:
         BadInput: it cannot be read.
     """
-    from moesched.server.options import KEY_VARIABLE, read_key
+    from moesched.server.options import environment_key, read_key
 
-    return os.environ.get(KEY_VARIABLE) if file is None else read_key(file)
+    return environment_key() if file is None else read_key(file)

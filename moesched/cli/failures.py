@@ -11,7 +11,7 @@ from contextlib import suppress
 from contextvars import ContextVar
 from signal import SIGINT, Signals
 
-from cyclopts.exceptions import RepeatArgumentError
+from cyclopts.exceptions import RepeatArgumentError, UnknownOptionError
 
 from moesched.errors import (
     BadInput,
@@ -32,6 +32,8 @@ BAD_INPUT = 2
 FAILED = 1
 LONGEST_LINE = 4000
 """The most characters of an error; a longer one, which quotes a long name or value, loses its middle."""
+OF_SEVERAL_MACHINES = ("--nodes", "--local", "--hosts", "--network")
+"""Flags of other commands, which users may expect of `serve`."""
 WHOLE_TRACEBACK: ContextVar[bool] = ContextVar("whole traceback", default=False)
 """True if the command was called with --traceback."""
 
@@ -64,6 +66,12 @@ def exit_code_of(error: BaseException, *, forgotten: Sequence[PolicyError] = ())
     if isinstance(error, RepeatArgumentError):
         tell(f"{error.token.keyword} is given twice: give it once")
         return BAD_INPUT
+    if isinstance(error, UnknownOptionError) and _asks_for_several_servers(error):
+        tell(
+            f"serve has no {error.token.keyword}: a server is one process on one machine. Predict several machines "
+            "with moesched simulate --arrivals ... --nodes N"
+        )
+        return BAD_INPUT
     if type(error).__module__.startswith("cyclopts"):
         tell(f"{error} See moesched --help, or --help after a command.")
         return BAD_INPUT
@@ -85,6 +93,10 @@ def exit_code_of(error: BaseException, *, forgotten: Sequence[PolicyError] = ())
         return BAD_INPUT
     traceback.print_exception(error, file=sys.stderr)
     return FAILED
+
+
+def _asks_for_several_servers(error: UnknownOptionError) -> bool:
+    return [*(error.command_chain or ())] == ["serve"] and error.token.keyword in OF_SEVERAL_MACHINES
 
 
 def tell(message: str) -> None:

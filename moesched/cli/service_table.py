@@ -12,7 +12,8 @@ def print_service(report: ServiceReport) -> None:
     """Print a report: what ran, times of requests, rates, and how full the places were."""
     word = "measured" if report.measured else "predicted"
     capacity = report.capacity
-    say(f"\n{report.model} ({report.dtype}) on {report.machine}, {report.policy}, {word}\n")
+    place = report.machine if report.nodes == 1 else f"{report.nodes} nodes of {report.machine}"
+    say(f"\n{report.model} ({report.dtype}) on {place}, {report.policy}, {word}\n")
     done = report.requests - report.left
     say(f"{report.requests} requests in {format_seconds(report.seconds)}, {done} completed")
     say(

@@ -233,11 +233,14 @@ class Roster:
             return "its process ended" if ended else "its connection ended"
         return None
 
+    def _ended(self, node: Node) -> bool:
+        """Test whether a node's process or connection has ended, as far as is known."""
+        return node.process.poll() is not None or node.hung_up or self._control.has_ended(node.peer)
+
     def _let_in(self, heard: Heard, join: JoinRequest) -> None:
         reason = refusal(join, heard.key, self._cluster, self._expected) or self._build_refusal(join)
         node = self.nodes[join.rank] if reason is None else None
-        ended = node is not None and (node.hung_up or self._control.has_ended(node.peer))
-        if node is not None and ended and (node.lost is None or node in self.members):
+        if node is not None and self._ended(node) and (node.lost is None or node in self.members):
             self._early.append((heard, join))
             return
         if node is not None and node.peer is not None:

@@ -19,7 +19,7 @@ COARSEST_STEP = 10_000
 """The largest good step of a clock, in nanoseconds; short kernels take ten times as long."""
 
 X86_SETS = {
-    "amx_bf16": {"amx_bf16", "amx_tile", "avx512_bf16"},
+    "amx_bf16": {"amx_bf16", "amx_int8", "amx_tile", "avx512_bf16"},
     "avx512_bf16": {"avx512_bf16", "avx512f", "avx512vl", "avx512bw"},
     "avx512": {"avx512f", "avx512vl", "avx512bw", "avx2", "fma"},
     "avx2": {"avx2", "fma"},

@@ -12,7 +12,8 @@ from moesched.jobs.job import Job
 from moesched.jobs.served_options import USERS, ServedOptions
 from moesched.models.checkpoint import Checkpoint, open_checkpoint
 from moesched.runs.ranks import Devices, open_devices, process_of
-from moesched.runs.served_runs import ServingSetup, serve_on
+from moesched.runs.served_parts import ServingSetup
+from moesched.runs.served_runs import serve_on
 from moesched.runs.serving import Serving, ServingListener
 from moesched.seams import Observer
 from moesched.serving.arrivals import Arrivals

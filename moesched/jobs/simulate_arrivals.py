@@ -18,7 +18,9 @@ from moesched.keywords import takes
 from moesched.models.layout import room_for
 from moesched.options import Option
 from moesched.routing import SeededRouting
-from moesched.runs.served_runs import ServingSetup, simulate_serving
+from moesched.runs.ranks import Rank
+from moesched.runs.served_parts import ServingSetup
+from moesched.runs.served_runs import simulate_serving
 from moesched.runs.service_report import Ran, ServiceReport, parse_objectives, service_report
 from moesched.runs.serving import Served, Serving
 from moesched.serving.arrival_files import described_arrivals
@@ -64,7 +66,7 @@ class _Progress:
 def simulate_arrivals(given: ServedScenarioOptions) -> ServiceReport:
     """Predict requests that arrive over time on the virtual clock; needs no weights and no GPU.
 
-    They join and leave between steps, under any policy of one machine.
+    They join and leave between steps, under any policy of one machine, or of several that share the experts.
 
     Raises:
         BadInput: an argument cannot be used.
@@ -78,7 +80,7 @@ def simulate_arrivals(given: ServedScenarioOptions) -> ServiceReport:
     context = longest if given.context is None else given.context
     require_context([context - 1], 1, scenario.config)
     users = given.batch_size or USERS
-    job = Job(replace(given, batch_size=users), scenario.config, scenario.machine)
+    job = Job(replace(given, batch_size=users), scenario.config, scenario.machine, nodes=given.nodes or 1)
     job.use_process(assumed_process(job.machine))
     lengths = sorted((request.prompt for request in requests), reverse=True)[:users]
     lengths += [lengths[-1]] * (users - len(lengths))
@@ -87,7 +89,9 @@ def simulate_arrivals(given: ServedScenarioOptions) -> ServiceReport:
     capacity = capacity_for(sizes, context)
     for request in requests:
         capacity.require(request)
-    plan, policy = job.plan(capacity.fullest(), room_for)
+    fullest = capacity.fullest()
+    plan, policy = job.plan(fullest, room_for)
+    peers = [Rank(*job.plan(fullest, room_for, node)) for node in range(1, job.nodes)]
     setup = ServingSetup(
         plan,
         policy,
@@ -100,9 +104,16 @@ def simulate_arrivals(given: ServedScenarioOptions) -> ServiceReport:
     routing = SeededRouting(routed.experts, routed.top_k, given.seed)
     recorder = None if given.trace is None else Recorder()
     serving = simulate_serving(
-        setup, routing=routing, preview_accuracy=given.preview_accuracy, recorder=recorder
+        setup, routing=routing, preview_accuracy=given.preview_accuracy, recorder=recorder, peers=peers
     )
-    ran = Ran(scenario.config.name, plan.machine.name, job.policy_name, job.layout.dtype, measured=False)
+    ran = Ran(
+        scenario.config.name,
+        plan.machine.name,
+        job.policy_name,
+        job.layout.dtype,
+        measured=False,
+        nodes=job.nodes,
+    )
     report = service_report(ran, serving, capacity, objectives)
     if recorder is not None and given.trace is not None:
         write_service_trace(given.trace, recorder, serving, report, plan)
@@ -116,7 +127,6 @@ def _require_servable(given: ServedScenarioOptions) -> None:
     refused = {
         "--beams": given.beams > 1,
         "--padded": given.padded,
-        "--nodes": (given.nodes or 1) > 1,
         "--routing": given.routing not in (None, "uniform"),
     }
     for flag, is_given in refused.items():

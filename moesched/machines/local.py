@@ -138,11 +138,14 @@ def processor_with(gpu: str) -> str:
 
 
 def processor_name(cpuinfo: Path = CPUINFO, ask: Ask = output_of) -> str:
-    """Return the name of this machine's processor."""
+    """Return the name of this machine's processor; on Arm Linux the numbers of its maker and design."""
     try:
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
+        lines = cpuinfo.read_text().splitlines()
     except OSError:
-        pass
+        lines = []
+    facts = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    if "model name" in facts:
+        return facts["model name"]
+    if {"CPU implementer", "CPU part"} <= facts.keys():
+        return f"Arm processor {facts['CPU implementer']} {facts['CPU part']}"
     return chip(ask) or platform.processor() or platform.machine()

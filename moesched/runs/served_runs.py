@@ -3,59 +3,53 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any
 
+from moesched.drivers.lanes import Clock, Execute
 from moesched.drivers.realtime import RealtimeDriver
-from moesched.drivers.validation import new_engine, new_shared_engine, watching
+from moesched.drivers.validation import new_engine, new_shared_engine
 from moesched.drivers.virtual import VirtualDriver
+from moesched.drivers.wired_memory import wired_memory_delays
 from moesched.engine import Engine
 from moesched.errors import BadInput
 from moesched.inputs.defaults import PREVIEW_ACCURACY
 from moesched.machines.cost import cost_model
 from moesched.machines.demand import CostModel
+from moesched.machines.networks import NETWORK
 from moesched.routing import SeededRouting
 from moesched.routing.router_forecast import RouterForecast
 from moesched.runs.decisions import simulated_decisions
-from moesched.runs.planning import make_lanes
-from moesched.runs.serving import ARRIVALS, Serving, ServingListener
+from moesched.runs.notices import NOTICE
+from moesched.runs.ranks import OnDevices, Rank
+from moesched.runs.served_parts import (
+    ServedRun,
+    ServingSetup,
+    closed_at_end,
+    first_node,
+    observers_of_all,
+    other_node,
+    require_one_accelerator,
+)
+from moesched.runs.serving import ARRIVALS, Serving
 from moesched.runs.virtual_run import Perform
-from moesched.seams import Device, KeepsTime, LaneKind, Observer, Policy, Routing, Serves
-from moesched.serving.admission import Admission, FirstCome
-from moesched.serving.arrivals import Arrivals
-from moesched.serving.capacity import Capacity
-from moesched.serving.places import Places
+from moesched.seams import (
+    Device,
+    JoinsRanks,
+    KeepsTime,
+    LaneKind,
+    Observer,
+    Policy,
+    Routing,
+    Serves,
+    Transport,
+)
 from moesched.steps.contention import lanes_contend
 from moesched.steps.plan import Plan
-from moesched.steps.run_state import RunState
 from moesched.system.own_loop import run_on_own_loop
-from moesched.tasks import Decision, HostKernel, Kernel, Lane, PageTransfer, Preview, Task
+from moesched.tasks import Collective, Decision, HostKernel, Kernel, Lane, PageTransfer, Preview, Task
 from moesched.trace import Recorder
-
-EngineType = TypeVar("EngineType", bound=Engine)
-
-
-class ServingSetup(NamedTuple):
-    """A plan with its policy, and the requests that it serves.
-
-    Attributes:
-        plan: a policy's plan of the capacity's fullest batch.
-        admission: chooses who runs next; by default those who came first.
-        stop_tokens: each of them ends its request.
-        listener: told of each token and each step.
-        keeps_history: see `Serving`.
-    """
-
-    plan: Plan
-    policy: Policy
-    capacity: Capacity
-    arrivals: Arrivals
-    admission: Admission | None = None
-    stop_tokens: Collection[int] = ()
-    listener: ServingListener | None = None
-    keeps_history: bool = True
 
 
 def simulate_serving(
@@ -68,39 +62,64 @@ def simulate_serving(
     observers: Sequence[Observer] = (),
     recorder: Recorder | None = None,
     device: Device | None = None,
+    peers: Sequence[Rank] = (),
     make_engine: Callable[[Iterable[Lane]], Engine] = new_engine,
 ) -> Serving:
     """Serve on the virtual clock.
 
     Args:
         device: computes every task as it ends; by default nothing is computed.
+        peers: the other nodes, if several share the model; `setup` has the first one's plan and policy.
         make_engine: makes the engine of some lanes; by default a checked one if the environment asks for validation.
         cost, routing, preview_accuracy, sharing, recorder: as `moesched.runs.simulation.simulate` takes them.
 
     Raises:
-        BadInput: the policy is for several accelerators or machines, or a request does not fit the capacity.
+        BadInput: the policy is for several accelerators or other machines, or a request does not fit the capacity.
     """
     plan = setup.plan
-    config = plan.layout.config
-    routing = routing or SeededRouting(config.routed.experts, config.routed.top_k)
-    previews = RouterForecast(routing, config.routed.experts, preview_accuracy)
-    run = _assembled(setup, make_engine)
-    if device is None:
-        decide = simulated_decisions(plan, routing, previews, by_step=True)
-        perform: dict[type[Task], Perform] = dict.fromkeys((Decision, Preview), decide)
-    else:
-        _serves(device).serve(plan)
-        perform = dict.fromkeys((Kernel, HostKernel, PageTransfer, Decision, Preview), device.execute)
+    require_one_accelerator(plan, setup.policy, 1 + len(peers))
+    followers = [other_node(each.plan, each.policy, make_engine) for each in peers]
+    run = first_node(setup, make_engine, peers=[each.main.notices for each in followers])
+    runs: list[ServedRun[Engine, Any]] = [run, *followers]
+    ranks = [Rank(plan, setup.policy, device), *peers]
     driver = VirtualDriver(
-        [run.engine],
+        [each.engine for each in runs],
         cost or cost_model(plan.machine, plan.layout.dtype),
         sharing=lanes_contend(plan) if sharing is None else sharing,
-        perform=perform,
-        observers=_observers(run, observers, recorder),
+        perform=_decided(plan, routing, preview_accuracy) if device is None else _computed(ranks, runs),
+        observers=observers_of_all(runs, observers, recorder),
+        delays={
+            lane: delay
+            for each in runs
+            for lane, delay in wired_memory_delays(each.plan, each.run_state.lanes).items()
+        },
     )
-    with _closed(run):
-        driver.run(run.serving.run())
-    return run.serving
+    with closed_at_end(runs):
+        driver.run(*(each.main.run() for each in runs))
+    return run.main
+
+
+def _decided(plan: Plan, routing: Routing | None, preview_accuracy: float) -> dict[type[Task], Perform]:
+    """The values of decisions where nothing is computed."""
+    routed = plan.layout.config.routed
+    routing = routing or SeededRouting(routed.experts, routed.top_k)
+    previews = RouterForecast(routing, routed.experts, preview_accuracy)
+    return dict.fromkeys((Decision, Preview), simulated_decisions(plan, routing, previews, by_step=True))
+
+
+def _computed(ranks: Sequence[Rank], runs: Sequence[ServedRun[Any, Any]]) -> dict[type[Task], Perform]:
+    """What devices compute as tasks end."""
+    for rank in ranks:
+        _serves(rank.device).serve(rank.plan)
+    execute = OnDevices(ranks, [each.engine.lanes for each in runs]).execute
+
+    def exchange(task: Task) -> Any:
+        return None if task.verb == NOTICE else execute(task)
+
+    computed: dict[type[Task], Perform] = dict.fromkeys(
+        (Kernel, HostKernel, PageTransfer, Decision, Preview), execute
+    )
+    return computed | {Collective: exchange}
 
 
 def serve_on(
@@ -109,95 +128,99 @@ def serve_on(
     *,
     observers: Sequence[Observer] = (),
     recorder: Recorder | None = None,
+    transport: Transport | None = None,
 ) -> Serving:
     """Serve on a device, until no more requests arrive; the caller closes the device.
 
+    Args:
+        transport: to the other nodes, which call `follow_on`, if several share the model; the caller closes it.
+
     Raises:
         BadInput: the device serves no requests that join and leave, or as `simulate_serving`.
+        TaskFailed: another node is lost, or a task failed.
     """
     serves = _serves(device)
+    _require_role(setup.plan, first=True)
+    require_one_accelerator(setup.plan, setup.policy, 1 if transport is None else setup.plan.nodes.count)
     kinds: dict[str, LaneKind] = {**device.kinds, ARRIVALS: "awaitable"}
-    run = _assembled(setup, new_shared_engine, kinds)
+    run = first_node(setup, new_shared_engine, kinds)
+    beside: dict[str, Execute] = {"wait": lambda _: run.main.wait_for_news()}
+    if transport is not None and run.main.notices is not None:
+        _join(device, setup.plan, transport)
+        beside[NOTICE] = partial(run.main.notices.carry, transport)
     driver = RealtimeDriver(
         [run.engine],
-        partial(_execute, device, run.serving),
-        kinds=kinds,
+        partial(_execute, device, beside),
+        kinds={NETWORK: "guest", **kinds},
         streams=device.streams,
-        observers=_observers(run, observers, recorder),
-        clock=device.clock if isinstance(device, KeepsTime) else time.perf_counter_ns,
+        observers=observers_of_all([run], observers, recorder),
+        clock=_clock(device),
     )
-    with _closed(run):
+    with closed_at_end([run]):
         serves.serve(setup.plan)
-        run_on_own_loop(partial(driver.run, run.serving.run()))
+        run_on_own_loop(partial(driver.run, run.main.run()))
     if recorder is not None:
         recorder.origin = driver.origin
-    return run.serving
+    return run.main
+
+
+def follow_on(device: Device, plan: Plan, policy: Policy, transport: Transport) -> int:
+    """Serve as one of several nodes, but the first, until no more requests arrive; the caller closes the device.
+
+    Returns:
+        the number of steps.
+
+    Raises:
+        BadInput: the device serves no requests that join and leave, or is never one of several; or the plan is that of
+            the first node.
+        TaskFailed: another node is lost, or a task failed.
+    """
+    serves = _serves(device)
+    _require_role(plan, first=False)
+    run = other_node(plan, policy, new_shared_engine, device.kinds)
+    _join(device, plan, transport)
+    driver = RealtimeDriver(
+        [run.engine],
+        partial(_execute, device, {NOTICE: partial(run.main.notices.carry, transport)}),
+        kinds={NETWORK: "guest", **device.kinds},
+        streams=device.streams,
+        clock=_clock(device),
+    )
+    with closed_at_end([run]):
+        serves.serve(plan)
+        run_on_own_loop(partial(driver.run, run.main.run()))
+    return run.main.steps
+
+
+def _require_role(plan: Plan, *, first: bool) -> None:
+    if (plan.nodes.index == 0) != first:
+        raise BadInput(
+            f"the plan is that of node {plan.nodes.index} of {plan.nodes.count}: node 0 calls serve_on, the others "
+            "follow_on"
+        )
+
+
+def _clock(device: Device) -> Clock:
+    return device.clock if isinstance(device, KeepsTime) else time.perf_counter_ns
+
+
+def _execute(device: Device, beside: Mapping[str, Execute], task: Task) -> Any:
+    """Run a task on the device, or what stands for the device; a task that waits gives what is to be awaited."""
+    return beside.get(task.verb, device.execute)(task)
+
+
+def _join(device: Device, plan: Plan, transport: Transport) -> None:
+    if not isinstance(device, JoinsRanks):
+        raise BadInput(
+            f"device {type(device).__name__} cannot be one of {plan.nodes.count} nodes: choose another one"
+        )
+    device.join(plan.nodes.index, transport, device)
 
 
 def _serves(device: Device) -> Serves:
     if not isinstance(device, Serves):
         raise BadInput(
-            f"device {type(device).__name__} runs batches only: serve with --device torch, or use `moesched simulate`"
+            f"device {type(device).__name__} runs batches only: serve with --device torch, cuda or mlx, or use "
+            "`moesched simulate`"
         )
     return device
-
-
-def require_one_accelerator(plan: Plan, policy: Policy) -> None:
-    """Raise BadInput if a plan is for several accelerators or machines."""
-    if len(plan.stages) > 1 or plan.nodes.count > 1 or plan.layout.config.ranks > 1:
-        raise BadInput(
-            f"policy {type(policy).__name__} is for several accelerators or machines, and requests are served by one: "
-            "choose another policy, or a machine with one accelerator"
-        )
-
-
-class _Run(NamedTuple, Generic[EngineType]):
-    plan: Plan
-    engine: EngineType
-    run_state: RunState
-    serving: Serving
-
-
-def _assembled(
-    setup: ServingSetup,
-    make_engine: Callable[[Iterable[Lane]], EngineType],
-    kinds: Mapping[str, LaneKind] | None = None,
-) -> _Run[EngineType]:
-    plan, policy = setup.plan, setup.policy
-    require_one_accelerator(plan, policy)
-    lanes = {**make_lanes(plan, kinds), ARRIVALS: Lane(ARRIVALS)}
-    engine = make_engine(lanes.values())
-    run_state = RunState(plan, engine, lanes)
-    serving = Serving(
-        run_state,
-        policy,
-        Places(setup.capacity),
-        setup.arrivals,
-        setup.admission or FirstCome(),
-        stop_tokens=setup.stop_tokens,
-        listener=setup.listener,
-        keeps_history=setup.keeps_history,
-    )
-    return _Run(plan, engine, run_state, serving)
-
-
-def _observers(
-    run: _Run[EngineType], observers: Sequence[Observer], recorder: Recorder | None
-) -> Sequence[Observer]:
-    if recorder is None:
-        return observers
-    recorder.watch(run.engine, run.plan.memories, run.plan.weights.pools)
-    return [*observers, recorder]
-
-
-@contextmanager
-def _closed(run: _Run[EngineType]) -> Iterator[None]:
-    with ExitStack() as opened:
-        opened.enter_context(closing(run.run_state))
-        opened.enter_context(watching(run.run_state))
-        yield
-
-
-def _execute(device: Device, serving: Serving, task: Task) -> Any:
-    """Run a task on the device; a task that waits for arrivals gives what is to be awaited."""
-    return serving.wait_for_news() if task.verb == "wait" else device.execute(task)

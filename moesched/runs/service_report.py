@@ -61,6 +61,7 @@ class ServiceReport(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         measured: whether it ran on hardware; else it is a prediction.
+        nodes: number of machines that shared the model's experts.
         requests: requests that arrived.
         left: requests that nobody waited for any more.
         seconds: from the first moment at which a request could run to the last token.
@@ -99,6 +100,7 @@ class ServiceReport(msgspec.Struct, frozen=True, kw_only=True):
     objectives: Objectives | None = None
     kept: float | None = None
     goodput: float | None = None
+    nodes: int = 1
 
     def as_dict(self) -> dict[str, Any]:
         """The report as JSON's types."""
@@ -114,6 +116,7 @@ class Ran(msgspec.Struct, frozen=True):
     policy: str
     dtype: str
     measured: bool
+    nodes: int = 1
 
 
 def service_report(
@@ -150,6 +153,7 @@ def service_report(
         objectives=objectives,
         kept=len(kept) / len(done) if objectives is not None and done else None,
         goodput=len(kept) / seconds if objectives is not None and seconds else None,
+        nodes=ran.nodes,
     )
 
 

@@ -5,8 +5,10 @@ The same coroutine runs under both drivers.
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from typing import Literal, Protocol
 
 import msgspec
@@ -15,6 +17,7 @@ from moesched.drivers.policies import scheduled
 from moesched.machines.demand import Demand
 from moesched.requests.rows import Rows
 from moesched.runs.generation import Sampled, load
+from moesched.runs.notices import Notice, Notices
 from moesched.seams import Policy
 from moesched.serving.admission import Admission
 from moesched.serving.arrivals import Arrivals
@@ -26,6 +29,9 @@ from moesched.tasks import Phase, Task, Work
 
 ARRIVALS = "arrivals"
 """The lane whose tasks last until the next request arrives."""
+
+IDLE_NOTICE_SECONDS = 5.0
+"""Seconds after which other nodes learn that there are still no requests, well within the time limit of an exchange."""
 
 Ending = Literal["stop", "length", "left"]
 """Why a request has no more tokens: a stop token, all of its tokens, or nobody waits for it."""
@@ -96,6 +102,7 @@ class Serving:
         requests: the requests that arrived, by number.
         occupancy: how full the places were.
         steps: number of steps that have ended.
+        notices: to the other nodes; None if there are none.
     """
 
     def __init__(
@@ -109,11 +116,13 @@ class Serving:
         stop_tokens: Collection[int] = (),
         listener: ServingListener | None = None,
         keeps_history: bool = True,
+        notices: Notices | None = None,
     ) -> None:
         self.loaded = 0
         self.steps = 0
         self.requests: dict[int, Served] = {}
         self.occupancy = Occupancy()
+        self.notices = notices
         self._run = run_state
         self._policy = policy
         self._places = places
@@ -136,7 +145,8 @@ class Serving:
             self._admit()
             rows = self._next_rows(index)
             if rows:
-                following = await self._submit(index, rows)
+                self._give_notice(rows, index)
+                following = await served_step(self._run, self._policy, index, rows)
                 if samples is not None:
                     await self._collect(index - 1, samples)
                 index, samples = index + 1, following
@@ -144,8 +154,10 @@ class Serving:
                 await self._collect(index - 1, samples)
                 samples = None
             elif self._arrivals.over:
+                self._give_notice(None, index)
                 return self.requests
             else:
+                self._give_notice({}, index)
                 await self._wait()
 
     @property
@@ -195,11 +207,9 @@ class Serving:
                 return rows
         return {}
 
-    async def _submit(self, index: int, rows: Mapping[int, Rows]) -> list[Sampled]:
-        self._run.serve(rows)
-        step = Step(self._run, index)
-        await scheduled(self._policy, step)
-        return step.close()
+    def _give_notice(self, notice: Notice, index: int) -> None:
+        if self.notices is not None:
+            self.notices.give(notice, index)
 
     async def _collect(self, index: int, samples: Sequence[Sampled]) -> None:
         """Wait for a step's tokens, pass them on, and free the blocks of those that are done."""
@@ -248,14 +258,27 @@ class Serving:
         seen.waiting.append(len(self._waiting))
 
     async def wait_for_news(self) -> None:
-        """Wait in real time until someone arrives or leaves, or nobody will."""
-        await self._arrivals.wait(self._now())
+        """Wait in real time until someone arrives or leaves, nobody will, or it is time for a notice."""
+        most = None if self.notices is None else IDLE_NOTICE_SECONDS
+        with suppress(TimeoutError):
+            async with asyncio.timeout(most):
+                await self._arrivals.wait(self._now())
 
     async def _wait(self) -> None:
         """Wait for the next arrival on a lane of its own."""
         lane = self._run.lanes[ARRIVALS]
         work = Work("wait", ARRIVALS, nanoseconds=self._arrivals.until_next(self._now()), demand=IDLE)
         await self._run.engine.submit(Task(lane, work, "wait"))
+
+
+async def served_step(
+    run_state: RunState, policy: Policy, index: int, rows: Mapping[int, Rows]
+) -> list[Sampled]:
+    """Have a policy submit a step of requests that join and leave; returns the tasks that sample its tokens."""
+    run_state.serve(rows)
+    step = Step(run_state, index)
+    await scheduled(policy, step)
+    return step.close()
 
 
 IDLE = Demand(0.0, ())

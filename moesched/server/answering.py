@@ -69,11 +69,12 @@ class Answers(ABC, Generic[Given]):
         """Answer a request."""
         request = Request(scope, receive)
         try:
+            self._gate.require_room()  # before the work of reading, since a full server refuses many
             given = read_body(await read_bytes(request), self.kind)
             self.model.require(given.model)
             user = given.user or (request.client.host if request.client else "")
-            asked = await self.understand(given, user)
-            with self._gate.entered(len(asked.prompts) * asked.wanted.answers):
+            with self._gate.entered(given.answers):
+                asked = await self.understand(given, user)
                 generation = Generation(self._link, self.model.codec, asked.prompts, asked.wanted)
                 with _left_when_over(generation, receive), self._metrics.timed(generation):
                     await self._answer(given, asked, generation, send)
@@ -84,7 +85,7 @@ class Answers(ABC, Generic[Given]):
         async with aclosing(self._metrics.observed(generation)) as pieces:
             if not given.stream:
                 parts = [piece async for several in pieces for piece in several]
-                answers = gathered(parts, len(asked.prompts) * asked.wanted.answers)
+                answers = gathered(parts, given.answers)
                 body = _json.encode(asked.form.whole(answers, _usage(generation)))
                 await _send_whole(send, body)
                 return
@@ -102,7 +103,7 @@ class Completions(Answers[CompletionRequest]):
         scored = given.max_tokens == 0
         if scored and not given.echo:
             raise bad_request("max_tokens is 0: give 1 or more, or echo with it", "max_tokens")
-        prompts = [await self._prompt(each) for each in _prompts(given.prompt)]
+        prompts = [await self._prompt(each) for each in given.prompts]
         wanted = Wanted(
             new_tokens=self.model.answer_tokens(given.max_tokens, prompts, chat=False),
             logprobs=given.logprobs,
@@ -147,23 +148,6 @@ class Chats(Answers[ChatRequest]):
 def _for_template(message: Any) -> dict[str, Any]:
     named = {} if message.name is None else {"name": message.name}
     return {"role": message.role, "content": message.text, **named}
-
-
-def _prompts(given: str | list[str | int | list[int]]) -> list[str | list[int]]:
-    """The prompts of a request, which has one text, several, one list of ids, or several.
-
-    Raises:
-        ApiError: it mixes them, or has none.
-    """
-    if isinstance(given, str):
-        return [given]
-    if given and all(isinstance(each, int) for each in given):
-        return [given]  # type: ignore[list-item]  # all are ids
-    if given and (
-        all(isinstance(each, str) for each in given) or all(isinstance(each, list) for each in given)
-    ):
-        return given  # type: ignore[return-value]  # all are texts, or all are lists of ids
-    raise bad_request("prompt: give a text, a list of texts, token ids, or a list of lists of them", "prompt")
 
 
 def _settings(given: Generated, user: str) -> dict[str, Any]:

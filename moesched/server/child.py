@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import subprocess
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -44,7 +45,7 @@ async def engine_child(
     loop = asyncio.get_running_loop()
     to_engine, _ = await loop.connect_write_pipe(asyncio.Protocol, process.stdin)
     link = EngineLink(to_engine.write, on_loading)
-    from_engine, _ = await loop.connect_read_pipe(lambda: _FromEngine(link), process.stdout)
+    from_engine, _ = await loop.connect_read_pipe(lambda: _FromEngine(process, link), process.stdout)
     try:
         yield Child(process, link)
     finally:
@@ -61,7 +62,8 @@ async def engine_child(
 class _FromEngine(asyncio.Protocol):
     """Feeds what the engine writes to the link."""
 
-    def __init__(self, link: EngineLink) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], link: EngineLink) -> None:
+        self._process = process
         self._link = link
 
     def data_received(self, data: bytes) -> None:
@@ -71,4 +73,17 @@ class _FromEngine(asyncio.Protocol):
             self._link.end(f"it wrote {error}")
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._link.end("its process has ended")
+        if not self._link.ended.done():
+            end = asyncio.get_running_loop().run_in_executor(None, end_of, self._process)
+            end.add_done_callback(lambda done: self._link.end(done.result()))
+
+
+def end_of(process: subprocess.Popen[bytes]) -> str:
+    """Wait for the end of a process that closed its output, and say how it ended."""
+    try:
+        code = process.wait(PATIENCE_SECONDS)
+    except subprocess.TimeoutExpired:
+        return "its process says nothing more"
+    if code == -signal.SIGKILL:
+        return "its process was killed, as the system does where memory runs out"
+    return f"its process ended by signal {-code}" if code < 0 else f"its process ended with exit code {code}"

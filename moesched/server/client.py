@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from typing import Any
@@ -15,6 +15,8 @@ from moesched.system.plain_text import shown
 SECONDS = 600.0
 """The longest wait for a piece of an answer."""
 DATA = b"data: "
+OF_ANOTHER_FORM = (ValueError, LookupError, TypeError, AttributeError)
+"""Errors of reading an answer that is no JSON, or has other fields."""
 
 
 class Client:
@@ -31,13 +33,14 @@ class Client:
     def __init__(self, url: str, key: str | None = None) -> None:
         try:
             parts = urlsplit(url)
+            self._secure = parts.scheme == "https"
             self._host, self._port = parts.hostname or "", parts.port
-        except ValueError:
+            self._connection()
+        except (ValueError, HTTPException):
             parts = urlsplit("")
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise BadInput(f"{shown(url)} is no address: give one such as http://127.0.0.1:8000")
         self._url = url
-        self._secure = parts.scheme == "https"
         self._headers = {"Content-Type": "application/json"} | (
             {"Authorization": f"Bearer {key}"} if key else {}
         )
@@ -52,10 +55,10 @@ class Client:
             listed = self._asked(connection, "GET", "/v1/models")
             try:
                 return str(json.loads(listed.read())["data"][0]["id"])
-            except (ValueError, LookupError, TypeError):
+            except (OSError, HTTPException, *OF_ANOTHER_FORM):
                 raise BadInput(f"{self._url} is no server of models: give the address of one") from None
 
-    def chat(self, messages: Sequence[Mapping[str, str]], **settings: Any) -> Iterator[str]:
+    def chat(self, messages: Sequence[Mapping[str, str]], **settings: Any) -> Generator[str]:
         """Yield the pieces of an answer's text.
 
         Args:
@@ -72,6 +75,8 @@ class Client:
                 yield from _pieces(response)
             except (OSError, HTTPException) as error:
                 raise MoeschedError(f"the answer of {self._url} broke off: {error}") from error
+            except OF_ANOTHER_FORM as error:
+                raise MoeschedError(f"{self._url} answers in another form than OpenAI's API") from error
 
     def _connection(self) -> HTTPConnection:
         kind = HTTPSConnection if self._secure else HTTPConnection
@@ -83,7 +88,7 @@ class Client:
         try:
             connection.request(method, path, body, self._headers)
             response = connection.getresponse()
-        except (OSError, HTTPException) as error:
+        except (OSError, HTTPException, UnicodeError) as error:
             raise BadInput(
                 f"cannot reach {self._url}: {error}: start a server with `moesched serve MODEL`, or give its --url"
             ) from error
@@ -107,5 +112,5 @@ def _pieces(response: HTTPResponse) -> Iterator[str]:
 def _fault(response: HTTPResponse) -> str:
     try:
         return str(json.loads(response.read())["error"]["message"])
-    except (ValueError, LookupError, TypeError):
+    except (OSError, HTTPException, *OF_ANOTHER_FORM):
         return f"it answered {response.status} {response.reason}"

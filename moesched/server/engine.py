@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -44,7 +45,7 @@ from moesched.system.scratch import remove_all
 from moesched.tasks import Task
 
 STATE_SECONDS = 0.2
-"""The least time between two messages about the engine's state."""
+"""The time between two messages about the engine's state; it is also told when the engine becomes busy or idle."""
 READ_BYTES = 1 << 16
 
 Send = Callable[[list[ToFront]], object]
@@ -63,6 +64,7 @@ class Teller:
         self._room = capacity.places * capacity.cache_tokens
         self._messages: list[ToFront] = []
         self._told = 0.0
+        self._ran = False
 
     def loaded(self, serving: Serving) -> None:
         """Say that requests can run."""
@@ -76,9 +78,9 @@ class Teller:
 
     def step(self, serving: Serving) -> None:
         """Send the step's tokens."""
-        now = time.monotonic()
-        if now - self._told >= STATE_SECONDS or not serving.occupancy.running[-1]:
-            self._told = now
+        now, runs = time.monotonic(), bool(serving.occupancy.running[-1])
+        if now - self._told >= STATE_SECONDS or runs != self._ran:
+            self._told, self._ran = now, runs
             self._messages.append(self._state(serving))
         self._send(self._messages)
         self._messages = []
@@ -133,11 +135,14 @@ class Inbox:
             self._arrivals.close()
 
     def read(self, source: int) -> None:
-        """Take messages from a file descriptor until it is closed; then end this process."""
+        """Take messages from a file descriptor until it is closed, or fails; then end this process."""
         frames = Frames(ToEngine)
-        while data := os.read(source, READ_BYTES):
-            for message in frames.feed(data):
-                self.take(message)  # type: ignore[arg-type]  # frames of the front have nothing else
+        try:
+            while data := os.read(source, READ_BYTES):
+                for message in frames.feed(data):
+                    self.take(message)  # type: ignore[arg-type]  # frames of the front have nothing else
+        except Exception:  # an engine that hears nothing more would let everyone wait
+            traceback.print_exc()
         remove_all()
         os._exit(1)
 

@@ -6,9 +6,12 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 import msgspec
+from starlette.responses import Response
 
 from moesched.errors import MoeschedError
 
+MOST_MESSAGE = 1000
+"""The most characters of a message: some quote what the client sent."""
 NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 
 
@@ -42,8 +45,12 @@ class ApiError(MoeschedError):
 
     def body(self) -> bytes:
         """The error as JSON."""
-        told = _Told(" ".join(str(self).split()), self.kind, self.param, self.code)
+        told = _Told(" ".join(str(self).split())[:MOST_MESSAGE], self.kind, self.param, self.code)
         return msgspec.json.encode({"error": told})
+
+    def response(self) -> Response:
+        """The error as an answer of HTTP."""
+        return Response(self.body(), self.status, dict(self.headers), "application/json")
 
 
 class _Told(msgspec.Struct, frozen=True):

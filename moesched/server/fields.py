@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar, get_args
 
 import msgspec
 from msgspec import Meta
@@ -18,6 +18,7 @@ from moesched.system.plain_text import shown
 
 MOST_VALUES = 2_000_000
 """The most values in a body: more than any prompt of token ids has."""
+MOST_INT = 2**63 - 1
 MOST_CHOICES = 128
 MOST_STOPS = 16
 MOST_LIKELIEST = 20
@@ -48,6 +49,14 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
 """Fields that the server has not, and the values besides null at which they change no answer."""
 
 
+Role: TypeAlias = Literal["system", "developer", "user", "assistant"]
+PartType: TypeAlias = Literal["text"]
+CHOICES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {"role": get_args(Role), "type": get_args(PartType)}
+)
+"""The values that a field may have, by its name."""
+
+
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Options of a stream."""
 
@@ -63,11 +72,16 @@ class Generated(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     stream_options: StreamOptions | None = None
     stop: str | list[str] | None = None
     n: Annotated[int, Meta(ge=1, le=MOST_CHOICES)] | None = None
-    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    seed: Annotated[int, Meta(ge=-MOST_INT - 1, le=MOST_INT)] | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Meta(ge=1)] | None = None
+    top_k: Annotated[int, Meta(ge=1, le=MOST_INT)] | None = None
     user: str | None = None
+
+    @property
+    def answers(self) -> int:
+        """The number of answers."""
+        return self.n or 1
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -86,22 +100,46 @@ class CompletionRequest(Generated, frozen=True, kw_only=True, forbid_unknown_fie
     """The body of /v1/completions."""
 
     prompt: str | list[str | int | list[int]]
-    max_tokens: Annotated[int, Meta(ge=0)] | None = None
+    max_tokens: Annotated[int, Meta(ge=0, le=MOST_INT)] | None = None
     echo: bool | None = None
     logprobs: Annotated[int, Meta(ge=0, le=MOST_LIKELIEST)] | None = None
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts: one text, several, one list of ids, or several.
+
+        Raises:
+            ApiError: it mixes them, or has none.
+        """
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        given: Any = self.prompt
+        kinds = set(map(type, given))
+        if kinds == {int}:
+            return [given]
+        if kinds in ({str}, {list}):
+            return given  # type: ignore[no-any-return]  # all are texts, or all are lists of ids
+        raise bad_request(
+            "prompt: give a text, a list of texts, token ids, or a list of lists of them", "prompt"
+        )
+
+    @property
+    def answers(self) -> int:
+        """The number of answers to all prompts."""
+        return len(self.prompts) * (self.n or 1)
 
 
 class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A part of a message."""
 
     text: str
-    type: Literal["text"] = "text"
+    type: PartType = "text"
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A message of a conversation; the fields after `name` are those of answers that are sent back."""
 
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Role
     content: str | list[TextPart]
     name: str | None = None
     refusal: None = None
@@ -120,8 +158,8 @@ class ChatRequest(Generated, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """The body of /v1/chat/completions."""
 
     messages: Annotated[list[Message], Meta(min_length=1)]
-    max_tokens: Annotated[int, Meta(ge=1)] | None = None
-    max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None
+    max_tokens: Annotated[int, Meta(ge=1, le=MOST_INT)] | None = None
+    max_completion_tokens: Annotated[int, Meta(ge=1, le=MOST_INT)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MOST_LIKELIEST)] | None = None
 
@@ -140,10 +178,12 @@ def read_body(data: bytes, kind: type[Body]) -> Body:
     except BadInput as error:
         raise bad_request(str(error)) from error
     known = kind.__struct_fields__
-    left = {name: value for name, value in fields.items() if name in known or not _is_taken(name, value)}
-    for name in left:
-        if name not in known:
-            raise _unknown(name, left[name], known)
+    left = {}
+    for name, value in fields.items():
+        if name in known:
+            left[name] = value
+        elif not _is_taken(name, value):
+            raise _unknown(name, value, known)
     try:
         return msgspec.convert(left, kind)
     except DECODE_ERRORS as error:
@@ -178,5 +218,7 @@ def _of_wrong_type(message: str, fields: Mapping[str, Any]) -> ApiError:
     if missing := _MISSING.match(fault):
         path = ".".join(filter(None, [path, missing[1]]))
         return bad_request(f"{path} is missing: give it", path, "missing_required_parameter")
+    if path.rpartition(".")[2] in CHOICES and fault.startswith("Invalid enum value"):
+        fault += f": give {', '.join(CHOICES[path.rpartition('.')[2]])}"
     where = f"{path} is {shown(fields[path])}" if path in fields else path
     return bad_request(f"{where}: {fault[:1].lower()}{fault[1:]}", path or None, "invalid_value")

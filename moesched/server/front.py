@@ -17,11 +17,15 @@ from moesched.errors import MoeschedError
 from moesched.server.answering import Chats, Completions
 from moesched.server.errors import ApiError
 from moesched.server.gate import Gate
-from moesched.server.guards import Counted, Keyed, OfThisMachine, error_response
+from moesched.server.guards import Counted, Keyed, OfThisMachine
 from moesched.server.link import EngineLink
 from moesched.server.metrics import Metrics
 from moesched.server.model import Model
 from moesched.server.page import PAGE, PAGE_POLICY
+from moesched.system.plain_text import shown
+
+MOST_METHOD = 20
+"""The most characters of a method that are given back."""
 
 
 class Front:
@@ -52,6 +56,9 @@ class Front:
         ]
         faults = {ApiError: _api_error, HTTPException: _http_error, Exception: _own_error}
         plain = Starlette(routes=routes, exception_handlers=faults)  # type: ignore[arg-type]  # each takes its own kind
+        plain.router.redirect_slashes = (
+            False  # it would send clients to whatever `Host` they were made to name
+        )
         known = frozenset(route.path for route in routes)
         guarded = OfThisMachine(plain) if key is None else Keyed(plain, key)
         self.app: ASGIApp = Counted(guarded, self._metrics, known)
@@ -129,16 +136,16 @@ def _json(content: object, status: int = 200) -> Response:
 
 
 async def _api_error(_: Request, error: ApiError) -> Response:
-    return error_response(error)
+    return error.response()
 
 
 async def _http_error(request: Request, error: HTTPException) -> Response:
     remedy = "there is /v1/chat/completions, /v1/completions, /v1/models, /health, /metrics and a page at /"
-    fault = f"{request.method} {request.url.path}: {error.detail}: {remedy}"
-    return error_response(ApiError(error.status_code, fault, headers=dict(error.headers or {})))
+    fault = f"{request.method[:MOST_METHOD]} of {shown(request.scope['path'])}: {error.detail}: {remedy}"
+    return ApiError(error.status_code, fault, headers=dict(error.headers or {})).response()
 
 
 async def _own_error(_: Request, error: Exception) -> Response:
     """A fault of the server itself; its log has the traceback."""
     told = str(error) if isinstance(error, MoeschedError) else "the server has a fault; its log says more"
-    return error_response(ApiError(500, told, kind="server_error"))
+    return ApiError(500, told, kind="server_error").response()

@@ -11,30 +11,57 @@ from contextlib import contextmanager
 
 from moesched.server.errors import ApiError, bad_request
 
-REMEMBERED = 64
-"""Requests whose ends tell how fast others will end."""
+REMEMBERED = 256
+"""Answers whose ends tell how fast others will end."""
 LONGEST_WAIT = 60
 
 
 class Gate:
     """Counts the answers that run or wait.
 
+    Requests that find no room are told to come back one after the other, at the rate at which answers end.
+
     Args:
-        most: the most answers at once.
+        running: the most answers that run at once.
+        waiting: the most answers that wait beside them.
         clock: seconds.
     """
 
-    def __init__(self, most: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self.most = most
+    def __init__(self, running: int, waiting: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.most = running + waiting
         self.inside = 0
         self.closed = False
+        self._running = running
         self._clock = clock
-        self._ends: deque[float] = deque(maxlen=REMEMBERED)
+        self._seconds_each = 0.0
+        self._ends: deque[float] = deque(maxlen=REMEMBERED + 1)
+        """Since when as many run as may, and the ends of answers since then; the last ones of many."""
+        self._promised = 0.0
+        """When the last one that was refused is to come back."""
         self._changed = asyncio.Event()
 
     @contextmanager
     def entered(self, answers: int) -> Iterator[None]:
         """Let a request in that asks for some answers, until the context ends.
+
+        Raises:
+            ApiError: the server closes, is full, or never has so much room.
+        """
+        self.require_room(answers)
+        self.inside += answers
+        if self.inside >= self._running and not self._ends:
+            self._ends.append(self._clock())
+        refused = False
+        try:
+            yield
+        except ApiError:
+            refused = True
+            raise
+        finally:
+            self._end(answers, refused=refused)
+
+    def require_room(self, answers: int = 1) -> None:
+        """Check that a request could get in now.
 
         Raises:
             ApiError: the server closes, is full, or never has so much room.
@@ -53,23 +80,8 @@ class Gate:
                 f"{self.inside} answers run or wait, and at most {self.most} may: try again later",
                 kind="rate_limit_error",
                 code="rate_limit_exceeded",
-                headers={"Retry-After": str(self.retry_seconds(answers))},
+                headers={"Retry-After": str(self._retry_seconds(answers))},
             )
-        self.inside += answers
-        try:
-            yield
-        finally:
-            self.inside -= answers
-            self._ends.extend([self._clock()] * answers)
-            self._changed.set()
-
-    def retry_seconds(self, answers: int) -> int:
-        """Seconds until there is room for more answers, by the rate at which others ended lately."""
-        if len(self._ends) < 2 or self._ends[-1] <= self._ends[0]:
-            return 1
-        rate = (len(self._ends) - 1) / (self._ends[-1] - self._ends[0])
-        lacking = self.inside + answers - self.most
-        return min(max(math.ceil(lacking / rate), 1), LONGEST_WAIT)
 
     async def drained(self) -> None:
         """Let nobody in any more, and wait until all answers have ended."""
@@ -77,3 +89,22 @@ class Gate:
         while self.inside:
             self._changed.clear()
             await self._changed.wait()
+
+    def _end(self, answers: int, *, refused: bool) -> None:
+        """Note the end of answers; those that were refused say nothing of how long one takes."""
+        if self.inside < self._running:
+            self._ends.clear()
+        elif not refused:
+            self._ends.extend([self._clock()] * answers)
+        self.inside -= answers
+        self._changed.set()
+
+    def _retry_seconds(self, answers: int) -> int:
+        """Seconds until there is room for more answers, if those who were refused before come back in time."""
+        now, lacking = self._clock(), self.inside + answers - self.most
+        if len(self._ends) > 1:
+            self._seconds_each = (now - self._ends[0]) / (len(self._ends) - 1)
+        first = now + (lacking - answers) * self._seconds_each
+        self._promised = max(self._promised, first) + answers * self._seconds_each
+        self._promised = min(self._promised, now + LONGEST_WAIT)
+        return max(math.ceil(self._promised - now), 1)

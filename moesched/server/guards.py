@@ -6,12 +6,12 @@ import hmac
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
-from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from moesched.server.errors import ApiError
 from moesched.server.metrics import Metrics
 from moesched.server.options import is_loopback
+from moesched.system.plain_text import shown
 
 OPEN_PATHS = frozenset(["/", "/health"])
 """Paths that need no key: the page asks for it, and says nothing by itself."""
@@ -22,12 +22,13 @@ class Keyed:
 
     def __init__(self, app: ASGIApp, key: str) -> None:
         self._app = app
-        self._shown = f"Bearer {key}".encode()
+        self._key = key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or refuse it."""
-        given = Headers(scope=scope).get("authorization", "").encode("latin-1")
-        if scope["path"] in OPEN_PATHS or hmac.compare_digest(given, self._shown):
+        scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
+        knows = scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode("latin-1"), self._key)
+        if knows or scope["path"] in OPEN_PATHS:
             await self._app(scope, receive, send)
             return
         error = ApiError(
@@ -36,7 +37,7 @@ class Keyed:
             code="invalid_api_key",
             headers={"WWW-Authenticate": "Bearer"},
         )
-        await error_response(error)(scope, receive, send)
+        await error.response()(scope, receive, send)
 
 
 class OfThisMachine:
@@ -55,9 +56,9 @@ class OfThisMachine:
             await self._app(scope, receive, send)
             return
         error = ApiError(
-            403, f"{host!r} is no name of this machine: ask 127.0.0.1, or let the server have a key"
+            403, f"{shown(host)} is no name of this machine: ask 127.0.0.1, or let the server have a key"
         )
-        await error_response(error)(scope, receive, send)
+        await error.response()(scope, receive, send)
 
 
 class Counted:
@@ -86,8 +87,3 @@ def host_of(header: str) -> str:
         return urlsplit(f"//{header}").hostname or header
     except ValueError:
         return header
-
-
-def error_response(error: ApiError) -> Response:
-    """The response that tells an error."""
-    return Response(error.body(), error.status, dict(error.headers), "application/json")

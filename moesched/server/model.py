@@ -11,6 +11,7 @@ from moesched.server.generation import Prompt
 from moesched.server.messages import Ready
 from moesched.server.served_text import Codec, encode
 from moesched.server.templates import Renders
+from moesched.system.plain_text import shown
 
 NEW_TOKENS = 16
 """Tokens of a completion that does not say how many, as OpenAI's API has it."""
@@ -46,7 +47,10 @@ class Model:
         """Raise ApiError unless a request names this model."""
         if name != self.name:
             raise ApiError(
-                404, f"no model {name!r} here: ask for {self.name}", param="model", code="model_not_found"
+                404,
+                f"no model {shown(name)} here: ask for {self.name}",
+                param="model",
+                code="model_not_found",
             )
 
     async def of_text(self, text: str) -> Prompt:
@@ -121,7 +125,7 @@ class Model:
         unknown = next((token for token in ids if not 0 <= token < self.ready.vocabulary), None)
         if unknown is not None:
             raise bad_request(
-                f"token id {unknown} is outside the vocabulary of {self.ready.vocabulary}: "
+                f"token id {shown(unknown)} is outside the vocabulary of {self.ready.vocabulary}: "
                 f"use ids from 0 to {self.ready.vocabulary - 1}",
                 "prompt",
             )

@@ -50,14 +50,22 @@ class FrontOptions(Options):
         """
         if self.api_key_file is not None:
             return read_key(self.api_key_file)
-        given = os.environ.get(KEY_VARIABLE)
-        if given is not None:
-            return _checked(given.strip(), KEY_VARIABLE)
-        if not is_loopback(self.host):
+        key = environment_key()
+        if key is None and not is_loopback(self.host):
             raise BadInput(
                 f"--host {self.host} lets others in: set a key with --api-key-file FILE, or in {KEY_VARIABLE}"
             )
-        return None
+        return key
+
+
+def environment_key() -> str | None:
+    """The key in the environment, if it has one.
+
+    Raises:
+        BadInput: it is none.
+    """
+    given = os.environ.get(KEY_VARIABLE)
+    return None if given is None else _checked(given.strip(), KEY_VARIABLE)
 
 
 def read_key(file: Path) -> str:

@@ -1,4 +1,4 @@
-"""HTTP connections with limits of time, which uvicorn has not."""
+"""HTTP connections as uvicorn has them, with limits of time, and with errors in OpenAI's form."""
 
 from __future__ import annotations
 
@@ -8,10 +8,15 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from moesched.server.errors import bad_request
+
 REQUEST_SECONDS = 20.0
 """The time in which a request has to arrive as a whole, headers and body."""
 WRITE_SECONDS = 60.0
 """The time in which a client has to read what waits for it."""
+NOT_HTTP = bad_request(
+    "this is no HTTP/1.1, or its headers are longer than 64 KiB: send another request"
+).body()
 
 
 class TimedProtocol(H11Protocol):
@@ -46,6 +51,28 @@ class TimedProtocol(H11Protocol):
         _cancel(self._request_timer)
         _cancel(self._write_timer)
 
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is no HTTP; a body that goes wrong closes the connection, since its request has an answer."""
+        if self.conn.our_state is h11.IDLE:
+            length = str(len(NOT_HTTP)).encode()
+            headers = [
+                (b"content-type", b"application/json"),
+                (b"content-length", length),
+                (b"connection", b"close"),
+            ]
+            for event in (
+                h11.Response(status_code=400, headers=headers),
+                h11.Data(data=NOT_HTTP),
+                h11.EndOfMessage(),
+            ):
+                self.transport.write(self.conn.send(event))
+        self._close()
+
+    def timeout_keep_alive_handler(self) -> None:
+        """Close a connection that was not used again."""
+        super().timeout_keep_alive_handler()
+        self._close()
+
     def pause_writing(self) -> None:
         """Begin to wait for a client that does not read."""
         super().pause_writing()
@@ -55,6 +82,11 @@ class TimedProtocol(H11Protocol):
         """Stop to wait: the client has read."""
         super().resume_writing()
         _cancel(self._write_timer)
+
+    def _close(self) -> None:
+        """Close the connection once the client has read what waits for it, or after some time."""
+        self.transport.close()
+        self._write_timer = self.loop.call_later(self.write_seconds, self.transport.abort)
 
     def _expect_request(self) -> None:
         """Run the timer while a request is under way, or none came yet; keep-alive has uvicorn's own."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Generic, Literal, TypeVar
 
 import msgspec
 
 from moesched.server.messages import Ending
+
+Choice = TypeVar("Choice")
 
 
 class Usage(msgspec.Struct, frozen=True):
@@ -20,6 +22,16 @@ class Usage(msgspec.Struct, frozen=True):
 def usage(prompt: int, completion: int) -> Usage:
     """The usage with its sum."""
     return Usage(prompt, completion, prompt + completion)
+
+
+class Answers(msgspec.Struct, Generic[Choice], frozen=True):
+    """Answers to a request, or pieces of them; pieces before the last have no usage."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[Choice]
+    usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
 
 
 # ---------------------------------------------------------------- /v1/completions
@@ -43,14 +55,9 @@ class CompletionChoice(msgspec.Struct, frozen=True):
     finish_reason: Ending | None = None
 
 
-class Completion(msgspec.Struct, frozen=True):
+class Completion(Answers[CompletionChoice], frozen=True):
     """The answer of /v1/completions, or a piece of it."""
 
-    id: str
-    created: int
-    model: str
-    choices: list[CompletionChoice]
-    usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
     object: Literal["text_completion"] = "text_completion"
 
 
@@ -65,12 +72,9 @@ class LikelyToken(msgspec.Struct, frozen=True):
     bytes: list[int]
 
 
-class ChosenToken(msgspec.Struct, frozen=True):
+class ChosenToken(LikelyToken, frozen=True):
     """A token, and the likeliest in its place."""
 
-    token: str
-    logprob: float
-    bytes: list[int]
     top_logprobs: list[LikelyToken]
 
 
@@ -114,23 +118,13 @@ class ChatPiece(msgspec.Struct, frozen=True):
     finish_reason: Ending | None = None
 
 
-class ChatCompletion(msgspec.Struct, frozen=True):
+class ChatCompletion(Answers[ChatChoice], frozen=True):
     """The answer of /v1/chat/completions."""
 
-    id: str
-    created: int
-    model: str
-    choices: list[ChatChoice]
-    usage: Usage
     object: Literal["chat.completion"] = "chat.completion"
 
 
-class ChatChunk(msgspec.Struct, frozen=True):
+class ChatChunk(Answers[ChatPiece], frozen=True):
     """A piece of the answer of /v1/chat/completions."""
 
-    id: str
-    created: int
-    model: str
-    choices: list[ChatPiece]
-    usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"

@@ -34,6 +34,8 @@ from moesched.system.own_loop import run_on_own_loop
 from moesched.system.signals import stopped_by
 
 ENGINE = (sys.executable, "-P", "-m", "moesched.server.engine")
+BACKLOG = 2048
+"""Clients that may wait until their connection is taken."""
 CLOSING_SECONDS = 5
 """The time in which connections are closed after the last answer."""
 
@@ -91,7 +93,7 @@ def serve(model: Path, given: FrontOptions, engine: Sequence[str], listener: Lis
                     served = Model(
                         ready, codec, renders, chat_tokens=given.max_tokens, loaded=int(time.time())
                     )
-                    gate = Gate(ready.places * ready.sequences + given.queue)
+                    gate = Gate(ready.places * ready.sequences, given.queue)
                     front = Front(served, child.link, gate, key)
                     say = partial(listener.ready, url_of(listener_socket), ready, notes)
                     await _serve_until(closing, SignalFreeServer(front, say), front, child, listener_socket)
@@ -116,7 +118,7 @@ async def _ready(child: Child, closing: asyncio.Event) -> Ready | None:
         return child.link.ready.result()
     code = await child.exit_code()
     why = child.link.ended.result()
-    raise BadInput(why) if code == 2 else MoeschedError(f"{why} (exit code {code})")
+    raise BadInput(why) if code == 2 else MoeschedError(f"the engine did not start: {why}")
 
 
 async def _serve_until(
@@ -169,6 +171,7 @@ class SignalFreeServer(uvicorn.Server):
                 log_config=None,
                 access_log=False,
                 server_header=False,
+                backlog=BACKLOG,
                 timeout_graceful_shutdown=CLOSING_SECONDS,
             )
         )
@@ -185,7 +188,7 @@ class SignalFreeServer(uvicorn.Server):
 
 @contextmanager
 def listening(host: str, port: int) -> Iterator[socket.socket]:
-    """Listen at an address.
+    """Listen at an address; clients that come before the server is ready wait.
 
     Raises:
         BadInput: it is none of this machine's, or in use.
@@ -201,6 +204,7 @@ def listening(host: str, port: int) -> Iterator[socket.socket]:
         opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             opened.bind(address)
+            opened.listen(BACKLOG)  # now: two servers that only bind may have the same port
         except OSError as error:
             in_use = error.errno == errno.EADDRINUSE
             remedy = "give another --port, or 0 for a free one" if in_use else "give another --host or --port"

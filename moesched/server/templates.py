@@ -12,7 +12,8 @@ from moesched.errors import BadInput
 from moesched.inputs.chat_template import ChatTemplate
 
 COMMAND = (sys.executable, "-P", "-m", "moesched.server.template_worker")
-MOST_LINE_BYTES = 64 << 20
+MOST_LINE_BYTES = 32 << 20
+"""The most bytes of a prompt as a line of JSON; a body of text takes up to three times its own."""
 SECONDS = 2.0
 """The time that rendering a conversation may take."""
 
@@ -52,12 +53,16 @@ class ModelTemplate:
 
     Args:
         seconds: the time that rendering may take.
+        most_bytes: the most bytes of a text, as a line of JSON.
     """
 
     bare = True
 
-    def __init__(self, template: ChatTemplate, seconds: float = SECONDS) -> None:
+    def __init__(
+        self, template: ChatTemplate, seconds: float = SECONDS, most_bytes: int = MOST_LINE_BYTES
+    ) -> None:
         self._first_line = {"text": template.text, "special": template.special, "seconds": seconds}
+        self._most_bytes = most_bytes
         self._turn = asyncio.Lock()
         self._worker: asyncio.subprocess.Process | None = None
 
@@ -100,7 +105,11 @@ class ModelTemplate:
     async def _ready_worker(self) -> asyncio.subprocess.Process:
         if self._worker is None:
             self._worker = await asyncio.create_subprocess_exec(
-                *COMMAND, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, limit=MOST_LINE_BYTES
+                *COMMAND,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                limit=self._most_bytes,
+                start_new_session=True,  # Ctrl-C is for the server, which ends this process
             )
             compiled = await _asked(self._worker, self._first_line)
             if compiled is None or "fault" in compiled:
@@ -119,12 +128,12 @@ class ModelTemplate:
 
 
 async def _asked(worker: asyncio.subprocess.Process, question: object) -> dict[str, str] | None:
-    """Send a line to the process, and read its reply; None if it has ended."""
+    """Send a line to the process, and read its reply; None if it has ended, or says too much."""
     assert worker.stdin is not None and worker.stdout is not None
     try:
         worker.stdin.write(json.dumps(question).encode() + b"\n")
         await worker.stdin.drain()
         line = await worker.stdout.readline()
-    except ConnectionError:
+    except (ConnectionError, ValueError):  # the latter for a line that is too long
         return None
     return json.loads(line) if line.endswith(b"\n") else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Protocol
@@ -46,22 +45,42 @@ class ShortestPrompt:
 
 
 class FairAmongUsers:
-    """Users take turns: the one who was given the fewest tokens so far is next."""
+    """Users take turns by tokens: start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996).
+
+    A request starts where its user's one before it ended, in tokens, and ends as many later as it may take. A user who
+    is new, or comes back, starts where the request that entered last did: neither before all others nor behind what
+    was given to them meanwhile.
+    """
 
     def __init__(self) -> None:
-        self._given: Counter[str] = Counter()
+        self._now = 0
+        """The start of the request that entered last."""
+        self._ends: dict[str, int] = {}
+        """The end of each user's last request, of those who are ahead of `_now`."""
 
     def order(self, waiting: Sequence[Request]) -> Sequence[Request]:
-        """The requests in turns: as if each user's earlier ones in this list had been given their tokens."""
-        given, keyed = self._given.copy(), []
-        for number, request in enumerate(waiting):
-            keyed.append((given[request.user], number, request))
-            given[request.user] += request.prompt + request.new_tokens
-        return [request for _, _, request in sorted(keyed, key=lambda key: key[:2])]
+        """The requests by their starts; of equal ones, those that came first."""
+        ends, starts = dict(self._ends), []
+        for request in waiting:
+            starts.append(self._start(request.user, ends))
+            ends[request.user] = starts[-1] + tokens_of(request)
+        return [waiting[index] for index in sorted(range(len(starts)), key=starts.__getitem__)]
 
     def entered(self, request: Request) -> None:
-        """Count the tokens of a request that got a place for its user."""
-        self._given[request.user] += request.prompt + request.new_tokens
+        """Count the tokens of a request that got a place, and forget users who are no longer ahead."""
+        start = self._start(request.user, self._ends)
+        self._ends[request.user] = start + tokens_of(request)
+        if start > self._now:
+            self._now = start
+            self._ends = {user: end for user, end in self._ends.items() if end > start}
+
+    def _start(self, user: str, ends: Mapping[str, int]) -> int:
+        return max(ends.get(user, 0), self._now)
+
+
+def tokens_of(request: Request) -> int:
+    """The most tokens that a request takes."""
+    return request.prompt + request.new_tokens
 
 
 ADMISSIONS: Mapping[str, type[Admission]] = MappingProxyType(

@@ -135,7 +135,7 @@ class MicroBatch:
         progress: the layers and verbs of its step that it has been through, as one number: `STRIDE` values for each
             layer.
         last: the task that brought it to this progress.
-        room: a block that stands for its activations within a layer, where the plan limits these.
+        activations: the block of its activations within a layer, where the plan limits these; else None.
         stage: the pipeline stage that it is at.
         works: the works of its verbs at that stage, in its kind of layer; `works_at` has those of all stages and kinds.
         bound: by a verb's number, its lane and its work at that stage, and the blocks that its task reads and writes.
@@ -148,6 +148,7 @@ class MicroBatch:
 
     __slots__ = (
         "_bound_at",
+        "activations",
         "before",
         "blocks",
         "bound",
@@ -162,7 +163,6 @@ class MicroBatch:
         "phase",
         "progress",
         "requests",
-        "room",
         "routing",
         "served",
         "sized_for",
@@ -185,7 +185,7 @@ class MicroBatch:
         self.chunk_of: MicroBatch | None = None
         self.is_chunk = False
         self.before: MicroBatch | None = None
-        self.room: Block | None = None
+        self.activations: Block | None = None
         self.generated = 0
         self.phase: Phase = "prefill"
         self.progress = START

@@ -34,7 +34,8 @@ class RunState:
         prefill_batches: the micro-batches of prefill: chunks where prompts are cut, else those of decoding.
         present: the micro-batches of the present or next step: some hold prompts, others decode.
         kv_slots: the buffers that `load_kv` fills, of all stages.
-        rooms: free blocks, one for each micro-batch that may be within a layer in prefill, where the plan limits these.
+        free_activations: free blocks of activations, one for each micro-batch that may be within a layer in prefill,
+            where the plan limits these.
         stride: the progress that a micro-batch makes in a step.
         previews: compares forecasts of the router with its choices.
         submit: submits a verb's task: the engine's own method, unless verbs are several tasks.
@@ -70,7 +71,9 @@ class RunState:
             batch.chunk = chunk
         slots = plan.kv.slots * len(self.stages)
         self.kv_slots = [Block(f"keys and values [{number}]") for number in range(slots)]
-        self.rooms = deque(Block(f"room {number}") for number in range(plan.declared.in_flight))
+        self.free_activations = deque(
+            Block(f"activations {number}") for number in range(plan.declared.in_flight)
+        )
         self.stride = (len(plan.layers) + 1) * STRIDE
         self.present = list(self.prefill_batches)
         self.previews = PreviewAccuracy()

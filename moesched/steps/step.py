@@ -109,7 +109,9 @@ class Step(PageVerbs, AttentionVerbs, ExpertVerbs, Outlook):
         view = whole.open.get(layer) or self._view(whole, layer)
         if view.noted != self._number:
             view.use(self._number, batch.works["post_attention"].tokens)
-        reads = view.reads if batch.room is None else (*view.reads, *self._room(batch, leaves=True))
+        reads = (
+            view.reads if batch.activations is None else (*view.reads, *self._activations(batch, leaves=True))
+        )
         return self._run(POST_ATTENTION, layer, batch, view, reads)
 
     def sample(self, micro_batch: int) -> Task:

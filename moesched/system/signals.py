@@ -151,6 +151,16 @@ def stopped_by(stop: Callable[[], object], insist: Callable[[], object] | None =
 
 
 @contextmanager
+def ctrl_c_interrupts() -> Iterator[None]:
+    """Have each Ctrl-C raise KeyboardInterrupt until the context ends, so that a conversation outlives it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
 def signals_held() -> Iterator[None]:
     """Delay the first signal until the context ends; where `ends_in_order` is not in use, delay Ctrl-C."""
     if threading.current_thread() is not threading.main_thread():

@@ -279,9 +279,9 @@ def check_policy(
                 if keeps_state(policies[0]):
                     again = _plans(case, policies)
                     check_plans(again, policies, clock, f"{where}, second batch", ends_early=early)
-                if clock == "virtual" and case.nodes == 1 and not is_pipelined(policies[0]):
+                if clock == "virtual" and not is_pipelined(policies[0]):
                     where = f"{where}, requests that join and leave"
-                    _check_served(make(), case)
+                    _check_served([make() for _ in range(case.nodes)], case)
             except Exception as error:
                 error.add_note(f"in the case {where}")
                 raise
@@ -292,10 +292,12 @@ def check_policy(
     return taken
 
 
-def _check_served(policy: Policy, case: Case) -> None:
+def _check_served(policies: Sequence[Policy], case: Case) -> None:
     capacity = case.capacity
     requests = random_requests(len(case.name), max(case.prompts), 2 * case.new_tokens)
-    check_served(policy, case.plan(policy, batch=capacity.fullest()), capacity, requests)
+    fullest = capacity.fullest()
+    first, *peers = [(case.plan(each, node, fullest), each) for node, each in enumerate(policies)]
+    check_served(first[1], first[0], capacity, requests, peers=peers)
 
 
 def _plans(case: Case, policies: Sequence[Policy]) -> list[Plan]:

@@ -6,7 +6,9 @@ import random
 from collections.abc import Iterable, Sequence
 
 from moesched.drivers.validation import CheckedEngine
-from moesched.runs.served_runs import ServingSetup, simulate_serving
+from moesched.runs.ranks import Rank
+from moesched.runs.served_parts import ServingSetup
+from moesched.runs.served_runs import simulate_serving
 from moesched.seams import Policy
 from moesched.serving.arrivals import ListedArrivals
 from moesched.serving.capacity import Capacity
@@ -40,23 +42,37 @@ def random_departures(seed: int, requests: Sequence[Request]) -> list[tuple[int,
 
 
 def check_served(
-    policy: Policy, plan: Plan, capacity: Capacity, requests: Iterable[Request], seed: int = 0
+    policy: Policy,
+    plan: Plan,
+    capacity: Capacity,
+    requests: Iterable[Request],
+    seed: int = 0,
+    peers: Sequence[tuple[Plan, Policy]] = (),
 ) -> None:
     """Serve requests on symbols, with the engine checked.
 
     Args:
         plan: the policy's plan of the capacity's fullest batch.
+        peers: plans and policies of the other nodes, if several share the model.
         seed: of the requests that leave before they have all of their tokens.
 
     Raises:
-        AssertionError: a request got other tokens than its rows give, or not all of them, or a budget was exceeded.
+        AssertionError: a request got other tokens than its rows give, or not all of them, a node had other rows than
+            the first one, or a budget was exceeded.
         PolicyError: the policy submitted something illegal.
         BrokenRule: the engine broke one of its own rules.
     """
     asked, device = list(requests), SymbolicDevice()
+    others = [SymbolicDevice() for _ in peers]
+    for number, other in enumerate(others, 1):
+        other.join(number, None, device)
+    ranks = [Rank(*each, other) for each, other in zip(peers, others, strict=True)]
     arrivals = ListedArrivals(asked, random_departures(seed, asked))
     setup = ServingSetup(plan, policy, capacity, arrivals)
-    serving = simulate_serving(setup, device=device, make_engine=CheckedEngine)
+    serving = simulate_serving(setup, device=device, peers=ranks, make_engine=CheckedEngine)
+    attending = [other for other, (own, _) in zip(others, peers, strict=True) if own.nodes.attends]
+    if any(other.places.history != device.places.history for other in attending):
+        raise AssertionError("the nodes had different rows")
     expected: dict[int, list[int]] = {}
     for history in device.places.history.values():
         expected |= expected_served(plan, history)
@@ -69,6 +85,7 @@ def check_served(
             )
     if len(serving.requests) != len(asked):
         raise AssertionError(f"{len(serving.requests)} of {len(asked)} requests were served")
-    over = [memory.name for memory in plan.memories.values() if memory.peak > memory.capacity]
+    memories = [memory for each in (plan, *(own for own, _ in peers)) for memory in each.memories.values()]
+    over = [memory.name for memory in memories if memory.peak > memory.capacity]
     if over:
         raise AssertionError(f"more than the budget of {over}")

@@ -35,11 +35,11 @@ class AttentionVerbs(Verbs):
         self._enter_layer(batch, layer)
         if view.noted != self._number:
             view.use(self._number, batch.works["pre_attention"].tokens)
-        room: tuple[Block, ...] = ()
+        activations: tuple[Block, ...] = ()
         if batch.phase == "prefill" and self._state.limited:
-            batch.room = self._free_room(micro_batch)
-            room = (batch.room,)
-        return self._run(PRE_ATTENTION, layer, batch, view, view.reads, room)
+            batch.activations = self._free_activations(micro_batch)
+            activations = (batch.activations,)
+        return self._run(PRE_ATTENTION, layer, batch, view, view.reads, activations)
 
     def attention(self, layer: int, micro_batch: int) -> Task:
         """Attention on the accelerator.
@@ -130,18 +130,18 @@ class AttentionVerbs(Verbs):
         if batch.is_chunk:
             # `attention` was over the chunks' keys and values on the accelerator, and touched no cache.
             reads = (cache, batch.blocks.attention)
-        reads += self._room(batch, leaves=batch.progress % STRIDE == INPUT)
+        reads += self._activations(batch, leaves=batch.progress % STRIDE == INPUT)
         return self._run(OFFLOAD_KV, layer, batch, None, reads, (cache,))
 
-    def _free_room(self, micro_batch: int) -> Block:
-        """Take one of the limited places for micro-batches within a layer; OverBudget if none is free."""
-        rooms = self._state.rooms
-        if not rooms:
+    def _free_activations(self, micro_batch: int) -> Block:
+        """Take a block of activations within a layer; OverBudget if none is free."""
+        free = self._state.free_activations
+        if not free:
             raise OverBudget(
                 f"pre_attention: mb{micro_batch} finds no room: the plan limits the micro-batches within a layer to "
                 f"{self._state.plan.declared.in_flight}: finish one of them first, or raise plan.limit_in_flight"
             )
-        return rooms.popleft()
+        return free.popleft()
 
     def _attended(self, batch: MicroBatch, layer: int) -> bool:
         """Test whether a micro-batch has had attention in a layer, on either processor."""

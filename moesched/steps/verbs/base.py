@@ -214,15 +214,15 @@ class Verbs(StepFacts):
         if batch.works is not batch.works_at[batch.stage.number][kind]:
             batch.enter(batch.stage, kind)
 
-    def _room(self, batch: MicroBatch, *, leaves: bool) -> tuple[Block, ...]:
-        """The block of the micro-batch's limited place within a layer; free for others if the micro-batch `leaves`."""
-        room = batch.room
-        if room is None:
+    def _activations(self, batch: MicroBatch, *, leaves: bool) -> tuple[Block, ...]:
+        """The block of the micro-batch's activations within a layer, if limited; free for others if it `leaves`."""
+        block = batch.activations
+        if block is None:
             return ()
         if leaves and batch.kv.unsaved < 0:
-            batch.room = None
-            self._state.rooms.append(room)
-        return (room,)
+            batch.activations = None
+            self._state.free_activations.append(block)
+        return (block,)
 
     def _where(self, batch: MicroBatch) -> str:
         if batch.progress == START:

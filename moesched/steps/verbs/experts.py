@@ -221,7 +221,7 @@ class ExpertVerbs(Verbs):
         routing.pending = routing.decision = routing.owners = routing.on_host = None
         routing.outputs = []
         routing.called.clear()
-        return self._run(COMBINE, layer, batch, owners, reads + self._room(batch, leaves=True))
+        return self._run(COMBINE, layer, batch, owners, reads + self._activations(batch, leaves=True))
 
     def _run_rows(
         self, layer: int, expert: int, micro_batch: int | Collection[int], at: At, rows: range | None

@@ -25,7 +25,7 @@ A verb that does not change the progress may be called while the micro-batch has
 """
 _DATA = """\
 The engine derives the edges between tasks from these blocks. `weights` are the pages of the layer or the expert,
-`outputs` are those of all experts, and `room` exists only if the plan limits the micro-batches within a layer.
+`outputs` are those of all experts, and `activations` exists only if the plan limits the micro-batches within a layer.
 Nodes without attention, in a centralised plan, have only the marked verbs.
 """
 

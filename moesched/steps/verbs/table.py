@@ -114,7 +114,7 @@ PRE_ATTENTION = Verb(
     QKV,
     "accelerator",
     reads=("hidden", "weights"),
-    writes=("qkv", "room"),
+    writes=("qkv", "activations"),
     saved=True,
 )
 LOAD_KV = Verb(
@@ -174,7 +174,7 @@ POST_ATTENTION = Verb(
     ATTENDED,
     NEXT_INPUT,
     "accelerator",
-    reads=("attention", "hidden", "weights", "room"),
+    reads=("attention", "hidden", "weights", "activations"),
     writes=("hidden",),
 )
 ROUTE = Verb(
@@ -232,7 +232,7 @@ COMBINE = Verb(
     ROUTED,
     NEXT_INPUT,
     "accelerator",
-    reads=("normed", "hidden", "outputs", "room"),
+    reads=("normed", "hidden", "outputs", "activations"),
     writes=("hidden",),
     elsewhere=ROUTED,
 )

@@ -32,6 +32,7 @@ class ServedBatch(SymbolicBatch):
 
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan)
+        self._attends = plan.nodes.attends
         self.history: defaultdict[int, list[Rows]] = defaultdict(list)
 
     def prompts(self) -> dict[Key, int]:
@@ -39,8 +40,8 @@ class ServedBatch(SymbolicBatch):
         return {}
 
     def tokens(self, task: Task) -> int:
-        """The number of rows of a task's place in its step."""
-        return sum(row.tokens for row in self._rows(task))
+        """The number of rows of a task's place in its step; a node without attention has no `embed` that tells rows."""
+        return sum(row.tokens for row in self._rows(task)) if self._attends else task.work.tokens
 
     def starts(self, task: Task) -> tuple[int, ...]:
         """The number of tokens of each request before the step."""

@@ -1,0 +1,193 @@
+"""Requests that arrive over time, predicted beside measured: rates, times to the first token and per token.
+
+A file has requests of random mixtral-0.8b with prompts and answers of several lengths, which arrive at random: at half
+the rate at which this machine completes them when all come at once, and at nine tenths of it. `simulate --arrivals`
+reads it, and the engine serves the same requests at the same times, all weights in memory. The prediction uses a
+calibration made in turn with the runs; it sees neither the model nor the requests. Runs during which other processes
+took more than a tenth of a core are done again, up to twice as many.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from random import Random
+from statistics import median
+
+import msgspec
+from safetensors.torch import load_file, save_file
+
+import moesched
+from benchmarks.record.benchmark import Benchmark
+from benchmarks.record.claims import Claim, Result
+from benchmarks.shared.in_turn import Figures, InTurn, calibrate_in_turn
+from moesched.jobs.served_model import ServedModel, served_model
+from moesched.jobs.served_options import ServedOptions
+from moesched.machines import Machine
+from moesched.models.random_model import write_random_model
+from moesched.models.shapes import SHAPES
+from moesched.runs.service_report import Ran, ServiceReport, service_report
+from moesched.serving.arrival_files import described_arrivals
+from moesched.serving.arrivals import ListedArrivals
+from moesched.serving.request import Request
+from moesched.system.cache import cache_folder
+
+MODEL, POLICY = "mixtral-0.8b", "resident"
+REQUESTS, USERS, CONTEXT = 100, 16, 384
+PROMPTS, ANSWERS = (8, 16, 40, 64, 100, 250), (4, 16, 32, 64, 100)
+SHARES = {"half of what it carries": 0.5, "nine tenths of what it carries": 0.9}
+MOST_OFF = 0.15
+
+
+def claims(result: Result) -> Iterator[Claim]:
+    """The prediction over the measurement."""
+    for row in result["cases"]:
+        ratios = row["predicted_over_measured"]
+        yield Claim(
+            f"{REQUESTS} requests to {MODEL} that arrive at {row['part']}, predicted over measured: "
+            + ", ".join(ratios),
+            ", ".join(f"{ratio:.2f}x" for ratio in ratios.values()),
+            f"each within {100 * MOST_OFF:g} %",
+            all(abs(ratio - 1) <= MOST_OFF for ratio in ratios.values()),
+        )
+
+
+BENCHMARK = Benchmark(
+    __file__,
+    __doc__,
+    claims=claims,
+    parts=SHARES,
+    rounds=3,
+    rounds_help="undisturbed runs of each file; medians count",
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Serve and predict the arrivals of each part, and write what was found."""
+    options = BENCHMARK.parse(arguments)
+    cache_folder().mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cache_folder()) as folder:
+        bench = Bench(Path(folder))
+        carried = bench.measure(bench.write("at once", None))["requests a second"]
+        files = {part: bench.write(part, SHARES[part] * carried) for part in options.only}
+        in_turn = InTurn({part: partial(bench.measure, file) for part, file in files.items()}, options.rounds)
+        machine = calibrate_in_turn(in_turn, options.rounds)
+        taken = in_turn.up_to(2 * options.rounds)
+        cases = []
+        for part, runs in taken.items():
+            predicted = bench.predict(files[part], machine)
+            measured = {name: median(run.figures[name] for run in runs) for name in predicted}
+            cases.append(
+                {
+                    "part": part,
+                    "arriving_per_second": SHARES[part] * carried,
+                    "most_other_cores": round(max(run.others for run in runs), 2),
+                    "predicted_over_measured": {name: predicted[name] / measured[name] for name in predicted},
+                    "predicted": predicted,
+                    "measured": measured,
+                    "runs": [run.figures for run in runs],
+                }
+            )
+    return BENCHMARK.write({"carried": carried, "cases": cases})
+
+
+class Bench:
+    """The model and its requests.
+
+    Args:
+        folder: for the model and the files of arrivals.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._given = ServedOptions(
+            model=written(folder / MODEL),
+            policy=POLICY,
+            batch_size=USERS,
+            micro_batch_size=USERS,
+            context=CONTEXT,
+        )
+
+    def write(self, name: str, rate: float | None) -> Path:
+        """Write a file of arrivals, `rate` a second; None for all at once."""
+        draw, at, lines = Random(1), 0.0, []
+        for _ in range(REQUESTS):
+            at += draw.expovariate(rate) if rate else 0.0
+            lines.append(
+                {"at": at, "prompt_tokens": draw.choice(PROMPTS), "new_tokens": draw.choice(ANSWERS)}
+            )
+        file = self._folder / f"{name}.jsonl"
+        file.write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
+        return file
+
+    def measure(self, file: Path) -> Figures:
+        """Serve the requests of a file."""
+        with served_model(self._given) as model:
+            arrivals = ListedArrivals(with_ids(described_arrivals(file, (), 1)))
+            serving = model.serve(arrivals, keeps_history=True)
+            assert all(each.ending == "length" for each in serving.requests.values()), "a stop token came"
+            return figures_of(service_report(ran_of(model), serving, model.capacity, None))
+
+    def predict(self, file: Path, machine: Machine) -> Figures:
+        """Simulate the requests of a file."""
+        given = self._given
+        report = moesched.simulate_arrivals(
+            given.model,
+            machine=machine,
+            policy=POLICY,
+            arrivals=file,
+            workload="mtbench",
+            batch_size=given.batch_size,
+            micro_batch_size=given.micro_batch_size,
+            context=given.context,
+        )
+        return figures_of(report)
+
+
+def written(folder: Path) -> Path:
+    """A model of random weights, whose embeddings are 64 times as large.
+
+    Else all tokens of a prompt choose the experts of its mean, which no trained model does.
+    """
+    model = write_random_model(SHAPES[MODEL], folder)
+    [file] = model.glob("*.safetensors")
+    tensors = load_file(file)
+    tensors["model.embed_tokens.weight"] *= 64
+    changed = file.with_suffix(".changed")
+    save_file(tensors, changed)
+    changed.replace(file)
+    return model
+
+
+def with_ids(requests: Iterable[Request]) -> list[Request]:
+    """The requests with prompts of random tokens."""
+    draw = Random(2)
+    return [
+        msgspec.structs.replace(each, ids=[draw.randrange(30_000) for _ in range(each.prompt)])
+        for each in requests
+    ]
+
+
+def ran_of(model: ServedModel) -> Ran:
+    """The names of what ran."""
+    return Ran(MODEL, model.machine_name, model.policy_name, "bfloat16", measured=True)
+
+
+def figures_of(report: ServiceReport) -> Figures:
+    """The figures of a report that are compared: rates, and times in seconds."""
+    assert report.ttft is not None and report.tpot is not None
+    return {
+        "requests a second": report.requests_per_second,
+        "tokens a second": report.tokens_per_second,
+        "TTFT p50": report.ttft.p50,
+        "TTFT p90": report.ttft.p90,
+        "TPOT p50": report.tpot.p50,
+        "TPOT p90": report.tpot.p90,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

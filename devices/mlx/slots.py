@@ -1,0 +1,82 @@
+"""Contiguous slots of a cache: each request has a range of them, between those of others."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from moesched.errors import OverBudget
+
+
+class OutOfSlots(OverBudget):
+    """The KV cache has fewer free slots than a request needs."""
+
+
+class Moved(NamedTuple):
+    """A request whose slots are others now: the first one before, and after."""
+
+    request: int
+    before: int
+    after: int
+
+
+class ContiguousSlots:
+    """Gives each request a range of slots, in the first gap that is wide enough.
+
+    Args:
+        count: the number of slots.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._ranges: dict[int, range] = {}
+
+    def __getitem__(self, request: int) -> range:
+        """The slots of a request."""
+        return self._ranges[request]
+
+    def open(self, request: int, slots: int) -> list[Moved]:
+        """Give a request a range of slots.
+
+        If enough are free, but no gap is wide enough, the others move together.
+
+        Returns:
+            those that moved, in the order in which their slots have to be copied.
+
+        Raises:
+            OutOfSlots: too few are free; nothing has changed.
+        """
+        free = self._count - sum(map(len, self._ranges.values()))
+        if slots > free:
+            raise OutOfSlots(f"the KV cache has {free} free slots, and request {request} needs {slots}")
+        first, moved = self._gap(slots), []
+        if first is None:
+            first, moved = self._count - free, self._together()
+        self._ranges[request] = range(first, first + slots)
+        return moved
+
+    def close(self, request: int) -> None:
+        """Free a request's slots."""
+        del self._ranges[request]
+
+    def _gap(self, slots: int) -> int | None:
+        """The first slot of the first gap with as many slots; None if there is none."""
+        stop = 0
+        for each in sorted(self._ranges.values(), key=_first):
+            if each.start - stop >= slots:
+                return stop
+            stop = each.stop
+        return stop if self._count - stop >= slots else None
+
+    def _together(self) -> list[Moved]:
+        """Move all ranges to the first slots, in their order."""
+        moved, stop = [], 0
+        for request, each in sorted(self._ranges.items(), key=lambda item: _first(item[1])):
+            if each.start > stop:
+                moved.append(Moved(request, each.start, stop))
+                self._ranges[request] = range(stop, stop + len(each))
+            stop += len(each)
+        return moved
+
+
+def _first(slots: range) -> int:
+    return slots.start

@@ -1,0 +1,51 @@
+"""The states of a batch's micro-batches, or of places, with their KV caches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from moesched.models.kv_blocks import kept_tokens
+from moesched.steps.plan import Plan
+
+from ..runner.micro_batch import MicroBatchState, chunks_of, wholes_of
+from ..runner.served import ServedState
+from .kv_cache import RequestsKV
+from .memory import ARRAY_DTYPES
+
+
+def states_of(plan: Plan, prompts: Sequence[Sequence[int]]) -> list[MicroBatchState]:
+    """Make the states of decode micro-batches, then those of prefill chunks if prompts are cut."""
+    batch = plan.batch
+    states = wholes_of(batch.micro_batches, prompts, beams=1)
+    if plan.nodes.attends:
+        for cache in _caches(plan, range(len(batch.prompts))):
+            for request, prompt in enumerate(batch.prompts):
+                cache.open(request, prompt + batch.new_tokens)
+            for state in states:
+                state.add_cache(cache)
+    return states + chunks_of(plan.chunks, states, prompts) if batch.chunked else states
+
+
+def places_of(plan: Plan) -> list[MicroBatchState]:
+    """Make the states of empty places.
+
+    Each has caches of its own, as requests move in them between its steps, while other places may be within one.
+    """
+    states: list[MicroBatchState] = []
+    for requests in plan.batch.micro_batches:
+        state = ServedState()
+        for cache in _caches(plan, requests):
+            state.add_cache(cache)
+        states.append(state)
+    return states
+
+
+def _caches(plan: Plan, requests: Sequence[int]) -> list[RequestsKV]:
+    """Make a cache for each kind of window, with room for these requests."""
+    config, dtype = plan.layout.config, ARRAY_DTYPES[plan.layout.dtype]
+    caches = []
+    for layers in config.by_window(range(config.layers)):
+        most = config.layer(layers[0]).grouped.most_cached
+        slots = sum(kept_tokens(each, most) for each in plan.batch.each_at_end(requests))
+        caches.append(RequestsKV(config, layers, slots, dtype))
+    return caches

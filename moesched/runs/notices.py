@@ -1,0 +1,96 @@
+"""Notices between nodes that serve: before each step the first node tells the others the step's rows.
+
+Only the first node knows who came, who left and who has a place. The others need nothing but rows, so they cannot
+disagree with it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from moesched.errors import TransportError
+from moesched.machines.networks import NETWORK
+from moesched.requests.rows import Rows
+from moesched.seams import Exchange, Transport
+from moesched.steps.run_state import RunState
+from moesched.system.decoding import DECODE_ERRORS, reason
+from moesched.tasks import Collective, Work
+
+FIRST = 0
+"""The node that knows the requests."""
+NOTICE = "notice"
+"""The verb of a notice's task."""
+
+Notice = dict[int, Rows] | None
+"""The rows of the next step, by place; empty while the first node waits for requests, None once there are no more."""
+
+_decoder: msgspec.msgpack.Decoder[Notice] = msgspec.msgpack.Decoder(Notice)
+
+
+class Notices:
+    """One node's notices: the first node gives them, the others take them in the same order.
+
+    A notice is a collective on the network's lane, behind the exchanges of the step before. So it travels while that
+    step's last kernels run. Its time on a virtual clock is the network's latency.
+
+    Args:
+        peers: the notices of the other nodes, where all share a virtual clock.
+    """
+
+    def __init__(self, run_state: RunState, peers: Sequence[Notices] = ()) -> None:
+        self._engine = run_state.engine
+        self._lane = run_state.lanes[NETWORK]
+        self._work = Work(NOTICE, NETWORK)
+        self._node = run_state.plan.nodes.index
+        self._peers = peers
+        self._came: deque[Notice] = deque()
+
+    def give(self, notice: Notice, step: int) -> None:
+        """Tell the other nodes the rows of a step; does not wait for them."""
+        for each in self._peers:
+            each._came.append(notice)
+        self._submit(notice, step)
+
+    async def take(self, step: int) -> Notice:
+        """Wait for the rows of a step."""
+        await self._submit(None, step)
+        return self._came.popleft()
+
+    def carry(self, transport: Transport, task: Collective) -> None:
+        """Carry out a notice's task over a transport, on the thread of its lane.
+
+        Raises:
+            TransportError: as `Transport.broadcast`; or the bytes that came are no notice.
+        """
+        exchange = Exchange(task.ticket, task.signature, task.step)
+        if self._node == FIRST:
+            packed = np.frombuffer(pack_notice(task.operands), np.uint8)
+            transport.broadcast(FIRST, exchange, packed, FIRST)
+        else:
+            self._came.append(read_notice(transport.broadcast(self._node, exchange, None, FIRST).tobytes()))
+
+    def _submit(self, notice: Notice, step: int) -> Collective:
+        task = Collective(self._lane, self._work, NOTICE, operands=notice, step=step)
+        task.signature = f"rows of step {step}"
+        return self._engine.collective(task, (), ())
+
+
+def pack_notice(notice: Notice) -> bytes:
+    """Encode a notice as bytes."""
+    return msgspec.msgpack.encode(notice)
+
+
+def read_notice(data: bytes) -> Notice:
+    """Decode a notice.
+
+    Raises:
+        TransportError: the bytes are no notice.
+    """
+    try:
+        return _decoder.decode(data)
+    except DECODE_ERRORS as error:
+        raise TransportError(f"{len(data)} bytes are not the rows of a step: {reason(error)}") from None

@@ -1,0 +1,134 @@
+"""The parts of a node that serves: lanes, engine, run state, and the coroutine that its driver runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from moesched.drivers.validation import watching
+from moesched.engine import Engine
+from moesched.errors import BadInput
+from moesched.runs.following import Following
+from moesched.runs.notices import Notices
+from moesched.runs.planning import make_lanes
+from moesched.runs.ranks import OfLanes
+from moesched.runs.serving import ARRIVALS, Serving, ServingListener
+from moesched.seams import LaneKind, Observer, Policy
+from moesched.serving.admission import Admission, FirstCome
+from moesched.serving.arrivals import Arrivals
+from moesched.serving.capacity import Capacity
+from moesched.serving.places import Places
+from moesched.steps.plan import Plan
+from moesched.steps.run_state import RunState
+from moesched.tasks import Lane
+from moesched.trace import Recorder
+
+EngineType = TypeVar("EngineType", bound=Engine)
+Main = TypeVar("Main", Serving, Following)
+
+
+class ServingSetup(NamedTuple):
+    """A plan with its policy, and the requests that it serves.
+
+    Attributes:
+        plan: a policy's plan of the capacity's fullest batch.
+        admission: chooses who runs next; by default those who came first.
+        stop_tokens: each of them ends its request.
+        listener: told of each token and each step.
+        keeps_history: see `Serving`.
+    """
+
+    plan: Plan
+    policy: Policy
+    capacity: Capacity
+    arrivals: Arrivals
+    admission: Admission | None = None
+    stop_tokens: Collection[int] = ()
+    listener: ServingListener | None = None
+    keeps_history: bool = True
+
+
+def require_one_accelerator(plan: Plan, policy: Policy, nodes: int = 1) -> None:
+    """Raise BadInput if a plan is for several accelerators of a machine, or for another number of nodes."""
+    if len(plan.stages) > 1 or plan.layout.config.ranks > 1:
+        raise BadInput(
+            f"policy {type(policy).__name__} is for several accelerators, and requests are served by one: choose "
+            "another policy, or a machine with one accelerator"
+        )
+    if plan.nodes.count != nodes:
+        raise BadInput(
+            f"policy {type(policy).__name__} planned for {plan.nodes.count} nodes, and {nodes} would serve: plan for "
+            "these"
+        )
+
+
+class ServedRun(NamedTuple, Generic[EngineType, Main]):
+    """One node's parts; `main` has the coroutine that its driver runs."""
+
+    plan: Plan
+    engine: EngineType
+    run_state: RunState
+    main: Main
+
+
+def first_node(
+    setup: ServingSetup,
+    make_engine: Callable[[Iterable[Lane]], EngineType],
+    kinds: Mapping[str, LaneKind] | None = None,
+    peers: Sequence[Notices] = (),
+) -> ServedRun[EngineType, Serving]:
+    """The parts of the node that knows the requests."""
+    plan = setup.plan
+    lanes = {**make_lanes(plan, kinds), ARRIVALS: Lane(ARRIVALS)}
+    engine = make_engine(lanes.values())
+    run_state = RunState(plan, engine, lanes)
+    notices = Notices(run_state, peers) if plan.nodes.count > 1 else None
+    serving = Serving(
+        run_state,
+        setup.policy,
+        Places(setup.capacity),
+        setup.arrivals,
+        setup.admission or FirstCome(),
+        stop_tokens=setup.stop_tokens,
+        listener=setup.listener,
+        keeps_history=setup.keeps_history,
+        notices=notices,
+    )
+    return ServedRun(plan, engine, run_state, serving)
+
+
+def other_node(
+    plan: Plan,
+    policy: Policy,
+    make_engine: Callable[[Iterable[Lane]], EngineType],
+    kinds: Mapping[str, LaneKind] | None = None,
+) -> ServedRun[EngineType, Following]:
+    """The parts of another node."""
+    lanes = make_lanes(plan, kinds)
+    engine = make_engine(lanes.values())
+    run_state = RunState(plan, engine, lanes)
+    return ServedRun(plan, engine, run_state, Following(run_state, policy, Notices(run_state)))
+
+
+def observers_of_all(
+    runs: Sequence[ServedRun[Any, Any]], observers: Sequence[Observer], recorder: Recorder | None
+) -> Sequence[Observer]:
+    """The observers for the driver: `observers` see the first node's tasks only, the recorder those of all nodes."""
+    if len(runs) > 1:
+        observers = [OfLanes(observer, runs[0].engine.lanes) for observer in observers]
+    if recorder is None:
+        return observers
+    for each in runs:
+        recorder.watch(each.engine, each.plan.memories, each.plan.weights.pools)
+    return [*observers, recorder]
+
+
+@contextmanager
+def closed_at_end(runs: Sequence[ServedRun[Any, Any]]) -> Iterator[None]:
+    """End each run's checks of validation mode, and drop its tasks, at the end of the context."""
+    with ExitStack() as opened:
+        for run in runs:
+            opened.enter_context(closing(run.run_state))
+            opened.enter_context(watching(run.run_state))
+        yield
