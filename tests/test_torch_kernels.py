@@ -191,10 +191,10 @@ def test_prompts_longer_than_a_tile_have_the_bits_of_their_parts(dtype: torch.dt
     angles = functions.rotary_angles(torch.arange(tokens), attention)
 
     def computed(part: slice) -> list[Tensor]:
-        turning = tuple(each[part] for each in angles)
+        cosines, sines = (each[part] for each in angles)
         return [
             functions.norm(residual_TD[part], torch.ones(48, dtype=dtype), 1e-5),
-            *functions.rotated_heads(x_TX[part].clone(), norms, turning, config, attention),
+            *functions.rotated_heads(x_TX[part].clone(), norms, (cosines, sines), config, attention),
             functions.combine(y_nD, rows_Tk[part], weights_Tk[part], residual_TD[part]),
         ]
 
