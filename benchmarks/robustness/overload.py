@@ -113,6 +113,7 @@ async def overloaded(server: Server, seconds: float) -> Result:
     return {
         "seconds": seconds,
         "carried": carried,
+        "carried_meanwhile": rate_of([each.ended for each in outcomes if each.status == "200"]),
         "asked": len(outcomes),
         "answered": ends["200"],
         "refused": ends["429"],
@@ -224,6 +225,12 @@ def processor_seconds(process: psutil.Process) -> float:
     """Processor time of a process without its children."""
     times = process.cpu_times()
     return float(times.user + times.system)
+
+
+def rate_of(ends: Sequence[float]) -> float:
+    """Requests that ended in a second, without the first and the last ones, at which places were free."""
+    full = sorted(ends)[PLACES:-PLACES]
+    return (len(full) - 1) / (full[-1] - full[0]) if len(full) > 1 else 0.0
 
 
 def percentiles(figures: Sequence[float]) -> dict[str, float]:
