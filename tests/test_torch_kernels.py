@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,10 @@ from moesched.devices.kernels import functions
 from moesched.devices.kernels.functions import KVView
 from moesched.devices.products.linear import expert_ffn, linear
 from moesched.devices.products.packed_weights import pack, packed_bytes, packing_pays
-from moesched.models.footprint import QUERY_TILE
+from moesched.models.footprint import QUERY_TILE, TOKEN_TILE
 from moesched.models.layers import GroupedAttention
 from moesched.models.networks import FeedForward
+from moesched.models.shapes import SHAPES
 from reference import Reference, cut_in_three, generate, whole
 
 Tensor = torch.Tensor
@@ -175,6 +177,31 @@ def test_combining_weighs_and_adds_to_the_residual() -> None:
     rows, weights = torch.tensor([[0, 3], [1, 2]]), torch.tensor([[0.25, 0.75], [0.5, 0.5]])
     residual = torch.tensor([[100.0, 0.0], [0.0, 100.0]])
     assert functions.combine(y_nD, rows, weights, residual).tolist() == [[106.25, 62.5], [3.0, 130.0]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_prompts_longer_than_a_tile_have_the_bits_of_their_parts(dtype: torch.dtype) -> None:
+    config = SHAPES["mixtral-0.8b"].varied(hidden=48, heads=4, kv_heads=2, head_dim=12, qk_norm="head")
+    tokens, attention = 2 * TOKEN_TILE + 5, config.attention
+    torch.manual_seed(13)
+    x_TX, residual_TD = torch.randn(tokens, 96).to(dtype), torch.randn(tokens, 48).to(dtype)
+    y_nD, weights_Tk = torch.randn(2 * tokens, 48).to(dtype), torch.rand(tokens, 2)
+    rows_Tk = torch.randperm(2 * tokens).view(tokens, 2)
+    norms = {name: [torch.rand(12).to(dtype)] for name in ("q_norm", "k_norm")}
+    angles = functions.rotary_angles(torch.arange(tokens), attention)
+
+    def computed(part: slice) -> list[Tensor]:
+        cosines, sines = (each[part] for each in angles)
+        return [
+            functions.norm(residual_TD[part], torch.ones(48, dtype=dtype), 1e-5),
+            *functions.rotated_heads(x_TX[part].clone(), norms, (cosines, sines), config, attention),
+            functions.combine(y_nD, rows_Tk[part], weights_Tk[part], residual_TD[part]),
+        ]
+
+    cuts = [0, 7, TOKEN_TILE + 9, tokens]
+    parts = [computed(slice(*cut)) for cut in pairwise(cuts)]
+    for whole_prompt, cut in zip(computed(slice(0, tokens)), zip(*parts, strict=True), strict=True):
+        assert torch.equal(whole_prompt, torch.cat(cut))
 
 
 def test_rotation_keeps_lengths_and_depends_on_distance_alone() -> None:

@@ -18,11 +18,11 @@ import moesched
 from benchmarks.exact._beams import hugging_face_beams, searched
 from benchmarks.shared.random_models import gpt_oss, prompts_of
 from benchmarks.shared.small_runs import TWO_MEMORIES
-from moesched.devices.native.attention import PROMPT_TILE
 from moesched.devices.torch.block_table import BlockTable
 from moesched.devices.torch.compute import Compute
 from moesched.devices.torch.kv_cache import BlockedKV
 from moesched.devices.torch.states import states_of
+from moesched.models.kv_blocks import PROMPT_TILE, tokens_beside
 from moesched.models.layout import weight_layout
 from moesched.models.shapes import SHAPES
 from moesched.requests.batch import split_batch
@@ -45,12 +45,21 @@ class Marked:
         self.marks = count()
 
     def extend(self, texts: dict[int, list[int]], counts: dict[int, int]) -> None:
-        """Give sequences new tokens, and check what these see."""
+        """Give sequences new tokens, and check what these see, and that the plan counts what is beside the cache."""
+        most = (-(-(self.window - 1) // BLOCK) + 1) * BLOCK
+        counted = tokens_beside([len(texts[each]) for each in counts], list(counts.values()), most)
         new = {sequence: list(islice(self.marks, tokens)) for sequence, tokens in counts.items()}
         step = self.cache.extend(list(new), list(counts.values()))
         marks_T = torch.tensor([mark for tokens in new.values() for mark in tokens])
         keys_TKd = marks_T[:, None, None].expand(-1, 1, 2).float().contiguous()
         views = self.cache.at(0).extended(step, keys_TKd, keys_TKd + 1)
+        own = self.cache.slots, keys_TKd
+        held = {
+            keys.untyped_storage().data_ptr(): keys.untyped_storage().nbytes() // keys[0, 0].nbytes
+            for keys in (view.keys_SLKd for view in views)
+        }
+        beside = sum(held.values()) - sum(held.get(each.untyped_storage().data_ptr(), 0) for each in own)
+        assert beside <= counted or step.in_place
         rows = [rows for view in views for rows in zip(view.keys_SLKd, view.values_SLKd, strict=True)]
         for (sequence, tokens), (keys, values) in zip(new.items(), rows, strict=True):
             texts[sequence] = texts[sequence] + tokens

@@ -13,7 +13,7 @@ accuracy (norms, rotation, softmax, routing, the sum over experts) are computed 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 
 from moesched.models.config import ModelConfig, NormKind
-from moesched.models.footprint import QUERY_TILE
+from moesched.models.footprint import QUERY_TILE, TOKEN_TILE
 from moesched.models.layers import GroupedAttention
 from moesched.models.networks import Activation, FeedForward, Router
 
@@ -62,7 +62,13 @@ def norm(x_TD: Tensor, weight_D: Tensor, eps: float, kind: NormKind = "rms") -> 
 
     kind: "rms" divides by the root mean square, "layer" normalises by mean and variance.
     """
-    return (layer_norm if kind == "layer" else rms_norm)(x_TD, weight_D, eps)
+    normalise = layer_norm if kind == "layer" else rms_norm
+    if len(x_TD) <= TOKEN_TILE:
+        return normalise(x_TD, weight_D, eps)
+    out_TD = torch.empty_like(x_TD)
+    for tile in tiles_of(len(x_TD)):
+        out_TD[tile] = normalise(x_TD[tile], weight_D, eps)
+    return out_TD
 
 
 def layer_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
@@ -161,20 +167,31 @@ def rotated_heads(
 
     They are returned as by `project_qkv`.
     """
-    heads, kv_heads = attention.heads, attention.kv_heads
+    heads = attention.heads, attention.kv_heads, attention.kv_heads
     bias_X = qkv_bias(weights, attention)
     if bias_X is not None:
-        x_TX = x_TX + bias_X.to(x_TX.dtype)
-    if attention.qk_norm:
-        qk_norms = weights["q_norm"][0], weights["k_norm"][0]
-        _normalise_heads(x_TX, heads, kv_heads, qk_norms, config.norm_eps)
-    if attention.clip is not None:
-        x_TX = x_TX.clamp(-attention.clip, attention.clip)
-    x_TXd = x_TX.view(x_TX.shape[0], heads + 2 * kv_heads, -1)
-    turned = apply_rotary(x_TXd[:, : heads + kv_heads], *angles, interleaved=attention.rotary.interleaved)
-    parts = turned[:, :heads], turned[:, heads:], x_TXd[:, heads + kv_heads :]
-    q_THd, k_TKd, v_TKd = (part.contiguous() for part in parts)  # copies, so that the whole can be freed
+        bias_X = bias_X.to(x_TX.dtype)
+    tokens, head_dim = len(x_TX), attention.head_dim
+    q_THd, k_TKd, v_TKd = (x_TX.new_empty(tokens, count, head_dim) for count in heads)
+    for tile in tiles_of(tokens):
+        x_tX = x_TX[tile] if bias_X is None else x_TX[tile] + bias_X
+        if attention.qk_norm:
+            qk_norms = weights["q_norm"][0], weights["k_norm"][0]
+            _normalise_heads(x_tX, *heads[:2], qk_norms, config.norm_eps)
+        if attention.clip is not None:
+            x_tX = x_tX.clamp(-attention.clip, attention.clip)
+        qk_tXd, v_tKd = x_tX.unflatten(1, (-1, head_dim)).split([sum(heads[:2]), heads[2]], dim=1)
+        cos_t1w, sin_t1w = (each[tile] for each in angles)
+        turned = apply_rotary(qk_tXd, cos_t1w, sin_t1w, interleaved=attention.rotary.interleaved)
+        q_THd[tile], k_TKd[tile] = turned.split(heads[:2], dim=1)
+        v_TKd[tile] = v_tKd
     return q_THd, k_TKd, v_TKd
+
+
+def tiles_of(tokens: int) -> Iterator[slice]:
+    """Tiles of tokens, which bound the memory of operations that treat each token by itself."""
+    for start in range(0, tokens, TOKEN_TILE):
+        yield slice(start, start + TOKEN_TILE)
 
 
 def _normalise_heads(
@@ -429,7 +446,10 @@ def sum_experts(y_nD: Tensor, rows_Tk: Tensor, weights_Tk: Tensor) -> Tensor:
 
 def combine(y_nD: Tensor, rows_Tk: Tensor, weights_Tk: Tensor, residual_TD: Tensor) -> Tensor:
     """The residual plus `sum_experts`, rounded once to the residual's dtype."""
-    return sum_experts(y_nD, rows_Tk, weights_Tk).add_(residual_TD).to(residual_TD.dtype)
+    out_TD = torch.empty_like(residual_TD)
+    for tile in tiles_of(len(out_TD)):
+        out_TD[tile] = sum_experts(y_nD, rows_Tk[tile], weights_Tk[tile]).add_(residual_TD[tile])
+    return out_TD
 
 
 def lm_head(

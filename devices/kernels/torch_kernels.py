@@ -15,7 +15,7 @@ from moesched.seams import KernelRow
 
 from ..native.compiled import AUTO, TORCH, check_choice, instruction_sets
 from ..native.kernels import NativeKernels
-from ..products.crossover import Shape, most_rows
+from ..products.crossover import ANY_ROWS, Shape, most_rows
 from ..products.packed_weights import cores_keep_bits, pack, packed_bytes, packing_pays
 from ..products.team import Team
 from ..shared.arena import copy_placed_alike
@@ -156,6 +156,11 @@ class TorchKernels(Binder):
             return bool(OPERATIONS[case.operation].parts)
         parts = [case._replace(operation=name) for name in kernel.made_of]
         return kernel.independent or (bool(parts) and all(map(self._is_independent, parts)))
+
+    @property
+    def all_native(self) -> bool:
+        """True if the native kernels compute all products by plain weights, whatever the number of rows."""
+        return all(self._rows(packed=packed) == ANY_ROWS for packed in {False, self._packs})
 
     @property
     def arranges(self) -> bool:

@@ -19,8 +19,6 @@ DTYPES = (torch.float32, torch.bfloat16)
 """Types of numbers that it attends in; elsewhere torch does it."""
 
 PROMPT_INSTRUCTIONS = "avx512_bf16"
-PROMPT_TILE = 64
-"""Tokens of the tiles in which prompts attend, here and on GPUs; the bits depend on where these begin."""
 HEAD_MULTIPLE, MOST_HEAD, MOST_GROUP = 32, 256, 246
 """Sizes of heads, and heads that share keys, of which prompt_attention.c attends to prompts."""
 

@@ -77,7 +77,8 @@ class Compute:
     @property
     def own_bytes(self) -> int:
         """Bytes that oneDNN's code for the shapes of products takes."""
-        return CODE_BYTES if self.on_cpu and self.dtype == torch.bfloat16 and has_bfloat16() else 0
+        bfloat16 = self.on_cpu and self.dtype == torch.bfloat16 and has_bfloat16()
+        return CODE_BYTES if bfloat16 and not self.kernels.all_native else 0
 
     def start(self, rows_an_expert: float) -> None:
         """Start kernels and threads for a mean of `rows_an_expert` rows in a decode step; later calls do nothing."""

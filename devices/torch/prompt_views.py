@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby, islice
 
-from moesched.models.kv_blocks import cached_tokens
+from moesched.models.kv_blocks import PROMPT_TILE, cached_tokens
 
 from ..kernels.functions import KVView
-from ..native.attention import PROMPT_TILE
 from ..products.linear import Tensor
 from .kv_step import KVStep
 

@@ -6,10 +6,15 @@ S sequences, V vocabulary, b bytes per element.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from moesched.models.kv_blocks import tokens_beside
 from moesched.models.operations import Operations
 
 KEPT_ROWS = 128
 """Rows up to which a micro-batch keeps its results' memory from layer to layer: that of a prompt would be too much."""
+TOKEN_TILE = 256
+"""Most tokens that are normalised by heads and rotated, or combined, at once; bounds the workspace of prompts."""
 EXPERT_TILE = 512
 """Most rows that an expert's kernel processes at once; bounds its workspace for any micro-batch."""
 EXPERTS_AT_ONCE = 2
@@ -59,12 +64,12 @@ def workspace_bytes(operations: Operations, tokens: int, sequences: int) -> int:
     projected = query + 2 * keys
     norm = hidden * (2 * _FLOAT + element)
     project = hidden * mixed + projected * mixed
-    rotate = projected * element + (query + keys) * (2 * _FLOAT + 2 * element)
+    rotate = 2 * projected * element + (query + keys) * (2 * _FLOAT + 2 * element)
     attend = 2 * query * element + projected * element
     output = (query + hidden) * mixed
     choices = config.routed.top_k + bool(_shared(operations))
-    combine = hidden * (choices * element + _FLOAT + element)
-    by_token = tokens * max(norm, project, rotate, attend, output + norm, combine)
+    combine = hidden * (choices * element + _FLOAT)
+    by_token = tokens * max(project, attend, output) + min(tokens, TOKEN_TILE) * max(norm, rotate, combine)
     logits = sequences * config.vocabulary * (2 * _FLOAT + mixed)
     return max(by_token, _expert_rows_bytes(operations, tokens), logits) + _coded_bytes(operations)
 
@@ -100,6 +105,17 @@ def _widest(operations: Operations) -> int:
 def mask_bytes(tokens: int, cached: int) -> int:
     """Bytes of the mask of a tile of queries over `cached` tokens: one byte and one float per element."""
     return min(tokens, QUERY_TILE) * cached * (1 + _FLOAT)
+
+
+def beside_window_bytes(operations: Operations, starts: Sequence[int], tokens: Sequence[int]) -> int:
+    """Bytes of the keys and values of a layer that a chunk of prompts sees beside the cache of a window.
+
+    starts, tokens: of each request, before the chunk and in it.
+    """
+    kinds = operations.kinds.values()
+    return max(
+        kind.kv_bytes * tokens_beside(starts, tokens, kind.layer.attention.most_cached) for kind in kinds
+    )
 
 
 def expert_workspace_bytes(operations: Operations, tokens: int) -> int:

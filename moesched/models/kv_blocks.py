@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 KV_BLOCK_TOKENS = 16
+PROMPT_TILE = 64
+"""Tokens of the tiles in which prompts attend; the bits depend on where these begin."""
 
 
 def cached_tokens(length: int) -> int:
@@ -30,3 +34,17 @@ def kept_tokens(tokens: int, most: int | None, beams: int = 1) -> int:
     most: as `most_cached` of a kind of attention gives it, for each beam.
     """
     return tokens if most is None else min(tokens, beams * most)
+
+
+def tokens_beside(starts: Iterable[int], tokens: Iterable[int], most: int | None) -> int:
+    """Tokens that a chunk of prompts sees in memory beside the cache of a window, part of which it overwrites.
+
+    Args:
+        starts: each request's tokens before the chunk; those that are still in the cache are copied.
+        tokens: each request's tokens in the chunk.
+        most: as in `kept_tokens`.
+    """
+    if most is None:
+        return 0
+    both = zip(starts, tokens, strict=True)
+    return sum(cached_tokens(PROMPT_TILE - 1 + min(start, most) + new) for start, new in both)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from moesched.steps.plan import Plan
-from moesched.steps.process import ALLOCATOR_BYTES, kept_workspace
+from moesched.steps.process import ALLOCATOR_BYTES
 from moesched.system.memory import peak_resident_bytes
 
 
@@ -38,10 +38,8 @@ def process_bytes_of(plan: Plan, *, measured: bool) -> ProcessBytes | None:
     if process is None or not (measured or process.whole):
         return None
     ranks = plan.layout.config.ranks
-    kept = kept_workspace(plan.reservations.sizes.workspace, plan.layout)
-    counted = kept if process.limit is not None else 0
-    planned = ranks * (sum(memory.peak for memory in plan.memories.values()) - counted)
-    allocator = ranks * (ALLOCATOR_BYTES + kept)
+    planned = ranks * sum(memory.peak for memory in plan.memories.values())
+    allocator = ranks * ALLOCATOR_BYTES
     total = max(process.runtime + planned + allocator + process.kernels, process.peak)
     return ProcessBytes(
         predicted=total if process.whole else None,

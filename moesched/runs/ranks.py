@@ -85,10 +85,11 @@ def process_of(devices: Sequence[Device], machine: Machine, ahead: int = 0) -> P
 
     ahead: bytes that were already allocated for weights.
     """
+    kernels = sum(device.own_bytes for device in devices if isinstance(device, HasOwnBytes))
     return Process(
         runtime=resident_bytes() - ahead,
         peak=peak_resident_bytes(),
-        kernels=sum(device.own_bytes for device in devices if isinstance(device, HasOwnBytes)),
+        kernels=kernels,
         whole=machine.unified or isinstance(devices[0], Emulates),
     )
 

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from moesched.models.footprint import (
+    beside_window_bytes,
     exchanged_bytes,
     expert_workspace_bytes,
     layer_bytes,
@@ -61,6 +62,9 @@ class BatchBytes(ReadOnly):
         self.workspace = workspace_bytes(operations, most, max(self._decode_rows))
         if chunked:
             self.workspace += mask_bytes(most, max(batch.prompts))
+            self.workspace += max(
+                beside_window_bytes(operations, chunk.starts, chunk.tokens) for chunk in chunks.values()
+            )
         self.unpacked = unpacked_bytes(operations)
         self.in_decode = sum(layer_bytes(operations, rows) for rows in self._decode_rows)
         self.host_workspace = expert_workspace_bytes(operations, most)

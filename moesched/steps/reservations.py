@@ -17,7 +17,7 @@ from moesched.requests.batch import Batch
 from moesched.requests.chunks import Chunk
 from moesched.steps.batch_bytes import BatchBytes
 from moesched.steps.claims import Parts
-from moesched.steps.process import Process, kept_workspace
+from moesched.steps.process import Process
 from moesched.steps.read_only import ReadOnly
 from moesched.steps.roles import KV_ROLES, Role
 from moesched.tasks import Discipline
@@ -136,8 +136,7 @@ class Reservations(ReadOnly):
         chunks: the micro-batches of prefill, by number.
         stages: the layers of each stage of a pipeline; a single stage without a pipeline.
         slot_bytes: returns the bytes that a page takes in a slot of the device.
-        process: the process that will run the plan; if its bytes are limited, memory that its allocator keeps counts
-            too.
+        process: the process that will run the plan.
     """
 
     def __init__(
@@ -195,9 +194,6 @@ class Reservations(ReadOnly):
             yield Reservation(fast, "workspace of the largest micro-batch's kernels", sizes.workspace)
             if sizes.unpacked and not self._machine.unified:
                 yield Reservation(fast, "unpacked rows of coded weights", sizes.unpacked)
-        if self.process is not None and self.process.limit is not None:
-            kept = kept_workspace(sizes.workspace, self._layout)
-            yield Reservation(self._host, "workspace that the allocator keeps", kept)
 
     def kv(self, declared: Declared) -> KVPlan:
         """The placement of the KV cache, and the buffers for keys and values that are loaded to accelerators."""
