@@ -8,7 +8,7 @@ from typing import get_args
 
 from moesched.errors import BadInput
 from moesched.inputs.options import Objective
-from moesched.planner.trial_run import MOST_STEPS, TrialRun
+from moesched.planner.trial_run import MOST_STEPS, TrialFigures
 from moesched.requests.batch import Batch
 
 STEPS_OF_ONE_REQUEST = 25
@@ -54,7 +54,7 @@ def close(objective: Objective) -> float:
     return 1.12 if objective == "throughput" else 1.15
 
 
-def rate(objective: Objective, trial: TrialRun, batch: Batch) -> float:
+def rate(objective: Objective, trial: TrialFigures, batch: Batch) -> float:
     """The figure of a trial run that the objective maximises: tokens or steps per second, as the objective says."""
     if objective == "throughput":
         return trial.tokens_per_second(batch)

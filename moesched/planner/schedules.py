@@ -14,7 +14,7 @@ from moesched.planner.objectives import STEPS_OF_ALL_LAYERS, cheap_tasks, most_s
 from moesched.planner.setting import Setting
 from moesched.planner.shallow_trial import Cut, cut_like
 from moesched.planner.traits import resident_bytes, weight_bytes
-from moesched.planner.trial_run import TrialRun, trial_run
+from moesched.planner.trial_run import TrialFigures, trial_run
 from moesched.planner.uncertainty import Figures, Uncertainty, uncertainty
 from moesched.runs.outcome import bytes_of_all_ranks
 from moesched.runs.ranks import Rank
@@ -59,7 +59,7 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
     weights_on_gpu: float
     kv_on_gpu: float
     peak_bytes: dict[str, int]
-    trial_run: TrialRun
+    trial_run: TrialFigures
     few: Cut | None
     throughput: float
     bound: float

@@ -15,7 +15,7 @@ from moesched.errors import BadInput
 from moesched.planner.few_layers import cut, depths_of
 from moesched.planner.setting import Setting
 from moesched.planner.traits import bytes_beside_pages, filled_bytes, resident_bytes, weight_bytes
-from moesched.planner.trial_run import TrialRun, trial_run
+from moesched.planner.trial_run import TrialFigures, trial_run
 from moesched.requests.batch import Batch
 from moesched.seams import Policy
 from moesched.steps.plan import Plan
@@ -40,7 +40,7 @@ class Cut(NamedTuple):
     part: float
     share: float | None
 
-    def trial(self, most_steps: int, prepared: tuple[Plan, Policy] | None = None) -> TrialRun:
+    def trial(self, most_steps: int, prepared: tuple[Plan, Policy] | None = None) -> TrialFigures:
         """Simulate the few layers, by `prepared` if it was planned already; figures are extrapolated to all layers."""
         plan, policy = prepared or self.plan()
         return trial_run(plan, policy, self.setting.cost, most_steps=most_steps).scaled(1 / self.part)

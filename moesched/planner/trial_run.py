@@ -25,7 +25,7 @@ from moesched.trace import Recorder
 MOST_STEPS = 5
 
 
-class TrialRun(msgspec.Struct, frozen=True):
+class TrialFigures(msgspec.Struct, frozen=True):
     """The predicted figures of a run.
 
     Attributes:
@@ -50,7 +50,7 @@ class TrialRun(msgspec.Struct, frozen=True):
     layers: int
     tasks: int
 
-    def scaled(self, factor: float) -> TrialRun:
+    def scaled(self, factor: float) -> TrialFigures:
         """The figures of a model with `factor` times as many layers; the rest, such as utilization, stays the same."""
         return replace(
             self,
@@ -83,7 +83,7 @@ def trial_run(
     recorder: Recorder | None = None,
     peers: Sequence[Rank] = (),
     most_steps: int = MOST_STEPS,
-) -> TrialRun:
+) -> TrialFigures:
     """Run the prefill and a few decode steps of a plan, which cannot be run again.
 
     The first decode step overlaps with the prefill, and the last one fetches nothing for a next step. Both are ignored
@@ -112,7 +112,7 @@ def trial_run(
     generation, ends = run.generation, run.generation.step_ends
     window = whole_steps(ends)
     count = max(1, len(window) - 1)
-    return TrialRun(
+    return TrialFigures(
         prefill_seconds=(ends[0] - generation.loaded) / 1e9,
         first_token_seconds=(fmean(generation.first_tokens.values()) - generation.loaded) / 1e9,
         step_seconds=(window[-1] - window[0]) / 1e9 / count,

@@ -20,7 +20,7 @@ from moesched.models.config import ModelConfig
 from moesched.models.layout import WeightLayout, room_for, weight_layout
 from moesched.planner import Setting
 from moesched.planner.sizing import choose_sizes
-from moesched.planner.trial_run import TrialRun, trial_run
+from moesched.planner.trial_run import TrialFigures, trial_run
 from moesched.plugins import make_policy
 from moesched.requests.batching import batch_of
 from moesched.requests.workloads import load_workload
@@ -87,7 +87,7 @@ class Simulated(NamedTuple):
     """A policy's run in a cell."""
 
     plan: Plan
-    run: TrialRun
+    run: TrialFigures
 
     @property
     def seconds(self) -> float:
