@@ -20,10 +20,10 @@ from moesched.server.messages import (
     Failed,
     Frames,
     Leave,
-    Loading,
     Logprob,
     Ready,
     Refused,
+    Starting,
     State,
     ToEngine,
     ToFront,
@@ -31,7 +31,7 @@ from moesched.server.messages import (
     frame,
 )
 
-READY = Ready("fake", "resident", "none", 2, 8, 1024, 512, 256, 2048)
+READY = Ready("fake", "resident", None, "none", 2, 8, 1024, 512, 256, 2048)
 LIKELIEST = 5
 
 
@@ -61,7 +61,7 @@ class FakeEngine:
 
     def begin(self) -> None:
         """Say that the weights are loaded."""
-        self._tell(Loading(1, 1), READY)
+        self._tell(Starting("loading weights", 1, 1), READY)
 
     def feed(self, data: bytes) -> None:
         """Take bytes from the front."""
@@ -130,6 +130,9 @@ async def main(options: dict[str, Any], make: type[FakeEngine] = FakeEngine) -> 
     engine.begin()
     while not engine.closed and (data := await reader.read(1 << 16)):
         engine.feed(data)
+    if "fails_at_the_end" in options:
+        os.write(1, frame([Failed(options["fails_at_the_end"])]))
+        sys.exit(2)
 
 
 if __name__ == "__main__":

@@ -49,8 +49,9 @@ from moesched.routing.files import read_routing_file
 from moesched.routing.profile import RoutingProfile, read_routing_profile, write_profile
 from moesched.routing.trace import RecordedChoices, RoutingTrace
 from moesched.runs.notices import pack_notice, read_notice
+from moesched.server.bodies import read_body
 from moesched.server.errors import ApiError
-from moesched.server.fields import ChatRequest, CompletionRequest, read_body
+from moesched.server.fields import ChatRequest, CompletionRequest
 from moesched.server.messages import BadFrame as BadServerFrame
 from moesched.server.messages import Frames, Logprob, ToFront, Token
 from moesched.server.messages import frame as server_frame

@@ -200,7 +200,6 @@ def test_the_command_prints_the_report_and_writes_it_as_json(command: Any, tmp_p
     [
         (["--beams", 2], "--beams is for batches: omit it, or --arrivals"),
         (["--padded"], "--padded is for batches"),
-        (["--routing", "zipf"], "--routing is for batches"),
         (["--admission", "first"], "did you mean first-come?"),
         (["--context", 64], "a request may have 1 to 63"),
         (["--budget", "gpu=200MB"], "does not fit"),

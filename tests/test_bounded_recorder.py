@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from moesched.engine import Engine
 from moesched.plugins import make_policy
 from moesched.runs.simulation import simulate
+from moesched.steps.pool_counts import Counted
 from moesched.tasks import Block, Kernel, Lane, PageTransfer, Work
 from moesched.trace import (
     About,
@@ -20,6 +21,7 @@ from moesched.trace import (
     summarize,
     write_trace,
 )
+from moesched.trace.recorded_tasks import RankRecord
 from runs import FORTY_PERCENT, make_plan, virtual_run
 from traces import (
     edges_by_id,
@@ -57,6 +59,19 @@ def test_a_task_that_ends_after_its_step_was_dropped_does_not_come_back() -> Non
         recorder.ended(each)
     assert [each.task.verb for each in recorder.recording().slices] == ["next"]
     assert {sample.pages for sample in recorder.recording().memory} == {64}
+
+
+def test_notes_of_dropped_steps_are_dropped_but_for_the_counts_at_the_first_kept_ones_start() -> None:
+    notes = RankRecord(Engine([Lane("gpu")]), {}, [])
+    counts = [Counted(number, 0, 0, 0, 0) for number in range(4)]
+    notes.awaits += [(1, 2), (5, 6), (7, 8)]
+    notes.submit_delays += [(2, 9), (6, 9)]
+    notes.counts.append([(0, counts[0]), (4, counts[1]), (5, counts[2]), (8, counts[3])])
+    notes.trim(5, step=1)
+    assert (notes.awaits, notes.submit_delays) == ([(5, 6), (7, 8)], [(6, 9)])
+    assert notes.counts == [[(5, counts[2]), (8, counts[3])]]
+    notes.trim(7, step=2)
+    assert notes.counts == [[(5, counts[2]), (8, counts[3])]]
 
 
 def test_a_bounded_recorder_of_no_steps_is_refused() -> None:

@@ -79,7 +79,7 @@ def test_each_line_is_a_message_and_the_conversation_goes_on(
     assert said("hello\n\nagain\n", "--url", url, "--temperature", "0", monkeypatch=monkeypatch) == 0
     assert capsys.readouterr().out == "hello\\x1b!\nbye\nagain\\x1b!\nbye\n"
     first, second = Answering.asked
-    assert first["model"] == "repeater" and first["temperature"] == 0.0
+    assert (first["model"], first["temperature"], first["max_tokens"]) == ("repeater", 0.0, None)
     assert [each["content"] for each in second["messages"]] == ["hello", "hello\x1b!\nbye", "again"]
     assert [each["role"] for each in second["messages"]] == ["user", "assistant", "user"]
 

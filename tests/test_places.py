@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from moesched.errors import BadInput
 from moesched.models.kv_blocks import cached_tokens
 from moesched.requests.batching import BatchSizes
+from moesched.requests.logprobs import WantedLogprobs
 from moesched.requests.rows import Rows
 from moesched.serving.admission import FairAmongUsers, FirstCome, ShortestPrompt
 from moesched.serving.arrivals import ListedArrivals
@@ -20,13 +21,19 @@ from moesched.serving.request import Request
 from moesched.tasks import Phase
 
 CAPACITIES = st.builds(
-    lambda places, sequences, blocks, prompt: Capacity(
-        places, sequences, 16 * (2 * sequences + blocks), prompt, 16 * (2 * sequences + blocks)
+    lambda places, sequences, blocks, prompt, chunk: Capacity(
+        places,
+        sequences,
+        16 * (2 * sequences + blocks),
+        prompt,
+        16 * (2 * sequences + blocks),
+        min(prompt, chunk),
     ),
     st.integers(1, 3),
     st.integers(1, 4),
     st.integers(0, 8),
     st.integers(1, 40),
+    st.integers(0, 20),
 )
 
 
@@ -63,12 +70,19 @@ def test_any_program_of_entries_steps_and_departures_serves_everyone_within_the_
     places, blocks = Places(capacity), Blocks(capacity)
     most = min(capacity.prompt_tokens, capacity.cache_tokens - 1)
     waiting = [
-        Request(number=number, prompt=prompt, new_tokens=data.draw(st.integers(1, min(6, room))))
+        Request(
+            number=number,
+            prompt=prompt,
+            new_tokens=data.draw(st.integers(1, min(6, room))),
+            ids=range(1000 * number, 1000 * number + prompt),
+            logprobs=data.draw(st.sampled_from([None, WantedLogprobs(1), WantedLogprobs(1, prompt=True)])),
+        )
         for number, prompt in enumerate(data.draw(st.lists(st.integers(1, most), max_size=8)))
         if (room := capacity.cache_tokens - prompt) > 0
     ]
     asked = {request.number: request for request in waiting}
     sampled: defaultdict[int, int] = defaultdict(int)
+    seen: defaultdict[int, list[int]] = defaultdict(list)
     left: set[int] = set()
     step, collected, phase = 0, 0, "decode"
     while waiting or len(places):
@@ -84,9 +98,17 @@ def test_any_program_of_entries_steps_and_departures_serves_everyone_within_the_
             phase = next(iter(rows.values())).phase
             blocks.embed(rows)
             for place in rows.values():
-                assert sum(row.tokens for row in place.rows) <= max(capacity.prompt_tokens, len(place.rows))
+                first = place.rows[0]
+                limit = capacity.chunk or capacity.prompt_tokens
+                if asked[first.request].scores_prompt:
+                    limit = max(limit, first.tokens)
+                tokens = sum(row.tokens for row in place.rows)
+                assert place.phase == "decode" or tokens <= limit <= capacity.prompt_tokens
                 for row in place.rows:
-                    sampled[row.request] += 1
+                    sampled[row.request] += row.samples
+                    seen[row.request] += row.ids or ()
+                    whole = asked[row.request].scores_prompt and place.phase == "prefill"
+                    assert not whole or row.tokens == asked[row.request].prompt
             step += 1
         if collected < step and (not rows or step - collected == 2):
             blocks.in_flight.pop(0)
@@ -96,6 +118,7 @@ def test_any_program_of_entries_steps_and_departures_serves_everyone_within_the_
     for number, request in asked.items():
         if number not in left:
             assert sampled[number] == request.new_tokens
+            assert seen[number] == list(request.ids or ())
 
 
 def test_a_request_takes_the_place_with_the_fewest_tokens() -> None:
@@ -104,6 +127,19 @@ def test_a_request_takes_the_place_with_the_fewest_tokens() -> None:
         assert places.enter(Request(number=number, prompt=prompt, new_tokens=1))
     rows = places.rows("prefill", 0)
     assert {place: [row.request for row in each.rows] for place, each in rows.items()} == {0: [0], 1: [1, 2]}
+
+
+def test_a_long_prompt_is_cut_over_steps_and_the_next_one_takes_the_room_that_is_left() -> None:
+    places = Places(Capacity(1, 2, 96, 40, 96, chunk=16))
+    for number in range(2):
+        assert places.enter(Request(number=number, prompt=24, new_tokens=1))
+    steps = [places.rows("prefill", step)[0].rows for step in range(3)]
+    spans = [[(row.request, row.start, row.tokens, row.samples) for row in rows] for rows in steps]
+    assert spans == [
+        [(0, 0, 16, False)],
+        [(0, 16, 8, True), (1, 0, 8, False)],
+        [(1, 8, 16, True)],
+    ]
 
 
 def test_the_blocks_of_one_who_leaves_before_its_first_step_are_free_at_once() -> None:

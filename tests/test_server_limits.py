@@ -207,6 +207,7 @@ def test_metrics_count_requests_and_tokens() -> None:
         assert 'moesched_responses_total{path="/v1/chat/completions",status="200"} 1.0' in text
         assert 'moesched_responses_total{path="other",status="404"} 1.0' in text
         assert "moesched_time_to_first_token_seconds_count 1.0" in text
+        assert "moesched_time_per_token_seconds_count 1.0" in text
         assert 'moesched_lane_busy_seconds{lane="disk"} 0.25' in text
 
     answered(use)

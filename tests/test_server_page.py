@@ -1,17 +1,23 @@
-"""The server's page: one file that loads nothing, and the parts of its script, in node where there is one."""
+"""The server's page: one file that loads nothing; its script in node and in Chromium, where there are such."""
 
 from __future__ import annotations
 
 import json
 import shutil
 import subprocess
-from typing import Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from fronts import Server, answered
-from moesched.server.page import PAGE
+from benchmarks.speed._browser import missing, wait_for, window
+from fronts import SAYS, Server, answered, tiny_tokenizer
+from moesched.server.front import PAGE
 from report_pages import PageElements
+from served_processes import server
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
 
 SCRIPT = PAGE.decode().partition("<script>")[2].partition("</script>")[0]
 
@@ -71,3 +77,73 @@ def test_the_parts_of_the_script_do_as_they_say() -> None:
         "The connection to the server broke off.",
         "too long",
     ]
+
+
+# ---------------------------------------------------------------- in Chromium
+
+ENDED = "stop === null"
+CONTENTS = "messages.map((message) => message.content)"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Page]:
+    """The page of a server that repeats a text, a token every 5 ms."""
+    if reason := missing():
+        pytest.skip(reason)
+    says = tiny_tokenizer().encode(SAYS, bare=True)
+    with server(says=says, pace=0.005) as (_, url), window((390, 740)) as page:
+        page.goto(url)
+        yield page
+
+
+@pytest.fixture
+def page(browser: Page) -> Page:
+    """The page, just opened."""
+    browser.reload()
+    wait_for(browser, "model === 'fake'")
+    return browser
+
+
+def send(page: Page, text: str, tokens: int) -> None:
+    """Send a message."""
+    page.fill("#tokens", str(tokens))
+    page.fill("#text", text)
+    page.press("#text", "Enter")
+
+
+def test_a_message_is_answered_and_the_next_one_follows_it(page: Page) -> None:
+    for text in ("Hello", "again"):
+        with page.expect_request("**/v1/chat/completions") as asked:
+            send(page, text, len(tiny_tokenizer().encode(SAYS, bare=True)))
+        wait_for(page, ENDED)
+    assert [each["content"] for each in asked.value.post_data_json["messages"]] == ["Hello", SAYS, "again"]
+    assert page.evaluate(CONTENTS) == ["Hello", SAYS, "again", SAYS]
+    assert page.inner_text(".assistant >> nth=-1") == SAYS
+
+
+def test_an_answer_that_is_stopped_is_kept_as_far_as_it_came(page: Page) -> None:
+    send(page, "Hello", 200)
+    wait_for(page, "document.querySelector('.coming')?.textContent.length > 3")
+    page.click("#send")
+    wait_for(page, ENDED)
+    question, answer = page.evaluate(CONTENTS)
+    assert question == "Hello" and SAYS.startswith(answer[:20])
+    assert page.inner_text("#send") == "Send"
+    assert page.inner_text("#hint") == "", "it did not end by itself"
+
+
+def test_a_message_that_is_refused_says_why_and_can_be_sent_again(page: Page) -> None:
+    send(page, "Hello", 100_000)
+    wait_for(page, ENDED)
+    assert "lower max_tokens" in page.inner_text(".error")
+    assert page.input_value("#text") == "Hello"
+    assert page.evaluate(CONTENTS) == []
+
+
+def test_a_new_chat_has_nothing_of_an_answer_that_was_still_coming(page: Page) -> None:
+    send(page, "Hello", 200)
+    wait_for(page, "document.querySelector('.coming')?.textContent.length > 3")
+    page.click("#fresh")
+    wait_for(page, ENDED)
+    assert page.evaluate(CONTENTS) == []
+    assert page.query_selector(".message") is None

@@ -6,10 +6,7 @@ import asyncio
 import json
 import signal
 import socket
-import subprocess
-import sys
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,42 +16,15 @@ import uvicorn
 from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
-import fake_engine
 from fronts import SAYS, TINY, tiny_tokenizer
 from moesched.errors import BadInput, MoeschedError
 from moesched.server.options import FrontOptions
 from moesched.server.protocol import TimedProtocol
 from moesched.server.serve import Listener, listening, serve
 from moesched.system.own_loop import run_on_own_loop
+from served_processes import engine, server
 
-PROGRAM = """
-import json, sys
-from pathlib import Path
-from moesched.server.options import FrontOptions
-from moesched.server.serve import Listener, serve
-from moesched.system.signals import ends_in_order
-say = Listener(lambda done, total: None, lambda url, ready, notes: print(url, flush=True))
-with ends_in_order():
-    serve(Path(sys.argv[1]), FrontOptions(port=0), sys.argv[2:], say)
-"""
-IGNORE = Listener(lambda done, total: None, lambda url, ready, notes: None)
-
-
-def engine(**options: Any) -> list[str]:
-    """The command of a fake engine."""
-    return [sys.executable, fake_engine.__file__, json.dumps({"says": [], **options})]
-
-
-@contextmanager
-def server(**options: Any) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A server before a fake engine, as processes, and its address."""
-    command = [sys.executable, "-c", PROGRAM, str(TINY), *engine(**options)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        try:
-            yield process, process.stdout.readline().strip()
-        finally:
-            process.kill()
+IGNORE = Listener(lambda starting: None, lambda url, ready, notes: None)
 
 
 def test_the_unmodified_client_is_answered_and_a_signal_ends_the_server_once_its_answers_are_given() -> None:
@@ -86,6 +56,12 @@ def test_an_engine_that_does_not_begin_ends_the_server_with_its_line(
         serve(TINY, FrontOptions(port=0), failing, IGNORE)
 
 
+def test_a_server_whose_engine_fails_at_its_end_fails_too() -> None:
+    with server(fails_at_the_end="cannot write trace served.json") as (process, _):
+        process.send_signal(signal.SIGTERM)
+        assert process.wait() == 1
+
+
 @pytest.mark.parametrize(
     ("ends", "says"),
     [
@@ -95,7 +71,7 @@ def test_an_engine_that_does_not_begin_ends_the_server_with_its_line(
     ],
 )
 def test_an_engine_that_dies_without_a_word_is_named_with_its_end(ends: str, says: str) -> None:
-    with pytest.raises(MoeschedError, match=f"the engine did not start: its process {says}"):
+    with pytest.raises(MoeschedError, match=f"the engine has ended: its process {says}"):
         serve(TINY, FrontOptions(port=0), ["sh", "-c", ends], IGNORE)
 
 

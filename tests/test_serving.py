@@ -8,10 +8,12 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from moesched import plugins
 from moesched.devices.torch.device import TorchDevice
 from moesched.errors import BadInput
+from moesched.jobs.cut_prompts import with_cut_prompts
 from moesched.machines import Machine, load_machine
 from moesched.models.checkpoint import Checkpoint, open_checkpoint
 from moesched.models.layout import weight_layout
@@ -32,7 +34,7 @@ from moesched.serving.live import LiveArrivals
 from moesched.serving.request import Request
 from moesched.steps.plan import Plan
 from moesched.tasks import Task
-from moesched.testing.served_checks import random_departures, random_requests
+from moesched.testing.served_checks import check_served, random_departures, random_requests
 from runs import Ended
 from small_models import SMALL, small_model
 
@@ -180,6 +182,58 @@ def test_on_mlx_each_request_gets_the_tokens_that_it_has_alone(
     checkpoint: Checkpoint, alone: dict[int, list[int]], name: str
 ) -> None:
     serve_until_a_stop_token(mlx_device(checkpoint), name, alone, M2_ULTRA)
+
+
+@pytest.mark.parametrize("name", ["resident", "expert_streaming"])
+def test_prompts_that_are_cut_over_steps_give_the_tokens_of_whole_ones(
+    checkpoint: Checkpoint, alone: dict[int, list[int]], name: str
+) -> None:
+    policy, device = make_policy(name), TorchDevice(checkpoint, LAYOUT)
+    plan, arrivals = planned(policy, device=device), ListedArrivals(asked())
+    serving = serve_on(device, ServingSetup(plan, policy, replace(CAPACITY, chunk=5), arrivals))
+    device.close()
+    assert tokens_of(serving) == alone
+
+
+def test_between_two_parts_of_a_long_prompt_the_others_get_a_token() -> None:
+    policy, ended = make_policy("resident"), Ended()
+    requests = [request(0, prompt=2, new_tokens=12), request(1, prompt=20, new_tokens=1, arrives=1)]
+    capacity = replace(CAPACITY, places=1, chunk=5)
+    setup = ServingSetup(planned(policy, capacity), policy, capacity, ListedArrivals(requests))
+    serving = simulate_serving(setup, observers=[ended])
+    assert steps_of(ended.tasks) == ["prefill", *["decode", "prefill"] * 4, *["decode"] * 7]
+    assert [len(serving.requests[number].tokens) for number in range(2)] == [12, 1]
+
+
+def test_one_who_leaves_between_two_parts_of_its_prompt_gives_its_blocks_to_others() -> None:
+    policy = make_policy("resident")
+    capacity = replace(CAPACITY, places=1, chunk=1)
+    requests = [request(number, prompt=20, arrives=number) for number in range(4)]
+    arrivals = ListedArrivals(requests, [(0, 100_000)])
+    serving = simulate_serving(ServingSetup(planned(policy, capacity), policy, capacity, arrivals))
+    assert (serving.requests[0].ending, serving.requests[0].tokens) == ("left", [])
+    assert [len(serving.requests[number].tokens) for number in range(1, 4)] == [3, 3, 3]
+    assert serving.occupancy.held[-1] == 0
+
+
+@pytest.mark.parametrize("name", ["resident", "expert_streaming", "expert_cache"])
+def test_policies_serve_prompts_that_are_cut_over_steps(name: str) -> None:
+    policy, capacity = make_policy(name), replace(CAPACITY, chunk=5)
+    check_served(policy, planned(policy, capacity), capacity, random_requests(3, 20, 8, 10))
+
+
+@pytest.mark.parametrize(("name", "chunk"), [("resident", 12), ("expert_streaming", 0), ("cgopipe", 0)])
+def test_prompts_are_cut_by_default_where_all_weights_and_the_cache_stay(name: str, chunk: int) -> None:
+    policy, capacity = make_policy(name), replace(CAPACITY, prompt_tokens=12)
+    assert with_cut_prompts(capacity, planned(policy), None).chunk == chunk
+
+
+def test_prompts_are_cut_at_the_length_that_is_asked_for_or_the_policy_is_refused() -> None:
+    assert with_cut_prompts(CAPACITY, planned(make_policy("resident")), 9).chunk == 5
+    with pytest.raises(
+        BadInput, match="--prefill-chunk 9 cuts prompts over steps, and the plan has the KV cache"
+    ):
+        with_cut_prompts(CAPACITY, planned(make_policy("cgopipe")), 9)
 
 
 def simulated(

@@ -129,7 +129,7 @@ class Bench:
             arrivals = ListedArrivals(with_ids(described_arrivals(file, (), 1)))
             serving = model.serve(arrivals, keeps_history=True)
             assert all(each.ending == "length" for each in serving.requests.values()), "a stop token came"
-            return figures_of(service_report(ran_of(model), serving, model.capacity, None))
+            return figures_of(service_report(ran_of(model), serving, model.planned.capacity, None))
 
     def predict(self, file: Path, machine: Machine) -> Figures:
         """Simulate the requests of a file."""
@@ -173,7 +173,7 @@ def with_ids(requests: Iterable[Request]) -> list[Request]:
 
 def ran_of(model: ServedModel) -> Ran:
     """The names of what ran."""
-    return Ran(MODEL, model.machine_name, model.policy_name, "bfloat16", measured=True)
+    return Ran(MODEL, model.planned.plan.machine.name, model.planned.policy_name, "bfloat16", measured=True)
 
 
 def figures_of(report: ServiceReport) -> Figures:

@@ -36,7 +36,9 @@ def chat(
     temperature: Annotated[
         float, Option("0 takes the likeliest token; higher values sample from more tokens.", ge=0, le=2)
     ] = 0.7,
-    max_tokens: Annotated[int, Option("Most tokens of an answer.", "N", ge=1)] = 512,
+    max_tokens: Annotated[
+        int | None, Option("Most tokens of an answer. By default as many as the server gives.", "N", ge=1)
+    ] = None,
 ) -> int:
     """Talk with the model of a running server.
 

@@ -14,7 +14,7 @@ from moesched.server.options import FrontOptions
 from moesched.system.standard_output import command_output
 
 if TYPE_CHECKING:
-    from moesched.server.messages import Ready
+    from moesched.server.messages import Ready, Starting
     from moesched.server.serve import Notes
 
 EPILOGUE = """Examples:
@@ -28,27 +28,43 @@ EPILOGUE = """Examples:
 def serve(model: ServedOptions, http: FrontOptions) -> int:
     """Serve a model to many users at once, by OpenAI's API and with a chat in the browser.
 
-    It prints its address once the weights are loaded. Ctrl-C or SIGTERM: no more requests are taken, those that run
-    end, and so does the server, with exit code 0; a second one ends it at once.
+    Without --policy, the planner chooses the one with the most predicted tokens per second for as many requests at
+    once as the options say. The server prints its address once the weights are loaded. Ctrl-C or SIGTERM: no more
+    requests are taken, those that run end, and so does the server, with exit code 0; a second one ends it at once.
     """
     import msgspec
 
+    from moesched.cli.results import say_where
     from moesched.server.serve import ENGINE, Listener, serve
 
     model.admission_rule()  # refused here, before another process begins
     options = msgspec.json.encode(part_of(model, ServedOptions), enc_hook=str).decode()
-    with Bar("loading weights", patience=0) as bar:
+    with Bar("starting", patience=0) as bar:
 
         def say(url: str, ready: Ready, notes: Notes) -> None:
             bar.close()
             for line in lacks(notes):
                 tell(line)
             out = command_output()
-            out.write(f"{ready.model} with policy {ready.policy} at {url}\n")
+            out.write(f"{ready.model} with policy {ready.policy}{chosen(ready)} at {url}\n")
             out.flush()
 
-        serve(Path(model.model), http, [*ENGINE, options], Listener(bar.update, say))
+        def starting(what: Starting) -> None:
+            bar.update(what.done, what.total, what.what)
+
+        served = serve(Path(model.model), http, [*ENGINE, options], Listener(starting, say))
+    if served:
+        say_where(model.trace, None)
     return 0
+
+
+def chosen(ready: Ready) -> str:
+    """The prediction for which the planner chose the policy, in words; empty if it was named."""
+    if ready.predicted is None:
+        return ""
+    rate, requests = ready.predicted, ready.places * ready.sequences
+    figure = f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
+    return f", the planner's choice ({figure} tokens/s predicted with {requests} requests at once),"
 
 
 def lacks(notes: Notes) -> list[str]:

@@ -20,7 +20,12 @@ def print_service(report: ServiceReport) -> None:
         f"{report.requests_per_second:.3g} requests/s, {report.tokens_per_second:,.3g} tokens/s, "
         f"{report.steps:,} steps\n"
     )
-    times = {"to a place": report.waited, "to the first token": report.ttft, "between tokens": report.tpot}
+    times = {
+        "to a place": report.waited,
+        "to the first token": report.ttft,
+        "between tokens": report.tpot,
+        "between tokens, longest": report.pause,
+    }
     rows = [[name, *_cells(found)] for name, found in times.items() if found is not None]
     print_table(["seconds", "p50", "p90", "p99"], rows, figures=3)
     mean, most = report.running

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 from moesched.cli import options
 from moesched.cli.command import command
 from moesched.cli.output import Bar, print_json
+from moesched.errors import BadInput
+from moesched.inputs.defaults import POLICY
 from moesched.jobs.options import ScenarioOptions, SimulationOptions
 from moesched.jobs.served_options import ArrivalsOptions
-from moesched.options import part_of
+from moesched.options import Option, part_of
 
 if TYPE_CHECKING:
+    from moesched.inputs.chosen_policy import PolicyGiven
     from moesched.jobs.report import JobReport
 
 EPILOGUE = """Examples:
@@ -39,15 +42,28 @@ EPILOGUE = """Examples:
       --arrivals poisson:0.5 --slo ttft=10s,tpot=500ms"""
 
 
+class SimulateOptions(SimulationOptions):
+    """The options of batches, and of requests that arrive over time, whose policy the planner may choose."""
+
+    policy: Annotated[
+        PolicyGiven,
+        Option(
+            "A name of `moesched list policies`, file.py:Class, or package.module:Class (also in the current folder). "
+            "Omit it for the planner's choice with --arrivals.",
+            "P",
+        ),
+    ] = POLICY
+
+
 @command(2, EPILOGUE)
-def simulate(given: SimulationOptions, arriving: ArrivalsOptions, shown: options.ReportArguments) -> int:
+def simulate(given: SimulateOptions, arriving: ArrivalsOptions, shown: options.ReportArguments) -> int:
     """Predict a run on any machine with a virtual clock; needs neither weights nor a GPU.
 
     Simulates one full batch of the workload, or --requests N in successive batches, from loading to the last token. A
     prompts file is simulated as a whole.
 
     With --arrivals, requests arrive over time, and join and leave between steps: the report has their times to the
-    first token and per token.
+    first token and per token. The planner then chooses the policy, unless one is named.
 
     Malformed lines of a prompts file are reported by number and skipped; the exit code is then 2.
     """
@@ -58,6 +74,8 @@ def simulate(given: SimulationOptions, arriving: ArrivalsOptions, shown: options
     if arriving.arrivals is not None:
         _simulate_arrivals(given, arriving, shown)
         return 0
+    if given.policy == POLICY:
+        raise BadInput("no policy: name one with --policy; `moesched plan` ranks them")
     code = 0
     if str(given.workload).endswith(".jsonl"):
         prompts, code = options.read_prompt_file(Path(str(given.workload)))

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from moesched.errors import BadInput
 from moesched.inputs.accelerators import cut_over_ranks
 from moesched.inputs.budgets import within_process
-from moesched.inputs.chosen_policy import choose_policy
+from moesched.inputs.chosen_policy import ChosenPolicy, PolicyGiven, choose_policy
 from moesched.inputs.defaults import MACHINE
 from moesched.inputs.dtype import dtype_for
 from moesched.jobs.options import PlannedOptions
@@ -57,9 +57,6 @@ class Job:
         self.beams = beams
         self.nodes = nodes
         chosen = choose_policy(options.policy, options.settings)
-        self.policy_name = chosen.name
-        self.policy_class = chosen.cls
-        self.make = chosen.make
         cut, self.machine, self.budgets = cut_over_ranks(
             config,
             machine,
@@ -69,8 +66,20 @@ class Job:
             here=options.machine == MACHINE,
         )
         self._process: Process | None = None
-        self.splits_kv = chosen.is_class and splits_kv(chosen.cls, self.machine)
         self.layout = weight_layout(cut, dtype_for(cut.dtype, options.dtype, self.machine, device))
+        self._take(chosen)
+
+    def _take(self, chosen: ChosenPolicy) -> None:
+        self.policy_name = chosen.name
+        self.policy_class = chosen.cls
+        self.make = chosen.make
+        self.splits_kv = chosen.is_class and splits_kv(chosen.cls, self.machine)
+
+    def with_policy(self, policy: PolicyGiven) -> Job:
+        """Return a copy of the job with another policy, without settings, that cuts the model as the job's own does."""
+        job = copy(self)
+        job._take(choose_policy(policy))
+        return job
 
     def with_beams(self, beams: int) -> Job:
         """Return a copy of the job for a call with beam search of this width; the copy chooses sizes of its own."""

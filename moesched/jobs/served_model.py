@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
-from moesched.errors import BadInput
+from moesched.inputs.defaults import POLICY
+from moesched.inputs.files import require_apart
 from moesched.inputs.lookup import find_machine
-from moesched.jobs.job import Job
-from moesched.jobs.served_options import USERS, ServedOptions
+from moesched.jobs.served_options import ServedOptions
+from moesched.jobs.service_trace import RequestSpans, last_steps_of, write_service_trace
+from moesched.jobs.serving_plan import ServingPlan, context_of, plan_serving, serving_job
+from moesched.jobs.trace_file import files_named
 from moesched.models.checkpoint import Checkpoint, open_checkpoint
 from moesched.runs.ranks import Devices, open_devices, process_of
 from moesched.runs.served_parts import ServingSetup
 from moesched.runs.served_runs import serve_on
+from moesched.runs.service_report import Ran
 from moesched.runs.serving import Serving, ServingListener
 from moesched.seams import Observer
 from moesched.serving.arrivals import Arrivals
-from moesched.serving.capacity import Capacity, capacity_for
 from moesched.steps.memory import slots_of
+from moesched.system.outputs import Output
 
 CONTEXT = 4096
 """Tokens of a prompt and its answer together, at most, by default."""
@@ -28,33 +33,28 @@ class ServedModel:
     """A model on its device, with a plan for as many requests as the options say.
 
     Attributes:
-        capacity: the most that requests may take.
-        policy_name: the policy's name.
+        planned: the capacity, the policy and its plan.
     """
 
-    def __init__(self, given: ServedOptions, checkpoint: Checkpoint, job: Job, devices: Devices) -> None:
+    def __init__(
+        self, given: ServedOptions, checkpoint: Checkpoint, devices: Devices, planned: ServingPlan
+    ) -> None:
         self.checkpoint = checkpoint
+        self.planned = planned
         self._given = given
         self._devices = devices
-        self._job = job
-        config = checkpoint.config
-        context = given.context or min(CONTEXT, config.max_positions)
-        if context > config.max_positions:
-            raise BadInput(
-                f"--context is {context:,}, and that of {config.name} is {config.max_positions:,}: give at most that"
-            )
-        users = given.batch_size or USERS
-        lengths = [context // 2] * users
-        sizes = job.sizes(lengths, context - context // 2, devices.slot_bytes, successive=False)
-        self.capacity: Capacity = capacity_for(sizes, context)
-        self._plan, self._policy = job.plan(self.capacity.fullest(), devices.slot_bytes)
-        self.policy_name = job.policy_name
-        self.machine_name = job.machine.name
+
+    @property
+    def ran(self) -> Ran:
+        """The names of what runs, for a report."""
+        plan = self.planned.plan
+        layout, machine = plan.layout, plan.machine.name
+        return Ran(layout.config.name, machine, self.planned.policy_name, layout.dtype, measured=True)
 
     @property
     def pages_to_load(self) -> int:
         """The number of pages that are loaded before the first step."""
-        return sum(len(slots_of(kept)) for kept in self._plan.weights.resident)
+        return sum(len(slots_of(kept)) for kept in self.planned.plan.weights.resident)
 
     def serve(
         self,
@@ -64,37 +64,60 @@ class ServedModel:
         observers: Sequence[Observer] = (),
         keeps_history: bool = False,
     ) -> Serving:
-        """Serve until no more requests arrive.
+        """Serve until no more requests arrive, and write the trace of the last steps if one is asked for.
 
         Args:
             listener: told of each token and each step.
             observers: told of each task that ran.
             keeps_history: whether to keep requests that have ended, for a report.
+
+        Raises:
+            BadInput: the trace cannot be written.
         """
+        planned, trace = self.planned, self._given.trace
+        spans = RequestSpans(listener)
+        recorder = None if trace is None else last_steps_of(planned.plan)
         setup = ServingSetup(
-            self._plan,
-            self._policy,
-            self.capacity,
+            planned.plan,
+            planned.policy,
+            planned.capacity,
             arrivals,
             self._given.admission_rule(),
             self.checkpoint.config.stop_tokens,
-            listener,
+            listener if recorder is None else spans,
             keeps_history,
         )
-        return serve_on(self._devices.first, setup, observers=observers)
+        serving = serve_on(self._devices.first, setup, observers=observers, recorder=recorder)
+        if recorder is not None and trace is not None:
+            write_service_trace(trace, recorder, spans.ended, self.ran, planned.capacity, planned.plan)
+        return serving
 
 
 @contextmanager
-def served_model(given: ServedOptions) -> Iterator[ServedModel]:
+def served_model(
+    given: ServedOptions, on_progress: Callable[[str], object] = lambda what: None
+) -> Iterator[ServedModel]:
     """Open a model and its device, and plan for its requests; both are closed at the end.
 
+    Args:
+        on_progress: called with the name of each stage of the planner's search, if it chooses the policy.
+
     Raises:
-        BadInput: an option cannot be used, or the plan does not fit.
+        BadInput: an option cannot be used, or no plan fits.
     """
     given.admission_rule()
+    require_apart([Output("trace", given.trace)], files_named(given))
     checkpoint = open_checkpoint(Path(given.model))
+    context = context_of(given.context, min(CONTEXT, checkpoint.config.max_positions), checkpoint.config)
     machine = find_machine(given.machine, given.device, foreign=given.foreign_machine)
-    job = Job(given, checkpoint.config, machine, device=given.device)
+    job = serving_job(given, checkpoint.config, machine, device=given.device)
     with open_devices(given.device, given.device_settings, checkpoint, job.layout) as devices:
-        job.use_process(process_of(devices.all, job.machine))
-        yield ServedModel(given, checkpoint, job, devices)
+        planned = plan_serving(
+            job,
+            context,
+            devices.slot_bytes,
+            partial(process_of, devices.all, job.machine),
+            chooses=given.policy == POLICY,
+            on_progress=on_progress,
+        )
+        yield ServedModel(given, checkpoint, devices, planned)

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from moesched.errors import BadInput
-from moesched.inputs.options import SIZES, DeviceOptions, WeightsOptions
-from moesched.jobs.options import CostOptions, PlannedOptions
+from moesched.inputs.defaults import POLICY
+from moesched.inputs.options import SIZES, ChoiceOptions, DeviceOptions, WeightsOptions
+from moesched.jobs.options import OUTPUT, CostOptions, PlannedOptions
 from moesched.options import Option, Options
 from moesched.serving.admission import ADMISSIONS, Admission
 from moesched.system.near_names import with_nearest
@@ -88,12 +89,47 @@ class ArrivalsOptions(AdmissionOptions, ContextOptions):
     ] = None
 
 
+class BestPolicyOptions(ChoiceOptions):
+    """Option for the policy, which the planner chooses if none is named."""
+
+    policy: Annotated[
+        PolicyGiven,
+        Option(
+            "A name of `moesched list policies`, file.py:Class, or package.module:Class (also in the current folder). "
+            "By default the planner's choice.",
+            "P",
+            python="As `simulate_model` takes it; auto for the planner's choice.",
+        ),
+    ] = POLICY
+
+
+class ServedTraceOptions(Options):
+    """Option for a server's trace."""
+
+    trace: Annotated[
+        Path | str | None,
+        Option(
+            "Write a trace of the last steps for ui.perfetto.dev when the server ends: about 200,000 tasks, and the "
+            "requests as spans; gzipped when the name ends in .gz.",
+            "OUT",
+            group=OUTPUT,
+            writes="trace",
+        ),
+    ] = None
+
+
 class ServedOptions(
-    AdmissionOptions, ContextOptions, CostOptions, DeviceOptions, PlannedOptions, WeightsOptions
+    BestPolicyOptions,
+    ServedTraceOptions,
+    AdmissionOptions,
+    ContextOptions,
+    CostOptions,
+    DeviceOptions,
+    PlannedOptions,
+    WeightsOptions,
 ):
     """Options of a model that serves requests."""
 
-    policy: PolicyGiven = "resident"
     batch_size: Annotated[
         int | None,
         Option("Requests that run together, at most.", "N", group=SIZES, ge=1, le=65_536),

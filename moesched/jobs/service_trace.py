@@ -2,35 +2,90 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
 
-from moesched.jobs.trace_file import roofs_of
-from moesched.runs.service_report import ServiceReport
-from moesched.runs.serving import Served, Serving
+from moesched.jobs.trace_file import roofs_of, tasks_of_a_step
+from moesched.runs.service_report import Ran
+from moesched.runs.serving import Served, Serving, ServingListener
+from moesched.serving.capacity import Capacity
 from moesched.steps.plan import Plan
-from moesched.trace import About, Recorder, write_trace
+from moesched.trace import About, LastSteps, Recorder, write_trace
 from moesched.trace.recording import RequestSpan
+
+MOST_TASKS = 200_000
+"""Tasks that a server keeps for its trace, about: some 100 MB."""
+MOST_REQUESTS = 10_000
+"""Requests that have ended and that a server keeps for its trace."""
+
+
+def last_steps_of(plan: Plan) -> LastSteps:
+    """A recorder of a server's last steps, as many as keep its memory within bounds."""
+    return LastSteps(max(2, MOST_TASKS // tasks_of_a_step(plan)))
+
+
+class RequestSpans:
+    """Keeps the spans of the requests that ended last, and passes on what it hears.
+
+    Args:
+        listener: told of everything as well.
+
+    Attributes:
+        ended: the spans, in the order of their ends.
+    """
+
+    def __init__(self, listener: ServingListener | None) -> None:
+        self._listener = listener
+        self._loaded = 0
+        self.ended: deque[RequestSpan] = deque(maxlen=MOST_REQUESTS)
+
+    def loaded(self, serving: Serving) -> None:
+        """Note the time from which the times of requests count."""
+        self._loaded = serving.loaded
+        if self._listener is not None:
+            self._listener.loaded(serving)
+
+    def token(self, served: Served) -> None:
+        """Keep the span of a request that ends."""
+        if served.ending is not None:
+            self.ended.append(span_of(served, self._loaded))
+        if self._listener is not None:
+            self._listener.token(served)
+
+    def step(self, serving: Serving) -> None:
+        """Note nothing."""
+        if self._listener is not None:
+            self._listener.step(serving)
 
 
 def write_service_trace(
-    path: Path | str, recorder: Recorder, serving: Serving, report: ServiceReport, plan: Plan
+    path: Path | str,
+    recorder: Recorder | LastSteps,
+    spans: Iterable[RequestSpan],
+    ran: Ran,
+    capacity: Capacity,
+    plan: Plan,
 ) -> None:
-    """Write the tasks of a run, and its requests as spans.
+    """Write the tasks of a run, and its requests as spans, apart from those that ended before the first task.
 
     Raises:
         BadInput: the file cannot be written.
     """
     recording = recorder.recording()
-    recording.requests = [span_of(served, serving.loaded) for served in serving.requests.values()]
+    recording.requests = sorted(
+        (span for span in spans if span.ended >= recording.start),
+        key=lambda span: (span.arrived, span.request),
+    )
     about = About(
-        driver="realtime" if report.measured else "virtual",
-        policy=report.policy,
-        model=report.model,
-        machine=report.machine,
-        plan=msgspec.to_builtins(report.capacity),
-        roofs=roofs_of(plan.machine, report.dtype),
+        driver="realtime" if ran.measured else "virtual",
+        policy=ran.policy,
+        model=ran.model,
+        machine=ran.machine,
+        plan=msgspec.to_builtins(capacity),
+        roofs=roofs_of(plan.machine, ran.dtype),
     )
     write_trace(path, recording, about)
 

@@ -3,35 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from functools import partial
 from typing import Annotated
 
 from moesched.errors import BadInput
 from moesched.inputs.budgets import assumed_process
-from moesched.jobs.job import Job
+from moesched.inputs.defaults import POLICY
+from moesched.inputs.files import require_apart
 from moesched.jobs.options import ScenarioOptions, TraceOptions
 from moesched.jobs.scenario import Scenario, find_scenario
-from moesched.jobs.served_options import REQUESTS, USERS, ArrivalsOptions
-from moesched.jobs.service_trace import write_service_trace
+from moesched.jobs.served_options import REQUESTS, ArrivalsOptions, BestPolicyOptions
+from moesched.jobs.service_trace import span_of, write_service_trace
+from moesched.jobs.serving_plan import context_of, plan_serving, serving_job
 from moesched.jobs.simulate_model import require_context
+from moesched.jobs.trace_file import files_named
 from moesched.keywords import takes
 from moesched.models.layout import room_for
 from moesched.options import Option
 from moesched.routing import SeededRouting
+from moesched.routing.served import ServedRouting
 from moesched.runs.ranks import Rank
 from moesched.runs.served_parts import ServingSetup
 from moesched.runs.served_runs import simulate_serving
 from moesched.runs.service_report import Ran, ServiceReport, parse_objectives, service_report
 from moesched.runs.serving import Served, Serving
+from moesched.seams import Routing
 from moesched.serving.arrival_files import described_arrivals
 from moesched.serving.arrivals import ListedArrivals
-from moesched.serving.capacity import capacity_for
 from moesched.serving.request import Request
+from moesched.system.outputs import Output
 from moesched.system.own_loop import interruptible
 from moesched.trace import Recorder
 
 
-class ServedScenarioOptions(TraceOptions, ArrivalsOptions, ScenarioOptions):
+class ServedScenarioOptions(BestPolicyOptions, TraceOptions, ArrivalsOptions, ScenarioOptions):
     """The options of `simulate_arrivals`."""
 
     progress: Annotated[
@@ -73,50 +78,48 @@ def simulate_arrivals(given: ServedScenarioOptions) -> ServiceReport:
         PolicyError: the policy submitted something illegal; it is raised at the policy's line.
     """
     _require_servable(given)
+    require_apart([Output("trace", given.trace)], files_named(given))
     objectives = None if given.slo is None else parse_objectives(given.slo)
     scenario = find_scenario(given)
     requests = _requests(scenario, given)
-    longest = max(request.prompt + request.new_tokens for request in requests)
-    context = longest if given.context is None else given.context
-    require_context([context - 1], 1, scenario.config)
-    users = given.batch_size or USERS
-    job = Job(replace(given, batch_size=users), scenario.config, scenario.machine, nodes=given.nodes or 1)
-    job.use_process(assumed_process(job.machine))
-    lengths = sorted((request.prompt for request in requests), reverse=True)[:users]
-    lengths += [lengths[-1]] * (users - len(lengths))
-    new_tokens = max(request.new_tokens for request in requests)
-    sizes = job.sizes(lengths, new_tokens, room_for, successive=False)
-    capacity = capacity_for(sizes, context)
+    longest = max(requests, key=lambda request: request.prompt + request.new_tokens)
+    require_context([longest.prompt], longest.new_tokens, scenario.config)
+    context = context_of(given.context, longest.prompt + longest.new_tokens, scenario.config)
+    job = serving_job(given, scenario.config, scenario.machine, nodes=given.nodes or 1)
+    process = partial(assumed_process, job.machine)
+    planned = plan_serving(job, context, room_for, process, chooses=given.policy == POLICY)
     for request in requests:
-        capacity.require(request)
-    fullest = capacity.fullest()
-    plan, policy = job.plan(fullest, room_for)
+        planned.capacity.require(request)
+    fullest = planned.capacity.fullest()
     peers = [Rank(*job.plan(fullest, room_for, node)) for node in range(1, job.nodes)]
     setup = ServingSetup(
-        plan,
-        policy,
-        capacity,
+        planned.plan,
+        planned.policy,
+        planned.capacity,
         ListedArrivals(requests),
         given.admission_rule(),
         listener=None if given.progress is None else _Progress(given.progress, len(requests)),
     )
     routed = job.layout.config.routed
-    routing = SeededRouting(routed.experts, routed.top_k, given.seed)
+    routing: Routing = SeededRouting(routed.experts, routed.top_k, given.seed)
+    if scenario.choices is not None:
+        routing = ServedRouting(scenario.choices)
     recorder = None if given.trace is None else Recorder()
     serving = simulate_serving(
-        setup, routing=routing, preview_accuracy=given.preview_accuracy, recorder=recorder, peers=peers
+        setup,
+        routing=routing,
+        preview_accuracy=given.preview_accuracy,
+        recorder=recorder,
+        peers=peers,
     )
+    machine = planned.plan.machine.name
     ran = Ran(
-        scenario.config.name,
-        plan.machine.name,
-        job.policy_name,
-        job.layout.dtype,
-        measured=False,
-        nodes=job.nodes,
+        scenario.config.name, machine, planned.policy_name, job.layout.dtype, measured=False, nodes=job.nodes
     )
-    report = service_report(ran, serving, capacity, objectives)
+    report = service_report(ran, serving, planned.capacity, objectives)
     if recorder is not None and given.trace is not None:
-        write_service_trace(given.trace, recorder, serving, report, plan)
+        spans = [span_of(served, serving.loaded) for served in serving.requests.values()]
+        write_service_trace(given.trace, recorder, spans, ran, planned.capacity, planned.plan)
     return report
 
 
@@ -124,12 +127,7 @@ def _require_servable(given: ServedScenarioOptions) -> None:
     """Refuse options that are for batches."""
     if given.arrivals is None:
         raise BadInput("no arrivals were given: give poisson:RATE, or a file")
-    refused = {
-        "--beams": given.beams > 1,
-        "--padded": given.padded,
-        "--routing": given.routing not in (None, "uniform"),
-    }
-    for flag, is_given in refused.items():
+    for flag, is_given in {"--beams": given.beams > 1, "--padded": given.padded}.items():
         if is_given:
             raise BadInput(f"{flag} is for batches: omit it, or --arrivals")
 

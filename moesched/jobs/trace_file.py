@@ -54,12 +54,17 @@ def recorder_of(plan: Plan, *, predicts: bool = False) -> Recorder | LastSteps:
 
 
 def _recorder_of(plan: Plan) -> Recorder | LastSteps:
-    per_step = 8 * len(plan.layers) * len(plan.micro_batches) + 2 * len(plan.layout.pages)
+    per_step = tasks_of_a_step(plan)
     if per_step * plan.batch.new_tokens <= MOST_TRACED_TASKS:
         return Recorder()
     steps = max(2, MOST_TRACED_TASKS // per_step)
     _log.warning("the run is too long for a whole trace: its last steps are kept", steps=steps)
     return LastSteps(steps)
+
+
+def tasks_of_a_step(plan: Plan) -> int:
+    """The most tasks of a step, about."""
+    return 8 * len(plan.layers) * len(plan.micro_batches) + 2 * len(plan.layout.pages)
 
 
 class BatchFiles(NamedTuple):
@@ -96,10 +101,10 @@ def require_outputs_apart(outputs: OutputOptions, *more: Options | Path) -> None
         BadInput: an output cannot be written, is an input, or is in a model's folder.
     """
     written = [Output("trace", outputs.trace, numbered=True), Output("report", outputs.html, numbered=True)]
-    require_apart(written, [name for each in (outputs, *more) for name in _named(each)])
+    require_apart(written, [name for each in (outputs, *more) for name in files_named(each)])
 
 
-def _named(given: Options | Path) -> Iterator[str]:
+def files_named(given: Options | Path) -> Iterator[str]:
     """Yield the files to read that options name; lists are skipped, since they hold prompts."""
     if isinstance(given, Path):
         yield str(given)

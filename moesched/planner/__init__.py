@@ -9,19 +9,31 @@ from __future__ import annotations
 
 from moesched.planner.cluster import ClusterProposal, plan_cluster
 from moesched.planner.proposal import MOST_REQUESTS, Proposal, plan_model
-from moesched.planner.search_policies import Best, plan_best, plannable
+from moesched.planner.search_policies import (
+    FIRST,
+    Best,
+    Look,
+    fastest_policies,
+    plan_best,
+    plannable,
+    require_one_policy,
+)
 from moesched.planner.setting import KV_SHARE, Setting, splits_kv
 
 __all__ = [
+    "FIRST",
     "KV_SHARE",
     "MOST_REQUESTS",
     "Best",
     "ClusterProposal",
+    "Look",
     "Proposal",
     "Setting",
+    "fastest_policies",
     "plan_best",
     "plan_cluster",
     "plan_model",
     "plannable",
+    "require_one_policy",
     "splits_kv",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypedDict, Unpack
+from typing import Any, NamedTuple, TypedDict, Unpack
 
 import msgspec
 from msgspec.structs import replace
@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from moesched import plugins
 from moesched.drivers.pricing import no_garbage_collection
 from moesched.errors import BadInput, DoesNotFit
-from moesched.inputs.chosen_policy import PolicyGiven, choose_policy
+from moesched.inputs.chosen_policy import ChosenPolicy, PolicyGiven, choose_policy
 from moesched.inputs.options import Objective
 from moesched.machines import Machine
 from moesched.machines.cost import cost_model
@@ -102,20 +102,9 @@ def plan_best(
         BadInput: a policy that is named does not exist, or does not take the settings.
     """
     settings = settings or {}
-    asked = _asked(policies, settings)
-    seen: dict[Candidate, Seen] = {}
-    misfits: list[Ranked] = []
-    for given in asked:
-        name = plugins.name_of("policies", given)
-        on_progress(f"bound and schedule of {name}")
-        try:
-            chosen = choose_policy(given, settings)
-        except BadInput as error:
-            if policies is not None:
-                raise
-            misfits.append(misfit(name, None, error))
-            continue
-        setting = Setting(
+
+    def setting_of(chosen: ChosenPolicy) -> Setting:
+        return Setting(
             make=chosen.make,
             machine=machine,
             layout=layout,
@@ -127,26 +116,103 @@ def plan_best(
             objective=objective,
             **resources,
         )
+
+    asked = _asked(policies, settings)
+    seen, misfits = _first_looks(asked, settings, setting_of, on_progress, named=policies is not None)
+    return _best_of(seen, misfits, band, on_progress)
+
+
+class Look(NamedTuple):
+    """A policy at first sight: how many of the requests fit at once, and the tokens per second of its schedule."""
+
+    policy: str
+    batch_size: int
+    throughput: float
+
+
+def fastest_policies(
+    setting: Setting, sizes: Sequence[int], on_progress: Callable[[str], object] = lambda what: None
+) -> list[Look]:
+    """Rank the policies that one machine can run and that fit by a first look at each, the fastest first.
+
+    A look simulates a few layers. `plan_best` searches for sizes as well, and takes several times as long.
+
+    Args:
+        setting: the setting of any policy; its lengths are those of the batch.
+        sizes: sizes of micro-batches to try.
+        on_progress: called with the name of each stage.
+
+    Raises:
+        DoesNotFit: no policy fits; the message names the memory and the missing bytes.
+    """
+
+    def setting_of(chosen: ChosenPolicy) -> Setting:
+        split = chosen.is_class and splits_kv(chosen.cls, setting.machine)
+        return replace(setting, make=chosen.make, splits_kv=split, kv_on_gpu=None)
+
+    seen, misfits = _first_looks(plannable(), {}, setting_of, on_progress, sizes=sizes)
+    if not seen:
+        raise _nothing_fits(in_order([], misfits))
+    looks = [Look(candidate.name, one.batch_size, one.throughput) for candidate, one in seen.items()]
+    return sorted(looks, key=lambda look: -look.throughput)
+
+
+def _first_looks(
+    asked: Sequence[PolicyGiven],
+    settings: Mapping[str, Any],
+    setting_of: Callable[[ChosenPolicy], Setting],
+    on_progress: Callable[[str], object],
+    *,
+    sizes: Sequence[int] | None = None,
+    named: bool = False,
+) -> tuple[dict[Candidate, Seen], list[Ranked]]:
+    """Simulate one schedule of each policy; of a single policy, search for the best one.
+
+    Args:
+        sizes: allowed sizes of micro-batches; None for any.
+        named: whether the user named the policies, and is to be told why one cannot be planned.
+
+    Returns:
+        The policies that fit, with their schedules, and the rows of those that do not.
+    """
+    seen: dict[Candidate, Seen] = {}
+    misfits: list[Ranked] = []
+    for given in asked:
+        name = plugins.name_of("policies", given)
+        on_progress(f"bound and schedule of {name}")
+        try:
+            chosen = choose_policy(given, settings)
+        except BadInput as error:
+            if named:
+                raise
+            misfits.append(misfit(name, None, error))
+            continue
+        setting = setting_of(chosen)
         try:
             with no_garbage_collection():
-                candidate = Candidate(name, setting)
+                candidate = Candidate(name, setting, sizes)
                 seen[candidate] = candidate.search() if len(asked) == 1 else candidate.first_trial()
         except Exception as error:  # an installed plug-in may raise anything
-            if not isinstance(error, BadInput) and (policies or name in plugins.shipped("policies")):
+            if not isinstance(error, BadInput) and (named or name in plugins.shipped("policies")):
                 raise
             misfits.append(misfit(name, setting, error))
-    return _best_of(seen, misfits, band, on_progress)
+    return seen, misfits
 
 
 def _asked(policies: Iterable[PolicyGiven] | None, settings: Mapping[str, Any]) -> Sequence[PolicyGiven]:
     """The policies to search, by default all; BadInput if there are settings but no policy that they are for."""
     if policies is not None:
         return list(policies)
+    require_one_policy(settings)
+    return plannable()
+
+
+def require_one_policy(settings: Mapping[str, Any] | None) -> None:
+    """Raise BadInput if there are settings where the planner chooses the policy."""
     if settings:
         raise BadInput(
             f"settings such as {next(iter(settings))} are those of one policy: name it with --policy"
         )
-    return plannable()
 
 
 def _best_of(

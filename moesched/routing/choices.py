@@ -61,6 +61,13 @@ class BatchRouting:
             positions_T = np.repeat(lengths + step - 1, self._beams)
         if len(requests_T) != tokens:
             raise ValueError(f"step {step} of mb{micro_batch} has {len(requests_T)} tokens, not {tokens}")
-        chosen_Tk = self._choices.of_tokens(layer, requests_T, positions_T)
-        counts = np.bincount(chosen_Tk.ravel(), minlength=self._choices.experts).tolist()
-        return {expert: count for expert, count in enumerate(counts) if count}
+        return counted(self._choices, layer, requests_T, positions_T)
+
+
+def counted(
+    choices: ExpertChoices, layer: int, requests_T: Integers, positions_T: Integers
+) -> dict[int, int]:
+    """Count the tokens of each expert that gets any of T tokens, in ascending order of expert."""
+    chosen_Tk = choices.of_tokens(layer, requests_T, positions_T)
+    counts = np.bincount(chosen_Tk.ravel(), minlength=choices.experts).tolist()
+    return {expert: count for expert, count in enumerate(counts) if count}

@@ -9,6 +9,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from moesched.drivers.validation import watching
 from moesched.engine import Engine
 from moesched.errors import BadInput
+from moesched.requests.rows import Rows
 from moesched.runs.following import Following
 from moesched.runs.notices import Notices
 from moesched.runs.planning import make_lanes
@@ -22,7 +23,7 @@ from moesched.serving.places import Places
 from moesched.steps.plan import Plan
 from moesched.steps.run_state import RunState
 from moesched.tasks import Lane
-from moesched.trace import Recorder
+from moesched.trace import LastSteps, Recorder
 
 EngineType = TypeVar("EngineType", bound=Engine)
 Main = TypeVar("Main", Serving, Following)
@@ -77,8 +78,9 @@ def first_node(
     make_engine: Callable[[Iterable[Lane]], EngineType],
     kinds: Mapping[str, LaneKind] | None = None,
     peers: Sequence[Notices] = (),
+    on_step: Callable[[int, Mapping[int, Rows]], object] | None = None,
 ) -> ServedRun[EngineType, Serving]:
-    """The parts of the node that knows the requests."""
+    """The parts of the node that knows the requests; `on_step` as for `Serving`."""
     plan = setup.plan
     lanes = {**make_lanes(plan, kinds), ARRIVALS: Lane(ARRIVALS)}
     engine = make_engine(lanes.values())
@@ -94,6 +96,7 @@ def first_node(
         listener=setup.listener,
         keeps_history=setup.keeps_history,
         notices=notices,
+        on_step=on_step,
     )
     return ServedRun(plan, engine, run_state, serving)
 
@@ -112,7 +115,7 @@ def other_node(
 
 
 def observers_of_all(
-    runs: Sequence[ServedRun[Any, Any]], observers: Sequence[Observer], recorder: Recorder | None
+    runs: Sequence[ServedRun[Any, Any]], observers: Sequence[Observer], recorder: Recorder | LastSteps | None
 ) -> Sequence[Observer]:
     """The observers for the driver: `observers` see the first node's tasks only, the recorder those of all nodes."""
     if len(runs) > 1:

@@ -20,6 +20,7 @@ from moesched.machines.demand import CostModel
 from moesched.machines.networks import NETWORK
 from moesched.routing import SeededRouting
 from moesched.routing.router_forecast import RouterForecast
+from moesched.routing.served import ServedRouting
 from moesched.runs.decisions import simulated_decisions
 from moesched.runs.notices import NOTICE
 from moesched.runs.ranks import OnDevices, Rank
@@ -49,7 +50,7 @@ from moesched.steps.contention import lanes_contend
 from moesched.steps.plan import Plan
 from moesched.system.own_loop import run_on_own_loop
 from moesched.tasks import Collective, Decision, HostKernel, Kernel, Lane, PageTransfer, Preview, Task
-from moesched.trace import Recorder
+from moesched.trace import LastSteps, Recorder
 
 
 def simulate_serving(
@@ -60,7 +61,7 @@ def simulate_serving(
     preview_accuracy: float = PREVIEW_ACCURACY,
     sharing: bool | None = None,
     observers: Sequence[Observer] = (),
-    recorder: Recorder | None = None,
+    recorder: Recorder | LastSteps | None = None,
     device: Device | None = None,
     peers: Sequence[Rank] = (),
     make_engine: Callable[[Iterable[Lane]], Engine] = new_engine,
@@ -79,7 +80,12 @@ def simulate_serving(
     plan = setup.plan
     require_one_accelerator(plan, setup.policy, 1 + len(peers))
     followers = [other_node(each.plan, each.policy, make_engine) for each in peers]
-    run = first_node(setup, make_engine, peers=[each.main.notices for each in followers])
+    run = first_node(
+        setup,
+        make_engine,
+        peers=[each.main.notices for each in followers],
+        on_step=routing.begin if isinstance(routing, ServedRouting) else None,
+    )
     runs: list[ServedRun[Engine, Any]] = [run, *followers]
     ranks = [Rank(plan, setup.policy, device), *peers]
     driver = VirtualDriver(
@@ -127,7 +133,7 @@ def serve_on(
     setup: ServingSetup,
     *,
     observers: Sequence[Observer] = (),
-    recorder: Recorder | None = None,
+    recorder: Recorder | LastSteps | None = None,
     transport: Transport | None = None,
 ) -> Serving:
     """Serve on a device, until no more requests arrive; the caller closes the device.

@@ -69,6 +69,7 @@ class ServiceReport(msgspec.Struct, frozen=True, kw_only=True):
         tokens_per_second: tokens a second, of all requests.
         ttft: from the arrival to the first token.
         tpot: mean time between two tokens, by request; None if no request has two.
+        pause: longest time between two tokens, by request; None if no request has two.
         waited: from the arrival to a place.
         steps: number of steps.
         queue: mean number of requests that waited for a place, and the most.
@@ -92,6 +93,7 @@ class ServiceReport(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_second: float
     ttft: Percentiles | None
     tpot: Percentiles | None
+    pause: Percentiles | None
     waited: Percentiles | None
     steps: int
     queue: tuple[float, int]
@@ -128,6 +130,9 @@ def service_report(
     seconds = max((served.times[-1] for served in all_of_them if served.times), default=0) / 1e9
     kept = [served for served in done if objectives is not None and _keeps(served, objectives)]
     tpots = [time for served in done if (time := tpot(served)) is not None]
+    pauses = [
+        max(end - start for start, end in pairwise(each.times)) / 1e9 for each in done if each.times[1:]
+    ]
     seen = serving.occupancy
     return ServiceReport(
         model=ran.model,
@@ -143,6 +148,7 @@ def service_report(
         tokens_per_second=sum(len(served.tokens) for served in all_of_them) / seconds if seconds else 0.0,
         ttft=percentiles([ttft(served) for served in all_of_them if served.times]),
         tpot=percentiles(tpots),
+        pause=percentiles(pauses),
         waited=percentiles(
             [(served.entered - served.request.arrives) / 1e9 for served in all_of_them if served.entered >= 0]
         ),

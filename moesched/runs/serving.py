@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Literal, Protocol
 
@@ -96,6 +96,7 @@ class Serving:
         stop_tokens: each of them ends its request.
         listener: told of each token and each step.
         keeps_history: whether to keep requests that have ended, and how full each step was; else only the last step's.
+        on_step: called with the number of each step and its rows by place, before it is submitted.
 
     Attributes:
         loaded: time at which the weights were loaded; nanoseconds on the driver's clock.
@@ -117,6 +118,7 @@ class Serving:
         listener: ServingListener | None = None,
         keeps_history: bool = True,
         notices: Notices | None = None,
+        on_step: Callable[[int, Mapping[int, Rows]], object] | None = None,
     ) -> None:
         self.loaded = 0
         self.steps = 0
@@ -131,6 +133,7 @@ class Serving:
         self._stop_tokens = frozenset(stop_tokens)
         self._listener = listener
         self._keeps_history = keeps_history
+        self._on_step = on_step
         self._waiting: deque[Request] = deque()
         self._before: Phase = "decode"
 
@@ -145,6 +148,8 @@ class Serving:
             self._admit()
             rows = self._next_rows(index)
             if rows:
+                if self._on_step is not None:
+                    self._on_step(index, rows)
                 self._give_notice(rows, index)
                 following = await served_step(self._run, self._policy, index, rows)
                 if samples is not None:
@@ -217,7 +222,7 @@ class Serving:
         for requests, sample in samples:
             tokens = await sample
             end = max(end, sample.end - self.loaded)
-            for number, token in zip(requests, tokens, strict=True):
+            for number, token in zip(requests, tokens if requests else (), strict=True):
                 served = self.requests.get(number)
                 if served is not None and served.ending is None:
                     self._take(served, token, sample.end - self.loaded)

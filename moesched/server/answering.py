@@ -12,9 +12,9 @@ import msgspec
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
-from moesched.server.bodies import read_bytes
+from moesched.server.bodies import read_body, read_bytes
 from moesched.server.errors import ApiError, ClientLeft, bad_request
-from moesched.server.fields import ChatRequest, CompletionRequest, Generated, read_body
+from moesched.server.fields import ChatRequest, CompletionRequest, Generated
 from moesched.server.forms import ChatForm, CompletionForm, Form, gathered
 from moesched.server.gate import Gate
 from moesched.server.generation import Generation, Piece, Prompt, Wanted

@@ -1,13 +1,27 @@
-"""The bodies of requests, up to a size."""
+"""The bodies of requests: bytes up to a size, JSON, and fields of OpenAI's API; an error names the field at fault."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import msgspec
 from starlette.requests import Request
 
-from moesched.server.errors import ApiError, ClientLeft
+from moesched.errors import BadInput
+from moesched.server.errors import ApiError, ClientLeft, bad_request
+from moesched.server.fields import CHOICES, HARMLESS, NEUTRAL, Generated
+from moesched.system.decoding import DECODE_ERRORS, decode_json, reason
+from moesched.system.near_names import nearest_of
+from moesched.system.plain_text import shown
 
 MOST_BYTES = 4 << 20
 """The most bytes of a body: a prompt of half a million token ids."""
+MOST_VALUES = 2_000_000
+"""The most values in a body: more than any prompt of token ids has."""
+MOST_NAME = 100
+"""The most characters of a field's name that are given back."""
 
 
 async def read_bytes(request: Request, most: int = MOST_BYTES) -> bytes:
@@ -41,3 +55,63 @@ async def read_bytes(request: Request, most: int = MOST_BYTES) -> bytes:
 
 def _too_long(most: int) -> ApiError:
     return ApiError(413, f"the body has more than {most:,} bytes: shorten it")
+
+
+Body = TypeVar("Body", bound=Generated)
+
+
+def read_body(data: bytes, kind: type[Body]) -> Body:
+    """Read the body of a request.
+
+    Raises:
+        ApiError: it is not JSON, lacks a field, has one of a wrong type, or one that the server has not.
+    """
+    try:
+        fields = decode_json(data, dict[str, Any], "the body", "send JSON", most=MOST_VALUES)
+    except BadInput as error:
+        raise bad_request(str(error)) from error
+    known = kind.__struct_fields__
+    left = {}
+    for name, value in fields.items():
+        if name in known:
+            left[name] = value
+        elif not _is_taken(name, value):
+            raise _unknown(name, value, known)
+    try:
+        return msgspec.convert(left, kind)
+    except DECODE_ERRORS as error:
+        raise _of_wrong_type(reason(error), left) from error
+
+
+def _is_taken(name: str, value: object) -> bool:
+    """Test whether a field that the server has not changes nothing."""
+    return name in HARMLESS or (name in NEUTRAL and (value is None or value in NEUTRAL[name]))
+
+
+def _unknown(name: str, value: object, known: tuple[str, ...]) -> ApiError:
+    if name in NEUTRAL:
+        return bad_request(
+            f"{name} is {shown(value)}, and this server does not have it: omit it",
+            name,
+            "unsupported_parameter",
+        )
+    near = nearest_of(name, known)
+    remedy = "omit it" if near is None else f"did you mean {near}? Otherwise omit it"
+    return bad_request(f"unknown field {shown(name)}: {remedy}", name[:MOST_NAME], "unknown_parameter")
+
+
+_PATH = re.compile(r"(.*?) - at `(?:key )?\$\.?(.*)`$")
+_MISSING = re.compile(r"Object missing required field `(.*)`")
+
+
+def _of_wrong_type(message: str, fields: Mapping[str, Any]) -> ApiError:
+    """The error for what msgspec says of these fields: a fault, and the path of the one that has it."""
+    found = _PATH.match(message)
+    fault, path = (found[1], found[2]) if found else (message, "")
+    if missing := _MISSING.match(fault):
+        path = ".".join(filter(None, [path, missing[1]]))
+        return bad_request(f"{path} is missing: give it", path, "missing_required_parameter")
+    if fault.startswith("Invalid enum value"):
+        fault += f": give {' or '.join(CHOICES[path.rpartition('.')[2]])}"
+    where = f"{path} is {shown(fields[path])}" if path in fields else path
+    return bad_request(f"{where}: {fault[:1].lower()}{fault[1:]}", path or None, "invalid_value")

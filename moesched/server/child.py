@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
 from moesched.server.link import EngineLink
-from moesched.server.messages import BadFrame
+from moesched.server.messages import BadFrame, Starting
 from moesched.system.children import tied_child
 
 PATIENCE_SECONDS = 5.0
@@ -34,7 +34,7 @@ class Child:
 
 @asynccontextmanager
 async def engine_child(
-    command: Sequence[str], on_loading: Callable[[int, int], object]
+    command: Sequence[str], on_starting: Callable[[Starting], object]
 ) -> AsyncIterator[Child]:
     """Start an engine; it is ended at the context's end.
 
@@ -44,7 +44,7 @@ async def engine_child(
     process = tied_child(command, stdout=subprocess.PIPE)
     loop = asyncio.get_running_loop()
     to_engine, _ = await loop.connect_write_pipe(asyncio.Protocol, process.stdin)
-    link = EngineLink(to_engine.write, on_loading)
+    link = EngineLink(to_engine.write, on_starting)
     from_engine, _ = await loop.connect_read_pipe(lambda: _FromEngine(process, link), process.stdout)
     try:
         yield Child(process, link)

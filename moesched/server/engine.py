@@ -29,9 +29,9 @@ from moesched.server.messages import (
     Failed,
     Frames,
     Leave,
-    Loading,
     Ready,
     Refused,
+    Starting,
     State,
     ToEngine,
     ToFront,
@@ -108,7 +108,7 @@ class LoadMeter:
         now = time.monotonic()
         if now - self._told >= STATE_SECONDS:
             self._told = now
-            self._send([Loading(self._done, self._pages)])
+            self._send([Starting("loading weights", self._done, self._pages)])
 
 
 class Inbox:
@@ -173,11 +173,13 @@ def message_of(number: int, token: int, ending: Ending | None) -> Token:
 
 def ready(model: ServedModel) -> Ready:
     """The message that says what is served."""
-    capacity = model.capacity
+    planned = model.planned
+    capacity = planned.capacity
     return Ready(
         model.checkpoint.config.name,
-        model.policy_name,
-        model.machine_name,
+        planned.policy_name,
+        planned.predicted,
+        planned.plan.machine.name,
         capacity.places,
         capacity.sequences,
         capacity.cache_tokens,
@@ -189,11 +191,15 @@ def ready(model: ServedModel) -> Ready:
 
 def run(options: dict[str, Any], source: int, send: Send) -> None:
     """Serve a model until the front says that no more requests come."""
-    with served_model(ServedOptions(**options)) as model:
-        arrivals = LiveArrivals()
-        inbox = Inbox(arrivals, model.capacity, send)
+
+    def plans(stage: str) -> None:
+        send([Starting(f"planning: {stage}")])
+
+    with served_model(ServedOptions(**options), plans) as model:
+        arrivals, capacity = LiveArrivals(), model.planned.capacity
+        inbox = Inbox(arrivals, capacity, send)
         threading.Thread(target=inbox.read, args=(source,), name="reads the front", daemon=True).start()
-        teller = Teller(send, ready(model), model.capacity)
+        teller = Teller(send, ready(model), capacity)
         meter = LoadMeter(send, model.pages_to_load)
         model.serve(arrivals, teller, observers=[meter])
 

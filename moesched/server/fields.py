@@ -1,29 +1,20 @@
-"""The bodies of requests: OpenAI's fields, as far as the server has them."""
+"""The fields of requests: those of OpenAI's API that the server has, and what becomes of the others."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, TypeAlias, TypeVar, get_args
+from typing import Annotated, Any, Literal, TypeAlias, get_args
 
 import msgspec
 from msgspec import Meta
 
-from moesched.errors import BadInput
-from moesched.server.errors import ApiError, bad_request
-from moesched.system.decoding import DECODE_ERRORS, decode_json, reason
-from moesched.system.near_names import nearest_of
-from moesched.system.plain_text import shown
+from moesched.server.errors import bad_request
 
-MOST_VALUES = 2_000_000
-"""The most values in a body: more than any prompt of token ids has."""
 MOST_INT = 2**63 - 1
 MOST_CHOICES = 128
 MOST_STOPS = 16
 MOST_LIKELIEST = 20
-MOST_NAME = 100
-"""The most characters of a field's name that are given back."""
 
 HARMLESS = frozenset(
     ["metadata", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_retention", "safety_identifier"]
@@ -48,13 +39,12 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
 )
 """Fields that the server has not, and the values besides null at which they change no answer."""
 
-
 Role: TypeAlias = Literal["system", "developer", "user", "assistant"]
 PartType: TypeAlias = Literal["text"]
 CHOICES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {"role": get_args(Role), "type": get_args(PartType)}
 )
-"""The values that a field may have, by its name."""
+"""The values that a field may have, by the field's name."""
 
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -162,63 +152,3 @@ class ChatRequest(Generated, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     max_completion_tokens: Annotated[int, Meta(ge=1, le=MOST_INT)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MOST_LIKELIEST)] | None = None
-
-
-Body = TypeVar("Body", bound=Generated)
-
-
-def read_body(data: bytes, kind: type[Body]) -> Body:
-    """Read the body of a request.
-
-    Raises:
-        ApiError: it is not JSON, lacks a field, has one of a wrong type, or one that the server has not.
-    """
-    try:
-        fields = decode_json(data, dict[str, Any], "the body", "send JSON", most=MOST_VALUES)
-    except BadInput as error:
-        raise bad_request(str(error)) from error
-    known = kind.__struct_fields__
-    left = {}
-    for name, value in fields.items():
-        if name in known:
-            left[name] = value
-        elif not _is_taken(name, value):
-            raise _unknown(name, value, known)
-    try:
-        return msgspec.convert(left, kind)
-    except DECODE_ERRORS as error:
-        raise _of_wrong_type(reason(error), left) from error
-
-
-def _is_taken(name: str, value: object) -> bool:
-    """Test whether a field that the server has not changes nothing."""
-    return name in HARMLESS or (name in NEUTRAL and (value is None or value in NEUTRAL[name]))
-
-
-def _unknown(name: str, value: object, known: tuple[str, ...]) -> ApiError:
-    if name in NEUTRAL:
-        return bad_request(
-            f"{name} is {shown(value)}, and this server does not have it: omit it",
-            name,
-            "unsupported_parameter",
-        )
-    near = nearest_of(name, known)
-    remedy = "omit it" if near is None else f"did you mean {near}? Otherwise omit it"
-    return bad_request(f"unknown field {shown(name)}: {remedy}", name[:MOST_NAME], "unknown_parameter")
-
-
-_PATH = re.compile(r"(.*?) - at `(?:key )?\$\.?(.*)`$")
-_MISSING = re.compile(r"Object missing required field `(.*)`")
-
-
-def _of_wrong_type(message: str, fields: Mapping[str, Any]) -> ApiError:
-    """The error for what msgspec says of these fields: a fault, and the path of the one that has it."""
-    found = _PATH.match(message)
-    fault, path = (found[1], found[2]) if found else (message, "")
-    if missing := _MISSING.match(fault):
-        path = ".".join(filter(None, [path, missing[1]]))
-        return bad_request(f"{path} is missing: give it", path, "missing_required_parameter")
-    if path.rpartition(".")[2] in CHOICES and fault.startswith("Invalid enum value"):
-        fault += f": give {', '.join(CHOICES[path.rpartition('.')[2]])}"
-    where = f"{path} is {shown(fields[path])}" if path in fields else path
-    return bad_request(f"{where}: {fault[:1].lower()}{fault[1:]}", path or None, "invalid_value")

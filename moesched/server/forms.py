@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
+from moesched.server.codec import Codec
 from moesched.server.generation import Piece, Scored
 from moesched.server.messages import Ending
 from moesched.server.replies import (
@@ -25,7 +26,6 @@ from moesched.server.replies import (
     Usage,
 )
 from moesched.server.scores import chat_logprobs, completion_logprobs
-from moesched.server.served_text import Codec
 
 
 class Whole(NamedTuple):

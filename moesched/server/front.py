@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import NamedTuple
+from pathlib import Path
 
 import msgspec
 from starlette.applications import Starlette
@@ -21,9 +21,15 @@ from moesched.server.guards import Counted, Keyed, OfThisMachine
 from moesched.server.link import EngineLink
 from moesched.server.metrics import Metrics
 from moesched.server.model import Model
-from moesched.server.page import PAGE, PAGE_POLICY
 from moesched.system.plain_text import shown
 
+PAGE_POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+"""The page's content security policy: it loads nothing, and asks only the server that it came from."""
+PAGE = (Path(__file__).parent / "page.html").read_bytes()
+"""A chat beside live lanes."""
 MOST_METHOD = 20
 """The most characters of a method that are given back."""
 
@@ -82,21 +88,10 @@ class Front:
         return Response(self._metrics.text(), media_type="text/plain; version=0.0.4")
 
     async def state(self, _: Request) -> Response:
-        """/state: what the page shows."""
-        ready, state = self._model.ready, self._link.state
-        told = Shown(
-            ready.model,
-            ready.policy,
-            ready.machine,
-            time.monotonic(),
-            state.running,
-            state.waiting,
-            state.held,
-            state.room,
-            state.steps,
-            state.busy,
-        )
-        return _json(told)
+        """/state: what is served, and how full the engine is; `at` is the server's clock in seconds."""
+        ready = self._model.ready
+        served = {"model": ready.model, "policy": ready.policy, "machine": ready.machine}
+        return _json(served | {"at": time.monotonic()} | msgspec.structs.asdict(self._link.state))
 
     async def page(self, _: Request) -> Response:
         """/: a chat in the browser."""
@@ -112,27 +107,11 @@ class Front:
         }
 
 
-class Shown(NamedTuple):
-    """The engine's state for the page; `at` is the server's clock in seconds."""
-
-    model: str
-    policy: str
-    machine: str
-    at: float
-    running: int
-    waiting: int
-    held: int
-    room: int
-    steps: int
-    busy: dict[str, float]
-
-
 # ---------------------------------------------------------------- responses
 
 
 def _json(content: object, status: int = 200) -> Response:
-    fields = content._asdict() if isinstance(content, Shown) else content
-    return Response(msgspec.json.encode(fields), status, media_type="application/json")
+    return Response(msgspec.json.encode(content), status, media_type="application/json")
 
 
 async def _api_error(_: Request, error: ApiError) -> Response:

@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 import msgspec
 
+from moesched.server.codec import Codec
 from moesched.server.errors import ClientLeft, bad_request
 from moesched.server.link import Arrived, EngineLink
 from moesched.server.messages import Ask, Ending, Logprob, Refused, Token
-from moesched.server.served_text import Codec
 from moesched.server.text import AnswerText
 
 MOST_SEED = 2**63
@@ -133,6 +133,11 @@ class Generation:
     def prompt_tokens(self) -> int:
         """Tokens of all prompts, each counted once."""
         return self._prompt_tokens
+
+    @property
+    def answers(self) -> int:
+        """The number of answers."""
+        return len(self._answers)
 
     @property
     def answer_tokens(self) -> int:

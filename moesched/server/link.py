@@ -17,9 +17,9 @@ from moesched.server.messages import (
     Failed,
     Frames,
     Leave,
-    Loading,
     Ready,
     Refused,
+    Starting,
     State,
     ToEngine,
     ToFront,
@@ -74,7 +74,7 @@ class EngineLink:
 
     Args:
         write: takes bytes for the engine.
-        on_loading: called with the pages loaded so far and all pages.
+        on_starting: called with what the engine says before it is ready.
 
     Attributes:
         state: the engine's state as it said last.
@@ -85,11 +85,11 @@ class EngineLink:
     def __init__(
         self,
         write: Callable[[bytes], object],
-        on_loading: Callable[[int, int], object] = lambda done, total: None,
+        on_starting: Callable[[Starting], object] = lambda starting: None,
     ) -> None:
         loop = asyncio.get_running_loop()
         self._write = write
-        self._on_loading = on_loading
+        self._on_starting = on_starting
         self._frames = Frames(ToFront)
         self._numbers = count()
         self._boxes: dict[int, tuple[Mailbox, int]] = {}
@@ -149,8 +149,8 @@ class EngineLink:
             self.state = message
         elif isinstance(message, Ready):
             self.ready.set_result(message)
-        elif isinstance(message, Loading):
-            self._on_loading(message.done, message.total)
+        elif isinstance(message, Starting):
+            self._on_starting(message)
         elif isinstance(message, Failed):
             self.end(message.why)
 

@@ -53,11 +53,17 @@ class Close(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """No more requests will come: the engine ends once those that it has are done."""
 
 
-class Loading(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The engine has loaded `done` of `total` pages of weights."""
+class Starting(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The engine is not ready yet.
 
-    done: int
-    total: int
+    Attributes:
+        what: what it does.
+        done, total: the pages of weights that it has loaded, and all of them; 0 before.
+    """
+
+    what: str
+    done: int = 0
+    total: int = 0
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -66,6 +72,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True, array_like=True):
     Attributes:
         model: the model's name.
         policy: the name of the policy.
+        predicted: tokens per second with all places full, where the planner chose the policy; else None.
         machine: the name of the machine.
         places, sequences, cache_tokens, prompt_tokens, context: see `moesched.serving.capacity.Capacity`.
         vocabulary: the number of tokens that the model knows.
@@ -73,6 +80,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
     model: str
     policy: str
+    predicted: float | None
     machine: str
     places: int
     sequences: int
@@ -136,7 +144,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 ToEngine: TypeAlias = Ask | Leave | Close
-ToFront: TypeAlias = Loading | Ready | Token | Refused | State | Failed
+ToFront: TypeAlias = Starting | Ready | Token | Refused | State | Failed
 
 
 class BadFrame(MoeschedError):

@@ -37,7 +37,7 @@ class Metrics:
         )
         self._each = Histogram(
             "moesched_time_per_token_seconds",
-            "From one token of a request to its next.",
+            "Mean time from one token of an answer to its next, by request.",
             buckets=SECONDS,
             registry=registry,
         )
@@ -64,14 +64,19 @@ class Metrics:
             self._answer_tokens.inc(generation.answer_tokens)
 
     async def observed(self, generation: Generation) -> AsyncGenerator[list[Piece]]:
-        """Yield a generation's pieces, and note the times between them."""
-        before, histogram = time.monotonic(), self._first
+        """Yield a generation's pieces; note the time to the first one, and from token to token."""
+        began = time.monotonic()
+        first = last = 0.0
         async with aclosing(generation.pieces()) as pieces:
             async for several in pieces:
-                now = time.monotonic()
-                histogram.observe(now - before)
-                before, histogram = now, self._each
+                last = time.monotonic()
+                if not first:
+                    first = last
+                    self._first.observe(first - began)
                 yield several
+        following = generation.answer_tokens / generation.answers - 1
+        if following > 0:
+            self._each.observe((last - first) / following)
 
     def text(self) -> bytes:
         """All of them in Prometheus' format."""

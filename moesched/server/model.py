@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from moesched.errors import BadInput
+from moesched.server.codec import Codec, encode
 from moesched.server.errors import ApiError, bad_request
 from moesched.server.generation import Prompt
 from moesched.server.messages import Ready
-from moesched.server.served_text import Codec, encode
 from moesched.server.templates import Renders
 from moesched.system.plain_text import shown
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
+from moesched.server.codec import Codec
 from moesched.server.generation import Scored
 from moesched.server.replies import ChatLogprobs, ChosenToken, CompletionLogprobs, LikelyToken
-from moesched.server.served_text import Codec
 
 LOWEST = -9999.0
 """Stands for minus infinity, which JSON has not."""

@@ -21,15 +21,15 @@ from moesched.errors import BadInput, MoeschedError
 from moesched.inputs.chat_template import find_chat_template
 from moesched.inputs.tokenizer import find_tokenizer
 from moesched.server.child import Child, engine_child
+from moesched.server.codec import Codec, Numbers
 from moesched.server.errors import EngineFailed
 from moesched.server.front import Front
 from moesched.server.gate import Gate
-from moesched.server.messages import Ready
+from moesched.server.messages import Ready, Starting
 from moesched.server.model import Model
 from moesched.server.options import FrontOptions
 from moesched.server.protocol import TimedProtocol
-from moesched.server.served_text import Codec, Numbers
-from moesched.server.templates import ModelTemplate, PlainTemplate, Renders
+from moesched.server.templates import rendering
 from moesched.system.own_loop import run_on_own_loop
 from moesched.system.signals import stopped_by
 
@@ -44,11 +44,11 @@ class Listener(NamedTuple):
     """Callbacks of a server.
 
     Attributes:
-        loading: the engine has loaded pages of weights: how many so far, and in all.
+        starting: the engine is not ready yet, and says what it does.
         ready: it listens at an address, and says what it serves.
     """
 
-    loading: Callable[[int, int], object]
+    starting: Callable[[Starting], object]
     ready: Callable[[str, Ready, Notes], object]
 
 
@@ -59,11 +59,14 @@ class Notes(NamedTuple):
     has_template: bool
 
 
-def serve(model: Path, given: FrontOptions, engine: Sequence[str], listener: Listener) -> None:
+def serve(model: Path, given: FrontOptions, engine: Sequence[str], listener: Listener) -> bool:
     """Serve a model until a signal comes: then no more requests are taken, and those that run end.
 
     Args:
         engine: the command that starts the engine.
+
+    Returns:
+        False if a signal came before it was ready.
 
     Raises:
         BadInput: an option or the model cannot be used.
@@ -75,20 +78,16 @@ def serve(model: Path, given: FrontOptions, engine: Sequence[str], listener: Lis
     many_connections()
     with listening(given.host, given.port) as listener_socket:
 
-        async def run() -> None:
+        async def run() -> bool:
             closing = asyncio.Event()
             loop = asyncio.get_running_loop()
             with stopped_by(partial(loop.call_soon_threadsafe, closing.set)):
                 async with AsyncExitStack() as opened:
-                    renders: Renders = PlainTemplate()
-                    if template is not None:
-                        renders = ModelTemplate(template)
-                        opened.push_async_callback(renders.close)
-                        await renders.start()
-                    child = await opened.enter_async_context(engine_child(engine, listener.loading))
+                    renders = await opened.enter_async_context(rendering(template))
+                    child = await opened.enter_async_context(engine_child(engine, listener.starting))
                     ready = await _ready(child, closing)
                     if ready is None:
-                        return
+                        return False
                     codec: Codec = tokenizer or Numbers()
                     served = Model(
                         ready, codec, renders, chat_tokens=given.max_tokens, loaded=int(time.time())
@@ -97,8 +96,9 @@ def serve(model: Path, given: FrontOptions, engine: Sequence[str], listener: Lis
                     front = Front(served, child.link, gate, key)
                     say = partial(listener.ready, url_of(listener_socket), ready, notes)
                     await _serve_until(closing, SignalFreeServer(front, say), front, child, listener_socket)
+                    return True
 
-        run_on_own_loop(run)
+        return run_on_own_loop(run)
 
 
 async def _ready(child: Child, closing: asyncio.Event) -> Ready | None:
@@ -116,9 +116,12 @@ async def _ready(child: Child, closing: asyncio.Event) -> Ready | None:
         return None
     if child.link.ready.exception() is None:
         return child.link.ready.result()
-    code = await child.exit_code()
-    why = child.link.ended.result()
-    raise BadInput(why) if code == 2 else MoeschedError(f"the engine did not start: {why}")
+    raise _failure(await child.exit_code(), child.link.ended.result())
+
+
+def _failure(code: int, why: str) -> MoeschedError:
+    """The error of an engine that ended with an exit code other than 0."""
+    return BadInput(why) if code == 2 else EngineFailed(why)
 
 
 async def _serve_until(
@@ -148,7 +151,9 @@ async def _serve_until(
     await serving
     if failed:
         raise EngineFailed(ended.result())
-    await ended
+    why = await ended
+    if code := await child.exit_code():
+        raise _failure(code, why)
 
 
 class SignalFreeServer(uvicorn.Server):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
 from moesched.errors import BadInput
@@ -125,6 +126,24 @@ class ModelTemplate:
             if worker.returncode is None:
                 worker.kill()
             await worker.wait()
+
+
+@asynccontextmanager
+async def rendering(template: ChatTemplate | None) -> AsyncIterator[Renders]:
+    """Make prompts of conversations by a model's template, if it has one, until the context ends.
+
+    Raises:
+        BadInput: the template cannot be compiled.
+    """
+    if template is None:
+        yield PlainTemplate()
+        return
+    made = ModelTemplate(template)
+    try:
+        await made.start()
+        yield made
+    finally:
+        await made.close()
 
 
 async def _asked(worker: asyncio.subprocess.Process, question: object) -> dict[str, str] | None:

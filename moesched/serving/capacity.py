@@ -23,6 +23,7 @@ class Capacity(msgspec.Struct, frozen=True):
         cache_tokens: tokens of each in the KV cache, in whole blocks.
         prompt_tokens: the most prompt tokens of each in a step.
         context: the most tokens of a request, prompt and answer together.
+        chunk: prompt tokens of each in a step, beyond which prompts are cut over steps; 0 where they are not cut.
     """
 
     places: int
@@ -30,6 +31,7 @@ class Capacity(msgspec.Struct, frozen=True):
     cache_tokens: int
     prompt_tokens: int
     context: int
+    chunk: int = 0
 
     def __post_init__(self) -> None:
         for what in ("places", "sequences", "prompt_tokens", "context"):

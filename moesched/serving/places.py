@@ -35,23 +35,28 @@ class Seat:
     @property
     def phase(self) -> Phase:
         """Whether its prompt, or a token comes next."""
-        return "decode" if self.cached else "prefill"
+        return "prefill" if self.to_come else "decode"
 
-    def row(self, step: int) -> Row:
-        """Its row in a step, which it is part of from now on."""
-        request, start = self.request, self.cached
-        tokens, ids = (1, None) if start else (request.prompt, request.ids)
+    @property
+    def to_come(self) -> int:
+        """Tokens of its prompt that have yet to pass the layers."""
+        return max(0, self.request.prompt - self.cached)
+
+    def row(self, step: int, tokens: int) -> Row:
+        """Its row of some tokens in a step, which it is part of from now on."""
+        request, start, prompts = self.request, self.cached, self.phase == "prefill"
         generated = request.new_tokens - self.left
         self.cached = start + tokens
-        self.left -= 1
+        samples = not self.to_come
+        self.left -= samples
         self.last_step = step
         return Row(
             request.number,
             start,
             tokens,
             generated,
-            True,
-            ids,
+            samples,
+            request.ids[start : self.cached] if prompts and request.ids is not None else None,
             request.sampling,
             request.blocks_tokens,
             request.logprobs,
@@ -106,7 +111,7 @@ class Places:
             for number, place in enumerate(self._places)
             if len(place.seats) < capacity.sequences
             and place.held + tokens <= capacity.cache_tokens
-            and self._waiting_tokens(place) + request.prompt <= capacity.prompt_tokens
+            and (capacity.chunk or self._waiting_tokens(place) + request.prompt <= capacity.prompt_tokens)
         ]
         if not fitting:
             return False
@@ -122,13 +127,15 @@ class Places:
 
     def rows(self, phase: Phase, step: int) -> dict[int, Rows]:
         """The rows of the next step, by place; empty if no request has any in this phase."""
-        by_place: dict[int, list[Row]] = {}
-        for seat in list(self._next(phase)):
-            by_place.setdefault(seat.place, []).append(seat.row(step))
+        by_place: dict[int, list[Seat]] = {}
+        for seat in self._next(phase):
+            by_place.setdefault(seat.place, []).append(seat)
         rows = {}
         for number in sorted(by_place):
-            place = self._places[number]
-            rows[number] = Rows(phase, tuple(by_place[number]), tuple(place.left))
+            place, seats = self._places[number], by_place[number]
+            shares = [(seat, 1) for seat in seats] if phase == "decode" else self._cut(seats)
+            mine = tuple([seat.row(step, tokens) for seat, tokens in shares])
+            rows[number] = Rows(phase, mine, tuple(place.left))
             place.left = []
         return rows
 
@@ -148,6 +155,18 @@ class Places:
         for seat in done:
             self._free(seat)
             self._places[seat.place].left.append(seat.request.number)
+
+    def _cut(self, seats: Iterable[Seat]) -> list[tuple[Seat, int]]:
+        """The prompts of a place's next step, in the order in which they came, and the number of tokens of each."""
+        room, shares = self.capacity.chunk or self.capacity.prompt_tokens, list[tuple[Seat, int]]()
+        for seat in seats:
+            whole = seat.request.scores_prompt
+            if room <= 0 or (whole and shares and seat.to_come > room):
+                break
+            tokens = seat.to_come if whole else min(seat.to_come, room)
+            shares.append((seat, tokens))
+            room -= tokens
+        return shares
 
     def _free(self, seat: Seat) -> None:
         number, place = seat.request.number, self._places[seat.place]

@@ -38,3 +38,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     def blocks_tokens(self) -> int:
         """Tokens that it takes in the KV cache at the end, in whole blocks."""
         return cached_tokens(self.prompt + self.new_tokens)
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether it asks for log probabilities of its prompt, which then passes the layers as a whole."""
+        return self.logprobs is not None and self.logprobs.prompt

@@ -126,7 +126,8 @@ class Step(PageVerbs, AttentionVerbs, ExpertVerbs, Outlook):
         """End the step.
 
         Returns:
-            for each micro-batch that sampled, its requests and its `sample`, whose value is their tokens.
+            for each micro-batch that sampled, its requests and its `sample`, whose value is their tokens; where
+            requests join and leave, also for one that did not: no requests, and its last task.
 
         Raises:
             OutOfOrder: a micro-batch was not sampled.
@@ -142,7 +143,7 @@ class Step(PageVerbs, AttentionVerbs, ExpertVerbs, Outlook):
                     f"{self.kind} step {self._number} ended before mb{batch.index} was sampled: "
                     f"it is at {self._where(batch)}{last}"
                 )
-            if batch.ends:
+            if batch.ends or batch.served is not None:
                 samples.append((batch.ends, batch.last))
         self._state.end_step()
         self._state.count_pools()

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Protocol
 
 from moesched.engine import Engine
@@ -74,6 +74,18 @@ class RankRecord:
         engine.awaits = self.awaits
         engine.submit_delays = self.submit_delays
         engine.cancels = self.cancels
+
+    def trim(self, task: int, step: int) -> None:
+        """Drop what was noted before a step.
+
+        task: the number of the step's first task.
+        """
+        del self.joins[: bisect_left(self.joins, task, key=by_id)]  # they depend on no later task
+        for pairs in (self.awaits, self.submit_delays):
+            pairs[:] = [each for each in pairs if each[0] >= task]
+        self.cancels[:] = [each for each in self.cancels if each[0].step >= step]
+        for log in self.counts:  # the last counts before the step are those at its start
+            del log[: max(0, bisect_right(log, task, key=itemgetter(0)) - 1)]
 
     def stop(self) -> None:
         """Keep the data collected so far, and have the engine collect no more."""

@@ -6,7 +6,6 @@ everything else is computed when the recording is requested.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -14,7 +13,7 @@ from moesched.engine import Engine
 from moesched.machines.demand import CostModel
 from moesched.steps.memory import Pool
 from moesched.tasks import Lane, PageTransfer, Task
-from moesched.trace.recorded_tasks import HasPeak, RankRecord, by_id, costs_of, predictions_of, record
+from moesched.trace.recorded_tasks import HasPeak, RankRecord, costs_of, predictions_of, record
 from moesched.trace.recording import Recording
 
 if TYPE_CHECKING:
@@ -144,6 +143,7 @@ class LastSteps(_RankRecorder):
         self._most = steps
         self._steps: dict[int, list[Task]] = {}
         self._first: int | None = None
+        self._dropped = 0
 
     def ended(self, task: Task) -> None:
         """Keep a finished task."""
@@ -160,19 +160,26 @@ class LastSteps(_RankRecorder):
     def recording(self) -> Recording:
         """Return the recording of the last steps."""
         tasks = [task for kept in self._steps.values() for task in kept]
+        self._trim_records()
         return self._recorded(tasks, trimmed=self._first is not None)
 
     def _trim(self) -> None:
         self._forget(self._steps.pop(min(self._steps)))
         self._first = min(self._steps)
+        self._dropped += 1
+        if (
+            self._dropped % (1 + self._most // 4) == 0
+        ):  # records of all steps are looked through, so not each time
+            self._trim_records()
+
+    def _trim_records(self) -> None:
+        if self._first is None:
+            return
         for number, rank in enumerate(self._ranks):
             # Steps are submitted one after another, so the earliest kept task belongs to the first kept step.
             ids = [task.id for task in self._steps[self._first] if self._rank_of.get(task.lane) == number]
-            if ids:  # joins before all kept tasks depend on none of them
-                del rank.joins[: bisect_left(rank.joins, min(ids), key=by_id)]
-                for pairs in (rank.awaits, rank.submit_delays):
-                    pairs[:] = [each for each in pairs if each[0] >= min(ids)]
-                rank.cancels[:] = [each for each in rank.cancels if each[0].step >= self._first]
+            if ids:
+                rank.trim(min(ids), self._first)
 
     def _forget(self, tasks: Iterable[Task]) -> None:
         """Drop tasks, and keep only the slots that they filled."""

@@ -48,7 +48,7 @@ class ServedBatch(SymbolicBatch):
         return tuple(row.start for row in self._rows(task))
 
     def continues(self, task: Task) -> bool:
-        """Test whether a task's place decodes: prompts have no keys and values of earlier steps."""
+        """Test whether a task's place decodes: prompts with a cache on the host are whole."""
         return task.phase == "decode"
 
     def whole(self, task: Task) -> int:
@@ -74,10 +74,10 @@ class ServedAttention(Attention):
         data.write(("positions", j), positions(task.generated, self._batch.starts(task)))
 
     def _attend(self, task: Task, data: Access, source: Key, key: Key, held: int | None = None) -> int:
-        """Append keys and values to the cache, and attend: prompts over their own, tokens over the whole cache."""
+        """Append keys and values to the cache, and attend: whole prompts over their own, others over the cache."""
         qkv = data.read(source)
         cache = self._append(task, data, qkv, key, held)
-        if task.phase == "prefill":
+        if task.phase == "prefill" and not any(self._batch.starts(task)):
             cache = append(0, qkv, data.read(("positions", task.micro_batch)))
         return attend(task.layer, qkv, cache)
 
@@ -86,7 +86,7 @@ def embedded(rows: Rows, held: int) -> int:
     """The symbol of a step's first hidden state, given the place's tokens."""
     requests = [row.request for row in rows.rows]
     if rows.phase == "prefill":
-        return embed(first_tokens(requests))
+        return embed(first_tokens(requests, [row.start for row in rows.rows]))
     return embed(symbol("held", held, *requests))
 
 
@@ -97,11 +97,12 @@ def expected_served(plan: Plan, history: Sequence[Rows]) -> dict[int, list[int]]
     for step in history:
         rows = step.rows
         where = positions(min(row.generated for row in rows), [row.start for row in rows])
-        count, alone = sum(row.tokens for row in rows), step.phase == "prefill"
+        count = sum(row.tokens for row in rows)
+        alone = step.phase == "prefill" and not any(row.start for row in rows)
         hidden = through_layers(plan.layout, embedded(step, held), cache, where, count, alone=alone)
         ending = [row.request for row in rows if row.samples]
         sampled = sample(hidden, ending)
-        held = symbol("tokens", held, *sampled)
+        held = symbol("tokens", held, *sampled) if ending else held
         for request, token in zip(ending, sampled, strict=True):
             tokens[request].append(token)
     return tokens

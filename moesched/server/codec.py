@@ -1,4 +1,4 @@
-"""What the front knows of the model: how text becomes tokens, and tokens text."""
+"""Text to tokens and back, with the tokenizer of the model or without one."""
 
 from __future__ import annotations
 
@@ -62,5 +62,6 @@ async def encode(codec: Codec, text: str, most: int, *, bare: bool = False) -> l
         BadInput: as `Codec.encode`.
     """
     if len(text) <= AT_ONCE:
+        await asyncio.sleep(0)  # a request may have many prompts
         return codec.encode(text, most, bare=bare)
     return await asyncio.to_thread(codec.encode, text, most, bare=bare)

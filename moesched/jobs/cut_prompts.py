@@ -1,0 +1,38 @@
+"""Long prompts that are cut over steps, so that those who are being answered wait for a part of one only."""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from moesched.errors import BadInput
+from moesched.serving.capacity import Capacity
+from moesched.steps.plan import Plan
+
+CHUNK = 512
+"""Prompt tokens between two steps of tokens by default, where all weights stay in memory."""
+
+
+def with_cut_prompts(capacity: Capacity, plan: Plan, asked: int | None) -> Capacity:
+    """The capacity with prompts that are cut over steps, where the plan allows it.
+
+    A part of a prompt attends to the parts before it: the KV cache has to be where prompts attend. Where weights are
+    streamed, each part takes as long as to stream them, so that prompts are cut only if that is asked for.
+
+    Args:
+        plan: of the capacity's fullest batch.
+        asked: the most prompt tokens of a step; None for the default.
+
+    Raises:
+        BadInput: it is asked for, and the plan does not allow it.
+    """
+    beside = all(role == "accelerator" for roles in plan.kv.roles for role in roles)
+    allowed = beside and plan.nodes.count == 1
+    if asked is not None and not allowed:
+        raise BadInput(
+            f"--prefill-chunk {asked} cuts prompts over steps, and the plan has the KV cache on the host, or several "
+            "machines: omit it"
+        )
+    if asked is None and (plan.weights.pools or not allowed):
+        return capacity
+    each = -(-(asked or CHUNK) // capacity.places)
+    return replace(capacity, chunk=min(each, capacity.prompt_tokens))

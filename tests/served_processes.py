@@ -1,0 +1,41 @@
+"""A server before an engine without a model, as processes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import fake_engine
+from fronts import TINY
+
+PROGRAM = """
+import json, sys
+from pathlib import Path
+from moesched.server.options import FrontOptions
+from moesched.server.serve import Listener, serve
+from moesched.system.signals import ends_in_order
+say = Listener(lambda starting: None, lambda url, ready, notes: print(url, flush=True))
+with ends_in_order():
+    serve(Path(sys.argv[1]), FrontOptions(port=0), sys.argv[2:], say)
+"""
+
+
+def engine(**options: Any) -> list[str]:
+    """The command of a fake engine."""
+    return [sys.executable, fake_engine.__file__, json.dumps({"says": [], **options})]
+
+
+@contextmanager
+def server(**options: Any) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A server before a fake engine, as processes, and its address."""
+    command = [sys.executable, "-c", PROGRAM, str(TINY), *engine(**options)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            yield process, process.stdout.readline().strip()
+        finally:
+            process.kill()

@@ -1,0 +1,75 @@
+"""The trace of a server: its last steps, and the requests that were answered meanwhile."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from moesched.errors import BadInput
+from moesched.jobs.served_model import served_model
+from moesched.jobs.served_options import ServedOptions
+from moesched.jobs.service_trace import RequestSpans, write_service_trace
+from moesched.machines import load_machine
+from moesched.models.layout import weight_layout
+from moesched.plugins import make_policy
+from moesched.runs.planning import plan_run
+from moesched.runs.served_parts import ServingSetup
+from moesched.runs.served_runs import simulate_serving
+from moesched.runs.service_report import Ran
+from moesched.serving.arrivals import ListedArrivals
+from moesched.serving.capacity import Capacity
+from moesched.serving.request import Request
+from moesched.trace import LastSteps, check_trace, read_trace
+from small_models import SMALL, small_model
+
+CAPACITY = Capacity(2, 3, 6 * 16, 24, 32)
+
+
+def asked(count: int, apart: int = 0) -> list[Request]:
+    """Requests of four tokens each, some time after each other."""
+    return [
+        Request(number=number, prompt=4, new_tokens=4, arrives=number * apart, ids=[number, 1, 2, 3])
+        for number in range(count)
+    ]
+
+
+def test_a_server_writes_its_steps_and_requests_when_it_ends(tmp_path: Path) -> None:
+    trace = tmp_path / "served.json.gz"
+    given = ServedOptions(
+        model=small_model(tmp_path / "small"), policy="resident", context=64, batch_size=4, trace=trace
+    )
+    with served_model(given) as model:
+        model.serve(ListedArrivals(asked(6)))
+    assert check_trace(trace) == []
+    read = read_trace(trace)
+    assert (read.about.driver, read.about.model, read.about.policy) == ("realtime", "small", "resident")
+    spans = read.recording.requests
+    assert [(span.request, span.tokens) for span in spans] == [(number, 4) for number in range(6)]
+    ends = [each.end for each in read.recording.slices]
+    assert all(span.arrived <= span.entered < span.first_token < span.ended for span in spans)
+    assert max(span.ended for span in spans) <= max(ends)
+
+
+def test_a_long_run_leaves_its_last_steps_and_what_was_answered_in_them(tmp_path: Path) -> None:
+    policy, recorder, spans = make_policy("cgopipe"), LastSteps(3), RequestSpans(None)
+    plan = plan_run(load_machine("t4"), weight_layout(SMALL), CAPACITY.fullest(), policy)
+    arrivals = ListedArrivals(asked(5, apart=100_000_000))
+    setup = ServingSetup(plan, policy, CAPACITY, arrivals, listener=spans, keeps_history=False)
+    serving = simulate_serving(setup, recorder=recorder)
+    ran = Ran("small", "t4", "cgopipe", "bfloat16", measured=False)
+    write_service_trace(tmp_path / "trace.json", recorder, spans.ended, ran, CAPACITY, plan)
+    assert check_trace(tmp_path / "trace.json") == []
+    recording = read_trace(tmp_path / "trace.json").recording
+    last = serving.steps - 1
+    assert {each.step for each in recording.slices} == {last - 2, last - 1, last}
+    assert len(spans.ended) == 5
+    assert [span.request for span in recording.requests] == [4]
+
+
+def test_a_trace_that_cannot_be_written_is_refused_before_the_model_is_loaded(tmp_path: Path) -> None:
+    folder = small_model(tmp_path / "small")
+    for trace in (tmp_path / "missing" / "trace.json", folder / "trace.json"):
+        with pytest.raises(BadInput, match=f"cannot write trace {trace}"):
+            with served_model(ServedOptions(model=folder, trace=trace)):
+                pass

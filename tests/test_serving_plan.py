@@ -1,0 +1,128 @@
+"""The plan of a server: capacity and policy, which a prediction shares with the server that runs."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import moesched
+from moesched.cli.serve import chosen
+from moesched.errors import BadInput
+from moesched.inputs.budgets import assumed_process
+from moesched.inputs.defaults import POLICY
+from moesched.jobs.options import PlannedOptions
+from moesched.jobs.served_model import served_model
+from moesched.jobs.served_options import ServedOptions
+from moesched.jobs.serving_plan import ServingPlan, context_of, plan_serving, serving_job
+from moesched.machines import load_machine
+from moesched.models.layout import room_for
+from moesched.planner import plannable
+from moesched.runs.service_report import ServiceReport
+from moesched.server.messages import Ready
+from small_models import SMALL, small_model
+
+T4 = load_machine("t4")
+WIDE = SMALL.varied(intermediate=384, experts=8)
+"""A model whose experts are most of its weights."""
+LITTLE = {"gpu": "6MB"}
+"""Some of these fit beside the activations of prompts."""
+
+
+def planned(policy: str = POLICY, context: int = 64, **more: Any) -> ServingPlan:
+    given = PlannedOptions(machine=T4, policy=policy, **more)
+    job = serving_job(given, WIDE, T4)
+    process = partial(assumed_process, T4)
+    return plan_serving(job, context, room_for, process, chooses=policy == POLICY)
+
+
+def burst(folder: Path, **more: Any) -> ServiceReport:
+    """The prediction of 16 requests that come at once, in little memory."""
+    return moesched.simulate_arrivals(
+        folder,
+        machine=T4,
+        workload=[[1] * 32] * 16,
+        gen=32,
+        arrivals="poisson:1000000",
+        requests=16,
+        budgets=LITTLE,
+        dtype="bfloat16",
+        **more,
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return small_model(tmp_path_factory.mktemp("models") / "wide", config=WIDE)
+
+
+def test_a_server_and_its_prediction_have_the_same_capacity(folder: Path) -> None:
+    sizes: dict[str, Any] = {
+        "policy": "cgopipe",
+        "machine": "auto",
+        "batch_size": 6,
+        "micro_batch_size": 2,
+        "context": 96,
+    }
+    report = moesched.simulate_arrivals(
+        folder, workload=[[1] * 5] * 3, gen=4, arrivals="poisson:10", requests=3, **sizes
+    )
+    with served_model(ServedOptions(model=folder, **sizes)) as served:
+        assert served.planned.capacity == report.capacity
+    assert (report.capacity.places, report.capacity.sequences, report.capacity.context) == (3, 2, 96)
+
+
+def test_where_all_weights_fit_the_planner_moves_nothing() -> None:
+    found = planned()
+    assert found.policy_name == "resident"
+    assert found.predicted is not None
+    assert found.capacity == planned("resident").capacity
+
+
+def test_in_little_memory_no_other_policy_serves_faster_than_the_planners_choice(folder: Path) -> None:
+    with pytest.raises(BadInput, match="Resident does not fit"):
+        planned("resident", budgets=LITTLE)
+    choice = burst(folder)
+    assert choice.policy in plannable()
+    for other in ("layer_split", "expert_cache", "cpu_ffn"):
+        assert burst(folder, policy=other).tokens_per_second <= choice.tokens_per_second
+
+
+def test_where_no_policy_fits_the_missing_bytes_are_named() -> None:
+    with pytest.raises(BadInput, match=r"would fit with .* more gpu"):
+        planned(budgets={"gpu": "1KB"})
+
+
+@pytest.mark.parametrize("policy", [POLICY, "resident"])
+def test_where_only_fewer_requests_fit_the_remedies_are_those_of_a_server(policy: str) -> None:
+    with pytest.raises(BadInput, match=r"raise --budget, or lower --batch-size or --context$"):
+        planned(policy, context=512, batch_size=32, budgets={"gpu": "8MB", "host": "7MB"})
+
+
+def test_settings_need_the_policy_that_they_are_for() -> None:
+    with pytest.raises(
+        BadInput, match="settings such as ahead are those of one policy: name it with --policy"
+    ):
+        planned(settings={"ahead": 3})
+
+
+def test_a_context_beyond_the_models_is_refused() -> None:
+    assert context_of(None, 77, SMALL) == 77
+    with pytest.raises(
+        BadInput, match="--context is 200,001, and that of small is 200,000: give at most that"
+    ):
+        context_of(200_001, 77, SMALL)
+
+
+@pytest.mark.parametrize(
+    ("predicted", "words"),
+    [
+        (None, ""),
+        (4910.7, ", the planner's choice (4,911 tokens/s predicted with 16 requests at once),"),
+        (0.1234, ", the planner's choice (0.123 tokens/s predicted with 16 requests at once),"),
+    ],
+)
+def test_the_first_line_says_what_the_planner_chose_and_predicts(predicted: float | None, words: str) -> None:
+    assert chosen(Ready("m", "cgopipe", predicted, "t4", 4, 4, 1024, 512, 256, 100)) == words
