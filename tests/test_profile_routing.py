@@ -339,6 +339,15 @@ def test_the_command_prints_a_row_for_each_layer(command: Any, model: Path, tmp_
     assert found["thresholds"] == [0.001, 0.01, 0.1, 1.0]
 
 
+def test_a_layer_without_experts_is_printed_as_dense(command: Any, tmp_path: Path) -> None:
+    model, file = stored(GLM, tmp_path).path, tmp_path / "prompts.jsonl"
+    file.write_text(json.dumps({"prompt_ids": SHORT[0]}) + "\n")
+    said = command("sparsity", model, "--prompts", file)
+    assert said.code == 0
+    assert re.findall(r"^(\d) +(dense|\d+\.\d\d%)", said.out, flags=re.MULTILINE)[:1] == [("0", "dense")]
+    assert said.out.count("dense") == len(THRESHOLDS)
+
+
 def test_experts_without_silu_are_refused(command: Any, tmp_path: Path) -> None:
     refused(command("sparsity", stored(GPT_OSS, tmp_path).path), "the experts of .* have no SiLU")
 

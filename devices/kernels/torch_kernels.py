@@ -160,7 +160,9 @@ class TorchKernels(Binder):
     @property
     def all_native(self) -> bool:
         """True if the native kernels compute all products by plain weights, whatever the number of rows."""
-        return all(self._rows(packed=packed) == ANY_ROWS for packed in {False, self._packs})
+        network = self._config.routed
+        by_rows = network.is_usual and not network.transposed_down
+        return by_rows and all(self._rows(packed=packed) == ANY_ROWS for packed in {False, self._packs})
 
     @property
     def arranges(self) -> bool:

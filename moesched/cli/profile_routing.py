@@ -242,5 +242,8 @@ def _print_sparsity(report: SparsityReport) -> None:
     prompts = "random token ids" if report.random_prompts else "the prompts"
     say(f"\n{report.model} ({report.dtype}): values after SiLU, {report.tokens:,} tokens of {prompts}\n")
     columns = ["layer", *(f"< {threshold:g}" for threshold in report.thresholds)]
-    rows = [[str(layer), *(f"{share:.2%}" for share in shares)] for layer, shares in enumerate(report.below)]
+    rows = [
+        [str(layer), *("dense" if layer in report.dense else f"{share:.2%}" for share in shares)]
+        for layer, shares in enumerate(report.below)
+    ]
     print_table(columns, rows, figures=len(report.thresholds))

@@ -36,6 +36,7 @@ class SparsityReport(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         values: number of counted values in each layer, over all its experts.
         below: shares, as [layer][threshold].
+        dense: numbers of the layers without experts, whose values are not counted.
         tokens: number of prompt tokens.
         random_prompts: whether the prompts were random token ids.
     """
@@ -47,6 +48,7 @@ class SparsityReport(msgspec.Struct, frozen=True, kw_only=True):
     thresholds: tuple[float, ...]
     values: tuple[int, ...]
     below: tuple[tuple[float, ...], ...]
+    dense: tuple[int, ...] = ()
     interrupted: bool = False
 
 
@@ -84,6 +86,7 @@ def sparsity_of(given: SparsityOptions) -> SparsityReport:
         thresholds=THRESHOLDS,
         values=tuple(counter.values),
         below=counter.shares(),
+        dense=tuple(number for number, layer in enumerate(config.pattern) if not layer.feed_forward.experts),
         interrupted=report.interrupted,
     )
 

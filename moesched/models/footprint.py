@@ -69,9 +69,10 @@ def workspace_bytes(operations: Operations, tokens: int, sequences: int) -> int:
     output = (query + hidden) * mixed
     choices = config.routed.top_k + bool(_shared(operations))
     combine = hidden * (choices * element + _FLOAT)
-    by_token = tokens * max(project, attend, output) + min(tokens, TOKEN_TILE) * max(norm, rotate, combine)
+    whole = tokens * max(project, attend, output)
+    tiled = tokens * (hidden + projected) * element + min(tokens, TOKEN_TILE) * max(norm, rotate, combine)
     logits = sequences * config.vocabulary * (2 * _FLOAT + mixed)
-    return max(by_token, _expert_rows_bytes(operations, tokens), logits) + _coded_bytes(operations)
+    return max(whole, tiled, _expert_rows_bytes(operations, tokens), logits) + _coded_bytes(operations)
 
 
 def _coded_bytes(operations: Operations) -> int:

@@ -8,8 +8,10 @@ chunks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
+from itertools import compress, groupby
+from operator import itemgetter
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -76,21 +78,28 @@ def _cut(number: int, requests: Sequence[int], prompts: Sequence[int], most: int
         mine = tuple(requests)
         return [Chunk(number, mine, (0,) * len(mine), whole, mine, -1, last=True)]
     chunks = []
-    for start in range(0, total, size):
-        stop = min(start + size, total)
-        parts = []
-        ends = []
-        first = 0
-        for request in requests:
-            end = first + prompts[request]
-            tokens = min(stop, end) - max(start, first)
-            if tokens > 0:
-                parts.append((request, max(0, start - first), tokens))
-            if tokens > 0 and end <= stop:
-                ends.append(request)
-            first = end
-        mine, starts, lengths = zip(*parts, strict=True)
-        chunks.append(
-            Chunk(number, mine, starts, lengths, tuple(ends), 0 if start else -1, last=stop == total)
-        )
+    for first, parts in groupby(_parts(requests, whole, size), key=itemgetter(0)):
+        _, mine, starts, lengths, ends = zip(*parts, strict=True)
+        ended = tuple(compress(mine, ends))
+        last = first + sum(lengths) == total
+        chunks.append(Chunk(number, mine, starts, lengths, ended, 0 if first else -1, last=last))
     return chunks
+
+
+def _parts(
+    requests: Sequence[int], prompts: Iterable[int], size: int
+) -> Iterator[tuple[int, int, int, int, bool]]:
+    """Cut requests' prompts, one after the other, into chunks of `size` tokens.
+
+    Yields the first token of the chunk among those of all prompts, the request, the start of its part, the tokens of
+    the part, and whether the prompt ends there.
+    """
+    before = 0
+    for request, prompt in zip(requests, prompts, strict=True):
+        start = 0
+        while start < prompt:
+            place = before + start
+            tokens = min(size - place % size, prompt - start)
+            yield place - place % size, request, start, tokens, start + tokens == prompt
+            start += tokens
+        before += prompt
