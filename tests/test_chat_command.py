@@ -6,6 +6,7 @@ import io
 import json
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -123,6 +124,7 @@ class Terminal(io.StringIO):
         return True
 
     def readline(self, size: int = -1) -> str:  # type: ignore[override]  # as StringIO has it
+        assert sys.stdout is sys.__stdout__, "elsewhere Python lets nobody edit a line"
         line = super().readline(size)
         if line == "Ctrl-C\n":
             raise KeyboardInterrupt

@@ -131,15 +131,17 @@ def test_a_request_takes_the_place_with_the_fewest_tokens() -> None:
 
 def test_a_long_prompt_is_cut_over_steps_and_the_next_one_takes_the_room_that_is_left() -> None:
     places = Places(Capacity(1, 2, 96, 40, 96, chunk=16))
-    for number in range(2):
-        assert places.enter(Request(number=number, prompt=24, new_tokens=1))
-    steps = [places.rows("prefill", step)[0].rows for step in range(3)]
-    spans = [[(row.request, row.start, row.tokens, row.samples) for row in rows] for rows in steps]
-    assert spans == [
-        [(0, 0, 16, False)],
-        [(0, 16, 8, True), (1, 0, 8, False)],
-        [(1, 8, 16, True)],
-    ]
+    first, second = (Request(number=number, prompt=24, new_tokens=1) for number in range(2))
+
+    def spans(step: int) -> list[tuple[int, int, int, bool]]:
+        rows = places.rows("prefill", step)[0].rows
+        return [(row.request, row.start, row.tokens, row.samples) for row in rows]
+
+    assert (places.enter(first), places.enter(second)) == (True, False)
+    assert spans(0) == [(0, 0, 16, False)]
+    assert places.enter(second)
+    assert spans(1) == [(0, 16, 8, True), (1, 0, 8, False)]
+    assert spans(2) == [(1, 8, 16, True)]
 
 
 def test_the_blocks_of_one_who_leaves_before_its_first_step_are_free_at_once() -> None:

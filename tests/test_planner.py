@@ -22,7 +22,7 @@ from moesched.planner.candidate import Candidate
 from moesched.planner.schedules import Point, Schedules
 from moesched.planner.search import best
 from moesched.planner.setting import Setting
-from moesched.planner.traits import Lesson, Shape, Share, TraitProbe, Traits
+from moesched.planner.traits import Lesson, MicroBatchCost, SizeOption, TraitProbe, Traits
 from moesched.planner.trial_run import trial_run
 from moesched.policies.cgopipe import CGOPipe
 from moesched.requests.workloads import load_workload
@@ -45,8 +45,8 @@ seconds = st.floats(1e-5, 1e-2)
 
 
 @st.composite
-def shares(draw: st.DrawFn, gpu: int, host: int) -> Share:
-    return Share(
+def shares(draw: st.DrawFn, gpu: int, host: int) -> MicroBatchCost:
+    return MicroBatchCost(
         link=draw(seconds),
         host=draw(seconds),
         accelerator=draw(seconds),
@@ -56,9 +56,9 @@ def shares(draw: st.DrawFn, gpu: int, host: int) -> Share:
 
 
 @st.composite
-def shapes(draw: st.DrawFn) -> list[Shape]:
+def options(draw: st.DrawFn) -> list[SizeOption]:
     return [
-        Shape(
+        SizeOption(
             size=size,
             most=12,
             shared={"gpu": draw(st.integers(10**9, 3 * 10**9)), "host": 10**10},
@@ -70,29 +70,31 @@ def shapes(draw: st.DrawFn) -> list[Shape]:
 
 
 @settings(max_examples=25, deadline=None)
-@given(shapes=shapes(), buffer=st.floats(0, 3), fetch=st.floats(1e-3, 0.5))
+@given(options=options(), buffer=st.floats(0, 3), fetch=st.floats(1e-3, 0.5))
 def test_the_search_finds_what_trying_everything_finds(
-    shapes: list[Shape], buffer: float, fetch: float
+    options: list[SizeOption], buffer: float, fetch: float
 ) -> None:
     traits = replace(LIKE_CGOPIPE, buffer=buffer, fetch=fetch)
     where = setting("cgopipe")
     tried = [
         one
-        for shape in shapes
+        for option in options
         for count in range(1, 13)
-        for resident in range(count + 1 if shape.resident else 1)
-        if (one := throughput(where, traits, shape, count, resident))
+        for resident in range(count + 1 if option.resident else 1)
+        if (one := throughput(where, traits, option, count, resident))
     ]
-    found = best(where, traits, shapes)
+    found = best(where, traits, options)
     assert (found is None) == (not tried)
     if found is not None:
         assert found.throughput == pytest.approx(max(tried), rel=2e-3)
 
 
 @settings(max_examples=15, deadline=None)
-@given(shapes=shapes(), share=st.floats(0, 1))
-def test_the_search_keeps_to_a_share_of_the_kv_cache_that_is_given(shapes: list[Shape], share: float) -> None:
-    split = [shape for shape in shapes if shape.resident]
+@given(options=options(), share=st.floats(0, 1))
+def test_the_search_keeps_to_a_share_of_the_kv_cache_that_is_given(
+    options: list[SizeOption], share: float
+) -> None:
+    split = [option for option in options if option.resident]
     found = best(replace(setting("cgopipe"), kv_on_gpu=share), LIKE_CGOPIPE, split) if split else None
     if found is not None:
         assert abs(found.resident - share * found.micro_batches) <= 0.5 + 1e-6
@@ -100,7 +102,7 @@ def test_the_search_keeps_to_a_share_of_the_kv_cache_that_is_given(shapes: list[
 
 def test_nothing_is_found_where_nothing_promises_more_than_is_asked_for() -> None:
     where = setting("cgopipe")
-    sizes = [TraitProbe(where, size).shape(where.cost) for size in (16, 32)]
+    sizes = [TraitProbe(where, size).option(where.cost) for size in (16, 32)]
     most = best(where, Lesson(where).traits, sizes)
     assert most is not None
     assert best(where, Lesson(where).traits, sizes, above=most.throughput) is None
@@ -108,15 +110,15 @@ def test_nothing_is_found_where_nothing_promises_more_than_is_asked_for() -> Non
     assert again is not None and again.throughput == pytest.approx(most.throughput, rel=1e-3)
 
 
-def throughput(where: Setting, traits: Traits, shape: Shape, count: int, resident: int) -> float | None:
+def throughput(where: Setting, traits: Traits, option: SizeOption, count: int, resident: int) -> float | None:
     """Tokens per second with `count` micro-batches and as many resident weights as fit; None if nothing fits."""
     layers = where.layout.config.layers
     weights = sum(page.nbytes for page in where.layout.pages)
-    all_of_them = [shape.each] * (count - resident)
-    all_of_them += [shape.resident] * resident if shape.resident else []
+    all_of_them = [option.each] * (count - resident)
+    all_of_them += [option.resident] * resident if option.resident else []
     used = {
-        memory: shape.shared[memory] + sum(one.nbytes[memory] for one in all_of_them)
-        for memory in shape.shared
+        memory: option.shared[memory] + sum(one.nbytes[memory] for one in all_of_them)
+        for memory in option.shared
     }
     buffer = traits.buffer * weights / layers
     kept = (where.capacity("gpu") - used["gpu"] - buffer) / (weights - buffer)
@@ -129,7 +131,7 @@ def throughput(where: Setting, traits: Traits, shape: Shape, count: int, residen
     }
     step = max(busy["link"] + fetching, busy["host"], busy["accelerator"])
     prefill = max(fetching, busy["prefill"])
-    rate: float = where.new_tokens * shape.size * count / (layers * (prefill + where.new_tokens * step))
+    rate: float = where.new_tokens * option.size * count / (layers * (prefill + where.new_tokens * step))
     return rate
 
 
@@ -180,13 +182,13 @@ def test_a_users_own_policy_is_planned_for_like_those_that_ship() -> None:
 
 def test_a_micro_batch_takes_the_bytes_of_all_layers_wherever_its_cache_is() -> None:
     where = replace(setting("cgopipe"), make=CGOPipe, splits_kv=True)
-    shape = TraitProbe(where, 16).shape(where.cost)
+    option = TraitProbe(where, 16).option(where.cost)
     reservations = where.undecided(where.batch(5, 16)).reservations
     cache = reservations.cache_bytes([0], range(LAYOUT.config.layers))
     rows = reservations.sizes.host_rows([0], routed=False)
-    assert shape.resident is not None
-    assert shape.resident.nbytes["gpu"] - shape.each.nbytes["gpu"] == cache
-    assert shape.each.nbytes["host"] - shape.resident.nbytes["host"] == cache + rows
+    assert option.resident is not None
+    assert option.resident.nbytes["gpu"] - option.each.nbytes["gpu"] == cache
+    assert option.each.nbytes["host"] - option.resident.nbytes["host"] == cache + rows
 
 
 @pytest.mark.parametrize("policy", ["cgopipe", "resident", "layer_streaming", "cpu_ffn", "expert_cache"])

@@ -24,7 +24,7 @@ from moesched.server.serve import Listener, listening, serve
 from moesched.system.own_loop import run_on_own_loop
 from served_processes import engine, server
 
-IGNORE = Listener(lambda starting: None, lambda url, ready, notes: None)
+IGNORE = Listener(lambda starting: None, lambda url, ready, notes: None, lambda answers: None)
 
 
 def test_the_unmodified_client_is_answered_and_a_signal_ends_the_server_once_its_answers_are_given() -> None:
@@ -43,6 +43,9 @@ def test_the_unmodified_client_is_answered_and_a_signal_ends_the_server_once_its
         assert "".join(piece.choices[0].delta.content or "" for piece in pieces) == SAYS
         client.close()
         assert process.wait() == 0
+        assert process.stdout is not None and process.stdout.read() == "1\n", (
+            "one answer ran when the signal came"
+        )
 
 
 @pytest.mark.parametrize(

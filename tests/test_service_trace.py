@@ -17,6 +17,7 @@ from moesched.runs.planning import plan_run
 from moesched.runs.served_parts import ServingSetup
 from moesched.runs.served_runs import simulate_serving
 from moesched.runs.service_report import Ran
+from moesched.runs.serving import Served, Serving
 from moesched.serving.arrivals import ListedArrivals
 from moesched.serving.capacity import Capacity
 from moesched.serving.request import Request
@@ -49,6 +50,27 @@ def test_a_server_writes_its_steps_and_requests_when_it_ends(tmp_path: Path) -> 
     ends = [each.end for each in read.recording.slices]
     assert all(span.arrived <= span.entered < span.first_token < span.ended for span in spans)
     assert max(span.ended for span in spans) <= max(ends)
+
+
+class Fails:
+    """A listener that fails at the third step."""
+
+    def loaded(self, serving: Serving) -> None: ...
+
+    def token(self, served: Served) -> None: ...
+
+    def step(self, serving: Serving) -> None:
+        if serving.steps == 3:
+            raise ValueError("the third step")
+
+
+def test_a_server_that_fails_leaves_the_trace_of_the_steps_before(tmp_path: Path) -> None:
+    trace = tmp_path / "served.json"
+    given = ServedOptions(model=small_model(tmp_path / "small"), policy="resident", context=64, trace=trace)
+    with served_model(given) as model, pytest.raises(ValueError, match="the third step"):
+        model.serve(ListedArrivals(asked(6)), Fails())
+    assert check_trace(trace) == []
+    assert {0, 1, 2} <= {each.step for each in read_trace(trace).recording.slices}
 
 
 def test_a_long_run_leaves_its_last_steps_and_what_was_answered_in_them(tmp_path: Path) -> None:

@@ -24,12 +24,12 @@ import moesched
 from benchmarks.record.benchmark import Benchmark
 from benchmarks.record.claims import Claim, Result
 from benchmarks.shared.in_turn import Figures, InTurn, calibrate_in_turn
-from moesched.jobs.served_model import ServedModel, served_model
+from moesched.jobs.served_model import served_model
 from moesched.jobs.served_options import ServedOptions
 from moesched.machines import Machine
 from moesched.models.random_model import write_random_model
 from moesched.models.shapes import SHAPES
-from moesched.runs.service_report import Ran, ServiceReport, service_report
+from moesched.runs.service_report import ServiceReport, service_report
 from moesched.serving.arrival_files import described_arrivals
 from moesched.serving.arrivals import ListedArrivals
 from moesched.serving.request import Request
@@ -129,7 +129,7 @@ class Bench:
             arrivals = ListedArrivals(with_ids(described_arrivals(file, (), 1)))
             serving = model.serve(arrivals, keeps_history=True)
             assert all(each.ending == "length" for each in serving.requests.values()), "a stop token came"
-            return figures_of(service_report(ran_of(model), serving, model.planned.capacity, None))
+            return figures_of(service_report(model.ran, serving, model.planned.capacity, None))
 
     def predict(self, file: Path, machine: Machine) -> Figures:
         """Simulate the requests of a file."""
@@ -169,11 +169,6 @@ def with_ids(requests: Iterable[Request]) -> list[Request]:
         msgspec.structs.replace(each, ids=[draw.randrange(30_000) for _ in range(each.prompt)])
         for each in requests
     ]
-
-
-def ran_of(model: ServedModel) -> Ran:
-    """The names of what ran."""
-    return Ran(MODEL, model.planned.plan.machine.name, model.planned.policy_name, "bfloat16", measured=True)
 
 
 def figures_of(report: ServiceReport) -> Figures:

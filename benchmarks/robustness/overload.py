@@ -74,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not model.exists():
         write_random_model(SHAPES[MODEL], model)
     command = [sys.executable, "-m", "moesched", "serve", str(model), "--port", "0", "--context", "128"]
-    command += ["--batch-size", str(PLACES), "--queue", str(QUEUE)]
+    command += ["--policy", "resident", "--batch-size", str(PLACES), "--queue", str(QUEUE)]
     with running(command) as server:
         return BENCHMARK.write(asyncio.run(overloaded(server, options.seconds)))
 

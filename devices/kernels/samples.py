@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -12,6 +12,7 @@ import torch
 from moesched.models.config import ModelConfig
 from moesched.models.encoding import encoded
 from moesched.models.stored_formats import StoredFormat
+from moesched.models.tensor_shapes import Shape
 
 from ..products.linear import linear
 from ..shared.coded import Block, Coded, plain_block
@@ -81,22 +82,30 @@ def _random(dtype: torch.dtype, *shape: int, seed: int, scale: float = 1.0) -> T
     return (torch.randn(*shape, generator=generator) * scale).to(dtype)
 
 
+Exact = dict[str, list[Tensor]]
+"""Row blocks of weights in float64, by name."""
+
+
 def _weights(
-    config: ModelConfig, dtype: torch.dtype, cut: Cut, shapes: Mapping[str, tuple[int, ...]]
-) -> Weights:
+    config: ModelConfig, dtype: torch.dtype, cut: Cut, shapes: Mapping[str, Shape]
+) -> tuple[Weights, Exact]:
+    """Made-up weights, and the same in float64; those of other numbers of rows are made once."""
+    return _made(config, dtype, cut, tuple(shapes.items()))
+
+
+@lru_cache(maxsize=8)
+def _made(
+    config: ModelConfig, dtype: torch.dtype, cut: Cut, shapes: tuple[tuple[str, Shape], ...]
+) -> tuple[Weights, Exact]:
     tensors = {
-        name: _random(dtype, *shape, seed=seed, scale=SCALE)
-        for seed, (name, shape) in enumerate(shapes.items())
+        name: _random(dtype, *shape, seed=seed, scale=SCALE) for seed, (name, shape) in enumerate(shapes)
     }
-    blocks = {name: cut.of(name, each) if each.dim() == 2 else [each] for name, each in tensors.items()}
-    return Weights(blocks, config.layer(0))
-
-
-def _doubled(weights: Mapping[str, Sequence[Block]]) -> dict[str, list[Tensor]]:
-    return {
+    weights = {name: cut.of(name, each) if each.dim() == 2 else [each] for name, each in tensors.items()}
+    exact = {
         name: [plain_block(block, torch.float64).double() for block in blocks]
         for name, blocks in weights.items()
     }
+    return Weights(weights, config.layer(0)), exact
 
 
 def _rows_of(tensor: Tensor, rows: range) -> Tensor:
@@ -104,19 +113,19 @@ def _rows_of(tensor: Tensor, rows: range) -> Tensor:
 
 
 def _product(config: ModelConfig, dtype: torch.dtype, rows: int, cut: Cut) -> Sample:
-    weights = _weights(config, dtype, cut, {"matrix": (200, config.hidden)})
+    weights, doubled = _weights(config, dtype, cut, {"matrix": (200, config.hidden)})
     x_TD = _random(dtype, rows, config.hidden, seed=7)
-    exact = linear(x_TD.double(), _doubled(weights)["matrix"])
+    exact = linear(x_TD.double(), doubled["matrix"])
     return Sample(weights, (x_TD,), lambda bound, part: bound(_rows_of(x_TD, part)), exact)
 
 
 def _expert(config: ModelConfig, dtype: torch.dtype, rows: int, cut: Cut) -> Sample:
     network = config.routed
-    weights = _weights(config, dtype, cut, network.expert_shapes(config.hidden))
-    x_nD, exact_weights = _random(dtype, rows, config.hidden, seed=8), _doubled(weights)
-    products = {name: partial(linear, blocks=blocks) for name, blocks in exact_weights.items()}
+    weights, doubled = _weights(config, dtype, cut, network.expert_shapes(config.hidden))
+    x_nD = _random(dtype, rows, config.hidden, seed=8)
+    products = {name: partial(linear, blocks=blocks) for name, blocks in doubled.items()}
     matrices = {name: products[name] for name in EXPERT_MATRICES if name in weights}
-    exact = expert_of(matrices, exact_weights, network.activation)(x_nD.double())
+    exact = expert_of(matrices, doubled, network.activation)(x_nD.double())
 
     def call(bound: Bound, part: range) -> Tensor:
         y_nD = torch.full((len(part), config.hidden), torch.nan, dtype=dtype)
@@ -128,7 +137,7 @@ def _expert(config: ModelConfig, dtype: torch.dtype, rows: int, cut: Cut) -> Sam
 
 def _attention_inputs(config: ModelConfig, dtype: torch.dtype, rows: int, cut: Cut) -> Sample:
     attention = config.attention
-    shapes: dict[str, tuple[int, ...]] = {
+    shapes: dict[str, Shape] = {
         "attention_norm": (config.hidden,),
         "qkv": (attention.qkv_width, config.hidden),
     }
@@ -136,11 +145,11 @@ def _attention_inputs(config: ModelConfig, dtype: torch.dtype, rows: int, cut: C
     shapes |= {f"{name}_bias": (width,) for name, width in widths.items() if name in attention.biases}
     if attention.qk_norm:
         shapes |= dict.fromkeys(("q_norm", "k_norm"), (attention.head_dim,))
-    weights = _weights(config, dtype, cut, shapes)
+    weights, doubled = _weights(config, dtype, cut, shapes)
     hidden_TD = _random(dtype, rows, config.hidden, seed=9)
     angles = functions.rotary_angles(torch.arange(rows) * 3, attention)
     exact_angles = angles[0].double(), angles[1].double()
-    exact = functions.project_qkv(hidden_TD.double(), _doubled(weights), exact_angles, config, attention)
+    exact = functions.project_qkv(hidden_TD.double(), doubled, exact_angles, config, attention)
 
     def call(bound: Bound, part: range) -> Tensor:
         own = _rows_of(angles[0], part), _rows_of(angles[1], part)
@@ -155,12 +164,11 @@ def _beside(qkv: Sequence[Tensor]) -> Tensor:
 
 def _output_projection(config: ModelConfig, dtype: torch.dtype, rows: int, cut: Cut) -> Sample:
     width = config.attention.attended_width
-    weights = _weights(config, dtype, cut, config.attention.shapes_after(config.hidden))
+    weights, doubled = _weights(config, dtype, cut, config.attention.shapes_after(config.hidden))
     attended_TX, residual_TD = (
         _random(dtype, rows, width, seed=10),
         _random(dtype, rows, config.hidden, seed=11),
     )
-    doubled = _doubled(weights)
     exact = functions.output_projection(
         attended_TX.double(), doubled["o"], residual_TD.double(), doubled.get("o_bias")
     )
@@ -174,17 +182,16 @@ def _output_projection(config: ModelConfig, dtype: torch.dtype, rows: int, cut: 
 
 def _route(config: ModelConfig, dtype: torch.dtype, rows: int, cut: Cut) -> Sample:
     network = config.routed
-    shapes: dict[str, tuple[int, ...]] = {
+    shapes: dict[str, Shape] = {
         "ffn_norm": (config.hidden,),
         "router": (network.experts, config.hidden),
     }
     if network.router.corrected or network.biases:
         shapes["router_bias"] = (network.experts,)
-    weights = _weights(config, dtype, cut, shapes)
+    weights, doubled = _weights(config, dtype, cut, shapes)
     hidden_TD = _random(dtype, rows, config.hidden, seed=12)
     norm_D = weights["ffn_norm"][0].double()
     x_TD = functions.norm(hidden_TD.double(), norm_D, config.norm_eps, config.norm)
-    doubled = _doubled(weights)
     added_E, correction_E = functions.router_biases(doubled, network)
     logits_TE = linear(x_TD, doubled["router"])
     if added_E is not None:
@@ -227,9 +234,8 @@ def _combine(config: ModelConfig, dtype: torch.dtype, rows: int, cut: Cut) -> Sa
 
 def _logits(config: ModelConfig, dtype: torch.dtype, rows: int, cut: Cut) -> Sample:
     shapes = {"final_norm": (config.hidden,), "lm_head": (config.vocabulary, config.hidden)}
-    weights = _weights(config, dtype, cut, shapes)
+    weights, doubled = _weights(config, dtype, cut, shapes)
     hidden_TD = _random(dtype, rows, config.hidden, seed=17)
-    doubled = _doubled(weights)
     norm_D, head = doubled["final_norm"][0], doubled["lm_head"]
     x_TD = functions.norm(hidden_TD.double(), norm_D, config.norm_eps, config.norm)
     return Sample(weights, (hidden_TD,), lambda bound, part: bound(hidden_TD, list(part)), linear(x_TD, head))

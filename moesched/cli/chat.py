@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Generator, Iterator
-from contextlib import closing, suppress
+from contextlib import closing, redirect_stdout, suppress
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -47,12 +47,14 @@ def chat(
     from moesched.server.client import Client
 
     client = Client(url, key_of(api_key_file))
+    model = client.model()
     conversation = Conversation(
-        partial(client.chat, model=client.model(), temperature=temperature, max_tokens=max_tokens)
+        partial(client.chat, model=model, temperature=temperature, max_tokens=max_tokens)
     )
     if sys.stdin.isatty():
         stderr().print(
-            f"{plain_text(url)}: Ctrl-C stops an answer, {NEW} begins anew, Ctrl-D ends", markup=False
+            f"{plain_text(model)} at {plain_text(url)}: Ctrl-C stops an answer, {NEW} begins anew, Ctrl-D ends",
+            markup=False,
         )
         with ctrl_c_interrupts():
             talk(conversation)
@@ -124,8 +126,10 @@ def typed() -> str | None:
     """Read a line from the terminal, which can be edited and has a history; None for its end."""
     with suppress(ImportError):  # some builds of Python have none
         import readline  # noqa: F401  # `input` uses it
+    of_descriptor_1 = sys.__stdout__ or sys.stderr  # elsewhere Python lets nobody edit a line
     try:
-        return input("> ")
+        with redirect_stdout(of_descriptor_1):
+            return input("> ")
     except EOFError:
         stderr().print()
         return None

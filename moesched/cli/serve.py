@@ -52,10 +52,17 @@ def serve(model: ServedOptions, http: FrontOptions) -> int:
         def starting(what: Starting) -> None:
             bar.update(what.done, what.total, what.what)
 
-        served = serve(Path(model.model), http, [*ENGINE, options], Listener(starting, say))
+        listener = Listener(starting, say, tell_closing)
+        served = serve(Path(model.model), http, [*ENGINE, options], listener)
     if served:
         say_where(model.trace, None)
     return 0
+
+
+def tell_closing(answers: int) -> None:
+    """Say what a server that closes waits for."""
+    if answers:
+        tell(f"no more requests are taken; answers to come: {answers}; a second signal ends them at once")
 
 
 def chosen(ready: Ready) -> str:

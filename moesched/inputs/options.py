@@ -177,7 +177,7 @@ class SizeOptions(Options):
         Option(
             "Most prompt tokens in one pass through a layer. Fewer need less memory; more use each transfer of weights "
             "for more tokens. By default all, or as many as fit. Where requests join and leave, longer prompts are cut "
-            "over steps: by default at 512 tokens if all weights stay in memory.",
+            "over steps: by default at 1,024 tokens if all weights stay in memory.",
             "N",
             group=SIZES,
             ge=1,

@@ -8,7 +8,7 @@ from moesched.errors import BadInput
 from moesched.serving.capacity import Capacity
 from moesched.steps.plan import Plan
 
-CHUNK = 512
+CHUNK = 1024
 """Prompt tokens between two steps of tokens by default, where all weights stay in memory."""
 
 
@@ -25,8 +25,7 @@ def with_cut_prompts(capacity: Capacity, plan: Plan, asked: int | None) -> Capac
     Raises:
         BadInput: it is asked for, and the plan does not allow it.
     """
-    beside = all(role == "accelerator" for roles in plan.kv.roles for role in roles)
-    allowed = beside and plan.nodes.count == 1
+    allowed = may_cut_prompts(plan)
     if asked is not None and not allowed:
         raise BadInput(
             f"--prefill-chunk {asked} cuts prompts over steps, and the plan has the KV cache on the host, or several "
@@ -36,3 +35,8 @@ def with_cut_prompts(capacity: Capacity, plan: Plan, asked: int | None) -> Capac
         return capacity
     each = -(-(asked or CHUNK) // capacity.places)
     return replace(capacity, chunk=min(each, capacity.prompt_tokens))
+
+
+def may_cut_prompts(plan: Plan) -> bool:
+    """Test whether prompts attend where the whole KV cache is, on one machine."""
+    return plan.nodes.count == 1 and all(role == "accelerator" for roles in plan.kv.roles for role in roles)

@@ -64,7 +64,7 @@ class ServedModel:
         observers: Sequence[Observer] = (),
         keeps_history: bool = False,
     ) -> Serving:
-        """Serve until no more requests arrive, and write the trace of the last steps if one is asked for.
+        """Serve until no more requests arrive; at the end or after an error, write the trace if one is asked for.
 
         Args:
             listener: told of each token and each step.
@@ -87,10 +87,11 @@ class ServedModel:
             listener if recorder is None else spans,
             keeps_history,
         )
-        serving = serve_on(self._devices.first, setup, observers=observers, recorder=recorder)
-        if recorder is not None and trace is not None:
-            write_service_trace(trace, recorder, spans.ended, self.ran, planned.capacity, planned.plan)
-        return serving
+        try:
+            return serve_on(self._devices.first, setup, observers=observers, recorder=recorder)
+        finally:
+            if recorder is not None and trace is not None:
+                write_service_trace(trace, recorder, spans.ended, self.ran, planned.capacity, planned.plan)
 
 
 @contextmanager

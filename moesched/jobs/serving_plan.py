@@ -138,12 +138,11 @@ def _planned(job: Job, context: int, slot_bytes: Callable[[Page], int]) -> Servi
 def _looks(
     job: Job, context: int, slot_bytes: Callable[[Page], int], on_progress: Callable[[str], object]
 ) -> list[Look]:
-    """The policies that hold as many requests as there are users, the fastest first; or the fastest of all."""
+    """The policies that hold as many requests as there are users, the fastest first; or one that does not."""
     users, size = _users(job), job.options.micro_batch_size
-    sizes = [min(size, users)] if size else sorted({1, -(-users // 4), users})  # few, since each takes time
-    setting = job.setting(*_requests(job, context), slot_bytes)
-    looks = fastest_policies(setting, sizes, on_progress)
-    return [look for look in looks if look.batch_size == users] or looks[:1]
+    sizes = [min(size, users)] if size else [users, -(-users // 4), 1]
+    looks = fastest_policies(job.setting(*_requests(job, context), slot_bytes), sizes, on_progress)
+    return [look for look in looks if look.throughput] or looks[:1]
 
 
 def _requests(job: Job, context: int) -> tuple[list[int], int]:

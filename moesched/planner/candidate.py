@@ -13,7 +13,7 @@ from moesched.planner.climb import CHUNK, Climb, chunks_to_try, point_of
 from moesched.planner.schedules import Point, Schedules, Seen, resident_of, with_chunk
 from moesched.planner.search import PolicyChoice, best, filled, least, most_of
 from moesched.planner.setting import Setting
-from moesched.planner.traits import Lesson, Shape, TraitProbe, Traits
+from moesched.planner.traits import Lesson, SizeOption, TraitProbe, Traits
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 FINER = (3, 5, 6, 7, 10, 12, 14, 20, 24, 28, 36, 40, 48, 56, 80, 96, 112, 160, 192, 224)
@@ -66,17 +66,17 @@ class Candidate:
             most = max(1, MOST_CHUNKS * setting.prefill_chunk // max(setting.lengths))
             self._ladder = [size for size in self._ladder if size <= most] or self._ladder[:1]
         self._first = sizes or ROUGH
-        self._climb = Climb(setting, self.traits, self.schedules, self._ladder, self._shape)
-        shapes = self._shapes(setting, self._first)
-        self.choice = self._best_of(setting, shapes) or least(setting, self.traits, shapes[0])
+        self._climb = Climb(setting, self.traits, self.schedules, self._ladder, self._option)
+        options = self._options(setting, self._first)
+        self.choice = self._best_of(setting, options) or least(setting, self.traits, options[0])
 
     def refine(self) -> None:
         """Set `choice` to the best of all coarse micro-batch sizes, then of all sizes near that one."""
         for sizes in (self._coarse, self._ladder):
             size = self.choice.micro_batch_size
             near = [other for other in sizes if other in self._coarse or size / 2 < other < size * 2]
-            shapes = self._shapes(self.setting, near)
-            self.choice = self._best_of(self.setting, shapes) or self.choice
+            options = self._options(self.setting, near)
+            self.choice = self._best_of(self.setting, options) or self.choice
 
     def first_trial(self) -> Seen:
         """Simulate the sizes with the highest bound, and large micro-batches, as bounds may err; the better one."""
@@ -107,10 +107,10 @@ class Candidate:
         traits = (
             replace(self.traits, fetch=self._lesson.fetch_seconds(setting.cost)) if faster else self.traits
         )
-        shape = self._probe(self.choice.micro_batch_size, self.choice.chunk).shape(setting.cost)
+        option = self._probe(self.choice.micro_batch_size, self.choice.chunk).option(setting.cost)
         resident = self.choice.resident / self.choice.micro_batches
         shares = {0.0, resident, 1.0} if self.setting.searches_shares else {resident}
-        return max(most_of(setting, traits, shape, share) for share in shares)
+        return max(most_of(setting, traits, option, share) for share in shares)
 
     def _tried(self, points: Iterable[Point]) -> list[Seen]:
         """Simulate those points that fit; returns their schedules, the best first.
@@ -168,7 +168,7 @@ class Candidate:
             return
         for share in (0.0, 1.0):
             setting = replace(self.setting, kv_on_gpu=share)
-            edge = self._best_of(setting, self._shapes(setting, [size for size, _ in list(self._probes)]))
+            edge = self._best_of(setting, self._options(setting, [size for size, _ in list(self._probes)]))
             if edge is not None:
                 yield point_of(edge)
         partly = self._most_layers(self.choice.micro_batch_size, self.choice.chunk)
@@ -199,40 +199,42 @@ class Candidate:
     def _most_layers(self, size: int, chunk: int | None) -> PolicyChoice | None:
         """One micro-batch with the KV cache of the most layers that fit on the accelerator; None if all or none fit."""
         layers = self.setting.layout.config.layers
-        shape = self._shape(size, chunk)
+        option = self._option(size, chunk)
         choices = (
-            filled(self.setting, self.traits, shape, 1, here / layers) for here in range(layers, 0, -1)
+            filled(self.setting, self.traits, option, 1, here / layers) for here in range(layers, 0, -1)
         )
         found = next((choice for choice in choices if choice is not None), None)
         return found if found is not None and found.resident < 1 else None
 
-    def _shapes(self, setting: Setting, sizes: Sequence[int]) -> list[Shape]:
+    def _options(self, setting: Setting, sizes: Sequence[int]) -> list[SizeOption]:
         return [
-            self._probe(size, chunk).shape(setting.cost)
+            self._probe(size, chunk).option(setting.cost)
             for size in dict.fromkeys(sizes)
             if size in self._ladder
             for chunk in chunks_to_try(self.setting, size)
         ]
 
-    def _best_of(self, setting: Setting, shapes: Sequence[Shape], above: float = 0.0) -> PolicyChoice | None:
+    def _best_of(
+        self, setting: Setting, options: Sequence[SizeOption], above: float = 0.0
+    ) -> PolicyChoice | None:
         """The sizes with the highest bound, at least `above`; of similar bounds the one of the largest micro-batches.
 
         Larger micro-batches are fewer tasks.
         """
-        found = best(setting, self.traits, shapes, above)
+        found = best(setting, self.traits, options, above)
         if found is None:
             return None
         similar = max(above, found.throughput / SIMILAR)
-        for shape in sorted(shapes, key=lambda shape: shape.size, reverse=True):
-            if shape.size <= found.micro_batch_size:
+        for option in sorted(options, key=lambda option: option.size, reverse=True):
+            if option.size <= found.micro_batch_size:
                 break
-            choice = best(setting, self.traits, [shape], similar)
+            choice = best(setting, self.traits, [option], similar)
             if choice is not None:
                 return choice
         return found
 
-    def _shape(self, size: int, chunk: int | None) -> Shape:
-        return self._probe(size, chunk).shape(self.setting.cost)
+    def _option(self, size: int, chunk: int | None) -> SizeOption:
+        return self._probe(size, chunk).option(self.setting.cost)
 
     def _probe(self, size: int, chunk: int | None) -> TraitProbe:
         if (size, chunk) not in self._probes:

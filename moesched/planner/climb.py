@@ -10,7 +10,7 @@ from moesched.errors import BadInput
 from moesched.planner.schedules import Point, Schedules, Seen, resident_of, with_count
 from moesched.planner.search import PolicyChoice, filled
 from moesched.planner.setting import Setting
-from moesched.planner.traits import Shape, Traits
+from moesched.planner.traits import SizeOption, Traits
 
 CHUNK = 4096
 """Tokens of a chunk of prefill: about the fewest that keep the kernels of most experts busy."""
@@ -40,7 +40,7 @@ class Climb:
 
     Args:
         ladder: allowed sizes of micro-batches, in ascending order.
-        shape_of: returns the costs of micro-batches of a size, with chunks of a size.
+        option_of: returns the costs of micro-batches of a size, with chunks of a size.
     """
 
     def __init__(
@@ -49,13 +49,13 @@ class Climb:
         traits: Traits,
         schedules: Schedules,
         ladder: Sequence[int],
-        shape_of: Callable[[int, int | None], Shape],
+        option_of: Callable[[int, int | None], SizeOption],
     ) -> None:
         self._setting = setting
         self._traits = traits
         self._schedules = schedules
         self._ladder = ladder
-        self._shape_of = shape_of
+        self._option_of = option_of
         self._refuted = False
 
     def start(self, point: Point) -> Seen:
@@ -179,12 +179,12 @@ class Climb:
 
     def _bound(self, point: Point) -> PolicyChoice | None:
         """The bound of a point, with the most resident weights that fit; of fewer micro-batches if some do not fit."""
-        shape = self._shape_of(point.size, point.chunk)
+        option = self._option_of(point.size, point.chunk)
 
         def with_micro_batches(count: int) -> PolicyChoice | None:
-            return filled(self._setting, self._traits, shape, count, min(point.resident, count))
+            return filled(self._setting, self._traits, option, count, min(point.resident, count))
 
-        counts = range(1, min(point.micro_batches, shape.most) + 1)
+        counts = range(1, min(point.micro_batches, option.most) + 1)
         most = bisect_left(counts, True, key=lambda count: with_micro_batches(count) is None)
         return with_micro_batches(most) if most else None
 

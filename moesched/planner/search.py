@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from moesched.planner.setting import Setting
-from moesched.planner.traits import Shape, Share, Traits
+from moesched.planner.traits import MicroBatchCost, SizeOption, Traits
 from moesched.system.silence import STDOUT, silent
 
 MOST_ROUNDS = 12
@@ -52,11 +52,11 @@ class PolicyChoice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def best(
-    setting: Setting, traits: Traits, shapes: Sequence[Shape], above: float = 0.0
+    setting: Setting, traits: Traits, options: Sequence[SizeOption], above: float = 0.0
 ) -> PolicyChoice | None:
-    """The sizes with the highest bound of these shapes; None if none fits or reaches `above` tokens per second."""
-    programme = _Programme(setting, traits, shapes)
-    found, rate = None, max(above, _reached(setting, traits, shapes) * (1 - 2 * TOLERANCE))
+    """The sizes with the highest bound of these sizes; None if none fits or reaches `above` tokens per second."""
+    programme = _Programme(setting, traits, options)
+    found, rate = None, max(above, _reached(setting, traits, options) * (1 - 2 * TOLERANCE))
     for _ in range(MOST_ROUNDS):
         choice = programme.solve(rate)
         if choice is None or choice.throughput <= rate * (1 + TOLERANCE):
@@ -65,16 +65,16 @@ def best(
     return found
 
 
-def _reached(setting: Setting, traits: Traits, shapes: Sequence[Shape]) -> float:
+def _reached(setting: Setting, traits: Traits, options: Sequence[SizeOption]) -> float:
     """The highest throughput with none or all of the KV cache on the accelerator: a first λ that saves rounds."""
     if setting.kv_on_gpu is not None:
         return 0.0
     shares = (0.0, 1.0) if setting.splits_kv else (0.0,)
-    return max(most_of(setting, traits, shape, share) for shape in shapes for share in shares)
+    return max(most_of(setting, traits, option, share) for option in options for share in shares)
 
 
-def most_of(setting: Setting, traits: Traits, shape: Shape, resident: float) -> float:
-    """The highest throughput of any number of micro-batches of a shape; 0 if none fits.
+def most_of(setting: Setting, traits: Traits, option: SizeOption, resident: float) -> float:
+    """The highest throughput of any number of micro-batches of one size; 0 if none fits.
 
     Throughput rises with their number up to a single peak, so that a binary search by two neighbours finds it.
 
@@ -82,23 +82,23 @@ def most_of(setting: Setting, traits: Traits, shape: Shape, resident: float) -> 
     """
 
     def rate(count: int) -> float:
-        found = filled(setting, traits, shape, count, round(resident * count))
+        found = filled(setting, traits, option, count, round(resident * count))
         return 0.0 if found is None else found.throughput
 
-    low, high = 1, shape.most
+    low, high = 1, option.most
     while low < high:
         middle = (low + high) // 2
         low, high = (middle + 1, high) if 0 < rate(middle) < rate(middle + 1) else (low, middle)
     return rate(low)
 
 
-def least(setting: Setting, traits: Traits, shape: Shape) -> PolicyChoice:
-    """The choice of one micro-batch of that shape, with as few weights kept on the accelerator as possible."""
-    return _choice(setting, traits, shape, 1, 0, 0.0 if traits.streams else traits.keeps)
+def least(setting: Setting, traits: Traits, option: SizeOption) -> PolicyChoice:
+    """The choice of one micro-batch of that size, with as few weights kept on the accelerator as possible."""
+    return _choice(setting, traits, option, 1, 0, 0.0 if traits.streams else traits.keeps)
 
 
 def filled(
-    setting: Setting, traits: Traits, shape: Shape, count: int, resident: float
+    setting: Setting, traits: Traits, option: SizeOption, count: int, resident: float
 ) -> PolicyChoice | None:
     """The choice of `count` micro-batches, `resident` with their KV cache on the accelerator, and all weights that fit.
 
@@ -106,7 +106,8 @@ def filled(
     """
     fast = setting.machine.accelerator.memory
     free = {
-        memory: setting.capacity(memory) - used for memory, used in used_bytes(shape, count, resident).items()
+        memory: setting.capacity(memory) - used
+        for memory, used in used_bytes(option, count, resident).items()
     }
     none, all_of_them = (weight_bytes(setting, traits, resident_share) for resident_share in (0.0, 1.0))
     if all_of_them > none:
@@ -115,15 +116,15 @@ def filled(
         resident_share = traits.keeps if free[fast] >= all_of_them else -1.0
     if resident_share < (0.0 if traits.streams else traits.keeps) or min(free.values()) < 0:
         return None
-    return _choice(setting, traits, shape, count, resident, resident_share)
+    return _choice(setting, traits, option, count, resident, resident_share)
 
 
-def used_bytes(shape: Shape, count: int, resident: float) -> dict[str, float]:
+def used_bytes(option: SizeOption, count: int, resident: float) -> dict[str, float]:
     """Bytes that `count` micro-batches take of each memory, without the weights."""
-    here = shape.resident or shape.each
+    here = option.resident or option.each
     return {
-        memory: shared + (count - resident) * shape.each.nbytes[memory] + resident * here.nbytes[memory]
-        for memory, shared in shape.shared.items()
+        memory: shared + (count - resident) * option.each.nbytes[memory] + resident * here.nbytes[memory]
+        for memory, shared in option.shared.items()
     }
 
 
@@ -136,21 +137,23 @@ def weight_bytes(setting: Setting, traits: Traits, resident_share: float) -> flo
 class _Programme:
     """The variables and constraints of the search. From round to round only λ, and with it the objective, changes."""
 
-    def __init__(self, setting: Setting, traits: Traits, shapes: Sequence[Shape]) -> None:
+    def __init__(self, setting: Setting, traits: Traits, options: Sequence[SizeOption]) -> None:
         import highspy  # here, since most commands search nothing
 
         self._optimal = highspy.HighsModelStatus.kOptimal
-        self._setting, self._traits, self._shapes = setting, traits, shapes
+        self._setting, self._traits, self._options = setting, traits, options
         self._weights = tuple(weight_bytes(setting, traits, resident_share) for resident_share in (0.0, 1.0))
         with silent(STDOUT):  # newer versions greet before they can be silenced
             self._model = model = highspy.Highs()
         model.silent()
         model.setOptionValue("threads", 1)  # the programme is small, and sweeps run one on each core
-        self._taken = [model.addBinary() for _ in shapes]
+        self._taken = [model.addBinary() for _ in options]
         self._resident_share = model.addVariable(lb=0.0 if traits.streams else traits.keeps, ub=traits.keeps)
         self._step, self._prefill = model.addVariable(lb=0.0), model.addVariable(lb=0.0)
         model.addConstr(model.qsum(self._taken) == 1)
-        self._counts = [self._add_counts(shape, one) for shape, one in zip(shapes, self._taken, strict=True)]
+        self._counts = [
+            self._add_counts(option, one) for option, one in zip(options, self._taken, strict=True)
+        ]
         self._add_lanes()
         self._add_memories()
 
@@ -158,8 +161,8 @@ class _Programme:
         """The solution for one λ."""
         setting, model = self._setting, self._model
         tokens = model.qsum(
-            setting.new_tokens * shape.size * count
-            for shape, counts in zip(self._shapes, self._counts, strict=True)
+            setting.new_tokens * option.size * count
+            for option, counts in zip(self._options, self._counts, strict=True)
             for _, count in counts
         )
         seconds = setting.layout.config.layers * (self._prefill + setting.new_tokens * self._step)
@@ -169,36 +172,36 @@ class _Programme:
         number = next(i for i, one in enumerate(self._taken) if model.val(one) > 0.5)
         each, *resident = (round(model.val(count)) for _, count in self._counts[number])
         here = sum(resident)
-        shape = self._shapes[number]
-        return _choice(setting, self._traits, shape, each + here, here, model.val(self._resident_share))
+        option = self._options[number]
+        return _choice(setting, self._traits, option, each + here, here, model.val(self._resident_share))
 
-    def _add_counts(self, shape: Shape, taken: Any) -> list[tuple[Share, Any]]:
+    def _add_counts(self, option: SizeOption, taken: Any) -> list[tuple[MicroBatchCost, Any]]:
         """Add variables for micro-batches with their KV cache on the host and on the accelerator: 0 unless `taken`."""
         model, share = self._model, self._setting.kv_on_gpu
-        sorts = [shape.each] if shape.resident is None else [shape.each, shape.resident]
-        limits = [min(shape.most, self._room(shape, sort)) for sort in sorts]
+        sorts = [option.each] if option.resident is None else [option.each, option.resident]
+        limits = [min(option.most, self._room(option, sort)) for sort in sorts]
         counts = [model.addIntegral(lb=0, ub=limit) for limit in limits]
         for count, limit in zip(counts, limits, strict=True):
             model.addConstr(count - limit * taken <= 0)
         model.addConstr(model.qsum(counts) - taken >= 0)
         if len(sorts) > 1:
-            model.addConstr(model.qsum(counts) <= shape.most)
-        if share is not None and shape.resident is not None:
+            model.addConstr(model.qsum(counts) <= option.most)
+        if share is not None and option.resident is not None:
             short = round(share, DIGITS) * model.qsum(counts) - counts[1]
             model.addConstr(short <= HALF)
             model.addConstr(short >= -HALF)
         return list(zip(sorts, counts, strict=True))
 
-    def _room(self, shape: Shape, sort: Share) -> int:
-        """The most micro-batches of this cost that memories hold beside the bytes that all of the shape share."""
+    def _room(self, option: SizeOption, sort: MicroBatchCost) -> int:
+        """The most micro-batches of this cost that memories hold beside the bytes that all of the size share."""
         rooms = [
-            (self._setting.capacity(memory) - shape.shared[memory]) // nbytes
+            (self._setting.capacity(memory) - option.shared[memory]) // nbytes
             for memory, nbytes in sort.nbytes.items()
             if nbytes
         ]
         return max(0, min(rooms))
 
-    def _sum(self, cost: Callable[[Share], float]) -> Any:
+    def _sum(self, cost: Callable[[MicroBatchCost], float]) -> Any:
         """The sum of a cost over all micro-batches, as an expression of the variables."""
         return self._model.qsum(cost(sort) * count for counts in self._counts for sort, count in counts)
 
@@ -217,7 +220,8 @@ class _Programme:
         for memory in machine.memories:
             used = self._sum(partial(_megabytes, memory))
             used += model.qsum(
-                shape.shared[memory] / MB * one for shape, one in zip(self._shapes, self._taken, strict=True)
+                option.shared[memory] / MB * one
+                for option, one in zip(self._options, self._taken, strict=True)
             )
             if memory == machine.accelerator.memory:
                 none, all_of_them = self._weights
@@ -225,18 +229,18 @@ class _Programme:
             model.addConstr(used <= setting.capacity(memory) / MB)
 
 
-def _megabytes(memory: str, sort: Share) -> float:
+def _megabytes(memory: str, sort: MicroBatchCost) -> float:
     return sort.nbytes[memory] / MB
 
 
 def _choice(
-    setting: Setting, traits: Traits, shape: Shape, count: int, resident: float, resident_share: float
+    setting: Setting, traits: Traits, option: SizeOption, count: int, resident: float, resident_share: float
 ) -> PolicyChoice:
     layers = setting.layout.config.layers
-    here = shape.resident or shape.each
+    here = option.resident or option.each
 
     def busy(lane: str) -> float:
-        on_host: float = getattr(shape.each, lane)
+        on_host: float = getattr(option.each, lane)
         on_gpu: float = getattr(here, lane)
         return (count - resident) * on_host + resident * on_gpu
 
@@ -246,12 +250,12 @@ def _choice(
     step = max(lanes.values())
     seconds = layers * (max(fetching, busy("prefill")) + setting.new_tokens * step)
     return PolicyChoice(
-        micro_batch_size=shape.size,
+        micro_batch_size=option.size,
         micro_batches=count,
-        chunk=shape.chunk,
+        chunk=option.chunk,
         resident=resident,
         resident_share=resident_share,
-        throughput=setting.new_tokens * shape.size * count / seconds,
+        throughput=setting.new_tokens * option.size * count / seconds,
         layer_seconds=step,
         lanes=lanes,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypedDict, Unpack
+from typing import Any, NamedTuple, TypedDict, TypeVar, Unpack
 
 import msgspec
 from msgspec.structs import replace
@@ -22,9 +22,12 @@ from moesched.planner.ranking import Ranked, in_order, misfit, ranked
 from moesched.planner.resources import Gain, gains
 from moesched.planner.schedules import Seen
 from moesched.planner.setting import KV_SHARE, Setting, splits_kv
+from moesched.planner.sizing import first_schedule
 from moesched.planner.uncertainty import Uncertainty
 from moesched.seams import is_expert_parallel
 from moesched.steps.process import Process
+
+Found = TypeVar("Found")
 
 FIRST = "resident"
 """The policy that wins a tie, since it moves nothing."""
@@ -118,64 +121,72 @@ def plan_best(
         )
 
     asked = _asked(policies, settings)
-    seen, misfits = _first_looks(asked, settings, setting_of, on_progress, named=policies is not None)
-    return _best_of(seen, misfits, band, on_progress)
+
+    def seen_first(name: str, setting: Setting) -> tuple[Candidate, Seen]:
+        candidate = Candidate(name, setting)
+        return candidate, candidate.search() if len(asked) == 1 else candidate.first_trial()
+
+    found, misfits = _each(asked, settings, setting_of, seen_first, on_progress, named=policies is not None)
+    return _best_of(dict(found), misfits, band, on_progress)
 
 
 class Look(NamedTuple):
-    """A policy at first sight: how many of the requests fit at once, and the tokens per second of its schedule."""
+    """A policy at first sight: tokens per second of a schedule of all requests; 0 if they do not fit at once."""
 
     policy: str
-    batch_size: int
     throughput: float
 
 
 def fastest_policies(
     setting: Setting, sizes: Sequence[int], on_progress: Callable[[str], object] = lambda what: None
 ) -> list[Look]:
-    """Rank the policies that one machine can run and that fit by a first look at each, the fastest first.
+    """Rank the policies that one machine can run by a first look at each, the fastest first.
 
-    A look simulates a few layers. `plan_best` searches for sizes as well, and takes several times as long.
+    A look simulates a few layers of a schedule of all requests. `plan_best` searches for sizes as well, and takes
+    several times as long.
 
     Args:
         setting: the setting of any policy; its lengths are those of the batch.
-        sizes: sizes of micro-batches to try.
+        sizes: sizes of micro-batches; the first one that fits counts.
         on_progress: called with the name of each stage.
 
     Raises:
-        DoesNotFit: no policy fits; the message names the memory and the missing bytes.
+        DoesNotFit: not even one request fits with any policy; the message names the memory and the missing bytes.
     """
 
     def setting_of(chosen: ChosenPolicy) -> Setting:
         split = chosen.is_class and splits_kv(chosen.cls, setting.machine)
         return replace(setting, make=chosen.make, splits_kv=split, kv_on_gpu=None)
 
-    seen, misfits = _first_looks(plannable(), {}, setting_of, on_progress, sizes=sizes)
-    if not seen:
+    def look(name: str, its_setting: Setting) -> Look:
+        its_setting.plan(its_setting.batch(1, 1))
+        seen = (first_schedule(its_setting, size) for size in sizes)
+        return Look(name, next((one.throughput for one in seen if one is not None), 0.0))
+
+    looks, misfits = _each(plannable(), {}, setting_of, look, on_progress)
+    if not looks:
         raise _nothing_fits(in_order([], misfits))
-    looks = [Look(candidate.name, one.batch_size, one.throughput) for candidate, one in seen.items()]
-    return sorted(looks, key=lambda look: -look.throughput)
+    return sorted(looks, key=lambda each: -each.throughput)
 
 
-def _first_looks(
+def _each(
     asked: Sequence[PolicyGiven],
     settings: Mapping[str, Any],
     setting_of: Callable[[ChosenPolicy], Setting],
+    look: Callable[[str, Setting], Found],
     on_progress: Callable[[str], object],
     *,
-    sizes: Sequence[int] | None = None,
     named: bool = False,
-) -> tuple[dict[Candidate, Seen], list[Ranked]]:
-    """Simulate one schedule of each policy; of a single policy, search for the best one.
+) -> tuple[list[Found], list[Ranked]]:
+    """Look at each policy in its setting.
 
     Args:
-        sizes: allowed sizes of micro-batches; None for any.
         named: whether the user named the policies, and is to be told why one cannot be planned.
 
     Returns:
-        The policies that fit, with their schedules, and the rows of those that do not.
+        What was seen of those that fit, and the rows of those that do not.
     """
-    seen: dict[Candidate, Seen] = {}
+    found: list[Found] = []
     misfits: list[Ranked] = []
     for given in asked:
         name = plugins.name_of("policies", given)
@@ -190,13 +201,12 @@ def _first_looks(
         setting = setting_of(chosen)
         try:
             with no_garbage_collection():
-                candidate = Candidate(name, setting, sizes)
-                seen[candidate] = candidate.search() if len(asked) == 1 else candidate.first_trial()
+                found.append(look(name, setting))
         except Exception as error:  # an installed plug-in may raise anything
             if not isinstance(error, BadInput) and (named or name in plugins.shipped("policies")):
                 raise
             misfits.append(misfit(name, setting, error))
-    return seen, misfits
+    return found, misfits
 
 
 def _asked(policies: Iterable[PolicyGiven] | None, settings: Mapping[str, Any]) -> Sequence[PolicyGiven]:

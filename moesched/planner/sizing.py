@@ -212,6 +212,19 @@ def _of_batch(setting: Setting, batch_size: int, given: int | None) -> BatchSize
     return _batch_sizes(setting, fitting if best is None else best.point)
 
 
+def first_schedule(setting: Setting, size: int) -> Seen | None:
+    """A schedule of all requests in micro-batches of a size, with prompts in chunks if the policy takes them.
+
+    It has the best share of the KV cache on the accelerator. None if the requests do not fit.
+    """
+    schedules = Schedules(setting, deep=False)
+    for chunk in reversed(chunks_to_try(setting, size)):
+        if line := _shares(setting, size, chunk):
+            with suppress(BadInput):  # a policy may take no chunks
+                return _fastest(schedules, line)
+    return None
+
+
 def _batch_sizes(setting: Setting, point: Point) -> BatchSizes:
     """The sizes of a batch of all the setting's requests, with a point's micro-batches, chunks and KV cache share."""
     share = point.resident / point.micro_batches if setting.searches_shares else None

@@ -61,7 +61,7 @@ class Traits(msgspec.Struct, frozen=True, kw_only=True):
     joint: bool = False
 
 
-class Share(msgspec.Struct, frozen=True, kw_only=True):
+class MicroBatchCost(msgspec.Struct, frozen=True, kw_only=True):
     """The cost of one micro-batch.
 
     Attributes:
@@ -78,7 +78,7 @@ class Share(msgspec.Struct, frozen=True, kw_only=True):
     nbytes: dict[str, int]
 
 
-class Shape(msgspec.Struct, frozen=True, kw_only=True):
+class SizeOption(msgspec.Struct, frozen=True, kw_only=True):
     """One size of micro-batches, and their costs.
 
     Attributes:
@@ -93,9 +93,9 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     size: int
     most: int
     shared: dict[str, int]
-    each: Share
+    each: MicroBatchCost
     chunk: int | None = None
-    resident: Share | None = None
+    resident: MicroBatchCost | None = None
 
 
 class Lesson:
@@ -187,9 +187,9 @@ class TraitProbe:
             here = {memory: each[memory] + more[memory] - used[memory] for memory in used}
             self._resident = _Needs(plan, plan.kv.held_by("accelerator")[0], here, together)
 
-    def shape(self, cost: CostModel) -> Shape:
+    def option(self, cost: CostModel) -> SizeOption:
         """The cost of micro-batches of this size."""
-        return Shape(
+        return SizeOption(
             size=self._size,
             chunk=self._chunk,
             most=self._most,
@@ -199,7 +199,7 @@ class TraitProbe:
         )
 
 
-_Part = tuple[float, Work]
+_LayerWork = tuple[float, Work]
 """A share of the layers, and a work that these have."""
 
 
@@ -220,7 +220,7 @@ class _Needs:
         batch = run_state.micro_batches[number]
         self._shares = [count / len(plan.layers) for count in plan.layout.config.kinds.values()]
         run_state.begin_step()
-        self._prefill: list[_Part] = []
+        self._prefill: list[_LayerWork] = []
         for each in run_state.prefill_batches:
             if each.chunk is not None and each.chunk.micro_batch == number:
                 for kind, (share, works) in enumerate(zip(self._shares, each.works_at[0], strict=True)):
@@ -229,9 +229,9 @@ class _Needs:
         run_state.end_step()
         run_state.skip(max(1, plan.batch.new_tokens // 2) - 1)
         run_state.begin_step()
-        self._accelerator: list[_Part] = []
-        self._host: list[_Part] = []
-        self._link: list[_Part] = []
+        self._accelerator: list[_LayerWork] = []
+        self._host: list[_LayerWork] = []
+        self._link: list[_LayerWork] = []
         for kind, (share, works) in enumerate(zip(self._shares, batch.works_at[0], strict=True)):
             self._accelerator.append((share, works["pre_attention"]))
             if plan.declared.experts_on_host:
@@ -245,7 +245,7 @@ class _Needs:
                 self._host.append((share, works["cpu_attention"]))
                 self._link += [] if run_state.unified else [(share, works["load_hidden"])]
 
-    def _ffn(self, run_state: RunState, works: Mapping[str, Work], kind: int) -> _Part:
+    def _ffn(self, run_state: RunState, works: Mapping[str, Work], kind: int) -> _LayerWork:
         """The part of a layer after attention, on the accelerator."""
         work, made = works["post_attention"], run_state.works
         if self._together > 1:
@@ -266,13 +266,13 @@ class _Needs:
             host, accelerator = plan.memory("host").name, plan.memory("accelerator").name
             self._link.append((share, made.move(host, accelerator, nbytes)[1]))
 
-    def share(self, cost: CostModel) -> Share:
+    def share(self, cost: CostModel) -> MicroBatchCost:
         """The micro-batch's cost in seconds, by a cost model."""
 
-        def seconds(works: Sequence[_Part]) -> float:
+        def seconds(works: Sequence[_LayerWork]) -> float:
             return sum(share * cost.work(work).seconds for share, work in works)
 
-        return Share(
+        return MicroBatchCost(
             link=seconds(self._link) / self._stages,
             host=seconds(self._host),
             accelerator=seconds(self._accelerator) / self._stages,

@@ -46,10 +46,12 @@ class Listener(NamedTuple):
     Attributes:
         starting: the engine is not ready yet, and says what it does.
         ready: it listens at an address, and says what it serves.
+        closing: it takes no more requests; how many answers still run or wait.
     """
 
     starting: Callable[[Starting], object]
     ready: Callable[[str, Ready, Notes], object]
+    closing: Callable[[int], object]
 
 
 class Notes(NamedTuple):
@@ -95,7 +97,8 @@ def serve(model: Path, given: FrontOptions, engine: Sequence[str], listener: Lis
                     gate = Gate(ready.places * ready.sequences, given.queue)
                     front = Front(served, child.link, gate, key)
                     say = partial(listener.ready, url_of(listener_socket), ready, notes)
-                    await _serve_until(closing, SignalFreeServer(front, say), front, child, listener_socket)
+                    server = SignalFreeServer(front, listener_socket, say)
+                    await _serve_until(closing, server, front, child, listener.closing)
                     return True
 
         return run_on_own_loop(run)
@@ -129,20 +132,24 @@ async def _serve_until(
     server: SignalFreeServer,
     front: Front,
     child: Child,
-    listener_socket: socket.socket,
+    on_closing: Callable[[int], object],
 ) -> None:
     """Serve until the event is set and all answers have been given.
+
+    Args:
+        on_closing: called with the number of answers that are to be given, once no more requests are taken.
 
     Raises:
         EngineFailed: the engine has ended before.
     """
-    serving = asyncio.ensure_future(server.serve(sockets=[listener_socket]))
+    serving = asyncio.ensure_future(server.serve_clients())
     asked_to_close = asyncio.ensure_future(closing.wait())
     ended = child.link.ended
     any_of: list[asyncio.Future[Any]] = [asked_to_close, ended, serving]
     await asyncio.wait(any_of, return_when=asyncio.FIRST_COMPLETED)
     failed = ended.done()
     if not failed:
+        on_closing(front.gate.inside)
         await front.gate.drained()
         failed = ended.done()
         child.link.close()
@@ -160,12 +167,15 @@ class SignalFreeServer(uvicorn.Server):
     """uvicorn's server without its handlers of signals, since the program has its own.
 
     Args:
-        on_listening: called once clients can connect.
+        listener_socket: the socket to which clients connect.
+        on_listening: called once they are answered.
     """
 
     capture_signals = nullcontext  # type: ignore[assignment]  # a context manager as well
 
-    def __init__(self, front: Front, on_listening: Callable[[], object]) -> None:
+    def __init__(
+        self, front: Front, listener_socket: socket.socket, on_listening: Callable[[], object]
+    ) -> None:
         logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
         super().__init__(
             uvicorn.Config(
@@ -180,7 +190,12 @@ class SignalFreeServer(uvicorn.Server):
                 timeout_graceful_shutdown=CLOSING_SECONDS,
             )
         )
+        self._socket = listener_socket
         self._on_listening = on_listening
+
+    async def serve_clients(self) -> None:
+        """Serve until `should_exit` is set."""
+        await self.serve(sockets=[self._socket])
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, and say so."""

@@ -111,7 +111,7 @@ class Places:
             for number, place in enumerate(self._places)
             if len(place.seats) < capacity.sequences
             and place.held + tokens <= capacity.cache_tokens
-            and (capacity.chunk or self._waiting_tokens(place) + request.prompt <= capacity.prompt_tokens)
+            and self._takes_prompt(place, request)
         ]
         if not fitting:
             return False
@@ -180,10 +180,9 @@ class Places:
     def _is_over(self, seat: Seat) -> bool:
         return seat.left == 0 or seat.request.number in self._leaving
 
-    def _waiting_tokens(self, place: _Place) -> int:
-        """Prompt tokens of the requests whose prompts come in the next step of prompts."""
-        return sum(seat.request.prompt for seat in _of_phase(place.seats.values(), "prefill"))
-
-
-def _of_phase(seats: Iterable[Seat], phase: Phase) -> Iterator[Seat]:
-    return (seat for seat in seats if seat.phase == phase)
+    def _takes_prompt(self, place: _Place, request: Request) -> bool:
+        """Test whether the next step of prompts has room for a prompt, or for its first part where prompts are cut."""
+        to_come = sum(seat.to_come for seat in place.seats.values())
+        if self.capacity.chunk:
+            return to_come < self.capacity.chunk
+        return to_come + request.prompt <= self.capacity.prompt_tokens

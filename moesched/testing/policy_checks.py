@@ -15,6 +15,7 @@ import msgspec
 from moesched.drivers.realtime import RealtimeDriver
 from moesched.drivers.validation import CheckedEngine, CheckedSharedEngine
 from moesched.errors import BadInput
+from moesched.jobs.cut_prompts import may_cut_prompts
 from moesched.machines import Machine, load_machine
 from moesched.machines.demand import CostModel
 from moesched.machines.local import unified_machine
@@ -293,10 +294,13 @@ def check_policy(
 
 
 def _check_served(policies: Sequence[Policy], case: Case) -> None:
-    capacity = case.capacity
-    requests = random_requests(len(case.name), max(case.prompts), 2 * case.new_tokens)
+    """Serve random requests; in every other case their prompts are cut over steps, if the plan lets them be."""
+    capacity, seed, longest = case.capacity, len(case.name), max(case.prompts)
+    requests = random_requests(seed, longest, 2 * case.new_tokens)
     fullest = capacity.fullest()
     first, *peers = [(case.plan(each, node, fullest), each) for node, each in enumerate(policies)]
+    if seed % 2 and may_cut_prompts(first[0]):
+        capacity = msgspec.structs.replace(capacity, chunk=-(-longest // 3))
     check_served(first[1], first[0], capacity, requests, peers=peers)
 
 
