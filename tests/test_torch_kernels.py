@@ -188,13 +188,13 @@ def test_prompts_longer_than_a_tile_have_the_bits_of_their_parts(dtype: torch.dt
     y_nD, weights_Tk = torch.randn(2 * tokens, 48).to(dtype), torch.rand(tokens, 2)
     rows_Tk = torch.randperm(2 * tokens).view(tokens, 2)
     norms = {name: [torch.rand(12).to(dtype)] for name in ("q_norm", "k_norm")}
-    cosines, sines = functions.rotary_angles(torch.arange(tokens), attention)
+    angles = functions.rotary_angles(torch.arange(tokens), attention)
 
     def computed(part: slice) -> list[Tensor]:
-        turning = cosines[part], sines[part]
+        cosines, sines = (each[part] for each in angles)
         return [
             functions.norm(residual_TD[part], torch.ones(48, dtype=dtype), 1e-5),
-            *functions.rotated_heads(x_TX[part].clone(), norms, turning, config, attention),
+            *functions.rotated_heads(x_TX[part].clone(), norms, (cosines, sines), config, attention),
             functions.combine(y_nD, rows_Tk[part], weights_Tk[part], residual_TD[part]),
         ]
 
