@@ -239,7 +239,7 @@ def test_the_command_prints_the_plan_and_the_ranking_that_others_rely_on(command
 def test_the_command_says_in_what_chunks_prompts_are_computed(command: Any) -> None:
     line = "plan --model mixtral-0.8b --machine t4 --gen 8 --policy layer_streaming --no-band"
     told = command(*line.split(), "--budget", "gpu=2GB", "--budget", "host=4GB").out
-    assert "prefill in chunks of     8192 tokens" in told
+    assert "prefill in chunks of     4096 tokens" in told
 
 
 def test_an_objective_that_there_is_not_is_told_from_python_too() -> None:

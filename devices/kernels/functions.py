@@ -13,7 +13,7 @@ accuracy (norms, rotation, softmax, routing, the sum over experts) are computed 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -63,10 +63,11 @@ def norm(x_TD: Tensor, weight_D: Tensor, eps: float, kind: NormKind = "rms") -> 
     kind: "rms" divides by the root mean square, "layer" normalises by mean and variance.
     """
     normalise = layer_norm if kind == "layer" else rms_norm
-    if len(x_TD) <= TOKEN_TILE:
+    tiles = tiles_of(x_TD)
+    if len(tiles) == 1:
         return normalise(x_TD, weight_D, eps)
     out_TD = torch.empty_like(x_TD)
-    for tile in tiles_of(len(x_TD)):
+    for tile in tiles:
         out_TD[tile] = normalise(x_TD[tile], weight_D, eps)
     return out_TD
 
@@ -173,7 +174,7 @@ def rotated_heads(
         bias_X = bias_X.to(x_TX.dtype)
     tokens, head_dim = len(x_TX), attention.head_dim
     q_THd, k_TKd, v_TKd = (x_TX.new_empty(tokens, count, head_dim) for count in heads)
-    for tile in tiles_of(tokens):
+    for tile in tiles_of(x_TX):
         x_tX = x_TX[tile] if bias_X is None else x_TX[tile] + bias_X
         if attention.qk_norm:
             qk_norms = weights["q_norm"][0], weights["k_norm"][0]
@@ -188,10 +189,11 @@ def rotated_heads(
     return q_THd, k_TKd, v_TKd
 
 
-def tiles_of(tokens: int) -> Iterator[slice]:
-    """Tiles of tokens, which bound the memory of operations that treat each token by itself."""
-    for start in range(0, tokens, TOKEN_TILE):
-        yield slice(start, start + TOKEN_TILE)
+def tiles_of(x_TD: Tensor) -> list[slice]:
+    """Tiles of tokens, which bound the memory of operations that treat each token by itself; on a GPU a single one."""
+    tokens = max(1, len(x_TD))
+    size = TOKEN_TILE if x_TD.device.type == "cpu" else tokens
+    return [slice(start, start + size) for start in range(0, tokens, size)]
 
 
 def _normalise_heads(
@@ -447,7 +449,7 @@ def sum_experts(y_nD: Tensor, rows_Tk: Tensor, weights_Tk: Tensor) -> Tensor:
 def combine(y_nD: Tensor, rows_Tk: Tensor, weights_Tk: Tensor, residual_TD: Tensor) -> Tensor:
     """The residual plus `sum_experts`, rounded once to the residual's dtype."""
     out_TD = torch.empty_like(residual_TD)
-    for tile in tiles_of(len(out_TD)):
+    for tile in tiles_of(out_TD):
         out_TD[tile] = sum_experts(y_nD, rows_Tk[tile], weights_Tk[tile]).add_(residual_TD[tile])
     return out_TD
 

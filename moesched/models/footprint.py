@@ -14,7 +14,8 @@ from moesched.models.operations import Operations
 KEPT_ROWS = 128
 """Rows up to which a micro-batch keeps its results' memory from layer to layer: that of a prompt would be too much."""
 TOKEN_TILE = 256
-"""Most tokens that are normalised by heads and rotated, or combined, at once; bounds the workspace of prompts."""
+"""Most tokens that a CPU normalises, rotates, or combines at once; bounds the workspace of prompts. A GPU takes them
+all, since each tile would start several kernels."""
 EXPERT_TILE = 512
 """Most rows that an expert's kernel processes at once; bounds its workspace for any micro-batch."""
 EXPERTS_AT_ONCE = 2
@@ -54,7 +55,7 @@ def exchanged_bytes(operations: Operations) -> int:
     return 2 * operations.row_and_choices_bytes
 
 
-def workspace_bytes(operations: Operations, tokens: int, sequences: int) -> int:
+def workspace_bytes(operations: Operations, tokens: int, sequences: int, *, on_gpu: bool) -> int:
     """Bytes of the largest workspace of a kernel, beside its input and output; elements take b bytes, or 4."""
     config, element = operations.config, operations.element
     hidden = config.hidden
@@ -64,15 +65,18 @@ def workspace_bytes(operations: Operations, tokens: int, sequences: int) -> int:
     projected = query + 2 * keys
     norm = hidden * (2 * _FLOAT + element)
     project = hidden * mixed + projected * mixed
-    rotate = 2 * projected * element + (query + keys) * (2 * _FLOAT + 2 * element)
+    rotate = projected * element + (query + keys) * (2 * _FLOAT + 2 * element)
     attend = 2 * query * element + projected * element
     output = (query + hidden) * mixed
     choices = config.routed.top_k + bool(_shared(operations))
     combine = hidden * (choices * element + _FLOAT)
-    whole = tokens * max(project, attend, output)
-    tiled = tokens * (hidden + projected) * element + min(tokens, TOKEN_TILE) * max(norm, rotate, combine)
+    if on_gpu:
+        by_token = tokens * max(norm, project, rotate, attend, output + norm, combine + hidden * element)
+    else:
+        tile = min(tokens, TOKEN_TILE) * max(norm, rotate + projected * element, combine)
+        by_token = max(tokens * max(project, attend, output), tokens * (hidden + projected) * element + tile)
     logits = sequences * config.vocabulary * (2 * _FLOAT + mixed)
-    return max(whole, tiled, _expert_rows_bytes(operations, tokens), logits) + _coded_bytes(operations)
+    return max(by_token, _expert_rows_bytes(operations, tokens), logits) + _coded_bytes(operations)
 
 
 def _coded_bytes(operations: Operations) -> int:

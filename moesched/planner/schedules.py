@@ -141,7 +141,7 @@ class Schedules:
             seen = few.trial(steps, prepared)
             self.tasks += seen.tasks
         if few is None or seen is None or seen.tasks / few.part <= cheap_tasks(setting.objective):
-            seen = trial_run(plan, policy, setting.cost, most_steps=max(steps, STEPS_OF_ALL_LAYERS))
+            seen = trial_run(plan, policy, setting.cost_of(plan), most_steps=max(steps, STEPS_OF_ALL_LAYERS))
             self.tasks += seen.tasks
         count = len(batch.micro_batches)
         return Seen(

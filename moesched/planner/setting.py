@@ -94,6 +94,10 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             found.append((plan, policy))
         return found[0]
 
+    def cost_of(self, plan: Plan) -> CostModel | None:
+        """The cost model of a plan; None for one in stages, whose machine has memories and links for each."""
+        return self.cost if len(plan.stages) == 1 else None
+
     def fits(self, batch: Batch, kv_on_gpu: float | None = None) -> bool:
         """Test whether the policy's plan of a batch fits; see `plan`."""
         try:

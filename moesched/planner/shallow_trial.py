@@ -43,7 +43,9 @@ class Cut(NamedTuple):
     def trial(self, most_steps: int, prepared: tuple[Plan, Policy] | None = None) -> TrialFigures:
         """Simulate the few layers, by `prepared` if it was planned already; figures are extrapolated to all layers."""
         plan, policy = prepared or self.plan()
-        return trial_run(plan, policy, self.setting.cost, most_steps=most_steps).scaled(1 / self.part)
+        return trial_run(plan, policy, self.setting.cost_of(plan), most_steps=most_steps).scaled(
+            1 / self.part
+        )
 
     def plan(self) -> tuple[Plan, Policy]:
         """Plan the few layers."""

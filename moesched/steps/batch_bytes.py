@@ -35,6 +35,7 @@ class BatchBytes(ReadOnly):
 
     Args:
         chunks: the chunk of each prefill micro-batch; there are more than decode micro-batches where prompts are cut.
+        on_gpu: whether the accelerator is a GPU with a memory of its own.
 
     Attributes:
         staying: activations of all micro-batches that live across layers.
@@ -47,7 +48,9 @@ class BatchBytes(ReadOnly):
         kv_pieces: buffers through which new keys and values come to the host's KV cache.
     """
 
-    def __init__(self, batch: Batch, chunks: Mapping[int, Chunk], operations: Operations) -> None:
+    def __init__(
+        self, batch: Batch, chunks: Mapping[int, Chunk], operations: Operations, *, on_gpu: bool
+    ) -> None:
         self._batch = batch
         self._operations = operations
         self._cut = {chunk.micro_batch for chunk in chunks.values() if chunk.before >= 0}
@@ -59,7 +62,7 @@ class BatchBytes(ReadOnly):
         most = self._largest_first[0]
         stay = [*rows, *self._decode_rows] if chunked else rows
         self.staying = sum(staying_bytes(operations, tokens) for tokens in stay)
-        self.workspace = workspace_bytes(operations, most, max(self._decode_rows))
+        self.workspace = workspace_bytes(operations, most, max(self._decode_rows), on_gpu=on_gpu)
         if chunked:
             self.workspace += mask_bytes(most, max(batch.prompts))
             self.workspace += max(

@@ -162,7 +162,7 @@ class Reservations(ReadOnly):
         self._cached: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
         self._operations = operations
         self._chunks = chunks
-        self.sizes = BatchBytes(batch, self._chunks, self._operations)
+        self.sizes = BatchBytes(batch, self._chunks, self._operations, on_gpu=not machine.unified)
         fast, self._host = machine.accelerator.memory, machine.host.memory
         self._locked = machine.roles.pinned or self._host
         self._accelerators = [numbered(fast, stage) for stage in range(len(stages))]
