@@ -30,6 +30,7 @@ GREETING = pack(Frame(Kind.HERE, Kind.ABANDON, 1))
 
 _numbers = itertools.count()
 _random = random.SystemRandom()
+_given: set[int] = set()
 
 
 def sockets_in(folder: Path, ranks: int) -> list[str]:
@@ -44,12 +45,14 @@ def ports(ranks: int) -> list[str]:
 
 
 def free_port() -> int:
-    """A port that nobody uses, of those that the system gives to nobody by itself in the meantime."""
+    """A port that nobody uses, another one each time, of those that the system gives to nobody by itself meanwhile."""
     while True:
         port = _random.randrange(10_000, 32_000)
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))
-            return port
+            if port not in _given:
+                _given.add(port)
+                return port
 
 
 def keys_of(ranks: int) -> list[Keys]:
