@@ -1,7 +1,7 @@
 """The policy under which small models run so that their tasks can be timed.
 
-The first layer's weights stay in memory and the second layer's are fetched in each step, so that both cases are timed.
-In STREAMING mode the weights of both layers are fetched.
+In RESIDENT mode all weights stay in memory. In the others, the first layer's stay and the second layer's are fetched in
+each step; in STREAMING mode the weights of both layers are.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ RESIDENT_LAYER, FETCHED_LAYER = 0, 1
 class Mode(Enum):
     """A mode of a run: which tasks run at once, and when weights are fetched."""
 
+    RESIDENT = "one task after the other, with all weights in memory"
     SERIAL = "one task after the other"
     FRESH = "the same, with weights fetched for every micro-batch"
     STREAMING = "the same, while the weights to be used next are fetched"
@@ -30,7 +31,12 @@ class Mode(Enum):
     @property
     def one_by_one(self) -> bool:
         """True if no two tasks run at once."""
-        return self in (Mode.SERIAL, Mode.FRESH)
+        return self in (Mode.RESIDENT, Mode.SERIAL, Mode.FRESH)
+
+    @property
+    def fetches_by_step(self) -> bool:
+        """True if the second layer's weights are fetched once in each step."""
+        return self not in (Mode.RESIDENT, Mode.FRESH, Mode.STREAMING)
 
 
 class Exercise:
@@ -50,11 +56,14 @@ class Exercise:
     def plan(self, plan: Plan) -> None:
         plan.place_kv("accelerator")
         plan.run_experts_on_host()
-        pages = plan.layout.layer(FETCHED_LAYER)
+        pages, kept = plan.layout.layer(FETCHED_LAYER), plan.layout.layer(RESIDENT_LAYER)
+        if self.mode is Mode.RESIDENT:
+            plan.keep(plan.layout.pages)
+            return
         if self.mode is Mode.STREAMING:
-            pages = (*pages, *plan.layout.layer(RESIDENT_LAYER))
+            pages = (*pages, *kept)
         else:
-            plan.keep(plan.layout.layer(RESIDENT_LAYER))
+            plan.keep(kept)
         self.buffer = plan.pool("accelerator", "fetched", len(pages), pages)
 
     async def prefill(self, step: Step) -> None:
@@ -87,8 +96,7 @@ class Exercise:
         await self.last
 
     async def _layer_by_layer(self, step: Step) -> None:
-        fresh = self.mode is Mode.FRESH
-        if not fresh:
+        if self.mode.fetches_by_step:
             fetched = self._fetch(step)
             if self.mode is not Mode.ATTENDING:
                 await fetched
@@ -96,7 +104,7 @@ class Exercise:
             self.last = step.embed(j)
         for i in step.layers:
             await self._layer(step, i)
-        if not fresh:
+        if self.mode.fetches_by_step:
             self._evict(step)
         await self.last
 

@@ -58,7 +58,7 @@ class Runs(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         models: the models, smallest first; costs are interpolated between their sizes.
         steps: steps of each run, prefill included.
-        serial: number of runs of each model in SERIAL mode.
+        serial: number of runs of each model in RESIDENT mode, and in SERIAL mode.
         fresh: number of runs of each model in FRESH mode.
         together: number of runs in each mode with overlap: of every model in STREAMING mode, else of the largest model.
     """

@@ -49,6 +49,7 @@ class ModelRuns:
                 for model in runs.models:
                     source = Source(model, dtype, batch)
                     if turn < runs.serial:
+                        yield partial(self._resident, source, turn)
                         yield partial(self._serial, source, turn)
                     if turn < runs.fresh:
                         yield partial(self._fresh, source, turn)
@@ -57,6 +58,9 @@ class ModelRuns:
                 if turn < runs.together:
                     for mode in (Mode.ATTENDING, Mode.SHARING):
                         yield partial(self._together, Source(runs.models[-1], dtype, batch), mode)
+
+    def _resident(self, source: Source, turn: int) -> Call:
+        return partial(self.tasks.add_resident, source, self._run(source, Mode.RESIDENT, turn))
 
     def _serial(self, source: Source, turn: int) -> Call:
         return partial(self.tasks.add, source, self._run(source, Mode.SERIAL, turn))

@@ -13,7 +13,7 @@ import numpy as np
 from moesched.calibration.contention import Observed, rates_beside
 from moesched.calibration.exercise import FETCHED_LAYER, RESIDENT_LAYER
 from moesched.machines import CostPoint
-from moesched.machines.calibrated import DISPATCH, HOP, sort_of
+from moesched.machines.calibrated import DISPATCH, HOP, ROUTE_WITHIN, sort_of
 from moesched.machines.demand import at_once
 from moesched.models.config import DType, ModelConfig
 from moesched.tasks import PageTransfer, Task, Work, WorkPart
@@ -78,35 +78,36 @@ class TaskTimes:
         self._moves: dict[WorkPart, list[float]] = {}
 
     def add(self, source: Source, tasks: Iterable[Task]) -> None:
-        """Add a run of one task after the other.
-
-        Only the first micro-batch uses fetched weights for the first time; the others run faster. So these times of
-        tasks on fetched weights serve only as the baseline of `rates`; their costs come from `add_fresh`.
-        """
-        times: dict[Group, list[float]] = {}
+        """Add a run of one task after the other, as the baseline of `rates`, and for the times of its transfers."""
         for task in tasks:
             self._alone.setdefault(_key(source, task), []).append(_seconds(task))
-            if task.verb == "fetch":
-                if source.dtype == source.model.dtype:  # otherwise a fetch converts, too
-                    self._moves.setdefault(task.work.parts[0], []).append(_seconds(task))
-            elif task.layer != FETCHED_LAYER or task.verb in WITHOUT_WEIGHTS:
-                times.setdefault(_group(source, task), []).append(_seconds(task))
-                self._works.setdefault(_group(source, task), task.work)
-        self._take_means(times)
+            if task.verb == "fetch" and source.dtype == source.model.dtype:  # otherwise a fetch converts, too
+                self._moves.setdefault(task.work.parts[0], []).append(_seconds(task))
+
+    def add_resident(self, source: Source, tasks: Iterable[Task]) -> None:
+        """Add a run of one task after the other in which all weights stay in memory.
+
+        After a fetch everything is slower for a while, since the processor has waited and its caches have other data.
+        """
+        self._add_means(source, tasks, resident=True)
 
     def add_fresh(self, source: Source, tasks: Iterable[Task]) -> None:
         """Add a run in which weights were fetched for every micro-batch, as streaming policies do.
 
         A task is slower on weights that were just fetched, and after the processor waited for them.
         """
+        fetched = [task for task in tasks if task.layer == FETCHED_LAYER]
+        for task in fetched:
+            self._alone.setdefault(_key(source, task, fresh=True), []).append(_seconds(task))
+        on_weights = (task for task in fetched if task.verb not in ("fetch", *WITHOUT_WEIGHTS))
+        self._add_means(source, on_weights, resident=False)
+
+    def _add_means(self, source: Source, tasks: Iterable[Task], *, resident: bool) -> None:
         times: dict[Group, list[float]] = {}
         for task in tasks:
-            if task.layer != FETCHED_LAYER:
-                continue
-            self._alone.setdefault(_key(source, task, fresh=True), []).append(_seconds(task))
-            if task.verb not in ("fetch", *WITHOUT_WEIGHTS):
-                times.setdefault(_group(source, task), []).append(_seconds(task))
-                self._works.setdefault(_group(source, task), task.work)
+            group = _group(source, task, resident=resident)
+            times.setdefault(group, []).append(_seconds(task))
+            self._works.setdefault(group, task.work)
         self._take_means(times)
 
     def _take_means(self, times: Mapping[Group, Sequence[float]]) -> None:
@@ -218,12 +219,20 @@ class TaskTimes:
             yield point(part.operation, group.dtype, part.rows, part.size, seconds)
 
     def _experts(self, group: Group, prefix: str, seconds: float) -> Iterator[CostPoint]:
-        """Yield the seconds per expert in `post_attention`: all its seconds less those of `route` and `combine`."""
-        before = self._times.get(group._replace(verb="route"))
+        """Yield the parts of `post_attention`: the router's, and the seconds per expert of what is left.
+
+        The router's part is a product like `pre_attention`, and takes as long for as many bytes. The task `route` also
+        hands the choices to the host.
+        """
+        before = self._times.get(group._replace(verb="pre_attention", resident=True))
         after = self._times.get(group._replace(verb="combine", resident=False))
-        experts = [part for part in self._works[group].parts if part.operation.endswith("experts")]
         if before and after:
-            rest = (seconds - median(before) - median(after)) / sum(part.times for part in experts)
+            parts = self._works[group].parts
+            alike = self._works[group._replace(verb="pre_attention", resident=True)].parts[0]
+            route, experts = parts[0], [part for part in parts if part.operation.endswith("experts")]
+            within = median(before) * route.size / alike.size
+            yield point(f"{prefix}{ROUTE_WITHIN}", group.dtype, route.rows, route.size, within)
+            rest = (seconds - within - median(after)) / sum(part.times for part in experts)
             yield point(f"{prefix}experts", group.dtype, experts[0].rows, experts[0].size, rest)
 
     def _attention(self, group: Group, seconds: float) -> Iterator[CostPoint]:
@@ -278,8 +287,7 @@ def rounded(number: float) -> float:
     return float(f"{number:.4g}")
 
 
-def _group(source: Source, task: Task) -> Group:
-    resident = task.layer == RESIDENT_LAYER
+def _group(source: Source, task: Task, *, resident: bool) -> Group:
     model, dtype, batch = source
     if task.verb == "run_expert":
         rows = round(2 ** (round(2 * log2(task.work.tokens)) / 2))

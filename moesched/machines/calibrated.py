@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from moesched.errors import BadInput
 from moesched.machines.demand import Demand
 from moesched.machines.launches import ONLY_MOVING
@@ -25,7 +27,8 @@ CACHE_WRITING = "offload_kv"
 """Kind of the works that write to the KV cache on the host."""
 DISPATCH, HOP = "dispatch", "hop"
 ATTENTIONS = ("attention", "attention call", "step attention", "attention prompt")
-ON_WEIGHTS = ("pre_attention", "route", "sample", "expert", "experts")
+ROUTE_WITHIN = "route within post_attention"
+ON_WEIGHTS = ("pre_attention", "route", ROUTE_WITHIN, "sample", "expert", "experts")
 MOST_FEW_ROWS = 16
 """The most rows of a product that is bound by reading its weights, and so uses most of the memory bandwidth."""
 
@@ -69,7 +72,7 @@ class Calibrated:
         if not work.parts:
             return self._roofline.work(work)
         seconds = lead = 0.0
-        for part in work.parts:
+        for part in self._priced(work):
             if part.operation == HOP:
                 lead += part.times * self.seconds(part)
             else:
@@ -79,6 +82,13 @@ class Calibrated:
         sort = sort_of(work)
         seconds /= self._speeds.get(sort, 1.0)
         return Demand(lead + seconds, (), sort, tuple(self._slowed.get(sort, ())), lead)
+
+    def _priced(self, work: Work) -> Iterable[WorkPart]:
+        """The parts of a work by the names of measured operations."""
+        for part in work.parts:
+            within = part.operation.replace("route", ROUTE_WITHIN)
+            is_within = work.kind == "post_attention" and within in self._surfaces
+            yield part._replace(operation=within) if is_within else part
 
     def seconds(self, part: WorkPart) -> float:
         """Return the seconds of one operation of a part.
