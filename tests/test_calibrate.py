@@ -52,7 +52,7 @@ MODEL = small_model("tiny", hidden=32, intermediate=48, heads=4, head_dim=16, vo
 LARGER = small_model("larger", hidden=64, intermediate=64, heads=4, head_dim=16, vocabulary=96)
 BETWEEN = small_model("between", hidden=48, intermediate=56, heads=4, head_dim=16, vocabulary=80)
 
-BFLOAT16_RUNS = Runs(models=(MODEL, LARGER), steps=3, serial=2, fresh=1, together=1)
+BFLOAT16_RUNS = Runs(models=(MODEL, LARGER), steps=3, resident=2, fresh=1, serial=1, together=1)
 QUICKEST = Extent(
     name="quickly",
     operations=OperationExtent(
@@ -78,7 +78,7 @@ BOTH_DTYPES = msgspec.structs.replace(
     name="thoroughly",
     runs={
         "bfloat16": BFLOAT16_RUNS,
-        "float32": Runs(models=(MODEL, BETWEEN, LARGER), steps=3, serial=2, fresh=1),
+        "float32": Runs(models=(MODEL, BETWEEN, LARGER), steps=3, resident=2, fresh=1),
     },
 )
 
@@ -273,7 +273,7 @@ def test_a_calibration_cut_short_leaves_the_old_file_and_nothing_else(tmp_path: 
 def test_a_run_of_the_calibration_that_is_interrupted_ends_the_calibration(tmp_path: Path) -> None:
     file = tmp_path / "machine.toml"
     file.write_text("old")
-    runs = Runs(models=(MODEL,), steps=2000, serial=1, fresh=0)
+    runs = Runs(models=(MODEL,), steps=2000, resident=1, fresh=0)
     extent = msgspec.structs.replace(QUICKEST, batches=QUICKEST.batches[:1], runs={"bfloat16": runs})
 
     def interrupt_the_run(done: int, total: int) -> None:

@@ -147,7 +147,9 @@ class Calibration:
         """Yield the steps of all measurements in turn, so that each median covers the drift of the machine's speed."""
         extent = self._extent
         rounds = extent.operations.rounds
-        turns = max(max(runs.serial, runs.fresh, runs.together) for runs in extent.runs.values())
+        turns = max(
+            max(runs.resident, runs.serial, runs.fresh, runs.together) for runs in extent.runs.values()
+        )
         for turn in range(max(rounds, turns)):
             if turn < rounds:
                 yield from self._operations.steps()

@@ -58,15 +58,17 @@ class Runs(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         models: the models, smallest first; costs are interpolated between their sizes.
         steps: steps of each run, prefill included.
-        serial: number of runs of each model in RESIDENT mode, and in SERIAL mode.
+        resident: number of runs of each model in RESIDENT mode.
+        serial: number of runs of each model in SERIAL mode, with which those with overlap are compared.
         fresh: number of runs of each model in FRESH mode.
         together: number of runs in each mode with overlap: of every model in STREAMING mode, else of the largest model.
     """
 
     models: tuple[ModelConfig, ...]
     steps: int
-    serial: int
+    resident: int
     fresh: int
+    serial: int = 0
     together: int = 0
 
 
@@ -130,8 +132,8 @@ THOROUGH = Extent(
         ),
     ),
     runs={
-        "bfloat16": Runs(models=(SMALL, LARGE), steps=9, serial=4, fresh=2, together=4),
-        "float32": Runs(models=(SMALL, MIDDLE, LARGE), steps=5, serial=2, fresh=2),
+        "bfloat16": Runs(models=(SMALL, LARGE), steps=9, resident=4, fresh=2, serial=2, together=4),
+        "float32": Runs(models=(SMALL, MIDDLE, LARGE), steps=5, resident=2, fresh=2),
     },
     repeats=12,
 )
@@ -155,7 +157,7 @@ QUICK = Extent(
             long=((1000,), (1000,)),
         ),
     ),
-    runs={"bfloat16": Runs(models=(SMALL, LARGE), steps=4, serial=3, fresh=2, together=1)},
+    runs={"bfloat16": Runs(models=(SMALL, LARGE), steps=4, resident=3, fresh=2, serial=1, together=1)},
     repeats=2,
 )
-"""The quick extent: at most 40 seconds on two cores. The median of three serial runs ignores a disturbed one."""
+"""The quick extent: at most 40 seconds on two cores. The median of three resident runs ignores a disturbed one."""

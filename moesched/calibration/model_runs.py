@@ -48,8 +48,9 @@ class ModelRuns:
             for batch in range(len(self._extent.batches)):
                 for model in runs.models:
                     source = Source(model, dtype, batch)
-                    if turn < runs.serial:
+                    if turn < runs.resident:
                         yield partial(self._resident, source, turn)
+                    if turn < runs.serial:
                         yield partial(self._serial, source, turn)
                     if turn < runs.fresh:
                         yield partial(self._fresh, source, turn)
