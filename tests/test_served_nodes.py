@@ -15,17 +15,13 @@ import moesched
 from benchmarks.shared.small_runs import ONE_MEMORY
 from commands import refused
 from meshes import at_once, closing, mesh_of, sockets_in
-from moesched.devices.torch.device import TorchDevice
 from moesched.errors import BadInput, RankLost, TaskFailed, TransportError
 from moesched.machines.networks import NETWORK, load_network
 from moesched.models.checkpoint import Checkpoint, open_checkpoint
-from moesched.models.layout import weight_layout
 from moesched.plugins import make_policy
-from moesched.requests.batch import Batch
 from moesched.requests.logprobs import WantedLogprobs
 from moesched.requests.rows import Row, Rows
 from moesched.requests.sampling import Sampling
-from moesched.runs.hardware import run
 from moesched.runs.notices import NOTICE, Notice, pack_notice, read_notice
 from moesched.runs.planning import plan_run
 from moesched.runs.ranks import Rank
@@ -35,7 +31,6 @@ from moesched.runs.serving import Served, Serving
 from moesched.seams import Device, Policy
 from moesched.serving.admission import FairAmongUsers
 from moesched.serving.arrivals import ListedArrivals
-from moesched.serving.capacity import Capacity
 from moesched.serving.request import Request
 from moesched.steps.plan import Plan
 from moesched.system.own_loop import run_on_own_loop
@@ -44,31 +39,16 @@ from moesched.testing.served_checks import check_served, random_departures, rand
 from moesched.trace import About, Recorder, check_trace, write_trace
 from moesched.transports.inproc import InprocTransport
 from runs import Ended
-from small_models import SMALL, small_model
+from served_requests import CAPACITY, LAYOUT, asked, mlx_device, tokens_alone, torch_device
+from small_models import small_model
 
-CAPACITY = Capacity(2, 3, 6 * 16, 24, 32)
-LAYOUT = weight_layout(SMALL, "float32")
+REQUESTS = asked(8, seed=3)
 JOINED = replace(ONE_MEMORY, network=load_network("10gbe"))
 
 
 def planned(name: str, node: int, nodes: int = 2, **settings: Any) -> tuple[Plan, Policy]:
     policy = make_policy(name, settings)
     return plan_run(JOINED, LAYOUT, CAPACITY.fullest(), policy, nodes=nodes, node=node), policy
-
-
-def asked(count: int = 8) -> list[Request]:
-    """Requests with random prompts, every third one sampled."""
-    return [
-        Request(
-            number=each.number,
-            prompt=each.prompt,
-            new_tokens=each.new_tokens,
-            arrives=each.arrives,
-            ids=[(31 * each.number + 7 * place) % 256 for place in range(each.prompt)],
-            sampling=Sampling(temperature=0.9 if each.number % 3 == 0 else 0.0, seed=each.number),
-        )
-        for each in random_requests(3, 20, 8, count)
-    ]
 
 
 @pytest.fixture(scope="module")
@@ -79,25 +59,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 @pytest.fixture(scope="module")
 def alone(checkpoint: Checkpoint) -> dict[int, list[int]]:
     """The tokens of each request that runs alone on one machine."""
-    tokens = {}
-    for each in asked():
-        policy, device = make_policy("resident"), TorchDevice(checkpoint, LAYOUT)
-        plan = plan_run(ONE_MEMORY, LAYOUT, Batch((each.prompt,), each.new_tokens, ((0,),)), policy)
-        report = run(plan, policy, device, [list(each.ids or ())], sampling=each.sampling)
-        assert report.tokens is not None
-        tokens[each.number] = report.tokens[0]
-    return tokens
-
-
-def torch_device(checkpoint: Checkpoint) -> Device:
-    return TorchDevice(checkpoint, LAYOUT)
-
-
-def mlx_device(checkpoint: Checkpoint) -> Device:
-    pytest.importorskip("mlx.core", reason="there is no MLX for this platform")
-    from moesched.devices.mlx.device import MlxDevice
-
-    return MlxDevice(checkpoint, LAYOUT)
+    return tokens_alone(checkpoint, REQUESTS)
 
 
 def on_nodes(
@@ -142,7 +104,7 @@ def test_on_several_nodes_each_request_gets_the_tokens_that_it_has_alone(
     decentralised: bool,
     make: Callable[[Checkpoint], Device],
 ) -> None:
-    requests = asked()
+    requests = REQUESTS
     stop = next(tokens[-2] for tokens in alone.values() if len(tokens) > 3)
 
     def setup(plan: Plan, own: Policy) -> ServingSetup:
@@ -190,7 +152,7 @@ def test_a_node_that_is_lost_ends_serving_on_all_nodes_with_the_reason(
 
         def setup(plan: Plan, own: Policy) -> ServingSetup:
             return ServingSetup(
-                plan, own, CAPACITY, ListedArrivals(asked()), listener=Closes(transports[lost])
+                plan, own, CAPACITY, ListedArrivals(REQUESTS), listener=Closes(transports[lost])
             )
 
         ended = on_nodes(checkpoint, transports, setup)

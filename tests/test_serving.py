@@ -20,7 +20,6 @@ from moesched.models.layout import weight_layout
 from moesched.plugins import make_policy
 from moesched.requests.batch import Batch
 from moesched.requests.logprobs import ScoredToken, WantedLogprobs
-from moesched.requests.sampling import Sampling
 from moesched.runs.hardware import run
 from moesched.runs.planning import plan_run
 from moesched.runs.served_parts import ServingSetup
@@ -36,6 +35,7 @@ from moesched.steps.plan import Plan
 from moesched.tasks import Task
 from moesched.testing.served_checks import check_served, random_departures, random_requests
 from runs import Ended
+from served_requests import CAPACITY, LAYOUT, asked, mlx_device, tokens_alone, torch_device
 from small_models import SMALL, small_model
 
 T4, M2_ULTRA = load_machine("t4"), load_machine("m2-ultra")
@@ -43,8 +43,6 @@ ALONE = [
     name for name in plugins.names("policies") if not name.startswith("ep_") and name != "flexgen_pipeline"
 ]
 """Policies of one machine."""
-CAPACITY = Capacity(2, 3, 6 * 16, 24, 32)
-LAYOUT = weight_layout(SMALL, "float32")
 
 
 def planned(
@@ -62,21 +60,6 @@ def planned(
     return plan_run(machine, LAYOUT, batch, policy)
 
 
-def asked(count: int = 10) -> list[Request]:
-    """Requests with random prompts, some of them sampled."""
-    return [
-        Request(
-            number=each.number,
-            prompt=each.prompt,
-            new_tokens=each.new_tokens,
-            arrives=each.arrives,
-            ids=[(31 * each.number + 7 * place) % 256 for place in range(each.prompt)],
-            sampling=Sampling(temperature=0.9 if each.number % 3 == 0 else 0.0, seed=each.number),
-        )
-        for each in random_requests(1, 20, 8, count)
-    ]
-
-
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     return open_checkpoint(small_model(tmp_path_factory.mktemp("models") / "small"))
@@ -85,14 +68,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 @pytest.fixture(scope="module")
 def alone(checkpoint: Checkpoint) -> dict[int, list[int]]:
     """The tokens of each request that runs alone."""
-    tokens = {}
-    for each in asked():
-        policy, device = make_policy("resident"), TorchDevice(checkpoint, LAYOUT)
-        plan = plan_run(T4, LAYOUT, Batch((each.prompt,), each.new_tokens, ((0,),)), policy)
-        report = run(plan, policy, device, [list(each.ids or ())], sampling=each.sampling)
-        assert report.tokens is not None
-        tokens[each.number] = report.tokens[0]
-    return tokens
+    return tokens_alone(checkpoint, asked(10))
 
 
 def logits_alone(checkpoint: Checkpoint, ids: Sequence[int]) -> torch.Tensor:
@@ -104,17 +80,6 @@ def logits_alone(checkpoint: Checkpoint, ids: Sequence[int]) -> torch.Tensor:
         run(plan, policy, device, [list(ids[:end])])
         rows.append(device.logits[0][1][0])
     return torch.stack(rows)
-
-
-def mlx_device(checkpoint: Checkpoint) -> Device:
-    pytest.importorskip("mlx.core", reason="there is no MLX for this platform")
-    from moesched.devices.mlx.device import MlxDevice
-
-    return MlxDevice(checkpoint, LAYOUT)
-
-
-def torch_device(checkpoint: Checkpoint) -> Device:
-    return TorchDevice(checkpoint, LAYOUT)
 
 
 @pytest.mark.parametrize("make", [torch_device, mlx_device])
@@ -155,7 +120,7 @@ def serve_until_a_stop_token(
     device: Device, name: str, alone: dict[int, list[int]], machine: Machine = T4
 ) -> None:
     """Serve requests of which some leave, and compare each one's tokens with those that it has alone."""
-    requests = asked()
+    requests = asked(10)
     stop = next(tokens[-2] for tokens in alone.values() if len(tokens) > 3)
     policy = make_policy(name)
     arrivals = ListedArrivals(requests, random_departures(2, requests))
@@ -189,7 +154,7 @@ def test_prompts_that_are_cut_over_steps_give_the_tokens_of_whole_ones(
     checkpoint: Checkpoint, alone: dict[int, list[int]], name: str
 ) -> None:
     policy, device = make_policy(name), TorchDevice(checkpoint, LAYOUT)
-    plan, arrivals = planned(policy, device=device), ListedArrivals(asked())
+    plan, arrivals = planned(policy, device=device), ListedArrivals(asked(10))
     serving = serve_on(device, ServingSetup(plan, policy, replace(CAPACITY, chunk=5), arrivals))
     device.close()
     assert tokens_of(serving) == alone

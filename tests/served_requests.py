@@ -1,0 +1,65 @@
+"""Requests for tests of serving, the devices that serve them, and the tokens that each has alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+
+from benchmarks.shared.small_runs import ONE_MEMORY
+from moesched.devices.torch.device import TorchDevice
+from moesched.models.checkpoint import Checkpoint
+from moesched.models.layout import weight_layout
+from moesched.plugins import make_policy
+from moesched.requests.batch import Batch
+from moesched.requests.sampling import Sampling
+from moesched.runs.hardware import run
+from moesched.runs.planning import plan_run
+from moesched.seams import Device
+from moesched.serving.capacity import Capacity
+from moesched.serving.request import Request
+from moesched.testing.served_checks import random_requests
+from small_models import SMALL
+
+CAPACITY = Capacity(2, 3, 6 * 16, 24, 32)
+LAYOUT = weight_layout(SMALL, "float32")
+
+
+def asked(count: int, seed: int = 1) -> list[Request]:
+    """Requests with random prompts, every third one sampled."""
+    return [
+        Request(
+            number=each.number,
+            prompt=each.prompt,
+            new_tokens=each.new_tokens,
+            arrives=each.arrives,
+            ids=[(31 * each.number + 7 * place) % 256 for place in range(each.prompt)],
+            sampling=Sampling(temperature=0.9 if each.number % 3 == 0 else 0.0, seed=each.number),
+        )
+        for each in random_requests(seed, 20, 8, count)
+    ]
+
+
+def tokens_alone(checkpoint: Checkpoint, requests: Iterable[Request]) -> dict[int, list[int]]:
+    """The tokens of each request that runs alone on one machine."""
+    tokens = {}
+    for each in requests:
+        policy, device = make_policy("resident"), torch_device(checkpoint)
+        plan = plan_run(ONE_MEMORY, LAYOUT, Batch((each.prompt,), each.new_tokens, ((0,),)), policy)
+        report = run(plan, policy, device, [list(each.ids or ())], sampling=each.sampling)
+        assert report.tokens is not None
+        tokens[each.number] = report.tokens[0]
+    return tokens
+
+
+def torch_device(checkpoint: Checkpoint) -> Device:
+    """A device on the CPU."""
+    return TorchDevice(checkpoint, LAYOUT)
+
+
+def mlx_device(checkpoint: Checkpoint) -> Device:
+    """A device of MLX; the test is skipped without it."""
+    pytest.importorskip("mlx.core", reason="there is no MLX for this platform")
+    from moesched.devices.mlx.device import MlxDevice
+
+    return MlxDevice(checkpoint, LAYOUT)
