@@ -55,7 +55,7 @@ def task(
 
 def costs(tasks: Iterable[Task]) -> dict[str, CostPoint]:
     times = TaskTimes()
-    times.add(FEW, tasks)
+    times.add_resident(FEW, tasks)
     return {point.operation: point for point in times.points()}
 
 
@@ -64,7 +64,8 @@ def costs(tasks: Iterable[Task]) -> dict[str, CostPoint]:
 
 def test_a_task_on_weights_that_stay_is_told_from_one_on_weights_that_were_fetched_just_before() -> None:
     times = TaskTimes()
-    times.add(FEW, [task("route", 0, 0.5, layer=0), task("route", 1, 1.75, layer=1)])
+    times.add_resident(FEW, [task("route", 0, 0.5, layer=1)])
+    times.add(FEW, [task("route", 0, 0.75, layer=0), task("route", 1, 1.75, layer=1)])
     times.add_fresh(FEW, [task("route", 2, 5, layer=0), task("route", 5, 6.25, layer=1)])
     found = {point.operation: point for point in times.points()}
     assert (found["resident route"].seconds, found["route"].seconds) == (0.5, 1.25)
@@ -99,15 +100,18 @@ def test_tasks_are_compared_within_their_own_batch() -> None:
 def test_the_median_over_several_runs_counts_and_within_a_run_the_mean_of_all_but_the_first() -> None:
     times = TaskTimes()
     for ends in ((1.0, 2.0, 9.0), (0.5, 3.0, 4.0), (70.0, 8.0, 9.0)):
-        times.add(FEW, [task("route", 0, end) for end in ends])
+        times.add_resident(FEW, [task("route", 0, end) for end in ends])
     assert [point.seconds for point in times.points()] == [5.5]
 
 
-def test_what_experts_take_is_the_rest_of_a_layers_second_half() -> None:
-    tasks = [task("route", 0, 0.25), task("combine", 1, 1.125), task("post_attention", 2, 3)]
-    experts = costs(tasks)["resident experts"]
+def test_the_router_within_a_layers_second_half_is_a_product_and_experts_take_the_rest() -> None:
+    tasks = [task("pre_attention", 0, 0.25), task("combine", 1, 1.125), task("post_attention", 2, 3)]
+    found = costs([*tasks, task("route", 4, 4.9)])
+    product, router = found["resident pre_attention"], found["resident route within post_attention"]
+    assert router.seconds / router.size == pytest.approx(product.seconds / product.size, rel=1e-3)
+    experts = found["resident experts"]
     warmed = 8 * (1 - 0.75**4)
-    assert experts.seconds == pytest.approx((1 - 0.25 - 0.125) / warmed, rel=1e-3)
+    assert experts.seconds == pytest.approx((1 - router.seconds - 0.125) / warmed, rel=1e-3)
     assert experts.rows == pytest.approx(8 / warmed, rel=1e-3)
 
 
@@ -119,7 +123,7 @@ def test_attention_is_split_into_sequences_calls_and_what_all_have_in_common() -
         tasks[-1].micro_batch = micro_batch
         flops, nbytes, parts, _ = OPERATIONS.attention_step(lengths)
         tasks[-1].work = Work("attention", "cpu", flops, nbytes, len(lengths), parts)
-    times.add(FEW, tasks)
+    times.add_resident(FEW, tasks)
     found = {point.operation: point.seconds for point in times.points()}
     assert found == {"attention": 2.0, "attention call": 2.0, "step attention": 3.0}
 
