@@ -105,6 +105,17 @@ def test_every_work_pays_for_being_dispatched_where_that_was_measured() -> None:
     )
 
 
+def test_the_router_has_a_price_of_its_own_within_post_attention_where_it_was_measured() -> None:
+    part = WorkPart("route", 100)
+    alone, within = (Work(kind, "cpu", parts=(part,)) for kind in ("route", "post_attention"))
+    product = CostPoint(
+        operation="route within post_attention", size=100, rows=1, seconds=0.25, dtype="bfloat16"
+    )
+    costs = Calibrated(machine(cost_table=[*TABLE, product]), "bfloat16")
+    assert (costs.work(alone).seconds, costs.work(within).seconds) == (1.0, 0.25)
+    assert measured().work(within).seconds == 1.0
+
+
 def test_an_operation_that_was_not_measured_is_refused() -> None:
     with pytest.raises(BadInput, match="no cost for 'resident route' in bfloat16: run `moesched calibrate`"):
         measured().work(Work("kernel", "cpu", parts=(WorkPart("resident route", 100),)))
