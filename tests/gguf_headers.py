@@ -219,7 +219,7 @@ def gpt_oss() -> Header:
 
 
 Change = Callable[[Header], None]
-"""What is wrong with a file."""
+"""A change to a header."""
 
 
 def key(name: str, value: bytes | None) -> Change:

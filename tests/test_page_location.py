@@ -1,4 +1,4 @@
-"""Where the tensors of a page lie in files and in a slot, and the reads that bring them there."""
+"""The places of a page's tensors in files and in a slot, and the reads that bring them there."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def on_nodes(
     make: Callable[[Checkpoint], Device] = torch_device,
     **settings: Any,
 ) -> list[Any]:
-    """What serving comes to on each node, or its error; the nodes are threads of this process."""
+    """Serve on nodes that are threads of this process; returns the result of each, or its error."""
     nodes = len(transports)
     devices = [make(checkpoint) for _ in transports]
 

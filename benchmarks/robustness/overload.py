@@ -80,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class Outcome(NamedTuple):
-    """What became of a request.
+    """The end of a request, and its times.
 
     Attributes:
         status: the status of the response, or why there is none.

@@ -114,7 +114,7 @@ def _decided(plan: Plan, routing: Routing | None, preview_accuracy: float) -> di
 
 
 def _computed(ranks: Sequence[Rank], runs: Sequence[ServedRun[Any, Any]]) -> dict[type[Task], Perform]:
-    """What devices compute as tasks end."""
+    """Return the calls that compute tasks on devices as they end on the virtual clock."""
     for rank in ranks:
         _serves(rank.device).serve(rank.plan)
     execute = OnDevices(ranks, [each.engine.lanes for each in runs]).execute
