@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from moesched.devices.kernels import functions
+from moesched.devices.kernels import attention_functions, expert_functions, functions, qkv_functions
 from moesched.devices.products.linear import expert_ffn
 from moesched.devices.torch.kv_cache import BlockedKV
 from moesched.devices.torch.kv_step import KVStep
@@ -70,7 +70,7 @@ class Reference:
         config = self.config
         step = cache.extend(sequences, [len(new) for new in tokens])
         ids_T = torch.tensor([token for new in tokens for token in new])
-        angles = functions.rotary_angles(torch.tensor(step.positions), config.attention)
+        angles = qkv_functions.rotary_angles(torch.tensor(step.positions), config.attention)
         hidden_TD = functions.embed(ids_T, self.weights["embedding"])
         for layer in range(config.layers):
             hidden_TD = self.layer(layer, hidden_TD, cache, step, angles)
@@ -85,9 +85,9 @@ class Reference:
         config, prefix = self.config, f"layers.{layer}."
         attention, network = config.layer(layer).grouped, config.layer(layer).feed_forward
         weights = self.attention_weights(prefix, attention)
-        q_THd, k_TKd, v_TKd = functions.project_qkv(hidden_TD, weights, angles, config, attention)
+        q_THd, k_TKd, v_TKd = qkv_functions.project_qkv(hidden_TD, weights, angles, config, attention)
         views = cache.at(layer).extended(step, k_TKd, v_TKd)
-        attended_TX = functions.attention(q_THd, views, attention.window)
+        attended_TX = attention_functions.attention(q_THd, views, attention.window)
         hidden_TD = functions.output_projection(attended_TX, self.blocks[prefix + "o"], hidden_TD)
         x_TD = functions.norm(hidden_TD, self.weights[prefix + "ffn_norm"], config.norm_eps, config.norm)
         if network.experts == 1:
@@ -103,10 +103,10 @@ class Reference:
     def experts(self, layer: int, x_TD: Tensor, residual_TD: Tensor) -> Tensor:
         """Route, run each chosen expert on its rows, combine."""
         network = self.config.layer(layer).feed_forward
-        experts_Tk, weights_Tk = functions.route(
+        experts_Tk, weights_Tk = expert_functions.route(
             x_TD, {"router": self.blocks[f"layers.{layer}.router"]}, network
         )
-        tokens_n, rows_Tk = functions.sorted_by_expert(experts_Tk)
+        tokens_n, rows_Tk = expert_functions.sorted_by_expert(experts_Tk)
         counts = experts_Tk.flatten().bincount(minlength=network.experts).tolist()
         x_nD = x_TD.index_select(0, tokens_n)
         y_nD = torch.empty_like(x_nD)
@@ -116,7 +116,7 @@ class Reference:
                 rows = slice(start, start + count)
                 y_nD[rows] = self.expert(layer, expert, x_nD[rows])
                 start += count
-        return functions.combine(y_nD, rows_Tk, weights_Tk, residual_TD)
+        return expert_functions.combine(y_nD, rows_Tk, weights_Tk, residual_TD)
 
     def expert(self, layer: int, expert: int, x_nD: Tensor) -> Tensor:
         """One expert's FFN."""

@@ -19,11 +19,12 @@ from moesched.models.shapes import SHAPES
 from moesched.planner import Setting
 from moesched.plugins import find, make_policy
 from moesched.requests.batch import split_batch
-from moesched.runs.assembly import assemble, observers_of
+from moesched.runs.assembly import assemble
 from moesched.runs.decisions import simulated_decisions
 from moesched.runs.generation import Generation
 from moesched.runs.ranks import Rank
 from moesched.runs.virtual_run import VirtualRun
+from moesched.runs.watched import observers_of
 from moesched.seams import Policy
 from moesched.steps.plan import Plan
 from moesched.tasks import Decision, Task

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 import pytest
 
@@ -15,6 +15,7 @@ from moesched.requests.batch import Batch
 from moesched.requests.sampling import Sampling
 from moesched.runs.hardware import run
 from moesched.runs.planning import plan_run
+from moesched.runs.serving import Serving
 from moesched.seams import Device
 from moesched.serving.capacity import Capacity
 from moesched.serving.request import Request
@@ -50,6 +51,21 @@ def tokens_alone(checkpoint: Checkpoint, requests: Iterable[Request]) -> dict[in
         assert report.tokens is not None
         tokens[each.number] = report.tokens[0]
     return tokens
+
+
+def stop_of(alone: Mapping[int, Sequence[int]]) -> int:
+    """A token that ends one of the requests one token early."""
+    return next(tokens[-2] for tokens in alone.values() if len(tokens) > 3)
+
+
+def assert_as_alone(serving: Serving, alone: Mapping[int, Sequence[int]], stop: int) -> None:
+    """Assert that each request got the tokens that it has alone, up to a stop token, and that no block is held."""
+    for number, served in serving.requests.items():
+        whole = alone[number]
+        end = whole.index(stop) + 1 if stop in whole else len(whole)
+        assert served.tokens == whole[:end][: len(served.tokens)]
+        assert served.ending == "left" or len(served.tokens) == end
+    assert serving.occupancy.held[-1] == serving.occupancy.running[-1] == 0
 
 
 def torch_device(checkpoint: Checkpoint) -> Device:

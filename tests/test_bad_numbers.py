@@ -143,7 +143,7 @@ def test_whoever_only_watches_a_run_is_told(model: Path) -> None:
 
 def first_bad(checkpoint: Checkpoint, prompt: list[int], *, fused: bool) -> str:
     """The first bad tensor of a prefill step, searched in memory of its own."""
-    from moesched.devices.kernels.functions import rotary_angles
+    from moesched.devices.kernels.qkv_functions import rotary_angles
     from moesched.devices.runner.micro_batch import MicroBatchState
     from moesched.devices.shared.page_reader import PageReader
     from moesched.devices.torch.first_bad_tensor import FirstBadTensor

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from moesched.devices.kernels import functions
-from moesched.devices.kernels.functions import KVView
+from moesched.devices.kernels import attention_functions
+from moesched.devices.kernels.attention_functions import KVView
 from moesched.devices.kernels.fused_attention import (
     PIECE_BYTES,
     has_fused_attention,
@@ -50,7 +50,9 @@ def test_attention_without_a_fused_kernel_is_the_same_in_pieces(past: int, windo
     tokens, length = 700, 700 + past
     q_THd = numbers(2 * tokens, 4, 24)
     view = KVView(numbers(2, length, 2, 24), numbers(2, length, 2, 24), tokens)
-    whole, pieces = (functions.attention(q_THd, [view], window, fused=fused) for fused in (True, False))
+    whole, pieces = (
+        attention_functions.attention(q_THd, [view], window, fused=fused) for fused in (True, False)
+    )
     torch.testing.assert_close(whole, pieces, rtol=1e-4, atol=1e-5)
 
 
@@ -58,9 +60,9 @@ def test_attention_without_a_fused_kernel_holds_few_scores_of_a_long_prompt() ->
     q_THd = torch.zeros(3000, 8, 8)
     view = KVView(torch.zeros(1, 3000, 2, 8), torch.zeros(1, 3000, 2, 8), 3000)
     with Scores() as whole:
-        functions.attention(q_THd, [view])
+        attention_functions.attention(q_THd, [view])
     with Scores() as pieces:
-        functions.attention(q_THd, [view], fused=False)
+        attention_functions.attention(q_THd, [view], fused=False)
     assert pieces.most <= PIECE_BYTES < whole.most
 
 

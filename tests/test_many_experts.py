@@ -28,7 +28,7 @@ from benchmarks.shared.random_models import (
     random_qwen,
 )
 from benchmarks.shared.small_runs import ONE_MEMORY, generate, same_bits
-from moesched.devices.kernels import functions
+from moesched.devices.kernels import expert_functions, functions, qkv_functions
 from moesched.devices.torch.device import TorchDevice
 from moesched.errors import BadInput
 from moesched.models.checkpoint import open_checkpoint
@@ -148,7 +148,7 @@ def test_a_router_large_enough_to_be_packed_is_kept_as_it_is_computed_with(
 def test_weights_that_need_not_sum_to_one_are_shares_of_a_softmax_over_all_experts() -> None:
     torch.manual_seed(3)
     x_TD, router = torch.randn(30, 16), torch.randn(9, 16)
-    experts_Tk, weights_Tk = functions.route(
+    experts_Tk, weights_Tk = expert_functions.route(
         x_TD, {"router": [router]}, FeedForward(experts=9, top_k=4, router=Router(normalised=False))
     )
     shares_TE = (x_TD @ router.T).softmax(-1)
@@ -168,7 +168,7 @@ def test_heads_are_normalised_as_many_together_as_the_weight_is_long(together: i
         "q_norm": [norms[0]],
         "k_norm": [norms[1]],
     }
-    q_THd, k_TKd, v_TKd = functions.project_qkv(x_TD, weights, (cos, sin), config, config.attention)
+    q_THd, k_TKd, v_TKd = qkv_functions.project_qkv(x_TD, weights, (cos, sin), config, config.attention)
     plain = functions.rms_norm(x_TD, torch.ones(12), 1e-6) @ qkv.T
     groups = plain[:, :24].view(5, -1, 8 * together)
     scale = groups.square().mean(-1, keepdim=True).add(1e-6).rsqrt()

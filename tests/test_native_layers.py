@@ -13,7 +13,7 @@ import torch
 from msgspec.structs import replace
 
 from kernel_tables import kernels_of
-from moesched.devices.kernels import functions
+from moesched.devices.kernels import expert_functions, functions, qkv_functions
 from moesched.devices.kernels.binder import Binder
 from moesched.devices.kernels.check import check_kernel
 from moesched.devices.kernels.layer_weights import Weights
@@ -144,7 +144,7 @@ def test_embeddings_are_copied_and_angles_are_those_of_torch(native: NativeKerne
     embed = kernels_of(PLAIN, native).bound("embed", weights, Memory(3))
     hidden_TD, angles = embed(ids, positions, [])
     assert torch.equal(hidden_TD, embedding_VD[ids])
-    expected = functions.rotary_angles(torch.tensor(positions), PLAIN.attention)
+    expected = qkv_functions.rotary_angles(torch.tensor(positions), PLAIN.attention)
     for ours, theirs in zip(angles, expected, strict=True):
         assert torch.allclose(ours, theirs, atol=1e-6)
 
@@ -217,7 +217,7 @@ def test_a_layer_in_one_call_has_the_bits_of_its_parts(native: NativeKernels, co
     memory = Memory(7)
     projected_TD = kernels.bound("output_projection", weights, memory)(attended_TX, hidden_TD)
     x_TD, experts_Tk, weights_Tk, _ = kernels.bound("route", weights, memory)(projected_TD)
-    order = functions.sorted_by_expert(experts_Tk)
+    order = expert_functions.sorted_by_expert(experts_Tk)
     expected = experts_Tk.flatten().bincount(minlength=config.routed.experts).tolist()
     x_nD = x_TD[order.tokens_n]
     parts = [
@@ -243,7 +243,7 @@ def test_a_token_has_the_same_bits_alone_and_beside_few_or_many_others(
     kernels, weights = kernels_of(config, native), weights_of(config)
     hidden_TD = random(tokens, config.hidden, seed=64)
     attended_TX = random(tokens, config.attention.query_width, seed=65)
-    angles = functions.rotary_angles(torch.arange(tokens), config.attention)
+    angles = qkv_functions.rotary_angles(torch.arange(tokens), config.attention)
     together = inputs(kernels, hidden_TD, weights, angles)
     out_TD, _, counts = after_attention(kernels, hidden_TD, attended_TX, weights)
     assert sum(counts.values()) == tokens * config.routed.top_k
@@ -298,7 +298,7 @@ def test_norms_and_a_router_may_be_in_float32(native: NativeKernels, config: Mod
         random(9, config.hidden, seed=62),
         random(9, config.attention.query_width, seed=63),
     )
-    angles = functions.rotary_angles(torch.arange(9), config.attention)
+    angles = qkv_functions.rotary_angles(torch.arange(9), config.attention)
     assert torch.equal(*(inputs(kernels, hidden_TD, each, angles) for each in (weights, wide)))
     (routed, wide_routed) = (kernels.bound("route", each, Memory(9))(hidden_TD) for each in (weights, wide))
     assert torch.equal(routed.x_TD, wide_routed.x_TD)

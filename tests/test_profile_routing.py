@@ -16,7 +16,7 @@ import torch.nn.functional as F
 import moesched
 from commands import refused
 from moesched.analysis.heat_map import draw_heat_map
-from moesched.devices.kernels import functions
+from moesched.devices.kernels import expert_functions
 from moesched.devices.products.linear import linear
 from moesched.jobs.profiling import profile_routing
 from moesched.jobs.sparsity import THRESHOLDS, SparsityCounter, sparsity_of
@@ -51,7 +51,7 @@ class WatchedReference(Reference):
     """Remembers what its routers chose."""
 
     def experts(self, layer: int, x_TD: Any, residual_TD: Any) -> Any:
-        chosen_Tk, _ = functions.route(
+        chosen_Tk, _ = expert_functions.route(
             x_TD, {"router": self.blocks[f"layers.{layer}.router"]}, self.config.routed
         )
         self.chosen.append(chosen_Tk.numpy())

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from moesched.devices.kernels.functions import rotary_frequencies
+from moesched.devices.kernels.qkv_functions import rotary_frequencies
 from moesched.errors import BadInput
 from moesched.models.reading import read_config
 

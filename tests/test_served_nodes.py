@@ -39,7 +39,16 @@ from moesched.testing.served_checks import check_served, random_departures, rand
 from moesched.trace import About, Recorder, check_trace, write_trace
 from moesched.transports.inproc import InprocTransport
 from runs import Ended
-from served_requests import CAPACITY, LAYOUT, asked, mlx_device, tokens_alone, torch_device
+from served_requests import (
+    CAPACITY,
+    LAYOUT,
+    asked,
+    assert_as_alone,
+    mlx_device,
+    stop_of,
+    tokens_alone,
+    torch_device,
+)
 from small_models import small_model
 
 REQUESTS = asked(8, seed=3)
@@ -105,7 +114,7 @@ def test_on_several_nodes_each_request_gets_the_tokens_that_it_has_alone(
     make: Callable[[Checkpoint], Device],
 ) -> None:
     requests = REQUESTS
-    stop = next(tokens[-2] for tokens in alone.values() if len(tokens) > 3)
+    stop = stop_of(alone)
 
     def setup(plan: Plan, own: Policy) -> ServingSetup:
         arrivals = ListedArrivals(requests, random_departures(2, requests))
@@ -117,12 +126,7 @@ def test_on_several_nodes_each_request_gets_the_tokens_that_it_has_alone(
     )
     assert isinstance(serving, Serving)
     assert steps == [serving.steps] * (nodes - 1)
-    for number, served in serving.requests.items():
-        whole = alone[number]
-        end = whole.index(stop) + 1 if stop in whole else len(whole)
-        assert served.tokens == whole[:end][: len(served.tokens)]
-        assert served.ending == "left" or len(served.tokens) == end
-    assert serving.occupancy.held[-1] == serving.occupancy.running[-1] == 0
+    assert_as_alone(serving, alone, stop)
 
 
 class Closes:

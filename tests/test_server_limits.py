@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 import openai
@@ -12,6 +13,19 @@ import pytest
 from starlette.types import Message
 
 from fronts import CHAT, HELLO, Server, answered, chat
+
+
+@asynccontextmanager
+async def held(server: Server, requests: int, max_tokens: int) -> AsyncIterator[list[asyncio.Future[Any]]]:
+    """Answers that begin, and get their tokens at the end of the context."""
+    server.engine.held = True
+    running = [asyncio.ensure_future(chat(server, max_tokens=max_tokens)) for _ in range(requests)]
+    while server.front.gate.inside < requests:
+        await asyncio.sleep(0)
+    yield running
+    server.engine.held = False
+    server.engine.resume()
+
 
 # ---------------------------------------------------------------- keys and limits
 
@@ -42,15 +56,10 @@ def test_without_a_key_other_names_of_this_machine_are_refused() -> None:
 
 def test_a_full_server_says_when_to_come_again() -> None:
     async def use(server: Server) -> None:
-        server.engine.held = True
-        running = [asyncio.ensure_future(chat(server, max_tokens=2)) for _ in range(2)]
-        while server.front.gate.inside < 2:
-            await asyncio.sleep(0)
-        with pytest.raises(openai.RateLimitError) as caught:
-            await chat(server)
-        assert int(caught.value.response.headers["retry-after"]) >= 1
-        server.engine.held = False
-        server.engine.resume()
+        async with held(server, 2, max_tokens=2) as running:
+            with pytest.raises(openai.RateLimitError) as caught:
+                await chat(server)
+            assert int(caught.value.response.headers["retry-after"]) >= 1
         assert [answer.usage.completion_tokens for answer in await asyncio.gather(*running)] == [2, 2]
         assert server.front.gate.inside == 0
 
@@ -59,37 +68,27 @@ def test_a_full_server_says_when_to_come_again() -> None:
 
 def test_a_full_server_reads_no_bodies() -> None:
     async def use(server: Server) -> None:
-        server.engine.held = True
-        running = asyncio.ensure_future(chat(server, max_tokens=1))
-        while not server.front.gate.inside:
-            await asyncio.sleep(0)
-        client = Client(b"no JSON")
-        await client.ask(server)
-        assert client.status == 429
-        server.engine.held = False
-        server.engine.resume()
-        await running
+        async with held(server, 1, max_tokens=1) as running:
+            client = Client(b"no JSON")
+            await client.ask(server)
+            assert client.status == 429
+        await running[0]
 
     answered(use, most=1)
 
 
 def test_a_server_that_closes_takes_no_more_and_ends_what_runs() -> None:
     async def use(server: Server) -> None:
-        server.engine.held = True
-        running = asyncio.ensure_future(chat(server, max_tokens=2))
-        while not server.front.gate.inside:
+        async with held(server, 1, max_tokens=2) as running:
+            drained = asyncio.ensure_future(server.front.gate.drained())
             await asyncio.sleep(0)
-        drained = asyncio.ensure_future(server.front.gate.drained())
-        await asyncio.sleep(0)
-        with pytest.raises(openai.InternalServerError) as caught:
-            await chat(server)
-        assert caught.value.status_code == 503
-        assert (await server.http.get("/health")).status_code == 503
-        assert not drained.done()
-        server.engine.held = False
-        server.engine.resume()
+            with pytest.raises(openai.InternalServerError) as caught:
+                await chat(server)
+            assert caught.value.status_code == 503
+            assert (await server.http.get("/health")).status_code == 503
+            assert not drained.done()
         await drained
-        assert (await running).usage.completion_tokens == 2
+        assert (await running[0]).usage.completion_tokens == 2
 
     answered(use)
 

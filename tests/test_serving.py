@@ -35,7 +35,16 @@ from moesched.steps.plan import Plan
 from moesched.tasks import Task
 from moesched.testing.served_checks import check_served, random_departures, random_requests
 from runs import Ended
-from served_requests import CAPACITY, LAYOUT, asked, mlx_device, tokens_alone, torch_device
+from served_requests import (
+    CAPACITY,
+    LAYOUT,
+    asked,
+    assert_as_alone,
+    mlx_device,
+    stop_of,
+    tokens_alone,
+    torch_device,
+)
 from small_models import SMALL, small_model
 
 T4, M2_ULTRA = load_machine("t4"), load_machine("m2-ultra")
@@ -121,18 +130,13 @@ def serve_until_a_stop_token(
 ) -> None:
     """Serve requests of which some leave, and compare each one's tokens with those that it has alone."""
     requests = asked(10)
-    stop = next(tokens[-2] for tokens in alone.values() if len(tokens) > 3)
+    stop = stop_of(alone)
     policy = make_policy(name)
     arrivals = ListedArrivals(requests, random_departures(2, requests))
     plan = planned(policy, device=device, machine=machine)
     serving = serve_on(device, ServingSetup(plan, policy, CAPACITY, arrivals, stop_tokens=[stop]))
     asyncio.run(device.aclose())
-    for number, served in serving.requests.items():
-        whole = alone[number]
-        end = whole.index(stop) + 1 if stop in whole else len(whole)
-        assert served.tokens == whole[:end][: len(served.tokens)]
-        assert served.ending == "left" or len(served.tokens) == end
-    assert serving.occupancy.held[-1] == serving.occupancy.running[-1] == 0
+    assert_as_alone(serving, alone, stop)
 
 
 @pytest.mark.parametrize("name", ALONE)

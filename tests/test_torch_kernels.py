@@ -17,8 +17,8 @@ from benchmarks.shared.random_models import (
     prompts_of,
     random_mixtral,
 )
-from moesched.devices.kernels import functions
-from moesched.devices.kernels.functions import KVView
+from moesched.devices.kernels import attention_functions, expert_functions, functions, qkv_functions
+from moesched.devices.kernels.attention_functions import KVView
 from moesched.devices.products.linear import expert_ffn, linear
 from moesched.devices.products.packed_weights import pack, packed_bytes, packing_pays
 from moesched.models.footprint import QUERY_TILE, TOKEN_TILE
@@ -86,7 +86,7 @@ def test_a_prompt_in_chunks_is_the_prompt(window: int | None, chunks: list[int])
     for chunk in chunks:
         stop = start + chunk
         view = KVView(k[None, :stop], v[None, :stop], chunk)
-        parts.append(functions.attention(q[start:stop], [view], window))
+        parts.append(attention_functions.attention(q[start:stop], [view], window))
         start = stop
     assert torch.allclose(torch.cat(parts), plain_attention(q, k, v, window), atol=1e-6)
 
@@ -96,7 +96,7 @@ def test_attention_over_more_queries_than_a_tile(window: int | None) -> None:
     torch.manual_seed(7)
     tokens, past = QUERY_TILE + 90, 60
     q, k, v = torch.randn(tokens, 2, 4), torch.randn(tokens + past, 1, 4), torch.randn(tokens + past, 1, 4)
-    out = functions.attention(q, [KVView(k[None], v[None], tokens)], window)
+    out = attention_functions.attention(q, [KVView(k[None], v[None], tokens)], window)
     everything = torch.cat((torch.zeros(past, 2, 4), q))
     assert torch.allclose(out, plain_attention(everything, k, v, window)[past:], atol=1e-5)
 
@@ -117,9 +117,10 @@ def test_decoding_together_has_the_bits_of_decoding_alone(dtype: torch.dtype) ->
     torch.manual_seed(8)
     keys, values = torch.randn(2, 5, 70, 3, 16).to(dtype)
     q = torch.randn(5, 6, 16).to(dtype)
-    together = functions.attention(q, [KVView(keys, values, 1)])
+    together = attention_functions.attention(q, [KVView(keys, values, 1)])
     alone = [
-        functions.attention(q[i : i + 1], [KVView(keys[i : i + 1], values[i : i + 1], 1)]) for i in range(5)
+        attention_functions.attention(q[i : i + 1], [KVView(keys[i : i + 1], values[i : i + 1], 1)])
+        for i in range(5)
     ]
     assert torch.equal(together, torch.cat(alone))
 
@@ -130,8 +131,10 @@ def test_the_order_in_which_experts_run_does_not_show_in_the_bits(dtype: torch.d
     x_TD, residual_TD = torch.randn(2, 17, 24).to(dtype)
     router = torch.randn(8, 24).to(dtype)
     experts = [[torch.randn(shape).to(dtype) for shape in ((40, 24), (40, 24), (24, 40))] for _ in range(8)]
-    experts_Tk, weights_Tk = functions.route(x_TD, {"router": [router]}, FeedForward(experts=8, top_k=3))
-    tokens_n, rows_Tk = functions.sorted_by_expert(experts_Tk)
+    experts_Tk, weights_Tk = expert_functions.route(
+        x_TD, {"router": [router]}, FeedForward(experts=8, top_k=3)
+    )
+    tokens_n, rows_Tk = expert_functions.sorted_by_expert(experts_Tk)
     counts = experts_Tk.flatten().bincount(minlength=8).tolist()
     starts = [sum(counts[:expert]) for expert in range(8)]
 
@@ -141,7 +144,7 @@ def test_the_order_in_which_experts_run_does_not_show_in_the_bits(dtype: torch.d
             rows = slice(starts[expert], starts[expert] + counts[expert])
             gate, up, down = experts[expert]
             y_nD[rows] = expert_ffn(x_TD[tokens_n[rows]], [gate], [up], [down])
-        return functions.combine(y_nD, rows_Tk, weights_Tk, residual_TD)
+        return expert_functions.combine(y_nD, rows_Tk, weights_Tk, residual_TD)
 
     expected = run(list(range(8)))
     assert not expected.isnan().any()
@@ -155,7 +158,7 @@ def test_the_order_in_which_experts_run_does_not_show_in_the_bits(dtype: torch.d
 def test_routing_takes_the_largest_logits_and_softmaxes_those() -> None:
     torch.manual_seed(10)
     x_TD, router = torch.randn(30, 16), torch.randn(7, 16)
-    experts_Tk, weights_Tk = functions.route(
+    experts_Tk, weights_Tk = expert_functions.route(
         x_TD, {"router": [router[:3], router[3:]]}, FeedForward(experts=7, top_k=3)
     )
     logits = x_TD @ router.T
@@ -167,7 +170,7 @@ def test_routing_takes_the_largest_logits_and_softmaxes_those() -> None:
 
 def test_sorting_puts_the_rows_of_an_expert_together() -> None:
     experts_Tk = torch.tensor([[0, 3], [1, 3], [0, 1]])
-    tokens_n, rows_Tk = functions.sorted_by_expert(experts_Tk)
+    tokens_n, rows_Tk = expert_functions.sorted_by_expert(experts_Tk)
     assert tokens_n.tolist() == [0, 2, 1, 2, 0, 1]
     assert rows_Tk.tolist() == [[0, 4], [2, 5], [1, 3]]
 
@@ -176,7 +179,7 @@ def test_combining_weighs_and_adds_to_the_residual() -> None:
     y_nD = torch.tensor([[1.0, 10.0], [2.0, 20.0], [4.0, 40.0], [8.0, 80.0]])
     rows, weights = torch.tensor([[0, 3], [1, 2]]), torch.tensor([[0.25, 0.75], [0.5, 0.5]])
     residual = torch.tensor([[100.0, 0.0], [0.0, 100.0]])
-    assert functions.combine(y_nD, rows, weights, residual).tolist() == [[106.25, 62.5], [3.0, 130.0]]
+    assert expert_functions.combine(y_nD, rows, weights, residual).tolist() == [[106.25, 62.5], [3.0, 130.0]]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -188,14 +191,14 @@ def test_prompts_longer_than_a_tile_have_the_bits_of_their_parts(dtype: torch.dt
     y_nD, weights_Tk = torch.randn(2 * tokens, 48).to(dtype), torch.rand(tokens, 2)
     rows_Tk = torch.randperm(2 * tokens).view(tokens, 2)
     norms = {name: [torch.rand(12).to(dtype)] for name in ("q_norm", "k_norm")}
-    angles = functions.rotary_angles(torch.arange(tokens), attention)
+    angles = qkv_functions.rotary_angles(torch.arange(tokens), attention)
 
     def computed(part: slice) -> list[Tensor]:
         cosines, sines = (each[part] for each in angles)
         return [
             functions.norm(residual_TD[part], torch.ones(48, dtype=dtype), 1e-5),
-            *functions.rotated_heads(x_TX[part].clone(), norms, (cosines, sines), config, attention),
-            functions.combine(y_nD, rows_Tk[part], weights_Tk[part], residual_TD[part]),
+            *qkv_functions.rotated_heads(x_TX[part].clone(), norms, (cosines, sines), config, attention),
+            expert_functions.combine(y_nD, rows_Tk[part], weights_Tk[part], residual_TD[part]),
         ]
 
     cuts = [0, 7, TOKEN_TILE + 9, tokens]
@@ -211,7 +214,7 @@ def test_rotation_keeps_lengths_and_depends_on_distance_alone() -> None:
 
     def score(q_position: int, k_position: int) -> float:
         turned = [
-            functions.apply_rotary(x, *functions.rotary_angles(torch.tensor([position]), attention))
+            qkv_functions.apply_rotary(x, *qkv_functions.rotary_angles(torch.tensor([position]), attention))
             for x, position in ((q, q_position), (k, k_position))
         ]
         assert turned[0].norm() == pytest.approx(q.norm())

@@ -29,7 +29,7 @@ from benchmarks.record.benchmark import Benchmark, track
 from benchmarks.record.claims import Claim, Result, at_least, together
 from benchmarks.record.tables import markdown
 from benchmarks.shared.limits import Race
-from moesched.devices.kernels import functions
+from moesched.devices.kernels import attention_functions
 from moesched.devices.native.attention import (
     AttentionCall,
     LayerAddresses,
@@ -226,7 +226,7 @@ def torch_calls(row: Row, layers: Tensor, cores: int) -> list[Callable[[], objec
     def call(layer: Tensor) -> None:
         use_cores(cores)
         keys, values = layer.view(shape)
-        functions.attention(q_SHd, [functions.KVView(keys, values, 1)])
+        attention_functions.attention(q_SHd, [attention_functions.KVView(keys, values, 1)])
 
     return [partial(call, layer) for layer in layers]
 

@@ -7,7 +7,8 @@ from functools import partial
 
 from moesched.models.networks import Activation
 
-from .functions import activated, with_bias
+from .expert_functions import activated
+from .functions import with_bias
 from .layer_weights import Blocks, Tensor, Weights
 from .seam import EXPERT_MATRICES, Bound, Case
 from .torch_rows import TorchKernel

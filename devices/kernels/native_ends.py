@@ -11,7 +11,7 @@ import torch
 from ..native.arguments import Head, Tokens
 from ..native.compiled import library
 from ..native.kernels import NativeKernels, address, check, matrix_of, numbers
-from . import functions
+from . import qkv_functions
 from .layer_weights import Tensor, Weights
 from .memory import Memory
 from .native_kernel import NativeKernel, NativeMemoryKernel, hidden_states
@@ -31,7 +31,7 @@ class NativeEmbed(NativeMemoryKernel):
         cosines, sines = (
             memory.tensor(name, memory.rows, 1, turning, dtype=torch.float32) for name in ("cosines", "sines")
         )
-        frequencies = functions.rotary_frequencies(attention, torch.device("cpu"))
+        frequencies = qkv_functions.rotary_frequencies(attention, torch.device("cpu"))
         ids, positions, embedding = (
             numbers(memory.rows),
             numbers(memory.rows),

@@ -11,8 +11,9 @@ from moesched.models.config import ModelConfig, NormKind
 
 from ..native.arguments import Head, Inputs, Layer, Norm
 from ..native.kernels import address, matrix_of
-from .functions import qkv_bias, router_biases
+from .expert_functions import router_biases
 from .layer_weights import Blocks, Held, Tensor, Weights, format_of
+from .qkv_functions import qkv_bias
 
 
 class Preparation:

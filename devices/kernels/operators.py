@@ -19,7 +19,7 @@ from torch.library import Library, infer_schema
 
 from moesched.models.networks import FeedForward, Router
 
-from . import functions
+from . import expert_functions, functions, qkv_functions
 
 Tensor = torch.Tensor
 
@@ -65,7 +65,7 @@ def embed(
 ) -> None:
     """The embeddings of tokens, and the cosines and signed sines of their positions."""
     hidden_TD.copy_(functions.embed(ids_T, embedding_VD))
-    angles = functions.angles(positions_T, frequencies_h)
+    angles = qkv_functions.angles(positions_T, frequencies_h)
     for out, values in zip((cosines_T1d, sines_T1d), angles, strict=True):
         out.copy_(values)
 
@@ -108,7 +108,7 @@ def attention_inputs(
         parts = tuple(part.clamp(-clip, clip) for part in parts)
     for part, rotated in zip(parts[:2], out, strict=False):
         angles = cosines_T1d.double(), sines_T1d.double()
-        rotated.copy_(functions.apply_rotary(part, *angles, interleaved=interleaved))
+        rotated.copy_(qkv_functions.apply_rotary(part, *angles, interleaved=interleaved))
     v_TKd.copy_(parts[2])
 
 
@@ -230,7 +230,7 @@ def route(
     norm(hidden_TD, norm_D, eps, layer_norm, x_TD)
     logits_TE.copy_(_product(x_TD, torch.cat(blocks)))
     network = FeedForward(top_k=experts_Tk.shape[1], router=Router(normalised=sum_to_one))
-    chosen = functions.choose_experts(logits_TE, network)
+    chosen = expert_functions.choose_experts(logits_TE, network)
     for out, values in zip((experts_Tk, weights_Tk), chosen, strict=True):
         out.copy_(values)
 
@@ -289,7 +289,7 @@ def down(inner_nI: Tensor, starts_E: Tensor, table: Tensor, blocks: list[Tensor]
 @_operator("out_TD")
 def combine(y_nD: Tensor, rows_Tk: Tensor, weights_Tk: Tensor, residual_TD: Tensor, out_TD: Tensor) -> None:
     """The residual plus the weighted sum of each token's expert outputs."""
-    out_TD.copy_(functions.sum_experts(y_nD.double(), rows_Tk, weights_Tk.double()).add_(residual_TD))
+    out_TD.copy_(expert_functions.sum_experts(y_nD.double(), rows_Tk, weights_Tk.double()).add_(residual_TD))
 
 
 @_operator("logits_SV")

@@ -16,7 +16,7 @@ from moesched.models.tensor_shapes import Shape
 
 from ..products.linear import linear
 from ..shared.coded import Block, Coded, plain_block
-from . import functions
+from . import expert_functions, functions, qkv_functions
 from .expert_of_products import expert_of
 from .layer_weights import Tensor, Weights
 from .seam import EXPERT_MATRICES, Bound
@@ -147,9 +147,9 @@ def _attention_inputs(config: ModelConfig, dtype: torch.dtype, rows: int, cut: C
         shapes |= dict.fromkeys(("q_norm", "k_norm"), (attention.head_dim,))
     weights, doubled = _weights(config, dtype, cut, shapes)
     hidden_TD = _random(dtype, rows, config.hidden, seed=9)
-    angles = functions.rotary_angles(torch.arange(rows) * 3, attention)
+    angles = qkv_functions.rotary_angles(torch.arange(rows) * 3, attention)
     exact_angles = angles[0].double(), angles[1].double()
-    exact = functions.project_qkv(hidden_TD.double(), doubled, exact_angles, config, attention)
+    exact = qkv_functions.project_qkv(hidden_TD.double(), doubled, exact_angles, config, attention)
 
     def call(bound: Bound, part: range) -> Tensor:
         own = _rows_of(angles[0], part), _rows_of(angles[1], part)
@@ -192,11 +192,11 @@ def _route(config: ModelConfig, dtype: torch.dtype, rows: int, cut: Cut) -> Samp
     hidden_TD = _random(dtype, rows, config.hidden, seed=12)
     norm_D = weights["ffn_norm"][0].double()
     x_TD = functions.norm(hidden_TD.double(), norm_D, config.norm_eps, config.norm)
-    added_E, correction_E = functions.router_biases(doubled, network)
+    added_E, correction_E = expert_functions.router_biases(doubled, network)
     logits_TE = linear(x_TD, doubled["router"])
     if added_E is not None:
         logits_TE = logits_TE + added_E
-    chosen = functions.choose_experts(logits_TE, network, correction_E)
+    chosen = expert_functions.choose_experts(logits_TE, network, correction_E)
 
     def call(bound: Bound, part: range) -> Tensor:
         return _by_expert(network.experts, *list(bound(_rows_of(hidden_TD, part)))[:3])

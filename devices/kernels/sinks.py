@@ -23,7 +23,7 @@ def attend_with_sinks(
 ) -> Tensor:
     """Causal attention of the last tokens of S sequences, each over its own keys and values: (T, H * d).
 
-    q_THd: new tokens of equal number, one sequence after the other. window, scale: as in `functions.attention`.
+    q_THd: new tokens of equal number, one sequence after the other. window, scale: as in `attention_functions.py`.
     """
     queries = q_THd.chunk(len(keys_SLKd))
     parts = [

@@ -12,8 +12,8 @@ from moesched.models.layers import GroupedAttention
 
 from ..products.linear import expert_ffn, linear
 from ..products.team import use_cores
-from . import functions
-from .functions import KVView
+from . import attention_functions, expert_functions, functions, qkv_functions
+from .attention_functions import KVView
 from .layer_weights import Blocks, Tensor, Weights, sinks_of
 from .resources import Resources
 from .seam import CODED, OPERATIONS, Bound, Case, Kernel, Routed
@@ -84,7 +84,7 @@ class TorchEmbed(PlainKernel):
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         use_cores(1)
         indices = self._resources.indices
-        angles = functions.rotary_angles(indices(positions), self._config.attention)
+        angles = qkv_functions.rotary_angles(indices(positions), self._config.attention)
         hidden_TD, factor = look_up(indices(ids)), self._config.embedding_factor
         return hidden_TD if factor == 1 else hidden_TD * factor, angles
 
@@ -113,7 +113,7 @@ class TorchAttentionInputs(TorchKernel):
         self._resources.use_cores_for(len(hidden_TD), self._config.hidden * attention.qkv_width)
         norm_D = tensors["attention_norm"][0]
         x_TD = functions.norm(hidden_TD, norm_D, self._config.norm_eps, self._config.norm)
-        return functions.rotated_heads(product(x_TD), tensors, angles, self._config, attention)
+        return qkv_functions.rotated_heads(product(x_TD), tensors, angles, self._config, attention)
 
 
 class TorchAttention(TorchKernel):
@@ -150,7 +150,7 @@ class TorchPromptAttention(TorchKernel):
         most = max(view.queries for view in views)
         self._resources.use_cores_for(most, seen * attention.cache_width)
         fused = self._resources.fused_attention
-        return functions.attention(
+        return attention_functions.attention(
             q_THd, views, attention.window, fused=fused, sinks_H=sinks_H, scale=attention.scale
         )
 
@@ -190,9 +190,9 @@ class TorchRoute(TorchKernel):
         )
         if network.experts <= 1:
             return partial(_route_to_all, network.experts, norm)
-        added_E, correction_E = functions.router_biases(weights, network)
-        logits = partial(functions.router_logits, router=weights["router"], bias_E=added_E)
-        choose = partial(functions.choose_experts, network=network, bias_E=correction_E)
+        added_E, correction_E = expert_functions.router_biases(weights, network)
+        logits = partial(expert_functions.router_logits, router=weights["router"], bias_E=added_E)
+        choose = partial(expert_functions.choose_experts, network=network, bias_E=correction_E)
         return partial(_route, norm, logits, choose)
 
 
@@ -247,7 +247,7 @@ class TorchCombine(TorchKernel):
 
 def _combine(y_nD: Tensor, rows_Tk: Tensor, weights_Tk: Tensor, residual_TD: Tensor) -> Tensor:
     use_cores(1)
-    return functions.combine(y_nD, rows_Tk, weights_Tk, residual_TD)
+    return expert_functions.combine(y_nD, rows_Tk, weights_Tk, residual_TD)
 
 
 class TorchLogits(TorchKernel):

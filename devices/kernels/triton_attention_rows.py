@@ -10,7 +10,7 @@ import torch
 
 from moesched.models.replayed import PART_TOKENS
 
-from . import functions, operators
+from . import attention_functions, operators
 from .layer_weights import Blocks, Tensor, Weights
 from .memory import Memory
 from .resources import Resources
@@ -142,14 +142,16 @@ class TritonPromptAttention(TritonKernel):
         assert case.layer is not None, "it is in a layer"
         return partial(self._attend, case.layer.grouped.window or operators.UNLIMITED)
 
-    def _attend(self, window: int, q_THd: Tensor, views: Sequence[functions.KVView]) -> Tensor:
+    def _attend(self, window: int, q_THd: Tensor, views: Sequence[attention_functions.KVView]) -> Tensor:
         out_TX = q_THd.new_empty(len(q_THd), q_THd[0].numel())
         parts = [len(view.keys_SLKd) * view.queries for view in views]
         for view, *part in zip(views, q_THd.split(parts), out_TX.split(parts), strict=True):
             self._attend_view(window, view, *part)
         return out_TX
 
-    def _attend_view(self, window: int, view: functions.KVView, q_THd: Tensor, out_TX: Tensor) -> None:
+    def _attend_view(
+        self, window: int, view: attention_functions.KVView, q_THd: Tensor, out_TX: Tensor
+    ) -> None:
         """Attend over a view as over a cache in which each sequence has one block."""
         sequences, length, kv_heads, head_dim = view.keys_SLKd.shape
         block = view.keys_SLKd.stride(0) // (kv_heads * head_dim) if sequences > 1 else length

@@ -17,7 +17,7 @@ import torch
 from moesched.models.footprint import KEPT_ROWS
 from moesched.models.networks import FeedForward
 
-from . import functions, operators
+from . import operators, qkv_functions
 from .kernel_weights import EXPERT_PARTS
 from .layer_weights import Tensor, Weights
 from .memory import Memory, SharedMemory
@@ -40,7 +40,7 @@ class TritonEmbed(TritonKernel):
     @cached_property
     def _frequencies_h(self) -> Tensor:
         """The rotary frequencies on the GPU."""
-        return functions.rotary_frequencies(self._config.attention, self._device)
+        return qkv_functions.rotary_frequencies(self._config.attention, self._device)
 
     def refusal(self, case: Case) -> str:
         """Refuses angles with a magnitude as well."""

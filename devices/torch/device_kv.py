@@ -10,7 +10,7 @@ from moesched.models.config import ModelConfig
 from moesched.models.kv_blocks import cached_tokens
 from moesched.steps.plan import Plan
 
-from ..kernels.functions import KVView
+from ..kernels.attention_functions import KVView
 from ..products.linear import Tensor
 from ..runner.micro_batch import MicroBatchState
 from .compute import Compute

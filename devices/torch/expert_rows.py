@@ -9,7 +9,7 @@ import torch
 
 from moesched.models.networks import FeedForward
 
-from ..kernels.functions import sorted_by_expert
+from ..kernels.expert_functions import sorted_by_expert
 from ..products.linear import Tensor
 from .exchange_rows import RoutedRows
 from .expert_parts import Part

@@ -12,7 +12,7 @@ import torch
 from moesched.models.config import ModelConfig
 from moesched.tasks import Task
 
-from ..kernels import functions
+from ..kernels import expert_functions
 from ..kernels.layer_weights import Weights
 from ..kernels.seam import Routed
 from ..products.linear import Tensor, gated
@@ -62,7 +62,7 @@ class TorchExperts:
 
     def scores(self, logits_TE: Tensor) -> Tensor:
         """Each expert's probability by the router (E), float32, averaged over the tokens."""
-        return functions.scores(logits_TE)
+        return expert_functions.scores(logits_TE)
 
     def before_preview(self, task: Task) -> None:
         """Set the number of cores for the router of another layer."""

@@ -11,9 +11,9 @@ from moesched.models.config import ModelConfig
 from moesched.models.layout import Page, WeightLayout
 from moesched.models.networks import FeedForward
 
-from ..kernels import functions
+from ..kernels import attention_functions, expert_functions, functions, qkv_functions
+from ..kernels.attention_functions import KVView
 from ..kernels.expert_of_products import expert_of
-from ..kernels.functions import KVView
 from ..kernels.kernel_weights import EXPERT_PARTS
 from ..products.linear import Tensor, expert_ffn, linear
 from ..runner.library import with_rows
@@ -78,7 +78,7 @@ class FirstBadTensor:
             yield from _named(weights)
             weights = _within_layer(weights)
             weights["qkv"] = [*weights.pop("q"), *weights.pop("k"), *weights.pop("v")]
-            qkv = functions.project_qkv(hidden_TD, weights, state.angles, config, attention)
+            qkv = qkv_functions.project_qkv(hidden_TD, weights, state.angles, config, attention)
             for name, tensor in zip(("queries", "keys", "values"), qkv, strict=True):
                 yield f"the {name} of layer {layer}", tensor
             q_THd, k_TKd, v_TKd = qkv
@@ -87,7 +87,7 @@ class FirstBadTensor:
                 yield f"the cached keys of layer {layer}", keys[:, :-new]
                 yield f"the cached values of layer {layer}", values[:, :-new]
             sinks_H = weights["sinks"][0] if attention.sinks else None
-            attended_TX = functions.attention(
+            attended_TX = attention_functions.attention(
                 q_THd, views, attention.window, fused=self._fused, sinks_H=sinks_H, scale=attention.scale
             )
             yield f"attention's output in layer {layer}", attended_TX
@@ -104,7 +104,7 @@ class FirstBadTensor:
                 gate, up, down = (weights[f"shared_{part}"] for part in EXPERT_PARTS)
                 y_TD = rows.shared.y_nD.copy_(expert_ffn(x_TD, gate, up, down))
                 yield f"the output in layer {layer} of the network that every token uses", y_TD
-            hidden_TD = functions.combine(*rows.outputs(), hidden_TD)
+            hidden_TD = expert_functions.combine(*rows.outputs(), hidden_TD)
             yield f"the hidden states after layer {layer}", hidden_TD
         final_norm = self._global("final_norm")
         yield "weight final_norm", final_norm
@@ -170,7 +170,7 @@ def _route(x_TD: Tensor, weights: PlainBlocks, network: FeedForward) -> tuple[Te
     if network.experts <= 1:
         tokens = (len(x_TD), network.experts)
         return x_TD.new_zeros(tokens, dtype=torch.int64), x_TD.new_ones(tokens, dtype=torch.float32)
-    return functions.route(x_TD, weights, network)
+    return expert_functions.route(x_TD, weights, network)
 
 
 def _named(weights: PlainBlocks) -> Iterator[tuple[str, Tensor]]:

@@ -10,7 +10,7 @@ import torch
 from moesched.errors import BadInput
 from moesched.models.config import ModelConfig
 
-from ..kernels.functions import KVView
+from ..kernels.attention_functions import KVView
 from ..native.attention import LayerAddresses
 from ..native.kernels import NativeKernels
 from ..native.kv_rows import store

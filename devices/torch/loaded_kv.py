@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..kernels.functions import KVView
+from ..kernels.attention_functions import KVView
 from ..native.attention import LayerAddresses
 from ..products.linear import Tensor
 from .kv_cache import CachedLayer

@@ -10,7 +10,7 @@ import torch
 from moesched.steps.plan import Plan
 from moesched.tasks import Task
 
-from ..kernels import functions
+from ..kernels import expert_functions
 from ..kernels.seam import Routed
 from ..products.linear import Tensor
 from ..products.team import use_cores
@@ -53,7 +53,7 @@ class NodeSide:
             if node != self._node:
                 span = state.rows.of(expert)
                 state.rows.y_nD[span.start : span.stop] = 0
-        total_TD = functions.sum_experts(*state.rows.outputs())
+        total_TD = expert_functions.sum_experts(*state.rows.outputs())
         del state.rows
         return total_TD
 

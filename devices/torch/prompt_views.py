@@ -7,7 +7,7 @@ from itertools import groupby, islice
 
 from moesched.models.kv_blocks import PROMPT_TILE, cached_tokens
 
-from ..kernels.functions import KVView
+from ..kernels.attention_functions import KVView
 from ..products.linear import Tensor
 from .kv_step import KVStep
 

@@ -21,7 +21,7 @@ from moesched.requests.sampling import Sampling
 from moesched.steps.plan import Plan
 from moesched.tasks import Kernel, Lane, PageTransfer, Work
 
-from ..kernels import functions
+from ..kernels import attention_functions
 from ..kernels.layer_weights import Weights
 from ..products.linear import Tensor
 from ..runner.attention import Attention, itself
@@ -179,7 +179,7 @@ class WarmUp(ExpertWarmUp):
             self._attention.attention(_DECODE)
         else:
             state.attended_TX = state.qkv[0].flatten(1)
-        functions.beside([state.attended_TX[:1]] * 2)  # as for sequences of several lengths
+        attention_functions.beside([state.attended_TX[:1]] * 2)  # as for sequences of several lengths
         self._moe.post_attention(_DECODE)
         self._tokens.likeliest(state)
 

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterable, Mapping
 from typing import Generic, NamedTuple, TypeVar
 
-from moesched.drivers.validation import watching
 from moesched.engine import Engine
 from moesched.runs.generation import Generation, TokenHandling
 from moesched.runs.outcome import Outcome
 from moesched.runs.planning import make_lanes
-from moesched.runs.ranks import OfLanes, Rank
-from moesched.seams import KeepsRowsApart, LaneKind, Observer
+from moesched.runs.ranks import Rank
+from moesched.seams import KeepsRowsApart, LaneKind
+from moesched.steps.plan import Plan
 from moesched.steps.run_state import RunState
 from moesched.tasks import Lane
-from moesched.trace import LastSteps, Recorder
 
 EngineType = TypeVar("EngineType", bound=Engine)
 
@@ -28,6 +26,11 @@ class RankRun(NamedTuple, Generic[EngineType]):
     engine: EngineType
     run_state: RunState
     generation: Generation
+
+    @property
+    def plan(self) -> Plan:
+        """The rank's plan."""
+        return self.rank.plan
 
     def outcome(self) -> Outcome:
         """The raw results of the run so far."""
@@ -75,25 +78,3 @@ def assemble(
     if isinstance(hardware, KeepsRowsApart):
         tokens = (tokens or TokenHandling())._replace(rows_apart=hardware.rows_apart)
     return RankRun(rank, lanes, engine, run_state, Generation(run_state, rank.policy, tokens))
-
-
-def close_at_end(opened: ExitStack, rank_run: RankRun[EngineType]) -> None:
-    """Register a rank's run with the stack: its end runs the checks of validation mode, then drops the run's tasks."""
-    opened.enter_context(closing(rank_run.run_state))
-    opened.enter_context(watching(rank_run.run_state))
-
-
-def observers_of(
-    rank_runs: Sequence[RankRun[EngineType]],
-    observers: Sequence[Observer],
-    recorder: Recorder | LastSteps | None,
-) -> Sequence[Observer]:
-    """The observers for the driver: `observers` see the first rank's tasks only, the recorder those of all ranks."""
-    if len(rank_runs) > 1:
-        observers = [OfLanes(observer, rank_runs[0].engine.lanes) for observer in observers]
-    if recorder is None:
-        return observers
-    for each in rank_runs:
-        plan = each.rank.plan
-        recorder.watch(each.engine, plan.memories, plan.weights.pools)
-    return [*observers, recorder]

@@ -15,12 +15,13 @@ from moesched.drivers.validation import new_shared_engine
 from moesched.errors import BadInput, MoeschedError, NotFinite, TaskFailed, TransportError
 from moesched.machines.networks import NETWORK
 from moesched.requests.sampling import Sampling
-from moesched.runs.assembly import assemble, close_at_end, observers_of
+from moesched.runs.assembly import assemble
 from moesched.runs.ending import Ending
 from moesched.runs.generation import TokenHandling
 from moesched.runs.out_of_memory import memory_refusals
 from moesched.runs.outcome import Report, make_report
 from moesched.runs.ranks import OnDevices, Rank
+from moesched.runs.watched import closed_at_end, observers_of
 from moesched.seams import (
     Device,
     Emulates,
@@ -184,8 +185,7 @@ class _HardwareRun:
         assert running is not None
         try:
             with ExitStack() as opened:
-                for each in self.rank_runs:
-                    close_at_end(opened, each)
+                opened.enter_context(closed_at_end(self.rank_runs))
                 stop = partial(loop.call_soon_threadsafe, self._interrupt, running)
                 opened.enter_context(stopped_by(stop, self._insist))
                 for rank in reversed(self._ranks):  # here, so that Ctrl-C waits for it

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
-from typing import Any, Generic, NamedTuple, TypeVar
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Generic, NamedTuple, TypeVar
 
-from moesched.drivers.validation import watching
 from moesched.engine import Engine
 from moesched.errors import BadInput
 from moesched.requests.rows import Rows
 from moesched.runs.following import Following
 from moesched.runs.notices import Notices
 from moesched.runs.planning import make_lanes
-from moesched.runs.ranks import OfLanes
 from moesched.runs.serving import ARRIVALS, Serving, ServingListener
-from moesched.seams import LaneKind, Observer, Policy
+from moesched.seams import LaneKind, Policy
 from moesched.serving.admission import Admission, FirstCome
 from moesched.serving.arrivals import Arrivals
 from moesched.serving.capacity import Capacity
@@ -23,7 +20,6 @@ from moesched.serving.places import Places
 from moesched.steps.plan import Plan
 from moesched.steps.run_state import RunState
 from moesched.tasks import Lane
-from moesched.trace import LastSteps, Recorder
 
 EngineType = TypeVar("EngineType", bound=Engine)
 Main = TypeVar("Main", Serving, Following)
@@ -112,26 +108,3 @@ def other_node(
     engine = make_engine(lanes.values())
     run_state = RunState(plan, engine, lanes)
     return ServedRun(plan, engine, run_state, Following(run_state, policy, Notices(run_state)))
-
-
-def observers_of_all(
-    runs: Sequence[ServedRun[Any, Any]], observers: Sequence[Observer], recorder: Recorder | LastSteps | None
-) -> Sequence[Observer]:
-    """The observers for the driver: `observers` see the first node's tasks only, the recorder those of all nodes."""
-    if len(runs) > 1:
-        observers = [OfLanes(observer, runs[0].engine.lanes) for observer in observers]
-    if recorder is None:
-        return observers
-    for each in runs:
-        recorder.watch(each.engine, each.plan.memories, each.plan.weights.pools)
-    return [*observers, recorder]
-
-
-@contextmanager
-def closed_at_end(runs: Sequence[ServedRun[Any, Any]]) -> Iterator[None]:
-    """End each run's checks of validation mode, and drop its tasks, at the end of the context."""
-    with ExitStack() as opened:
-        for run in runs:
-            opened.enter_context(closing(run.run_state))
-            opened.enter_context(watching(run.run_state))
-        yield

@@ -27,14 +27,13 @@ from moesched.runs.ranks import OnDevices, Rank
 from moesched.runs.served_parts import (
     ServedRun,
     ServingSetup,
-    closed_at_end,
     first_node,
-    observers_of_all,
     other_node,
     require_one_accelerator,
 )
 from moesched.runs.serving import ARRIVALS, Serving
 from moesched.runs.virtual_run import Perform
+from moesched.runs.watched import closed_at_end, observers_of
 from moesched.seams import (
     Device,
     JoinsRanks,
@@ -93,7 +92,7 @@ def simulate_serving(
         cost or cost_model(plan.machine, plan.layout.dtype),
         sharing=lanes_contend(plan) if sharing is None else sharing,
         perform=_decided(plan, routing, preview_accuracy) if device is None else _computed(ranks, runs),
-        observers=observers_of_all(runs, observers, recorder),
+        observers=observers_of(runs, observers, recorder),
         delays={
             lane: delay
             for each in runs
@@ -159,7 +158,7 @@ def serve_on(
         partial(_execute, device, beside),
         kinds={NETWORK: "guest", **kinds},
         streams=device.streams,
-        observers=observers_of_all([run], observers, recorder),
+        observers=observers_of([run], observers, recorder),
         clock=_clock(device),
     )
     with closed_at_end([run]):

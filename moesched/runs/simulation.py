@@ -14,12 +14,13 @@ from moesched.machines.cost import cost_model
 from moesched.machines.demand import CostModel
 from moesched.routing import SeededRouting
 from moesched.routing.router_forecast import RouterForecast
-from moesched.runs.assembly import assemble, observers_of
+from moesched.runs.assembly import assemble
 from moesched.runs.decisions import simulated_decisions
 from moesched.runs.ending import Ending
 from moesched.runs.outcome import Outcome, Report, make_report
 from moesched.runs.ranks import Rank
 from moesched.runs.virtual_run import VirtualRun
+from moesched.runs.watched import observers_of
 from moesched.seams import Observer, Policy, Routing
 from moesched.steps.contention import lanes_contend
 from moesched.steps.plan import Plan

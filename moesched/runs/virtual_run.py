@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
 from typing import Any
 
 from moesched.drivers.validation import new_engine
@@ -12,10 +11,11 @@ from moesched.drivers.wired_memory import wired_memory_delays
 from moesched.engine import Engine
 from moesched.machines.cost import cost_model
 from moesched.machines.demand import CostModel
-from moesched.runs.assembly import assemble, close_at_end, observers_of
+from moesched.runs.assembly import assemble
 from moesched.runs.decisions import simulated_decisions
 from moesched.runs.generation import TokenHandling
 from moesched.runs.ranks import OnDevices, Rank
+from moesched.runs.watched import closed_at_end, observers_of
 from moesched.seams import Observer
 from moesched.steps.contention import lanes_contend
 from moesched.tasks import Collective, Decision, HostKernel, Kernel, Lane, PageTransfer, Preview, Task
@@ -89,9 +89,7 @@ class VirtualRun:
         Raises:
             the first error of a policy or a task.
         """
-        with ExitStack() as opened:
-            for each in self.rank_runs:
-                close_at_end(opened, each)
+        with closed_at_end(self.rank_runs):
             return self._driver.run(*(each.generation.run() for each in self.rank_runs))
 
     def _on_devices(self, ranks: Sequence[Rank]) -> dict[type[Task], Perform]:

@@ -7,7 +7,6 @@ refuse a plan that does not fit, or end with exactly the tokens of the model.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import ExitStack
 from typing import Literal
 
 import msgspec
@@ -26,11 +25,12 @@ from moesched.models.kv_blocks import KV_BLOCK_TOKENS
 from moesched.models.layout import WeightLayout, weight_layout
 from moesched.models.shapes import SHAPES
 from moesched.requests.batch import Batch, split_batch
-from moesched.runs.assembly import assemble, close_at_end
+from moesched.runs.assembly import assemble
 from moesched.runs.generation import TokenHandling
 from moesched.runs.planning import plan_run
 from moesched.runs.ranks import OnDevices, Rank
 from moesched.runs.virtual_run import VirtualRun
+from moesched.runs.watched import closed_at_end
 from moesched.seams import Observer, Policy, is_expert_parallel, is_pipelined, keeps_state
 from moesched.serving.capacity import Capacity
 from moesched.steps.plan import Plan
@@ -374,7 +374,5 @@ def _run_in_real_time(
     async def generate() -> list[list[list[int]]]:
         return await driver.run(*(each.generation.run() for each in rank_runs))
 
-    with ExitStack() as opened:
-        for each in rank_runs:
-            close_at_end(opened, each)
+    with closed_at_end(rank_runs):
         return run_on_own_loop(generate), rank_runs[0].engine.tasks, driver.now

@@ -1,0 +1,127 @@
+"""The router, the order of rows by expert, and the sum over experts. Shapes in names are those of `functions.py`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from moesched.models.networks import Activation, FeedForward, Router
+
+from ..products.linear import Blocks, Tensor, linear
+from .functions import tiles_of
+
+ACTIVATED_ROWS = 64
+"""Rows that a limited activation has in float32 at a time: these take memory of one size, which is used again."""
+
+
+class Order(NamedTuple):
+    """The rows of a micro-batch, one for each expert of each token, sorted by expert, then by token.
+
+    tokens_n: each row's token. rows_Tk: the row of each pair of token and expert.
+    """
+
+    tokens_n: Tensor
+    rows_Tk: Tensor
+
+
+# ---------------------------------------------------------------- the parts that everything uses
+
+
+def router_logits(x_TD: Tensor, router: Blocks, bias_E: Tensor | None = None) -> Tensor:
+    """The router's logits (T, E), float32."""
+    logits_TE = linear(x_TD.float(), [block.float() for block in router])
+    return logits_TE if bias_E is None else logits_TE + bias_E.float()
+
+
+def router_biases(weights: Mapping[str, Blocks], network: FeedForward) -> tuple[Tensor | None, Tensor | None]:
+    """The router's bias (E) as what its logits get, and as what scores get for the choice; None for nothing."""
+    bias_E = weights["router_bias"][0] if "router_bias" in weights else None
+    return (None, bias_E) if network.router.corrected else (bias_E, None)
+
+
+def scores(logits_TE: Tensor) -> Tensor:
+    """Each expert's probability by the router (E), float32, averaged over the tokens."""
+    return logits_TE.softmax(dim=-1).mean(dim=0)
+
+
+def route(x_TD: Tensor, weights: Mapping[str, Blocks], network: FeedForward) -> tuple[Tensor, Tensor]:
+    """The experts of each token and their weights, as `choose_experts` gives them; x is the router's input."""
+    added_E, correction_E = router_biases(weights, network)
+    return choose_experts(router_logits(x_TD, weights["router"], added_E), network, correction_E)
+
+
+def choose_experts(
+    logits_TE: Tensor, network: FeedForward, bias_E: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The experts of each token (int64, ascending) and their weights (float32), both (T, k).
+
+    bias_E: what the choice adds to the scores of a corrected router, but not the weights.
+    """
+    router = network.router
+    scores_TE = logits_TE if router.score == "softmax" else logits_TE.sigmoid()
+    choice_TE = within_groups(scores_TE if bias_E is None else scores_TE + bias_E, router)
+    experts_Tk = choice_TE.topk(network.top_k, dim=-1).indices.sort(dim=-1).values
+    chosen_Tk = scores_TE.gather(-1, experts_Tk)
+    if router.score == "sigmoid":
+        weights_Tk = chosen_Tk / chosen_Tk.sum(-1, keepdim=True) if router.normalised else chosen_Tk
+        return experts_Tk, weights_Tk * router.scale
+    if router.normalised:  # equals the chosen of a softmax over all, divided by their sum
+        weights_Tk = chosen_Tk.softmax(dim=-1)
+    else:
+        weights_Tk = (chosen_Tk - logits_TE.logsumexp(dim=-1, keepdim=True)).exp()
+    return experts_Tk, weights_Tk if router.scale == 1 else weights_Tk * router.scale
+
+
+def within_groups(choice_TE: Tensor, router: Router) -> Tensor:
+    """The scores of the choice, with minus infinity for experts of groups that are not kept."""
+    if router.kept_groups == router.groups:
+        return choice_TE
+    choice_TGe = choice_TE.unflatten(-1, (router.groups, -1))
+    scores_TG = choice_TGe.topk(2, dim=-1).values.sum(-1)
+    kept_Tk = scores_TG.topk(router.kept_groups, dim=-1).indices
+    left_out_TG = torch.ones_like(scores_TG, dtype=torch.bool).scatter_(-1, kept_Tk, False)
+    kept_TGe: Tensor = choice_TGe.masked_fill(left_out_TG.unsqueeze(-1), -math.inf)
+    return kept_TGe.view_as(choice_TE)
+
+
+def activated(gate_nI: Tensor, up_nI: Tensor, activation: Activation) -> Tensor:
+    """The numbers between the matrices of an expert, (n, I), in the gate's memory; that of up may be used, too."""
+    limit = activation.limit
+    if limit is None:
+        return F.silu(gate_nI, inplace=True).mul_(up_nI)
+    for gate_pI, up_pI in zip(gate_nI.split(ACTIVATED_ROWS), up_nI.split(ACTIVATED_ROWS), strict=True):
+        gate, up = gate_pI.float().clamp_(max=limit), up_pI.float().clamp_(-limit, limit)
+        gate_pI.copy_(gate.mul_((activation.alpha * gate).sigmoid_()).mul_(up.add_(1)))
+    return gate_nI
+
+
+def sorted_by_expert(experts_Tk: Tensor) -> Order:
+    """Sort the (token, expert) pairs by expert."""
+    order_n = experts_Tk.view(-1).argsort(stable=True)
+    return Order(order_n // max(1, experts_Tk.shape[1]), order_n.argsort().view_as(experts_Tk))
+
+
+def sum_experts(y_nD: Tensor, rows_Tk: Tensor, weights_Tk: Tensor) -> Tensor:
+    """The weighted sum of each token's expert outputs: (T, D), float32.
+
+    y_nD: the experts' outputs in the rows of `sorted_by_expert`. They are added in ascending order of expert, whatever
+    the order in which the experts ran.
+    """
+    tokens, choices = rows_Tk.shape
+    y_TkD = y_nD.index_select(0, rows_Tk.view(-1)).view(tokens, choices, -1)
+    total_TD: Tensor = y_TkD[:, 0] * weights_Tk[:, :1]
+    for choice in range(1, choices):
+        total_TD.addcmul_(y_TkD[:, choice], weights_Tk[:, choice : choice + 1])
+    return total_TD
+
+
+def combine(y_nD: Tensor, rows_Tk: Tensor, weights_Tk: Tensor, residual_TD: Tensor) -> Tensor:
+    """The residual plus `sum_experts`, rounded once to the residual's dtype."""
+    out_TD = torch.empty_like(residual_TD)
+    for tile in tiles_of(out_TD):
+        out_TD[tile] = sum_experts(y_nD, rows_Tk[tile], weights_Tk[tile]).add_(residual_TD[tile])
+    return out_TD
