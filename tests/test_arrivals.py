@@ -15,7 +15,7 @@ import moesched
 from commands import refused
 from moesched.errors import BadInput
 from moesched.runs.service_report import Objectives, parse_objectives, percentiles
-from moesched.serving.arrival_files import described_arrivals
+from moesched.serving.arrival_files import random_arrivals, read_arrivals
 from moesched.trace import check_trace, read_trace
 
 pytestmark = pytest.mark.usefixtures("as_users_run")
@@ -24,18 +24,17 @@ MODEL: dict[str, Any] = {
     "model": "mixtral-0.8b",
     "machine": "t4",
     "policy": "resident",
-    "workload": "uniform",
 }
 
 
 def test_random_arrivals_have_the_rate_and_the_lengths_that_were_given_and_depend_on_the_seed() -> None:
-    requests = described_arrivals("poisson:4", [7] * 4000, 3, seed=1)
+    requests = random_arrivals("poisson:4", [7] * 4000, 3, seed=1)
     assert {(each.prompt, each.new_tokens) for each in requests} == {(7, 3)}
     assert [each.number for each in requests] == list(range(4000))
     assert requests[-1].arrives / 1e9 == pytest.approx(1000, rel=0.05)
     gaps = [(after.arrives - before.arrives) / 1e9 for before, after in pairwise(requests)]
     assert sum(gap > 0.25 for gap in gaps) / len(gaps) == pytest.approx(math.exp(-1), abs=0.03)
-    assert described_arrivals("poisson:4", [7] * 10, 3, seed=2) != requests[:10]
+    assert random_arrivals("poisson:4", [7] * 10, 3, seed=2) != requests[:10]
 
 
 def test_a_file_has_one_request_a_line(tmp_path: Path) -> None:
@@ -44,7 +43,7 @@ def test_a_file_has_one_request_a_line(tmp_path: Path) -> None:
         '{"at": 0, "prompt_tokens": 9, "new_tokens": 2}\n\n'
         '{"at": 0.25, "prompt_tokens": 4, "new_tokens": 5, "user": "ann", "note": "ignored"}\n'
     )
-    first, second = described_arrivals(file, [], 1)
+    first, second = read_arrivals(file)
     assert (first.arrives, first.prompt, first.new_tokens, first.user) == (0, 9, 2, "")
     assert (second.number, second.arrives, second.user) == (1, 250_000_000, "ann")
 
@@ -69,13 +68,13 @@ def test_a_bad_line_is_named(tmp_path: Path, lines: list[str], message: str) -> 
     file = tmp_path / "arrivals.jsonl"
     file.write_text("\n".join(lines))
     with pytest.raises(BadInput, match=message):
-        described_arrivals(file, [], 1)
+        read_arrivals(file)
 
 
 @pytest.mark.parametrize("rate", ["0", "-1", "nan", "inf", "x", "1e9", ""])
 def test_a_rate_that_is_none_is_refused(rate: str) -> None:
     with pytest.raises(BadInput, match=r"give requests a second, from 0\.000001"):
-        described_arrivals(f"poisson:{rate}", [1], 1)
+        random_arrivals(f"poisson:{rate}", [1], 1)
 
 
 def test_objectives_are_times_by_name() -> None:
@@ -116,7 +115,13 @@ def test_the_report_adds_up_and_more_load_means_longer_queues(tmp_path: Path) ->
     assert quiet.seconds == pytest.approx(11 / 4 + quiet.ttft.p50 + 7 * quiet.tpot.p50, rel=0.02)
     assert (quiet.kept, quiet.goodput) == (0.0, 0.0)
     burst = moesched.simulate_arrivals(
-        **MODEL, arrivals="poisson:1000", requests=24, gen=8, batch_size=4, slo="ttft=100s"
+        **MODEL,
+        workload="uniform",
+        arrivals="poisson:1000",
+        requests=24,
+        gen=8,
+        batch_size=4,
+        slo="ttft=100s",
     )
     assert burst.kept == 1.0
     assert burst.goodput == pytest.approx(burst.requests_per_second)
@@ -131,7 +136,9 @@ def test_the_report_adds_up_and_more_load_means_longer_queues(tmp_path: Path) ->
 
 def test_the_same_arrivals_give_the_same_report() -> None:
     one, other = (
-        moesched.simulate_arrivals(**MODEL, arrivals="poisson:20", requests=10, gen=4, seed=3)
+        moesched.simulate_arrivals(
+            **MODEL, workload="uniform", arrivals="poisson:20", requests=10, gen=4, seed=3
+        )
         for _ in range(2)
     )
     assert one == other
@@ -140,7 +147,7 @@ def test_the_same_arrivals_give_the_same_report() -> None:
 def test_a_trace_shows_each_request_with_its_parts(tmp_path: Path) -> None:
     trace = tmp_path / "served.json"
     report = moesched.simulate_arrivals(
-        **MODEL, arrivals="poisson:1000", requests=6, gen=4, batch_size=2, trace=trace
+        **MODEL, workload="uniform", arrivals="poisson:1000", requests=6, gen=4, batch_size=2, trace=trace
     )
     assert check_trace(trace) == []
     spans = read_trace(trace).recording.requests

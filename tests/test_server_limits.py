@@ -16,7 +16,9 @@ from fronts import CHAT, HELLO, Server, answered, chat
 
 
 @asynccontextmanager
-async def held(server: Server, requests: int, max_tokens: int) -> AsyncIterator[Sequence[asyncio.Future[Any]]]:
+async def held(
+    server: Server, requests: int, max_tokens: int
+) -> AsyncIterator[Sequence[asyncio.Future[Any]]]:
     """Answers that begin, and get their tokens at the end of the context."""
     server.engine.held = True
     running = [asyncio.ensure_future(chat(server, max_tokens=max_tokens)) for _ in range(requests)]

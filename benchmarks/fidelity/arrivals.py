@@ -30,7 +30,7 @@ from moesched.machines import Machine
 from moesched.models.random_model import write_random_model
 from moesched.models.shapes import SHAPES
 from moesched.runs.service_report import ServiceReport, service_report
-from moesched.serving.arrival_files import described_arrivals
+from moesched.serving.arrival_files import read_arrivals
 from moesched.serving.arrivals import ListedArrivals
 from moesched.serving.request import Request
 from moesched.system.cache import cache_folder
@@ -126,7 +126,7 @@ class Bench:
     def measure(self, file: Path) -> Figures:
         """Serve the requests of a file."""
         with served_model(self._given) as model:
-            arrivals = ListedArrivals(with_ids(described_arrivals(file, (), 1)))
+            arrivals = ListedArrivals(with_ids(read_arrivals(file)))
             serving = model.serve(arrivals, keeps_history=True)
             assert all(each.ending == "length" for each in serving.requests.values()), "a stop token came"
             return figures_of(service_report(model.ran, serving, model.planned.capacity, None))
@@ -139,7 +139,6 @@ class Bench:
             machine=machine,
             policy=POLICY,
             arrivals=file,
-            workload="mtbench",
             batch_size=given.batch_size,
             micro_batch_size=given.micro_batch_size,
             context=given.context,

@@ -259,14 +259,14 @@ class WorkloadOptions(Options):
     """Options for the requests of a prediction."""
 
     workload: Annotated[
-        Workload | str | Sequence[Prompt],
+        Workload | str | Sequence[Prompt] | None,
         Option(
             "A name of `moesched list workloads`, a TOML file, or a .jsonl prompts file as for `run`.",
             "NAME|FILE",
             python="A name of `moesched list workloads`, a TOML file, a Workload, or prompts as `run_model` takes "
             "them, as a list or in a .jsonl file.",
         ),
-    ]
+    ] = None
     gen: Annotated[
         int | None,
         Option(

@@ -22,13 +22,24 @@ class Scenario(NamedTuple):
 
     Attributes:
         machine: the machine, with the network that connects several of them.
+        workload: None if none was given.
         choices: source of the experts that each token chooses; None for uniform routing.
     """
 
     config: ModelConfig
     machine: Machine
-    workload: Workload
+    workload: Workload | None
     choices: ExpertChoices | None
+
+    def given_workload(self) -> Workload:
+        """The workload.
+
+        Raises:
+            BadInput: none was given.
+        """
+        if self.workload is None:
+            raise BadInput("no workload: give --workload, a name of `moesched list workloads` or a file")
+        return self.workload
 
 
 def find_scenario(given: ScenarioOptions) -> Scenario:
@@ -40,7 +51,7 @@ def find_scenario(given: ScenarioOptions) -> Scenario:
     config = find_shape(given.model, given.format)
     choices = find_choices(given.routing, config, given.routing_settings, given.seed)
     workload = given.workload
-    if not isinstance(workload, Workload):
+    if workload is not None and not isinstance(workload, Workload):
         workload = find_workload(workload, given.model, config)
     machine = joined(changed_machine(given.machine, given.machine_set), given.nodes, given.network)
     return Scenario(config, machine, workload, choices)

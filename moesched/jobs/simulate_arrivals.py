@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Annotated
 
 from moesched.errors import BadInput
@@ -13,7 +14,7 @@ from moesched.inputs.files import require_apart
 from moesched.jobs.options import ScenarioOptions, TraceOptions
 from moesched.jobs.scenario import Scenario, find_scenario
 from moesched.jobs.served_options import REQUESTS, ArrivalsOptions, BestPolicyOptions
-from moesched.jobs.service_trace import span_of, write_service_trace
+from moesched.jobs.service_trace import last_steps_of, span_of, write_service_trace
 from moesched.jobs.serving_plan import context_of, plan_serving, serving_job
 from moesched.jobs.simulate_model import require_context
 from moesched.jobs.trace_file import files_named
@@ -28,12 +29,11 @@ from moesched.runs.served_runs import simulate_serving
 from moesched.runs.service_report import Ran, ServiceReport, parse_objectives, service_report
 from moesched.runs.serving import Served, Serving
 from moesched.seams import Routing
-from moesched.serving.arrival_files import described_arrivals
+from moesched.serving.arrival_files import POISSON, random_arrivals, read_arrivals
 from moesched.serving.arrivals import ListedArrivals
 from moesched.serving.request import Request
 from moesched.system.outputs import Output
 from moesched.system.own_loop import interruptible
-from moesched.trace import Recorder
 
 
 class ServedScenarioOptions(BestPolicyOptions, TraceOptions, ArrivalsOptions, ScenarioOptions):
@@ -104,7 +104,7 @@ def simulate_arrivals(given: ServedScenarioOptions) -> ServiceReport:
     routing: Routing = SeededRouting(routed.experts, routed.top_k, given.seed)
     if scenario.choices is not None:
         routing = ServedRouting(scenario.choices)
-    recorder = None if given.trace is None else Recorder()
+    recorder = None if given.trace is None else last_steps_of(planned.plan)
     serving = simulate_serving(
         setup,
         routing=routing,
@@ -134,7 +134,18 @@ def _require_servable(given: ServedScenarioOptions) -> None:
 
 def _requests(scenario: Scenario, given: ServedScenarioOptions) -> list[Request]:
     assert given.arrivals is not None, "that was checked before"
-    workload = scenario.workload
+    if not str(given.arrivals).startswith(POISSON):
+        _require_none_of_these(given)
+        return read_arrivals(Path(given.arrivals))
+    workload = scenario.given_workload()
     new_tokens = workload.new_tokens[0] if given.gen is None else given.gen
     prompts = workload.lengths(given.requests or REQUESTS, given.seed)
-    return described_arrivals(given.arrivals, prompts, new_tokens, given.seed)
+    return random_arrivals(str(given.arrivals), prompts, new_tokens, given.seed)
+
+
+def _require_none_of_these(given: ServedScenarioOptions) -> None:
+    """Refuse options that describe requests beside a file that does."""
+    described = {"--workload": given.workload, "--gen": given.gen, "--requests": given.requests}
+    for flag, value in described.items():
+        if value is not None:
+            raise BadInput(f"--arrivals names a file, which has each request's tokens: omit {flag}")

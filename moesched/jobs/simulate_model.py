@@ -73,8 +73,8 @@ def simulate_scenario(scenario: Scenario, given: SimulationOptions) -> JobReport
         BadInput, NotTraced, PolicyError: as `simulate_model`.
     """
     config, choices = scenario.config, scenario.choices
-    new_tokens = scenario.workload.new_tokens[0] if given.gen is None else given.gen
-    lengths, all_run = _lengths(scenario.workload, given)
+    new_tokens = scenario.given_workload().new_tokens[0] if given.gen is None else given.gen
+    lengths, all_run = _lengths(scenario.given_workload(), given)
     require_context(lengths, new_tokens, config)
     job = Job(given, config, scenario.machine, beams=given.beams, nodes=given.nodes or 1)
     job.use_process(assumed_process(job.machine))
@@ -105,7 +105,7 @@ def _tell_unused(scenario: Scenario, given: SimulationOptions, report: JobReport
     """Warn if a routing trace has tokens that the simulation did not use."""
     if not isinstance(scenario.choices, RecordedChoices):
         return
-    lengths, all_run = _lengths(scenario.workload, given)
+    lengths, all_run = _lengths(scenario.given_workload(), given)
     ran = lengths if all_run else lengths[: report.plan.batch_size]
     routed = [length + report.plan.new_tokens - 1 for length in ran]
     if unused := scenario.choices.unused(routed):

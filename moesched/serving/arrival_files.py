@@ -33,25 +33,24 @@ class _Line(msgspec.Struct):
     user: str = ""
 
 
-def described_arrivals(
-    source: str | Path, prompts: Sequence[int], new_tokens: int, seed: int = 0
-) -> list[Request]:
-    """The requests of a description.
+def random_arrivals(described: str, prompts: Sequence[int], new_tokens: int, seed: int = 0) -> list[Request]:
+    """Requests that arrive independently of each other.
 
     Args:
-        source: `poisson:RATE`, in requests a second, for requests that arrive independently of each other; or a file
-            with one `{"at": SECONDS, "prompt_tokens": N, "new_tokens": N, "user": NAME}` per line, in the order of
-            arrival; `user` may be left out.
-        prompts: prompt lengths in tokens, one for each request that arrives at random.
-        new_tokens: tokens to generate for each of these.
+        described: `poisson:RATE`, in requests a second.
+        prompts: prompt lengths in tokens, one for each request.
+        new_tokens: tokens to generate for each.
         seed: seed of the times between arrivals.
 
     Raises:
-        BadInput: the description cannot be used; the message names the line of a file.
+        BadInput: the rate cannot be used.
     """
-    if str(source).startswith(POISSON):
-        return _at_random(_rate(str(source)), prompts, new_tokens, seed)
-    return _read(Path(source))
+    rate = _rate(described)
+    draw, at, requests = random.Random(seed), 0.0, []
+    for number, prompt in enumerate(prompts):
+        at += draw.expovariate(rate)
+        requests.append(Request(number=number, prompt=prompt, new_tokens=new_tokens, arrives=round(at * 1e9)))
+    return requests
 
 
 def _rate(source: str) -> float:
@@ -68,15 +67,16 @@ def _rate(source: str) -> float:
     return rate
 
 
-def _at_random(rate: float, prompts: Sequence[int], new_tokens: int, seed: int) -> list[Request]:
-    draw, at, requests = random.Random(seed), 0.0, []
-    for number, prompt in enumerate(prompts):
-        at += draw.expovariate(rate)
-        requests.append(Request(number=number, prompt=prompt, new_tokens=new_tokens, arrives=round(at * 1e9)))
-    return requests
+def read_arrivals(path: Path) -> list[Request]:
+    """The requests of a file.
 
+    Args:
+        path: a file with one `{"at": SECONDS, "prompt_tokens": N, "new_tokens": N, "user": NAME}` per line, in the
+            order of arrival; `user` may be left out.
 
-def _read(path: Path) -> list[Request]:
+    Raises:
+        BadInput: the file cannot be used; the message names the line.
+    """
     lines = read_input(
         path, "arrivals", MOST_BYTES, remedy=f"name a file, or give {POISSON}RATE"
     ).splitlines()
