@@ -13,7 +13,7 @@ import torch
 from benchmarks.shared.small_runs import TWO_MEMORIES, generate, same_bits
 from moesched.devices.kernels.seam import Bound
 from moesched.devices.lagging.device import GPU_DEVICE, LaggingDevice, LaggingGpu
-from moesched.devices.torch.captured import WARM_CALLS, Graphs
+from moesched.devices.torch.captured import WARM_CALLS, Captured, Graphs
 from moesched.devices.torch.copies import NumberRing
 from moesched.models.layout import weight_layout
 from moesched.plugins import make_policy
@@ -40,7 +40,7 @@ class Scale:
 
 def test_the_third_call_is_captured_and_later_ones_are_replayed_on_new_values(gpu: LaggingGpu) -> None:
     graphs = Graphs(GPU_DEVICE)
-    scale = graphs.captured(Scale())
+    scale = Captured(Scale(), graphs)
     x = torch.empty(3, device=GPU_DEVICE)
     for number in range(6):
         x.fill_(number)
@@ -51,7 +51,7 @@ def test_the_third_call_is_captured_and_later_ones_are_replayed_on_new_values(gp
 
 
 def test_a_call_with_other_addresses_or_numbers_is_no_replay(gpu: LaggingGpu) -> None:
-    scale = Graphs(GPU_DEVICE).captured(Scale())
+    scale = Captured(Scale(), Graphs(GPU_DEVICE))
     ones, twos = (torch.full((3,), number, device=GPU_DEVICE) for number in (1.0, 2.0))
     for x, factor, result in ((ones, 10, 11), (twos, 10, 21), (twos, 20, 41)):
         for _ in range(WARM_CALLS + 2):
@@ -60,7 +60,7 @@ def test_a_call_with_other_addresses_or_numbers_is_no_replay(gpu: LaggingGpu) ->
 
 def test_each_graph_that_was_in_vain_takes_twice_as_many_equal_calls_to_the_next(gpu: LaggingGpu) -> None:
     graphs = Graphs(GPU_DEVICE)
-    scale = graphs.captured(Scale())
+    scale = Captured(Scale(), graphs)
     x = torch.ones(3, device=GPU_DEVICE)
     for factor in range(200):
         for _ in range(5):
@@ -75,7 +75,7 @@ def test_memory_of_a_captured_call_lasts_as_long_as_its_graph(gpu: LaggingGpu) -
     def add(x: torch.Tensor) -> None:
         total.add_(x)
 
-    captured = Graphs(GPU_DEVICE).captured(add)
+    captured = Captured(add, Graphs(GPU_DEVICE))
     x = torch.ones(3, device=GPU_DEVICE)
     for _ in range(WARM_CALLS + 1):
         captured(x)
@@ -88,7 +88,7 @@ def test_memory_of_a_captured_call_lasts_as_long_as_its_graph(gpu: LaggingGpu) -
 
 def test_results_that_a_captured_call_allocates_are_the_same_in_all_replays(gpu: LaggingGpu) -> None:
     graphs = Graphs(GPU_DEVICE)
-    double, triple = (graphs.captured(lambda x, by=by: (x + 0) * by) for by in (2, 3))
+    double, triple = (Captured(lambda x, by=by: (x + 0) * by, graphs) for by in (2, 3))
     x = torch.empty(3, device=GPU_DEVICE)
     for number in range(6):
         x.fill_(number)
@@ -101,7 +101,7 @@ def test_each_replay_has_the_numbers_that_were_uploaded_ahead_of_it(gpu: Lagging
     ring = NumberRing(GPU_DEVICE, numbers=8)
     block = torch.zeros(3, dtype=torch.int64, device=GPU_DEVICE)
     total = torch.zeros(3, dtype=torch.int64, device=GPU_DEVICE)
-    add = Graphs(GPU_DEVICE).captured(lambda: total.mul_(3).add_(block).remainder_(1009))
+    add = Captured(lambda: total.mul_(3).add_(block).remainder_(1009), Graphs(GPU_DEVICE))
     expected = 0
     for number in range(40):
         ring.upload([number] * 3, block)
@@ -112,8 +112,8 @@ def test_each_replay_has_the_numbers_that_were_uploaded_ahead_of_it(gpu: Lagging
 
 def test_a_capture_that_is_refused_leaves_the_call_as_it_is_for_good_and_says_why(gpu: LaggingGpu) -> None:
     graphs = Graphs(GPU_DEVICE)
-    asks = graphs.captured(lambda x: x * (1 + x.sum().item()))
-    scale = graphs.captured(Scale())
+    asks = Captured(lambda x: x * (1 + x.sum().item()), graphs)
+    scale = Captured(Scale(), graphs)
     x = torch.ones(3, device=GPU_DEVICE)
     for _ in range(WARM_CALLS + 3):
         assert asks(x).tolist() == [4.0] * 3
@@ -126,8 +126,8 @@ def test_a_capture_that_is_refused_leaves_the_call_as_it_is_for_good_and_says_wh
 def test_a_full_gpu_captures_no_more_and_graphs_that_exist_go_on() -> None:
     with LaggingGpu(capacity=24 * MB) as gpu, gpu.streams.on(gpu.streams.new_stream()):
         graphs = Graphs(GPU_DEVICE)
-        scale = graphs.captured(Scale())
-        large = graphs.captured(lambda x: torch.zeros(5 * MB, device=GPU_DEVICE)[:3] + x)
+        scale = Captured(Scale(), graphs)
+        large = Captured(lambda x: torch.zeros(5 * MB, device=GPU_DEVICE)[:3] + x, graphs)
         x = torch.ones(3, device=GPU_DEVICE)
         for _ in range(WARM_CALLS + 2):
             assert scale(x).tolist() == [11.0] * 3
@@ -153,7 +153,7 @@ def test_threads_of_other_lanes_may_use_the_stream_and_its_memory_while_a_kernel
         return x.add_(1)
 
     graphs = Graphs(GPU_DEVICE)
-    add = graphs.captured(beside_another_lane)
+    add = Captured(beside_another_lane, graphs)
     x = torch.zeros(3, device=GPU_DEVICE)
     for number in range(WARM_CALLS + 2):
         assert add(x).tolist() == [number + 1] * 3
@@ -165,7 +165,7 @@ def test_graphs_share_the_memory_of_what_their_kernels_drop(gpu: LaggingGpu) -> 
     x = torch.zeros(3, device=GPU_DEVICE)
     held, reserved = [], []
     for _ in range(3):
-        kernel = graphs.captured(lambda x: x.add_(torch.ones(3 * MB, device=GPU_DEVICE)[:3]))
+        kernel = Captured(lambda x: x.add_(torch.ones(3 * MB, device=GPU_DEVICE)[:3]), graphs)
         for _ in range(WARM_CALLS + 1):
             kernel(x)
         held.append(kernel)
@@ -185,7 +185,7 @@ def test_no_more_graphs_than_the_most_exist_at_a_time(gpu: LaggingGpu) -> None:
             assert kernel(argument).tolist() == [11.0] * 3
         return gpu.streams.replays - before
 
-    first, second, third = (graphs.captured(Scale()) for _ in range(3))
+    first, second, third = (Captured(Scale(), graphs) for _ in range(3))
     assert [call(each) for each in (first, second, third)] == [2, 2, 0]
     first(y)
     assert call(third), "the first has no graph for its new argument"
@@ -196,7 +196,7 @@ def test_kernels_are_captured_after_all_graphs_of_earlier_ones_are_gone(gpu: Lag
     graphs = Graphs(GPU_DEVICE)
     x = torch.ones(3, device=GPU_DEVICE)
     for _ in range(3):
-        scale = graphs.captured(Scale())
+        scale = Captured(Scale(), graphs)
         for _ in range(WARM_CALLS + 1):
             assert scale(x).tolist() == [11.0] * 3
         del scale
@@ -213,7 +213,7 @@ def test_an_error_of_the_kernel_itself_is_raised(gpu: LaggingGpu) -> None:
             raise ValueError("out of luck")
         return x
 
-    kernel = Graphs(GPU_DEVICE).captured(fails_later)
+    kernel = Captured(fails_later, Graphs(GPU_DEVICE))
     x = torch.ones(3, device=GPU_DEVICE)
     for _ in range(WARM_CALLS):
         kernel(x)

@@ -23,7 +23,7 @@ from benchmarks.record.results import ROOT
 
 TESTS = [
     "tests/test_captured.py",
-    "tests/test_operators.py",
+    "tests/test_fixed_steps.py",
     "tests/test_staging_ring.py",
     "tests/test_home_pages.py",
     "tests/test_locked_memory.py",

@@ -19,16 +19,20 @@ import torch
 from benchmarks.shared.small_runs import ONE_MEMORY
 from moesched.devices.kernels.seam import Case
 from moesched.devices.kernels.triton_rows import TRITON
+from moesched.devices.runner.micro_batch import MicroBatchState
 from moesched.devices.torch.captured import Graphs
 from moesched.devices.torch.copies import host_indices
 from moesched.devices.torch.cuda_streams import CudaStreams
 from moesched.devices.torch.device import CUDA_LANES, TorchDevice
+from moesched.devices.torch.fixed_steps import Replays
 from moesched.models.checkpoint import open_checkpoint
 from moesched.models.layout import weight_layout
 from moesched.plugins import make_policy
 from moesched.requests.batch import split_batch
+from moesched.requests.sampling import Sampling
 from moesched.runs.hardware import run
 from moesched.runs.planning import plan_run
+from moesched.steps.plan import Plan
 
 PROMPT = 16
 
@@ -99,9 +103,15 @@ class IdleDevice(TorchDevice):
         checkpoint = open_checkpoint(folder)
         super().__init__(checkpoint, weight_layout(checkpoint.config, "float32"), kernel="torch")
         self._compute.kernels.front = [type(row.__name__, (OnHost, row), {}) for row in TRITON]
-        self._compute.graphs = Graphs(IDLE)
+        self._compute.replays = Replays(Graphs(IDLE))
         # Another than the host's, so that caches count as the GPU's.
         self._compute.indices = partial(host_indices)
+
+    def _open(self, plan: Plan, states: list[MicroBatchState], sampling: Sampling) -> None:
+        for state in states:
+            for cache in state.caches:
+                cache.slots.zero_()  # nothing else fills them, and tokens have to be finite
+        super()._open(plan, states, sampling)
 
     @property
     def kinds(self) -> Mapping[str, Any]:

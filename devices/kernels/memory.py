@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable
+from typing import Any
 
 import torch
 
@@ -47,12 +48,16 @@ class Memory:
         kept: whether a micro-batch keeps this memory, and the kernels bound to it, for later steps.
         scratch: memory for intermediate results.
         bound: returns the kernel that was kept by a key; None if there is none.
+        decodes: whether the step that uses it decodes.
+        step: what a device keeps of the calls of such a step.
     """
 
     def __init__(self, rows: int, scratch: Scratch | None = None, **tensors: torch.Tensor) -> None:
         self.rows = rows
         self.scratch = scratch or Scratch()
         self.kept = rows <= KEPT_ROWS
+        self.decodes = False
+        self.step: Any = None
         self._tensors = tensors
         self._bound: dict[Hashable, Bound] = {}
         self.bound: Callable[[Hashable], Bound | None] = self._bound.get
@@ -83,7 +88,7 @@ class Memory:
 
 
 class SharedMemory(Memory):
-    """Memory for results that nothing reads after the next call for any micro-batch."""
+    """Memory for results that nothing reads after the next call for any micro-batch, but for the tensors given."""
 
     def tensor(
         self,
@@ -93,8 +98,9 @@ class SharedMemory(Memory):
         zero: bool = False,
         device: torch.device | None = None,
     ) -> torch.Tensor:
-        """The shared tensor of a name."""
-        return self.scratch.tensor(name, *shape, dtype=dtype, device=device)
+        """The tensor that was given by a name, or the shared one."""
+        given = self._tensors.get(name)
+        return given if given is not None else self.scratch.tensor(name, *shape, dtype=dtype, device=device)
 
 
 def _allocated(

@@ -11,6 +11,7 @@ from moesched.models.config import ModelConfig
 
 from ..native.kernels import NativeKernels
 from ..products.team import Team
+from .memory import Memory
 from .seam import Bound
 from .table import KernelTable
 
@@ -18,11 +19,14 @@ Indices = Callable[[Sequence[int]], torch.Tensor]
 """Makes an int64 tensor of numbers, on some device."""
 Upload = Callable[[Sequence[int], torch.Tensor], None]
 """Copies numbers to the first places of an int64 tensor, on some device."""
-Capture = Callable[[Bound], Bound]
-"""Returns a bound kernel that is replayed where its calls repeat: it launches kernels alone, into memory that stays."""
+Capture = Callable[[Bound, str, Memory], Bound]
+"""Returns a bound kernel that is replayed where its calls repeat: it launches kernels alone, into memory that stays.
+
+The others are its operation, and the memory that it is bound to.
+"""
 
 
-def as_it_is(run: Bound) -> Bound:
+def as_it_is(run: Bound, operation: str, memory: Memory) -> Bound:
     """Return a bound kernel that is called each time."""
     return run
 

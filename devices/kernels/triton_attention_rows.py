@@ -52,7 +52,7 @@ class TritonAttentionInputs(TritonKernel):
             operators.attention_inputs(normed(hidden_TD), *matrix, head_norms, *angles, *settings, *qkv)
             return qkv
 
-        return self._captured(project)
+        return self._captured(project, memory)
 
 
 class TritonAttention(TritonKernel):
@@ -114,10 +114,10 @@ class TritonAttention(TritonKernel):
             operators.join_parts(*parts, table, PART_TOKENS, attended_SX)
             return attended_SX
 
-        launch = self._captured(launch)
+        launch = self._captured(launch, memory)
 
         def attend(qkv: Sequence[Tensor], cached: Any, step: Any) -> Tensor:
-            own = parts(power_of_two(-(-max(step.in_blocks.lengths) // PART_TOKENS)))
+            own = parts(parts_of(step))
             table = step.table(upload)
             return launch(qkv, table, cached.block_size, (cached.keys, cached.values), *own)
 
@@ -128,6 +128,11 @@ class TritonAttention(TritonKernel):
         table = self._result(memory, "blocks", power_of_two(len(numbers)), dtype=torch.int64)
         self._upload(numbers, table)
         return table
+
+
+def parts_of(step: Any) -> int:
+    """The number of parts that the longest sequence of a step is attended in, rounded up to a power of two."""
+    return power_of_two(-(-max(step.in_blocks.lengths) // PART_TOKENS))
 
 
 class TritonPromptAttention(TritonKernel):

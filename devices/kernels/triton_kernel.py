@@ -15,7 +15,7 @@ from . import operators
 from .layer_weights import Blocks, Tensor
 from .memory import Memory
 from .resources import Resources
-from .seam import ROWS, Case, Kernel
+from .seam import ROWS, Bound, Case, Kernel
 
 ALIGNED_BYTES = 16
 """Rows of matrices begin at multiples of this, so that a GPU reads them in its widest loads."""
@@ -44,7 +44,7 @@ class TritonKernel(Kernel):
         self._device = resources.device
         self._indices = resources.indices
         self._upload = resources.upload
-        self._captured = resources.captured
+        self._capture = resources.captured
         self._layer_norm = self._config.norm == "layer"
         self._tables: dict[tuple[int, ...], Tensor] = {}
 
@@ -68,6 +68,10 @@ class TritonKernel(Kernel):
         if any(width * DTYPES[case.dtype] % ALIGNED_BYTES for width in widths):
             return f"its rows are multiples of {ALIGNED_BYTES} bytes"
         return ""
+
+    def _captured(self, run: Bound, memory: Memory) -> Bound:
+        """The call as a GPU replays it."""
+        return self._capture(run, self.operation, memory)
 
     def _result(self, memory: Memory, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """The memory for a result, by default of the hidden states' dtype."""

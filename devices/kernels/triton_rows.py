@@ -23,7 +23,12 @@ from .layer_weights import Tensor, Weights
 from .memory import Memory, SharedMemory
 from .resources import Resources, as_it_is
 from .seam import Bound, Case, Routed
-from .triton_attention_rows import TritonAttention, TritonAttentionInputs, TritonPromptAttention
+from .triton_attention_rows import (
+    TritonAttention,
+    TritonAttentionInputs,
+    TritonPromptAttention,
+    parts_of,
+)
 from .triton_kernel import DTYPES, TritonKernel, power_of_two
 
 T = TypeVar("T")
@@ -57,9 +62,10 @@ class TritonEmbed(TritonKernel):
         )
         arguments = weights["embedding"][0], self._frequencies_h, hidden_TD, *angles
 
-        @self._captured
-        def look_up(ids_T: Tensor, positions_T: Tensor) -> None:
+        def launch(ids_T: Tensor, positions_T: Tensor, shapes: object) -> None:
             operators.embed(ids_T, positions_T, *arguments)
+
+        look_up = self._captured(launch, memory)
 
         @lru_cache(maxsize=1)
         def places(*lengths: int) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -78,7 +84,9 @@ class TritonEmbed(TritonKernel):
             left = iter(kept)
             for step, own in zip(here, lists, strict=True):
                 step.keep(*islice(left, len(own)))
-            look_up(ids_T, positions_T)
+            # Later calls of the step depend on these, too, and may be launched by this one.
+            shapes = memory.decodes, tuple(map(len, flat)), tuple(map(parts_of, here))
+            look_up(ids_T, positions_T, shapes)
             return hidden_TD, angles
 
         return embed
@@ -98,7 +106,7 @@ class TritonOutputProjection(TritonKernel):
             operators.output_projection(attended_TX, *matrix, residual_TD, out_TD)
             return out_TD
 
-        return self._captured(project)
+        return self._captured(project, memory)
 
 
 class TritonRoute(TritonKernel):
@@ -133,7 +141,7 @@ class TritonRoute(TritonKernel):
             operators.route(hidden_TD, norm_D, *matrix, *settings, *routed)
             return routed
 
-        return self._captured(route)
+        return self._captured(route, memory)
 
 
 class TritonExpert(TritonKernel):
@@ -196,7 +204,9 @@ class TritonMoELayer(TritonKernel):
         """Bind all that follows attention: (attended_TX, hidden_TD) -> hidden_TD, experts_Tk, None."""
         assert case.layer is not None, "it is in a layer"
         network = case.layer.feed_forward
-        shared = SharedMemory(case.rows, memory.scratch)
+        # Copied to the host when later layers may have run.
+        experts_Tk = self._result(Memory(case.rows), "experts", case.rows, network.top_k, dtype=torch.int64)
+        shared = SharedMemory(case.rows, memory.scratch, experts=experts_Tk)
         project, route = (part.bind(case, weights, shared) for part in (self._project, self._route))
         tokens = min(case.rows, max(1, GROUPED_BYTES // DTYPES[case.dtype] // network.top_k))
         gated_nI = self._gated(case.rows * network.top_k, network.intermediate, memory)
@@ -211,7 +221,7 @@ class TritonMoELayer(TritonKernel):
                 add_experts(*part)
             return out_TD, routed.experts_Tk, gated_nI
 
-        return self._captured(run)
+        return self._captured(run, memory)
 
     def _gated(self, rows: int, intermediate: int, memory: Memory) -> Tensor | None:
         """Memory for activations; None if nobody observes them."""
@@ -270,7 +280,7 @@ class TritonLogits(TritonKernel):
 
     def bind(self, case: Case, weights: Weights, memory: Memory) -> Bound:
         """Bind last norm and LM head: (hidden_TD, rows) -> logits_SV."""
-        return partial(self._on_rows, self._captured(self._logits(case, weights, memory)))
+        return partial(self._on_rows, self._captured(self._logits(case, weights, memory), memory))
 
     def _logits(self, case: Case, weights: Weights, memory: Memory) -> Callable[[Tensor], Tensor]:
         normed = self._normed(weights["final_norm"][0], case.rows, memory)
@@ -297,14 +307,14 @@ class TritonGreedy(TritonLogits):
     def bind(self, case: Case, weights: Weights, memory: Memory) -> Bound:
         """Bind logits and the likeliest tokens: (hidden_TD, rows) -> logits_SV, tokens."""
         logits = self._logits(case, weights, memory)
-        tokens_S = self._scratch(memory, "tokens", case.rows, dtype=torch.int64)
+        tokens_S = self._result(memory, "tokens", case.rows, dtype=torch.int64)
 
         def compute(hidden_SD: Tensor) -> tuple[Tensor, Tensor]:
             logits_SV = logits(hidden_SD)
             operators.likeliest(logits_SV, tokens_S)
             return logits_SV, tokens_S
 
-        launch = partial(self._on_rows, self._captured(compute))
+        launch = partial(self._on_rows, self._captured(compute, memory))
 
         def choose(hidden_TD: Tensor, rows: Sequence[int]) -> tuple[Tensor, list[int]]:
             logits_SV, tokens_S = launch(hidden_TD, rows)

@@ -57,6 +57,7 @@ class Attention:
         state.decodes = task.phase == "decode" and state.step.one_each
         ids = [token for tokens in state.new for token in tokens]
         memory = state.take_memory(len(ids), self._scratch)
+        memory.decodes = state.decodes
         embed = self._kernels.bound("embed", self._embedding, memory)
         state.hidden_TD, state.angles = embed(ids, state.step.positions, state.steps)
 

@@ -147,13 +147,10 @@ class NextTokens:
     def sample_next(self, task: Task) -> list[int] | list[Standing]:
         """Compute the logits, and `draw` the next tokens from them."""
         state = self._states[task.micro_batch]
-        likeliest = self.likeliest(state) if self._is_greedy(state) else None
-        if likeliest is None:
+        tokens = self.likeliest(state) if self._is_greedy(state) else None
+        if tokens is None or -1 in tokens:  # `draw` raises if a logit is not finite
             with self._library.computing():
                 return self.draw(task, self.logits(state))
-        logits_SV, tokens = likeliest
-        if -1 in tokens:
-            return self.draw(task, logits_SV)  # raises
         state.hand_on(tokens)
         return tokens
 
@@ -162,11 +159,15 @@ class NextTokens:
             return False
         return not any(each.temperature for each in state.samplings or [self._choice.sampling])
 
-    def likeliest(self, state: MicroBatchState) -> tuple[Any, list[int]] | None:
-        """The logits and the likeliest token of each row; None if no kernel finds both."""
+    def likeliest(self, state: MicroBatchState) -> list[int] | None:
+        """The likeliest token of each row, -1 if its logits are not finite; None if no kernel finds them."""
         memory, rows = self._last_rows(state)
         greedy = self._kernels.fused("greedy", self._head, memory)
-        return None if greedy is None else greedy(state.hidden_TD, rows)
+        if greedy is None:
+            return None
+        tokens: list[int]
+        _, tokens = greedy(state.hidden_TD, rows)  # other micro-batches may have the logits' memory by now
+        return tokens
 
     def _last_rows(self, state: MicroBatchState) -> tuple[Memory, Sequence[int]]:
         """The rows that tokens are sampled from, and memory for logits: the step's if these are all of its rows."""

@@ -46,6 +46,7 @@ class Graphs:
         """Of captures alone: other threads, too, use the streams that calls run on."""
         self._first: Any = None
         """Kept for its memory: torch shares that of graphs only while one of them is left."""
+        self._ways: list[str] = []
         self.count = 0
         self.refusal = ""
 
@@ -54,14 +55,7 @@ class Graphs:
         """The way in which calls repeat, by the word `replay`; empty if none was captured."""
         if self.refusal:
             return {"replay": [f"launches, as a capture failed: {self.refusal}"]}
-        return {"replay": ["CUDA graphs"]} if self.count else {}
-
-    def captured(self, run: Bound) -> Bound:
-        """Return a bound kernel that is replayed where its calls repeat.
-
-        run: launches kernels alone; equal arguments give results in the same memory.
-        """
-        return Captured(run, self)
+        return {"replay": self._ways} if self._ways else {}
 
     def capture(self, owner: Captured, run: Callable[[], Any]) -> tuple[Any, Any] | None:
         """Capture a kernel's call, which does not run it; returns the graph and the call's result.
@@ -87,6 +81,8 @@ class Graphs:
         self._first = self._first or graph
         self._live.add(owner)
         self.count += 1
+        if owner.way not in self._ways:
+            self._ways.append(owner.way)
         return graph, result
 
     def drop(self, owner: Captured) -> None:
@@ -102,6 +98,9 @@ class Captured:
     """A bound kernel made of one: runs it, captures it when its calls repeat, and then replays it.
 
     After a graph that was hardly replayed, the next one takes twice as many equal calls.
+
+    Attributes:
+        way: the way in which calls repeat, for reports.
     """
 
     __slots__ = (
@@ -114,9 +113,11 @@ class Captured:
         "_result",
         "_run",
         "_warm",
+        "way",
     )
 
-    def __init__(self, run: Bound, graphs: Graphs) -> None:
+    def __init__(self, run: Bound, graphs: Graphs, way: str = "CUDA graphs") -> None:
+        self.way = way
         self._run = run
         self._graphs = graphs
         self._warm = WARM_CALLS
@@ -127,7 +128,7 @@ class Captured:
         self._held: tuple[Any, ...] = ()
 
     def __call__(self, *arguments: Any) -> Any:
-        identity = _identities(arguments)
+        identity = identities(arguments)
         if identity != self._identity:
             self._begin(identity)
         self._calls += 1
@@ -156,14 +157,14 @@ class Captured:
         return True
 
 
-def _identities(arguments: Iterable[Any]) -> list[Any]:
+def identities(arguments: Iterable[Any]) -> list[Any]:
     """The addresses of tensors, and all other arguments as they are."""
     found: list[Any] = []
     for each in arguments:
         if isinstance(each, torch.Tensor):
             found.append(each.data_ptr())
         elif isinstance(each, tuple | list):
-            found += _identities(each)
+            found += identities(each)
         else:
             found.append(each)
     return found

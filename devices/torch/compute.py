@@ -17,6 +17,7 @@ from ..shared.page_reader import DTYPES
 from .captured import Graphs
 from .copies import NumberRing, host_indices, host_upload
 from .cores import Cores
+from .fixed_steps import Replays
 
 
 class Compute:
@@ -33,7 +34,7 @@ class Compute:
         use_cores_for: sets the number of cores for a product, given its numbers of rows and weights.
         kernels: the kernels of the operations.
         indices: makes an int64 tensor on the accelerator from numbers.
-        graphs: the accelerator's graphs of kernels; None on the CPU.
+        replays: has kernels replayed on the accelerator; None on the CPU.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class Compute:
             left=self.core_plan.issuing,
             use_cores_for=self.use_cores_for,
         )
-        self.graphs = None if self.on_cpu else Graphs(self.accelerator)
+        self.replays = None if self.on_cpu else Replays(Graphs(self.accelerator))
         self._threads_before: int | None = None
 
     @property
@@ -86,7 +87,7 @@ class Compute:
             return
         self._threads_before = torch.get_num_threads()
         upload: Upload = host_upload
-        captured = self.graphs.captured if self.graphs else as_it_is
+        captured = self.replays.captured if self.replays else as_it_is
         if not self.on_cpu:
             ring = NumberRing(self.accelerator)
             self.indices, upload = ring.indices, ring.upload

@@ -31,6 +31,7 @@ from moesched.seams import (
     Transport,
     ignore_progress,
 )
+from moesched.steps.fixed_steps import has_fixed_steps
 from moesched.steps.plan import Plan
 from moesched.system.memory_ahead import MemoryAhead
 from moesched.tasks import HostKernel, Task
@@ -167,8 +168,8 @@ class TorchDevice(ChoosesDtype):
     @property
     def kernels(self) -> Mapping[str, Sequence[str]]:
         """The names of the kernels that ran in batches so far, by operation, and the way in which calls repeat."""
-        graphs = self._compute.graphs
-        return {**self._compute.kernels.table.used, **(graphs.used if graphs else {})}
+        replays = self._compute.replays
+        return {**self._compute.kernels.table.used, **(replays.graphs.used if replays else {})}
 
     @property
     def own_bytes(self) -> int:
@@ -256,6 +257,8 @@ class TorchDevice(ChoosesDtype):
         """Make the verbs of a run, and warm up its kernels."""
         choice = Choice(sampling, plan.batch.first_request, self._keep if self._keep_logits else None)
         topology = Topology(plan, states, choice, self._compute, self._store, self._observers)
+        if self._compute.replays is not None:
+            self._compute.replays.layers = len(plan.layers) if has_fixed_steps(plan) else 0
         self._verbs = self._verbs_of(topology, plan)
         kv = memory_for_kv(states, topology.kv_slots)
         shapes = shapes_of(plan, kv)

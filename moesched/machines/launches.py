@@ -12,7 +12,7 @@ KERNELS_OF_A_PRODUCT, KERNELS_OF_EXPERTS, KERNELS_OF_ATTENTION = 3, 5, 2
 """Number of kernels of a product with norm and activation, of one expert or several grouped ones, and of attention."""
 
 IN_GRAPHS = {"embed": 1, "pre_attention": 2, "attention": 2, "post_attention": 6, "sample": 3}
-"""Kernels in Triton of the works that are one graph, whose replay is one launch."""
+"""Kernels in Triton of the works that are one graph, whose replay is one launch, or part of that of a whole step."""
 ONE_BY_ONE = {"route": 6, "preview_route": 2, "combine": 1}
 """Launches of works that are more than a graph: `route` replays two, and sorts the rows of experts by four kernels."""
 OF_AN_EXPERT = 2
@@ -51,6 +51,6 @@ def is_product(part: WorkPart) -> bool:
 def _with_graphs(work: Work) -> float:
     if work.kind in IN_GRAPHS:
         if work.tokens <= KEPT_ROWS:
-            return 1.0
+            return 0.0 if work.joins else 1.0
         return IN_GRAPHS[work.kind] + any(part.operation == OF_PROMPTS for part in work.parts)
     return ONE_BY_ONE.get(work.kind, OF_AN_EXPERT)

@@ -53,8 +53,8 @@ class Processor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         handover_seconds: time from the end of a kernel until the network may send its result.
         device_class: class of device, which says how much of the stated rates kernels sustain; empty if all.
         rates: estimates that replace those of the class, by name.
-        replays: whether a task of up to 128 rows is one replay of a graph, and all kernels are those of device cuda
-            with `triton=true`.
+        replays: whether a task of up to 128 rows is one replay of a graph, or a part of that of a whole decode step.
+            All kernels are then those of device cuda with `triton=true`.
     """
 
     memory: str

@@ -39,7 +39,8 @@ def kept_bytes(operations: Operations, rows: int, blocks: int, *, loads: bool) -
     listed = _GROWING * _NUMBER * (2 * rows + 2 * (2 * rows + blocks))
     layers = operations.config.layers if loads else 0
     attended = max(kind.qkv_bytes + kind.attention_bytes for kind in operations.kinds.values())
-    return rows * (attended + 2 * operations.hidden_bytes + choices) + listed * (1 + layers)
+    of_layers = operations.config.layers * network.top_k * _NUMBER
+    return rows * (attended + 2 * operations.hidden_bytes + choices + of_layers) + listed * (1 + layers)
 
 
 def shared_bytes(

@@ -139,7 +139,8 @@ class MicroBatch:
         stage: the pipeline stage that it is at.
         works: the works of its verbs at that stage, in its kind of layer; `works_at` has those of all stages and kinds.
         bound: by a verb's number, its lane and its work at that stage, and the blocks that its task reads and writes.
-        sized_for: the phase, and the numbers of sampled and of new tokens, that its works are for.
+        routes: whether it has used `route`, so that a layer is more than one task after attention.
+        sized_for: the phase, the numbers of sampled and of new tokens, and `routes`, that its works are for.
         chunk: the part of the prompts that it takes through prefill; None if chunks of it do that.
         chunk_of: the micro-batch whose prompts it is a part of; None if it is no chunk.
         is_chunk: whether it is a part of another micro-batch's prompts.
@@ -163,6 +164,7 @@ class MicroBatch:
         "phase",
         "progress",
         "requests",
+        "routes",
         "routing",
         "served",
         "sized_for",
@@ -191,7 +193,8 @@ class MicroBatch:
         self.progress = START
         self.last: Task | None = None
         self.stage: PipelineStage
-        self.sized_for: tuple[Phase, int, int] | None = None
+        self.routes = False
+        self.sized_for: tuple[Phase, int, int, bool] | None = None
         self.works: dict[str, Work] = {}
         self.works_at: list[list[dict[str, Work]]] = []
         self.bound: list[BoundVerb] = []

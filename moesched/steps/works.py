@@ -8,9 +8,11 @@ from operator import add
 
 from moesched.machines.cost import cost_model
 from moesched.machines.demand import CostModel
+from moesched.models.footprint import KEPT_ROWS
 from moesched.models.kv_blocks import KV_BLOCK_TOKENS
 from moesched.models.operations import Amount, Operations
 from moesched.models.tensor_sizes import ResidentShare
+from moesched.steps.fixed_steps import has_fixed_steps
 from moesched.steps.micro_batch import MicroBatch
 from moesched.steps.pipeline_stages import PipelineStage
 from moesched.steps.plan import Plan
@@ -19,6 +21,9 @@ from moesched.tasks import Lane, Work, WorkPart
 
 GROWING = tuple(verb.name for verb in VERBS if verb.grows)
 """Verbs whose work differs from step to step, since the KV cache grows."""
+
+IN_FIXED_STEPS = ("pre_attention", "post_attention", "sample")
+"""Verbs beside attention that the first task of a fixed step launches."""
 
 _TO_THE_HOST_AND_BACK = WorkPart("hop", 0, times=2)
 
@@ -41,6 +46,7 @@ class Works:
         self._stages = stages
         self._works: dict[tuple[str, str, int, int, bool], Work] = {}
         self._moves: dict[tuple[str, str, int, int, str], tuple[Lane, Work]] = {}
+        self._is_fixed = plan.machine.accelerator.replays and has_fixed_steps(plan)
 
     def work(
         self,
@@ -88,7 +94,7 @@ class Works:
 
     def size(self, batch: MicroBatch) -> None:
         """Set the works for a micro-batch's step; only those of attention change with the length of the KV cache."""
-        needed = batch.phase, len(batch.ends), sum(batch.tokens)
+        needed = batch.phase, len(batch.ends), sum(batch.tokens), batch.whole.routes
         if batch.sized_for != needed:
             numbers = range(len(self.kinds))
             batch.bind(
@@ -114,11 +120,15 @@ class Works:
             "preview_route": operations.preview_route,
             "combine": operations.combine,
         }
+        joining = IN_FIXED_STEPS if self._joins(batch, tokens) else ()
         works = {
-            verb: self.work(verb, accelerator, tokens, amount, number) for verb, amount in amounts.items()
+            verb: self.work(verb, accelerator, tokens, amount, number, joins=verb in joining)
+            for verb, amount in amounts.items()
         }
         if sequences:
-            works["sample"] = self.work("sample", accelerator, sequences, operations.sample)
+            works["sample"] = self.work(
+                "sample", accelerator, sequences, operations.sample, joins="sample" in joining
+            )
         if plan.batch.beams > 1:
             cached_at = accelerator if batch.kv.on_accelerator[0] else stage.processors["host"]
             unshared = sequences * KV_BLOCK_TOKENS // 2  # beams share all other blocks with their parents
@@ -136,6 +146,10 @@ class Works:
             )[1]
         return works
 
+    def _joins(self, batch: MicroBatch, tokens: int) -> bool:
+        """Test whether the first task of a micro-batch's step of `tokens` rows launches all of it."""
+        return self._is_fixed and batch.phase == "decode" and not batch.whole.routes and tokens <= KEPT_ROWS
+
     def _size_attention(self, batch: MicroBatch) -> None:
         """Set a micro-batch's works that grow with the KV cache."""
         plan = self._plan
@@ -146,6 +160,7 @@ class Works:
             lengths = [length for length in lengths for _ in range(beams)]
         tokens = len(lengths) if decodes else sum(new)
         loads = decodes and plan.kv.slots and not (plan.machine.unified or all(batch.kv.on_accelerator))
+        joins = self._joins(batch, tokens)
         for number, operations in enumerate(self.kinds):
             if decodes:
                 amount = operations.attention_step(lengths)
@@ -155,7 +170,9 @@ class Works:
             there_and_back = (*parts, _TO_THE_HOST_AND_BACK)
             on_host = Work("cpu_attention", plan.machine.roles.host, flops, nbytes, tokens, there_and_back)
             for stage in self._stages:
-                here = Work("attention", stage.processors["accelerator"], flops, nbytes, tokens, parts)
+                here = Work(
+                    "attention", stage.processors["accelerator"], flops, nbytes, tokens, parts, joins=joins
+                )
                 batch.rebind(ATTENTION, stage, number, here)
                 batch.rebind(CPU_ATTENTION, stage, number, on_host)
                 if loads:

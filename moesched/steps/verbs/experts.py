@@ -55,6 +55,7 @@ class ExpertVerbs(Verbs):
         batch.routing.pending = None
         task = self._run(ROUTE, layer, batch, view, () if view is None else view.reads)
         batch.routing.decision = task
+        batch.whole.routes = True
         if self._state.previews.waiting:
             self._state.previews.pair(task)
         return task

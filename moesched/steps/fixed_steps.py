@@ -1,0 +1,15 @@
+"""Fixed decode steps: those of plans under which one accelerator computes all, and nothing moves to or from it."""
+
+from __future__ import annotations
+
+from moesched.steps.plan import Plan
+
+
+def has_fixed_steps(plan: Plan) -> bool:
+    """Test whether weights and KV cache all stay in the memory of one accelerator, which computes alone."""
+    if len(plan.accelerators) > 1 or plan.nodes.count > 1 or plan.layout.config.ranks > 1:
+        return False
+    (fast,) = plan.accelerators
+    kept = {page.id for fixed in plan.weights.resident if fixed.memory is fast for page in fixed.pages()}
+    cached = {role for roles in plan.kv.roles for role in roles}
+    return cached == {"accelerator"} and len(kept) == len(plan.layout.pages)
