@@ -11,6 +11,7 @@ import torch
 from msgspec.structs import replace
 
 from moesched import plugins
+from moesched.devices.lagging.device import LaggingDevice, LaggingGpu
 from moesched.devices.torch.device import TorchDevice
 from moesched.errors import BadInput
 from moesched.jobs.cut_prompts import with_cut_prompts
@@ -151,6 +152,21 @@ def test_on_mlx_each_request_gets_the_tokens_that_it_has_alone(
     checkpoint: Checkpoint, alone: dict[int, list[int]], name: str
 ) -> None:
     serve_until_a_stop_token(mlx_device(checkpoint), name, alone, M2_ULTRA)
+
+
+def test_requests_join_and_leave_while_steps_of_as_many_rows_are_one_graph(checkpoint: Checkpoint) -> None:
+    """A prompt of one token has as many rows as a decode step."""
+    requests = [
+        Request(number=number, prompt=prompt, new_tokens=9, ids=[*range(number, number + prompt)])
+        for number, prompt in enumerate((3, 5, 1, 1))
+    ]
+    device = LaggingDevice(checkpoint, LAYOUT, gpu=LaggingGpu(seed=1), triton=True)
+    policy, capacity = make_policy("resident"), Capacity(2, 1, 2 * 16, 24, 32)
+    plan = planned(policy, capacity, device)
+    serving = serve_on(device, ServingSetup(plan, policy, capacity, ListedArrivals(requests)))
+    device.close()
+    assert tokens_of(serving) == tokens_alone(checkpoint, requests)
+    assert "CUDA graphs of steps" in device.kernels["replay"]
 
 
 @pytest.mark.parametrize("name", ["resident", "expert_streaming"])

@@ -30,6 +30,7 @@ TESTS = [
     "tests/test_cuda_streams.py",
     "tests/test_warm_up.py",
     "tests/test_operators.py",
+    "tests/test_serving.py",
     "tests/test_lagging_device.py",
 ]
 SWEEP = ["-m", "benchmarks.robustness._lagging_rows"]

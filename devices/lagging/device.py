@@ -132,6 +132,14 @@ class LaggingDevice(TorchDevice):
     def begin(self, plan: Plan, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
         with OnGpu():
             super().begin(plan, prompts, sampling)
+        self._stay_on_gpu()
+
+    def serve(self, plan: Plan) -> None:
+        with OnGpu():
+            super().serve(plan)
+        self._stay_on_gpu()
+
+    def _stay_on_gpu(self) -> None:
         self._verbs = {name: _on_gpu(verb) for name, verb in self._verbs.items()}
 
 
