@@ -18,11 +18,12 @@ from moesched.jobs.cut_prompts import with_cut_prompts
 from moesched.machines import Machine, load_machine
 from moesched.models.checkpoint import Checkpoint, open_checkpoint
 from moesched.models.layout import weight_layout
+from moesched.models.replayed import GRAPH_BYTES
 from moesched.plugins import make_policy
 from moesched.requests.batch import Batch
 from moesched.requests.logprobs import ScoredToken, WantedLogprobs
 from moesched.runs.hardware import run
-from moesched.runs.planning import plan_run
+from moesched.runs.planning import as_used_by, plan_run
 from moesched.runs.served_parts import ServingSetup
 from moesched.runs.served_runs import serve_on, simulate_serving
 from moesched.runs.serving import Served, Serving
@@ -154,18 +155,31 @@ def test_on_mlx_each_request_gets_the_tokens_that_it_has_alone(
     serve_until_a_stop_token(mlx_device(checkpoint), name, alone, M2_ULTRA)
 
 
-def test_requests_join_and_leave_while_steps_of_as_many_rows_are_one_graph(checkpoint: Checkpoint) -> None:
-    """A prompt of one token has as many rows as a decode step."""
+@pytest.mark.parametrize(
+    ("places", "sequences", "prompts"), [(2, 1, (3, 5, 1, 1)), (1, 6, (1, 2, 3, 4, 5, 6, 7) * 2)]
+)
+def test_requests_join_and_leave_while_steps_of_as_many_rows_are_one_graph(
+    checkpoint: Checkpoint, places: int, sequences: int, prompts: Sequence[int]
+) -> None:
+    """A prompt of one token has as many rows as a decode step. Graphs of several numbers of rows are in the plan."""
     requests = [
-        Request(number=number, prompt=prompt, new_tokens=9, ids=[*range(number, number + prompt)])
-        for number, prompt in enumerate((3, 5, 1, 1))
+        Request(
+            number=number,
+            prompt=prompt,
+            new_tokens=4 + 3 * (number % 6),
+            ids=[*range(number, number + prompt)],
+        )
+        for number, prompt in enumerate(prompts)
     ]
     device = LaggingDevice(checkpoint, LAYOUT, gpu=LaggingGpu(seed=1), triton=True)
-    policy, capacity = make_policy("resident"), Capacity(2, 1, 2 * 16, 24, 32)
-    plan = planned(policy, capacity, device)
+    policy, capacity = make_policy("resident"), Capacity(places, sequences, sequences * 32, 24, 32)
+    plan = planned(policy, capacity, device, as_used_by(device, T4))
     serving = serve_on(device, ServingSetup(plan, policy, capacity, ListedArrivals(requests)))
     device.close()
     assert tokens_of(serving) == tokens_alone(checkpoint, requests)
+    graphs = plan.reservations.sizes.graphs
+    assert device.gpu.memory.most_wanted <= plan.memory("accelerator").used - graphs
+    assert 0 < device.gpu.streams.captures * GRAPH_BYTES <= graphs
     assert "CUDA graphs of steps" in device.kernels["replay"]
 
 

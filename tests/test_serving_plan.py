@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 import moesched
+from benchmarks.shared.small_runs import TWO_MEMORIES
 from moesched.cli.serve import chosen
+from moesched.devices.lagging.device import LaggingDevice
 from moesched.errors import BadInput
 from moesched.inputs.budgets import assumed_process
 from moesched.inputs.defaults import POLICY
@@ -126,3 +128,13 @@ def test_a_context_beyond_the_models_is_refused() -> None:
 )
 def test_the_first_line_says_what_the_planner_chose_and_predicts(predicted: float | None, words: str) -> None:
     assert chosen(Ready("m", "cgopipe", predicted, "t4", 4, 4, 1024, 512, 256, 100)) == words
+
+
+@pytest.mark.parametrize("triton", [True, False])
+def test_a_server_plans_for_a_device_that_replays_kernels(folder: Path, triton: bool) -> None:
+    settings = {"triton": triton}
+    given = ServedOptions(
+        folder, policy="resident", machine=TWO_MEMORIES, device=LaggingDevice, device_settings=settings
+    )
+    with served_model(given) as served:
+        assert served.planned.plan.machine.accelerator.replays is triton

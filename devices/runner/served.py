@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from moesched.models.replayed import SERVED_MEMORIES
 from moesched.requests.rows import Row, Rows
 
 from .micro_batch import MicroBatchState
@@ -12,7 +13,7 @@ from .micro_batch import MicroBatchState
 class ServedState(MicroBatchState):
     """The tensors of a place, and its part of the KV cache."""
 
-    most_memories = 4
+    most_memories = SERVED_MEMORIES
 
     def __init__(self) -> None:
         super().__init__((), ())

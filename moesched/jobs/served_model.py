@@ -113,6 +113,7 @@ def served_model(
     machine = find_machine(given.machine, given.device, foreign=given.foreign_machine)
     job = serving_job(given, checkpoint.config, machine, device=given.device)
     with open_devices(given.device, given.device_settings, checkpoint, job.layout) as devices:
+        job.use_device(devices.first)
         planned = plan_serving(
             job,
             context,

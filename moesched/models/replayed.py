@@ -16,6 +16,8 @@ MOST_GRAPHS = 512
 """Graphs at a time."""
 MOST_TABLES = 1024
 """Tables of row blocks that are kept on the GPU. Streamed weights come back to the same addresses."""
+SERVED_MEMORIES = 4
+"""Numbers of rows whose results a micro-batch keeps where its requests join and leave; otherwise it keeps one."""
 GRAPH_BYTES = 64 << 10
 """Assumed bytes of a graph of a few kernels, which CUDA allocates."""
 _GRAPHS_OF_A_LAYER, _GRAPHS_OF_A_STEP = 4, 2
@@ -39,30 +41,28 @@ def kept_bytes(operations: Operations, rows: int, blocks: int, *, loads: bool) -
     listed = _GROWING * _NUMBER * (2 * rows + 2 * (2 * rows + blocks))
     layers = operations.config.layers if loads else 0
     attended = max(kind.qkv_bytes + kind.attention_bytes for kind in operations.kinds.values())
-    of_layers = operations.config.layers * network.top_k * _NUMBER
+    of_layers = operations.config.layers * network.top_k * _NUMBER + _NUMBER  # and the tokens
     return rows * (attended + 2 * operations.hidden_bytes + choices + of_layers) + listed * (1 + layers)
 
 
-def shared_bytes(
-    operations: Operations, prefill: Collection[int], decode: Collection[int], longest: int
-) -> int:
+def shared_bytes(operations: Operations, kept: Collection[int], decode: int, longest: int) -> int:
     """Bytes of memory that kernels of all micro-batches share, and of tables of row blocks.
 
     Args:
-        prefill, decode: rows of each micro-batch.
+        kept: rows that this memory was made for: it grows, and kernels that are kept have the smaller one.
+        decode: the most rows of a decode step, once for each time that its memory may be made.
         longest: tokens of the longest sequence at its end.
     """
     of_layers = {_scratch_of_a_row(kind) for kind in operations.kinds.values()}
-    kept = {rows for rows in (*prefill, *decode) if rows <= KEPT_ROWS}
-    logits = operations.config.vocabulary * _FLOAT + _NUMBER
-    attended = max(decode) * max(_parts_of_a_row(kind, longest) for kind in operations.kinds.values())
+    logits = operations.config.vocabulary * _FLOAT
+    attended = decode * max(_parts_of_a_row(kind, longest) for kind in operations.kinds.values())
     return sum(kept) * (sum(of_layers) + logits) + attended + _tables(operations)
 
 
-def graph_bytes(layers: int, decode: Collection[int]) -> int:
-    """Assumed bytes of the graphs of decode steps, given the rows of each micro-batch."""
+def graph_bytes(layers: int, steps: int) -> int:
+    """Assumed bytes of the graphs of a number of decode steps."""
     of_a_step = layers * _GRAPHS_OF_A_LAYER + _GRAPHS_OF_A_STEP
-    return GRAPH_BYTES * min(MOST_GRAPHS, of_a_step * sum(rows <= KEPT_ROWS for rows in decode))
+    return GRAPH_BYTES * min(MOST_GRAPHS, of_a_step * steps)
 
 
 def _scratch_of_a_row(operations: Operations) -> int:

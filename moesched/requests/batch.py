@@ -20,6 +20,7 @@ class Batch(msgspec.Struct, frozen=True):
         first_request: index of the batch's first request among all requests of the run.
         beams: sequences per request in decode.
         prefill_chunk: the most tokens of a micro-batch in prefill; None for no limit.
+        served: whether it stands for requests that join and leave, of which there are never more.
     """
 
     prompts: tuple[int, ...]
@@ -28,6 +29,7 @@ class Batch(msgspec.Struct, frozen=True):
     first_request: int = 0
     beams: int = 1
     prefill_chunk: int | None = None
+    served: bool = False
 
     def chunks(self) -> Mapping[int, Chunk]:
         """The chunks of prefill, by number of their micro-batch of prefill."""

@@ -58,7 +58,7 @@ class Capacity(msgspec.Struct, frozen=True):
         places = [
             tuple(numbers[first : first + self.sequences]) for first in range(0, len(numbers), self.sequences)
         ]
-        return Batch(tuple(prompts * self.places), least - prompt, tuple(places))
+        return Batch(tuple(prompts * self.places), least - prompt, tuple(places), served=True)
 
     def require(self, request: Request) -> None:
         """Check that a request can run if it is alone.

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from moesched.models.footprint import (
+    KEPT_ROWS,
     beside_window_bytes,
     exchanged_bytes,
     expert_workspace_bytes,
@@ -24,7 +25,7 @@ from moesched.models.host_buffers import (
 )
 from moesched.models.kv_blocks import KV_BLOCK_TOKENS, cached_tokens
 from moesched.models.operations import Operations
-from moesched.models.replayed import graph_bytes, kept_bytes, shared_bytes
+from moesched.models.replayed import SERVED_MEMORIES, graph_bytes, kept_bytes, shared_bytes
 from moesched.requests.batch import Batch
 from moesched.requests.chunks import Chunk
 from moesched.steps.read_only import ReadOnly
@@ -102,7 +103,18 @@ class BatchBytes(ReadOnly):
     @property
     def graphs(self) -> int:
         """Bytes of the graphs of decode steps."""
-        return graph_bytes(self._operations.config.layers, self._decode_rows)
+        decode = self._decode_rows
+        steps = (
+            SERVED_MEMORIES * len(decode) if self._batch.served else sum(each <= KEPT_ROWS for each in decode)
+        )
+        return graph_bytes(self._operations.config.layers, steps)
+
+    @property
+    def _kept(self) -> list[int]:
+        """The rows of each memory for results that stay."""
+        if self._batch.served:
+            return [min(KEPT_ROWS, rows) for rows in self._largest_first] * SERVED_MEMORIES
+        return [rows for rows in (*self._prefill, *self._decode_rows) if rows <= KEPT_ROWS]
 
     def replayed(self, *, loads: bool) -> int:
         """Bytes of results and tables that a GPU keeps for kernels that are replayed.
@@ -112,11 +124,12 @@ class BatchBytes(ReadOnly):
         operations, batch = self._operations, self._batch
         ends = list(map(batch.longest_at_end, batch.micro_batches))
         blocks = max(map(sum, ends)) // KV_BLOCK_TOKENS
-        kept = sum(
-            kept_bytes(operations, rows, blocks, loads=loads) for rows in (*self._prefill, *self._decode_rows)
-        )
-        longest = max(map(max, ends)) // batch.beams
-        return kept + shared_bytes(operations, self._prefill, self._decode_rows, longest)
+        kept, decode, longest = self._kept, max(self._decode_rows), max(map(max, ends)) // batch.beams
+        if batch.served:
+            shared = shared_bytes(operations, kept, SERVED_MEMORIES * decode, longest)
+        else:
+            shared = shared_bytes(operations, {*kept}, decode, longest)
+        return shared + sum(kept_bytes(operations, rows, blocks, loads=loads) for rows in kept)
 
     def exchanged(self, in_flight: int) -> int:
         """Bytes of buffers for the rows that nodes exchange, with `in_flight` prefill micro-batches within a layer."""
