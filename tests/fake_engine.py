@@ -15,6 +15,7 @@ import msgspec
 
 from moesched.server.messages import (
     Ask,
+    Broken,
     Close,
     Ending,
     Failed,
@@ -42,6 +43,7 @@ class FakeEngine:
         asked: the requests so far.
         left: the numbers of requests that were told to leave.
         held: while True, nothing is answered.
+        breaks: why each answer is broken off after its first token; empty for none.
     """
 
     def __init__(self, send: Callable[[bytes], object], says: Sequence[int], pace: float = 0.0) -> None:
@@ -54,6 +56,7 @@ class FakeEngine:
         self.says = list(says)
         self.stop_token = -1
         self.refuses = ""
+        self.breaks = ""
         self.asked: list[Ask] = []
         self.left: list[int] = []
         self.closed = False
@@ -87,11 +90,14 @@ class FakeEngine:
 
     def _turn(self) -> None:
         self._turning = False
-        tokens: list[Token] = [self._next(ask, count) for ask, count in list(self._open.values())]
+        tokens: list[Token | Broken] = [
+            Broken(ask.number, self.breaks) if self.breaks and count else self._next(ask, count)
+            for ask, count in list(self._open.values())
+        ]
         self._open = {
             number: (ask, count + 1)
             for (number, (ask, count)), token in zip(self._open.items(), tokens, strict=True)
-            if token.ending is None
+            if isinstance(token, Token) and token.ending is None
         }
         state = State(len(self._open), 0, 32 * len(self._open), 2048, 1, {"cpu": 0.5, "disk": 0.25})
         self._tell(*tokens, state)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 import torch
 
 import moesched
+from damaged_weights import damage, damage_scale
 from moesched.models.checkpoint import Checkpoint, open_checkpoint
 from moesched.models.kv_blocks import KV_BLOCK_TOKENS
 from moesched.models.random_model import write_random_model
@@ -35,24 +35,6 @@ PROMPTS = ("--prompt-ids", "1,2,3;4,5", "--max-new-tokens", TOKENS)
 def model(tmp_path: Path) -> Path:
     """A checkpoint of its own, to be damaged."""
     return small_model(tmp_path / "model")
-
-
-def damage(directory: Path, name: str, *, row: int = 0, number: float = float("nan")) -> None:
-    """Put a number into a tensor, first in a row."""
-    stored = open_checkpoint(directory).tensors[name]
-    assert stored.format.name == "float32"
-    width = 1 if len(stored.shape) == 1 else stored.shape[1]
-    with stored.file.open("r+b") as file:
-        file.seek(stored.offset + 4 * width * row)
-        file.write(struct.pack("<f", number))
-
-
-def damage_scale(model: Path, name: str, scale: bytes) -> None:
-    """Write the scale with which the first block of a tensor begins."""
-    stored = open_checkpoint(model).tensors[name]
-    with stored.file.open("r+b") as file:
-        file.seek(stored.offset)
-        file.write(scale)
 
 
 def refused(said: Any) -> str:

@@ -33,6 +33,7 @@ from benchmarks.shared.random_models import (
 )
 from benchmarks.shared.small_runs import ONE_MEMORY, Generated, generate, same_bits
 from commands import refused
+from damaged_weights import damage
 from moesched.devices.mlx.device import MlxDevice
 from moesched.devices.mlx.machine import ProcessLimit, with_gpu
 from moesched.devices.mlx.stacks import stacks_for
@@ -46,7 +47,6 @@ from moesched.seams import TokenSpan
 from moesched.testing import check_device
 from odd_models import DBRX, MIXTRAL, OLMOE, PROMPTS, layout_of, stored
 from small_models import small_model
-from test_bad_numbers import damage
 from test_nodes import MODELS as NODE_MODELS
 from test_nodes import POLICIES as NODE_POLICIES
 from test_nodes import expected as one_machines_tokens

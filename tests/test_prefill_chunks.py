@@ -143,7 +143,7 @@ def test_chunks_pass_several_accelerators(model: Path) -> None:
 
 def test_bad_numbers_of_an_early_chunk_are_found(tmp_path: Path) -> None:
     model = small_model(tmp_path / "model")
-    from test_bad_numbers import damage
+    from damaged_weights import damage
 
     damage(model, "layers.1.v")
     with pytest.raises(NotFinite, match=r"weight layers\.1\.v"):

@@ -199,6 +199,22 @@ def test_an_engine_that_ends_within_a_stream_is_an_event_of_it() -> None:
     answered(use)
 
 
+def test_an_answer_that_the_engine_breaks_off_is_an_error_and_others_are_answered() -> None:
+    async def use(server: Server) -> None:
+        server.engine.breaks = "the logits are not finite"
+        with pytest.raises(openai.InternalServerError, match="the logits are not finite"):
+            await chat(server)
+        stream = await chat(server, stream=True)
+        assert (await anext(stream)).choices[0].delta.content
+        with pytest.raises(openai.APIError, match="the logits are not finite"):
+            await anext(stream)
+        assert server.front.gate.inside == 0
+        server.engine.breaks = ""
+        assert (await chat(server)).choices[0].message.content
+
+    answered(use)
+
+
 def test_metrics_count_requests_and_tokens() -> None:
     async def use(server: Server) -> None:
         await chat(server, max_tokens=3)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import pytest
 import torch
 from msgspec.structs import replace
 
+from damaged_weights import damage
 from moesched import plugins
 from moesched.devices.lagging.device import LaggingDevice, LaggingGpu
 from moesched.devices.torch.device import TorchDevice
@@ -146,6 +148,31 @@ def test_under_every_policy_each_request_gets_the_tokens_that_it_has_alone(
     checkpoint: Checkpoint, alone: dict[int, list[int]], name: str
 ) -> None:
     serve_until_a_stop_token(TorchDevice(checkpoint, LAYOUT), name, alone)
+
+
+@pytest.mark.parametrize("name", ["resident", "cgopipe"])
+def test_a_request_whose_logits_are_not_finite_ends_and_the_others_go_on(
+    tmp_path: Path, alone: dict[int, list[int]], name: str
+) -> None:
+    broken = alone[1][1]
+    model = small_model(tmp_path / "model")
+    damage(model, "embedding", row=broken)
+    policy, device = make_policy(name), TorchDevice(open_checkpoint(model), LAYOUT)
+    plan = planned(policy, device=device)
+    serving = serve_on(device, ServingSetup(plan, policy, CAPACITY, ListedArrivals(asked(10))))
+    device.close()
+    assert serving.occupancy.held[-1] == 0
+    for number, served in serving.requests.items():
+        assert served.tokens == good_tokens(served.request, alone[number], broken)
+        is_whole = len(served.tokens) == served.request.new_tokens
+        assert served.ending == ("length" if is_whole else "not finite")
+
+
+def good_tokens(request: Request, whole: list[int], broken: int) -> list[int]:
+    """The tokens of a request before one follows from a token that is broken."""
+    if broken in (request.ids or ()):
+        return []
+    return whole[: whole.index(broken) + 1] if broken in whole else whole
 
 
 @pytest.mark.parametrize("name", ["resident", "expert_cache", "cgopipe"])

@@ -29,6 +29,7 @@ class MicroBatchState:
         samplings: the way that each of these tokens is chosen, each by its own seed; None if they have the batch's.
         logprobs: the log probabilities that are wanted of each of these tokens; None if none are.
         memory: memory for results of the step's kernels; None if the step has many tokens.
+        ends_alone: whether logits that are not finite end their own request; else the run.
         most_memories: numbers of tokens whose memory is kept; the oldest makes room.
         decodes: whether each sequence has one new token in the step, after its prompt.
         caches: the KV caches that have its requests: one of all layers, or two of some layers each. A cache has
@@ -40,6 +41,7 @@ class MicroBatchState:
             operation combine.
     """
 
+    ends_alone = False
     most_memories = 1
 
     def __init__(self, requests: Sequence[int], new: Sequence[Sequence[int]], beams: int = 1) -> None:

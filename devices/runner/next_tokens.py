@@ -11,7 +11,7 @@ import numpy.typing as npt
 from moesched.errors import NotFinite
 from moesched.requests.beams import Standing
 from moesched.requests.logprobs import Logprob, ScoredToken, WantedLogprobs
-from moesched.requests.next_token import logprobs_of, require_finite, sample, traced
+from moesched.requests.next_token import NO_TOKEN, logprobs_of, require_finite, sample_finite, traced
 from moesched.requests.sampling import Sampling
 from moesched.tasks import Task
 
@@ -84,8 +84,11 @@ class NextTokens:
     def draw(self, task: Task, logits_SV: Any) -> list[int] | list[Standing]:
         """Choose the next token of each sequence, or advance each request's beam search and return its standing.
 
+        Where requests end alone, one whose logits are not finite gets NO_TOKEN.
+
         Raises:
-            NotFinite: a logit is not finite; the message names the step and the first tensor that was bad.
+            NotFinite: a logit is not finite, and no request ends alone; the message names the step and the first
+                tensor that was bad.
         """
         state = self._states[task.micro_batch]
         with self._library.computing():
@@ -103,13 +106,14 @@ class NextTokens:
         mine = state.requests if state.ends is None else [state.requests[end] for end in ends]
         rows = len(positions) // len(mine)
         requests = [self._choice.first_request + request for request in mine for _ in range(rows)]
+        if not state.ends_alone:
+            require_finite(logits_SV, requests, positions)
         if self._beams:
             whole = state.whole
-            require_finite(logits_SV, requests, positions)
             return self._beams.advance(whole, [whole.requests.index(each) for each in mine], logits_SV)
         sampling = state.samplings or self._choice.sampling
         drawn_as = [0] * len(mine) if state.samplings else None
-        tokens = sample(logits_SV, sampling, requests, positions, drawn_as)
+        tokens = sample_finite(logits_SV, sampling, requests, positions, drawn_as)
         state.hand_on(tokens)
         return tokens if state.logprobs is None else self._scored(state, state.logprobs, tokens, logits_SV)
 
@@ -124,7 +128,7 @@ class NextTokens:
         ends = range(len(tokens)) if state.ends is None else state.ends
         scored = []
         for end, wants, token, logits_V in zip(ends, wanted, tokens, logits_SV, strict=True):
-            if wants is not None:
+            if wants is not None and token != NO_TOKEN:
                 (logprob,) = logprobs_of(logits_V[None], [token], wants.likeliest)
                 begins = wants.prompt and not state.decodes
                 prompt = self._of_prompt(state, end, wants.likeliest) if begins else None
@@ -148,7 +152,7 @@ class NextTokens:
         """Compute the logits, and `draw` the next tokens from them."""
         state = self._states[task.micro_batch]
         tokens = self.likeliest(state) if self._is_greedy(state) else None
-        if tokens is None or -1 in tokens:  # `draw` raises if a logit is not finite
+        if tokens is None or (NO_TOKEN in tokens and not state.ends_alone):  # `draw` raises
             with self._library.computing():
                 return self.draw(task, self.logits(state))
         state.hand_on(tokens)
@@ -160,7 +164,7 @@ class NextTokens:
         return not any(each.temperature for each in state.samplings or [self._choice.sampling])
 
     def likeliest(self, state: MicroBatchState) -> list[int] | None:
-        """The likeliest token of each row, -1 if its logits are not finite; None if no kernel finds them."""
+        """The likeliest token of each row, NO_TOKEN if its logits are not finite; None if no kernel finds them."""
         memory, rows = self._last_rows(state)
         greedy = self._kernels.fused("greedy", self._head, memory)
         if greedy is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from moesched.models.replayed import SERVED_MEMORIES
+from moesched.requests.next_token import NO_TOKEN
 from moesched.requests.rows import Row, Rows
 
 from .micro_batch import MicroBatchState
@@ -13,6 +14,7 @@ from .micro_batch import MicroBatchState
 class ServedState(MicroBatchState):
     """The tensors of a place, and its part of the KV cache."""
 
+    ends_alone = True
     most_memories = SERVED_MEMORIES
 
     def __init__(self) -> None:
@@ -43,6 +45,10 @@ class ServedState(MicroBatchState):
         return [self._sampled[row.request]] if row.ids is None else list(row.ids)
 
     def hand_on(self, tokens: Sequence[int]) -> None:
-        """Keep the sampled tokens: each is its request's input of a later step."""
+        """Keep the sampled tokens: each is its request's input of a later step.
+
+        A request without a token is part of one more step, which has been submitted: with token 0.
+        """
         mine = self.requests if self.ends is None else [self.requests[end] for end in self.ends]
-        self._sampled.update(zip(mine, map(int, tokens), strict=True))
+        inputs = (0 if token == NO_TOKEN else int(token) for token in tokens)
+        self._sampled.update(zip(mine, inputs, strict=True))

@@ -15,6 +15,9 @@ from moesched.requests.sampling import Sampling
 Logits = npt.NDArray[np.floating[Any]]
 Probabilities = npt.NDArray[np.float64]
 
+NO_TOKEN = -1
+"""Stands for the token of a row whose logits are not finite."""
+
 
 def sample(
     logits_SV: Logits,
@@ -35,12 +38,23 @@ def sample(
         NotFinite: logits are not finite.
     """
     require_finite(logits_SV, requests, positions)
+    return sample_finite(logits_SV, sampling, requests, positions, drawn_as)
+
+
+def sample_finite(
+    logits_SV: Logits,
+    sampling: Sampling | Sequence[Sampling],
+    requests: Sequence[int],
+    positions: Sequence[int],
+    drawn_as: Sequence[int] | None = None,
+) -> list[int]:
+    """Choose tokens as `sample` does, and NO_TOKEN for each row whose logits are not finite."""
     each = [sampling] * len(logits_SV) if isinstance(sampling, Sampling) else sampling
-    likeliest = logits_SV.argmax(axis=1)
+    likeliest = np.where(_are_finite(logits_SV), logits_SV.argmax(axis=1), NO_TOKEN)
     rows = zip(logits_SV, likeliest, each, drawn_as or requests, positions, strict=True)
     return [
         _draw(probabilities(logits, way), uniform(way.seed, number, position))
-        if way.temperature
+        if way.temperature and token != NO_TOKEN
         else int(token)
         for logits, token, way, number, position in rows
     ]
@@ -48,10 +62,16 @@ def sample(
 
 def require_finite(logits_SV: Logits, requests: Sequence[int], positions: Sequence[int]) -> None:
     """Raise NotFinite unless the largest logit of each row is finite."""
-    largest_S = logits_SV.max(axis=1)
-    if not np.isfinite(largest_S).all():
-        row = int(np.flatnonzero(~np.isfinite(largest_S))[0])
+    finite_S = _are_finite(logits_SV)
+    if not finite_S.all():
+        row = int(np.flatnonzero(~finite_S)[0])
         raise NotFinite(f"the logits of request {requests[row]} at position {positions[row]} are not finite")
+
+
+def _are_finite(logits_SV: Logits) -> npt.NDArray[np.bool_]:
+    """Test of each row (S) whether its largest logit is finite."""
+    finite_S: npt.NDArray[np.bool_] = np.isfinite(logits_SV.max(axis=1))
+    return finite_S
 
 
 def traced(error: NotFinite, when: str, first_bad: str, dtype: str = "") -> NotFinite:

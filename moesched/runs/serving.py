@@ -15,6 +15,7 @@ import msgspec
 
 from moesched.drivers.policies import scheduled
 from moesched.machines.demand import Demand
+from moesched.requests.next_token import NO_TOKEN
 from moesched.requests.rows import Rows
 from moesched.runs.generation import Sampled, load
 from moesched.runs.notices import Notice, Notices
@@ -33,8 +34,8 @@ ARRIVALS = "arrivals"
 IDLE_NOTICE_SECONDS = 5.0
 """Seconds after which other nodes learn that there are still no requests, well within the time limit of an exchange."""
 
-Ending = Literal["stop", "length", "left"]
-"""Why a request has no more tokens: a stop token, all of its tokens, or nobody waits for it."""
+Ending = Literal["stop", "length", "left", "not finite"]
+"""Why a request has no more tokens: a stop token, all its tokens, nobody waits for it, or bad logits."""
 
 
 class Served(msgspec.Struct):
@@ -232,7 +233,10 @@ class Serving:
             self._listener.step(self)
 
     def _take(self, served: Served, token: int, now: int) -> None:
-        """Add a token to a request."""
+        """Add a token to a request, or end it without one."""
+        if token == NO_TOKEN:
+            self._end(served, "not finite", now)
+            return
         served.tokens.append(token)
         served.times.append(now)
         if token in self._stop_tokens:

@@ -24,6 +24,7 @@ from moesched.requests.sampling import Sampling
 from moesched.runs.serving import Served, Serving
 from moesched.server.messages import (
     Ask,
+    Broken,
     Close,
     Ending,
     Failed,
@@ -47,6 +48,10 @@ from moesched.tasks import Task
 STATE_SECONDS = 0.2
 """The time between two messages about the engine's state; it is also told when the engine becomes busy or idle."""
 READ_BYTES = 1 << 16
+NOT_FINITE = (
+    "the logits of this answer are not finite, as those of a damaged checkpoint may be: a run of the same prompt by "
+    "`moesched run` names the tensor"
+)
 
 Send = Callable[[list[ToFront]], object]
 
@@ -71,10 +76,14 @@ class Teller:
         self._send([self._ready])
 
     def token(self, served: Served) -> None:
-        """Note a token for the end of the step."""
-        if served.ending == "left":
+        """Note a token, or the end without one, for the end of the step."""
+        number, ending = served.request.number, served.ending
+        if ending == "left":
             return
-        self._messages.append(message_of(served.request.number, served.tokens[-1], served.ending))
+        if ending == "not finite":
+            self._messages.append(Broken(number, NOT_FINITE))
+        else:
+            self._messages.append(message_of(number, served.tokens[-1], ending))
 
     def step(self, serving: Serving) -> None:
         """Send the step's tokens."""

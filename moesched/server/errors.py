@@ -65,6 +65,11 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
     return ApiError(400, message, param=param, code=code)
 
 
+def server_error(message: str) -> ApiError:
+    """The error for a request that cannot be answered, through no fault of its own."""
+    return ApiError(500, message, kind="server_error")
+
+
 class EngineFailed(ApiError):
     """The engine has ended; nothing can be answered any more."""
 

@@ -9,9 +9,9 @@ from typing import NamedTuple
 import msgspec
 
 from moesched.server.codec import Codec
-from moesched.server.errors import ClientLeft, bad_request
+from moesched.server.errors import ClientLeft, bad_request, server_error
 from moesched.server.link import Arrived, EngineLink
-from moesched.server.messages import Ask, Ending, Logprob, Refused, Token
+from moesched.server.messages import Ask, Broken, Ending, Logprob, Refused, Token
 from moesched.server.text import AnswerText
 
 MOST_SEED = 2**63
@@ -148,7 +148,7 @@ class Generation:
         """Yield pieces as tokens come, until all answers have ended.
 
         Raises:
-            ApiError: the engine does not take the request, or has ended.
+            ApiError: the engine does not take the request, or has ended it, or has ended.
             ClientLeft: the request was left.
         """
         waiting = len(self._answers)
@@ -191,11 +191,13 @@ def _by_answer(arrived: Sequence[Arrived]) -> list[tuple[int, list[Token]]]:
     """The tokens that came, by answer.
 
     Raises:
-        ApiError: the engine does not take one of the requests.
+        ApiError: the engine does not take one of the requests, or has ended it.
     """
     tokens: dict[int, list[Token]] = {}
     for answer, message in arrived:
         if isinstance(message, Refused):
             raise bad_request(message.why)
+        if isinstance(message, Broken):
+            raise server_error(message.why)
         tokens.setdefault(answer, []).append(message)
     return list(tokens.items())

@@ -13,6 +13,7 @@ from moesched.errors import MoeschedError
 from moesched.server.errors import EngineFailed
 from moesched.server.messages import (
     Ask,
+    Broken,
     Close,
     Failed,
     Frames,
@@ -34,7 +35,7 @@ class Arrived(NamedTuple):
     """A message about one of the requests of a mailbox, by its place among them."""
 
     answer: int
-    message: Token | Refused
+    message: Token | Refused | Broken
 
 
 class Mailbox:
@@ -143,7 +144,7 @@ class EngineLink:
         self._write(frame(messages))
 
     def _take(self, message: ToFront) -> None:
-        if isinstance(message, Token | Refused):
+        if isinstance(message, Token | Refused | Broken):
             self._deliver(message)
         elif isinstance(message, State):
             self.state = message
@@ -154,11 +155,11 @@ class EngineLink:
         elif isinstance(message, Failed):
             self.end(message.why)
 
-    def _deliver(self, message: Token | Refused) -> None:
+    def _deliver(self, message: Token | Refused | Broken) -> None:
         found = self._boxes.get(message.number)
         if found is None:
             return  # it was told to leave
         box, index = found
-        if isinstance(message, Refused) or message.ending is not None:
+        if not isinstance(message, Token) or message.ending is not None:
             del self._boxes[message.number]
         box.put(Arrived(index, message))

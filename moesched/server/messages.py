@@ -117,6 +117,13 @@ class Refused(msgspec.Struct, frozen=True, tag=True, array_like=True):
     why: str
 
 
+class Broken(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The engine ends a request that it took, and goes on with the others."""
+
+    number: int
+    why: str
+
+
 class State(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """How full the engine is; sent after a step, a few times a second at most.
 
@@ -144,7 +151,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 ToEngine: TypeAlias = Ask | Leave | Close
-ToFront: TypeAlias = Starting | Ready | Token | Refused | State | Failed
+ToFront: TypeAlias = Starting | Ready | Token | Refused | Broken | State | Failed
 
 
 class BadFrame(MoeschedError):
