@@ -81,6 +81,14 @@ def test_kernels_that_are_short_take_as_long_as_to_start_them() -> None:
     assert seconds(experts(5)) == pytest.approx((1.333e-3 + 4.038e-3) / 2)
 
 
+def test_a_gpu_that_replays_starts_a_task_by_one_launch_and_a_fixed_step_by_its_first_task() -> None:
+    gpu = replace(H100.processors["gpu"], replays=True)
+    replaying = replace(H100, processors={**H100.processors, "gpu": gpu})
+    first, joining = (Work("embed", "gpu", tokens=1, joins=joins) for joins in (False, True))
+    assert 0 == seconds(joining, replaying) < seconds(first, replaying) < seconds(first)
+    assert predicted("resident", 1, replaying).step_seconds[-1] < min(RESIDENT_STEPS[1]) / 2
+
+
 def test_kernels_that_are_long_take_as_long_as_they_run() -> None:
     assert seconds(experts(8, 1232)) == pytest.approx(8 * 5.2e-3)
 

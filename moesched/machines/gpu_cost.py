@@ -81,10 +81,12 @@ class GpuCosts:
     def _starting(self, work: Work, rated: Demand) -> float:
         """Return the seconds until all kernels of a work are started: as measured for its kind of task, else by rates.
 
-        For a copy these are the seconds beyond the time of its link, which may grow with its bytes.
+        For a copy these are the seconds beyond the time of its link, which may grow with its bytes. Where kernels were
+        measured, each was started by itself: replays are counted.
         """
         surface = self._surfaces.get((work.resource, f"{DISPATCH} {work.kind}"))
-        if surface is None:
+        processor = self.machine.processors.get(work.resource)
+        if surface is None or (processor is not None and processor.replays):
             return rated.fixed
         moved = 0.0 if work.resource in self.machine.processors else work.nbytes
         return surface(moved, calls(work)) / self._speeds.get(DISPATCH, 1.0)
