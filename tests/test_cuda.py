@@ -58,19 +58,19 @@ def test_a_decode_step_in_triton_is_replayed_and_gives_the_tokens_of_the_cpu(
     tmp_path: Path, policy: str
 ) -> None:
     model = write_random_model(WIDE, tmp_path / "model", seed=3, dtype="float32")
-    expected = moesched.run_model(model, PROMPTS, max_new_tokens=6, micro_batch_size=2).tokens
+    expected = moesched.run_model(model, PROMPTS, max_new_tokens=9, micro_batch_size=2).tokens
     report = moesched.run_model(
         model,
         PROMPTS,
         policy=policy,
-        max_new_tokens=6,
+        max_new_tokens=9,
         micro_batch_size=2,
         device="cuda",
         device_settings={"triton": True},
     )
     assert report.tokens == expected
     assert "triton" in report.kernels["attention"]
-    assert report.kernels["replay"] == ["CUDA graphs"]
+    assert ("CUDA graphs of steps" in report.kernels["replay"]) is (policy == "resident")
 
 
 @pytest.mark.parametrize("triton", [False, True])
