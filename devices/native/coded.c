@@ -138,22 +138,38 @@ static inline int32_t word_at(const char *pieces) {
 
 #if defined(__x86_64__)
 #define ISA(name) name##_avx2
-#define TARGET __attribute__((target("avx2,fma")))
+#define TARGET __attribute__((target("avx2,fma,f16c")))
 #define LANES 8
 #define VECTORS 1
+#define HALVES halves_of_avx2
+#define WIDENED(halves) widened_halves_avx2((__m256i)(halves))
+#define OF_FP4(codes) numbers_of_fp4_avx2((__m256i)(codes))
 #include "coded_formats.h"
 
 #define put_avx2 put_pairs
 
-INLINE void sums_avx2(int size, Words codes[][VECTORS], const char *pieces, int32_t offset, Ints *sums) {
-    __m256i even = _mm256_set1_epi32(offset), odd = _mm256_setzero_si256();
+#define X_ROWS 4
+
+/* sums += codes times pieces. In the order as it is written, or the compiler keeps all products in memory first. */
+INLINE void add_pairs_avx2(Ints *sums, __m256i codes, const char *pieces) {
+    const __m256i products = _mm256_madd_epi16(codes, _mm256_set1_epi32(word_at(pieces)));
+    __asm__ volatile("vpaddd %1, %0, %0" : "+x"(*sums) : "x"(products));
+}
+
+/* Even codes and odd ones are taken apart once for all rows. */
+INLINE void row_sums_avx2(const int rows, int size, Words codes[][VECTORS], const char *pieces, const Group *group,
+                          Ints sums[][VECTORS]) {
+    for (int row = 0; row < rows; row++) sums[row][0] = (Ints){0} + group[row].offset;
+    _Pragma("GCC unroll 8")
     for (int w = 0; w < size / 4; w++, pieces += 4) {
-        const __m256i code = (__m256i)codes[w][0];
-        const __m256i even_codes = _mm256_and_si256(code, _mm256_set1_epi16(255)), odd_codes = _mm256_srli_epi16(code, 8);
-        even = _mm256_add_epi32(even, _mm256_madd_epi16(even_codes, _mm256_set1_epi32(word_at(pieces))));
-        odd = _mm256_add_epi32(odd, _mm256_madd_epi16(odd_codes, _mm256_set1_epi32(word_at(pieces + size))));
+        __m256i code = (__m256i)codes[w][0];
+        __asm__ volatile("" : "+x"(code)); /* else they are taken apart ahead, and kept in memory */
+        const __m256i even = _mm256_and_si256(code, _mm256_set1_epi16(255)), odd = _mm256_srli_epi16(code, 8);
+        for (int row = 0; row < rows; row++) {
+            add_pairs_avx2(&sums[row][0], even, pieces + row * PIECES_BYTES(size));
+            add_pairs_avx2(&sums[row][0], odd, pieces + row * PIECES_BYTES(size) + size);
+        }
     }
-    sums[0] = (Ints)_mm256_add_epi32(even, odd);
 }
 
 #include "coded_products.h"

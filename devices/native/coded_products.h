@@ -4,6 +4,7 @@
  *   VECTORS     vectors of rows of weights that are multiplied at once
  *   ISA(put)    puts the multiples of a group into its pieces: 2 bytes for each
  *   ISA(sums)   adds codes times multiples of a group, for each row of weights
+ *   X_ROWS      optionally, rows of x that are multiplied at once by its own ISA(row_sums); else one by ISA(sums)
  *   MANY_ROWS   optionally, the rows of x from which on sums come from tiles of the processor, which take LINES of them:
  *               ISA(shape_tiles), ISA(load_codes), ISA(tile_sums) and ISA(release_tiles)
  */
@@ -42,6 +43,24 @@ INLINE void ISA(add_sums)(const int has_minimums, const Tile *tiles, int64_t g, 
     }
 }
 
+#if !defined(X_ROWS)
+#define X_ROWS 1
+
+INLINE void ISA(row_sums)(const int rows, int size, Words codes[][VECTORS], const char *pieces, const Group *group,
+                          Ints sums[][VECTORS]) {
+    for (int row = 0; row < rows; row++)
+        ISA(sums)(size, codes, pieces + row * PIECES_BYTES(size), group[row].offset, sums[row]);
+}
+#endif
+
+/* A group's codes times a few rows of x. */
+INLINE void ISA(add_rows)(const int rows, const int size, const int has_minimums, Words codes[][VECTORS],
+                          const Tile *tiles, int64_t g, const char *pieces, const Group *group, Vectors *totals) {
+    Ints sums[X_ROWS][VECTORS];
+    ISA(row_sums)(rows, size, codes, pieces, group, sums);
+    for (int row = 0; row < rows; row++) ISA(add_sums)(has_minimums, tiles, g, group + row, sums[row], totals + row);
+}
+
 #if defined(MANY_ROWS)
 /* The groups of `add_groups` by tiles of x, as equal as possible; the last one has rows of the one before again. */
 INLINE void ISA(add_groups_by_tiles)(const int size, const int has_minimums, const Tile *tiles, int64_t groups, int64_t batch,
@@ -77,11 +96,11 @@ INLINE void ISA(add_groups)(const int size, const int has_minimums, const Tile *
         if (g * size % 32 == 0) fetch(ahead);
         for (int w = 0; w < size / 4; w++)
             for (int v = 0; v < VECTORS; v++) codes[w][v] = tiles[v].codes[g * (size / 4) + w];
-        for (int64_t row = 0; row < batch; row++, pieces += PIECES_BYTES(size), group++) {
-            Ints sums[VECTORS];
-            ISA(sums)(size, codes, pieces, group->offset, sums);
-            ISA(add_sums)(has_minimums, tiles, g, group, sums, totals + row);
-        }
+        int64_t row = 0;
+        for (; row + X_ROWS <= batch; row += X_ROWS, pieces += X_ROWS * PIECES_BYTES(size), group += X_ROWS)
+            ISA(add_rows)(X_ROWS, size, has_minimums, codes, tiles, g, pieces, group, totals + row);
+        for (; row < batch; row++, pieces += PIECES_BYTES(size), group++)
+            ISA(add_rows)(1, size, has_minimums, codes, tiles, g, pieces, group, totals + row);
     }
 }
 
@@ -259,5 +278,6 @@ static const Coding ISA(codings)[FORMATS] = {
 #undef OF_FP4
 #undef SIGNED_CODES
 #undef MANY_ROWS
+#undef X_ROWS
 #undef Q8_0_ZERO
 #undef Q8_0_SIGNS

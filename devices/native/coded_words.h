@@ -14,7 +14,7 @@ static inline void words_portable(const uint8_t *first, int64_t stride, int coun
 #if defined(__x86_64__)
 #include <immintrin.h>
 
-#define WITH_AVX2 __attribute__((target("avx2,fma"), always_inline)) static inline
+#define WITH_AVX2 __attribute__((target("avx2,fma,f16c"), always_inline)) static inline
 
 /* Four words of two rows, `below` bytes apart. */
 WITH_AVX2 __m256i four_words_avx2(const uint8_t *row, int64_t below) {
@@ -62,10 +62,8 @@ static inline __attribute__((always_inline)) int half_of(const EightRows *rows, 
     return half;
 }
 
-#define WITH_AVX512 __attribute__((target("avx512f,avx512bw,avx512vl"), always_inline)) static inline
-
 /* Eight numbers of 16 bits, one of each row. */
-WITH_AVX512 __m128i eight_halves_avx512(const uint8_t *first, int64_t stride) {
+__attribute__((target("avx2"), always_inline)) static inline __m128i eight_halves(const uint8_t *first, int64_t stride) {
     const EightRows rows = eight_rows(first, stride);
     __m128i halves = _mm_cvtsi32_si128(half_of(&rows, 0));
     halves = _mm_insert_epi16(halves, half_of(&rows, 1), 1);
@@ -78,8 +76,26 @@ WITH_AVX512 __m128i eight_halves_avx512(const uint8_t *first, int64_t stride) {
 }
 
 /* The number of 16 bits at `first` of each row, in a word. */
+WITH_AVX2 __m256i halves_of_avx2(const uint8_t *first, int64_t stride) {
+    return _mm256_cvtepu16_epi32(eight_halves(first, stride));
+}
+
+/* float16 in the lower half of words to float32. */
+WITH_AVX2 __m256 widened_halves_avx2(__m256i halves) {
+    return _mm256_cvtph_ps(_mm_packus_epi32(_mm256_castsi256_si128(halves), _mm256_extracti128_si256(halves, 1)));
+}
+
+/* Twice the numbers of the format e2m1, and 12 more. */
+WITH_AVX2 __m256i numbers_of_fp4_avx2(__m256i codes) {
+    const __m128i numbers = _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0);
+    return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(numbers), codes);
+}
+
+#define WITH_AVX512 __attribute__((target("avx512f,avx512bw,avx512vl"), always_inline)) static inline
+
+/* The number of 16 bits at `first` of each row, in a word. */
 WITH_AVX512 __m512i halves_of_avx512(const uint8_t *first, int64_t stride) {
-    const __m128i upper = eight_halves_avx512(first, stride), lower = eight_halves_avx512(first + 8 * stride, stride);
+    const __m128i upper = eight_halves(first, stride), lower = eight_halves(first + 8 * stride, stride);
     return _mm512_cvtepu16_epi32(_mm256_inserti128_si256(_mm256_castsi128_si256(upper), lower, 1));
 }
 

@@ -14,8 +14,14 @@ static const char *const names[INSTRUCTION_SETS] = {
 };
 
 #if defined(__x86_64__)
-#if defined(HAS_AMX)
 #include <cpuid.h>
+
+static int has_f16c(void) {
+    unsigned eax, ebx, ecx, edx;
+    return __get_cpuid(1, &eax, &ebx, &ecx, &edx) && ecx & bit_F16C;
+}
+
+#if defined(HAS_AMX)
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -61,7 +67,7 @@ static int is_here(InstructionSet set) {
     case AVX512:
         return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") &&
                __builtin_cpu_supports("avx512bw") && is_here(AVX2);
-    case AVX2: return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    case AVX2: return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
 #elif defined(__aarch64__)
     case NEON_BF16: return has_bf16() && has_dotprod();
     case NEON_DOTPROD: return has_dotprod();
