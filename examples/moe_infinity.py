@@ -157,10 +157,10 @@ def main() -> None:
     """Compare the policy with itself without state, over three batches of one request."""
     for policy in (MoEInfinity, Forgetful):
         report = moesched.simulate_model(
-            "qwen3-30b-a3b",
+            "olmoe-1b-7b",
             machine="t4",
             policy=f"{__file__}:{policy.__name__}",
-            settings={"experts": 600},
+            settings={"experts": 100},
             workload="mtbench",
             routing="zipf",
             gen=8,

@@ -305,6 +305,7 @@ def test_doctor_prints_and_writes_what_it_found(command: Any, tmp_path: Path) ->
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("as_users_run")
 def test_a_trial_of_the_processor_finds_no_trouble(command: Any) -> None:
     said = command("doctor", "--device", "cpu", "--json")
     found = {each["about"]: each for each in said.json["trial"]}

@@ -209,7 +209,7 @@ def test_a_share_is_between_nothing_and_all(share: float) -> None:
 
 # -- the planner -------------------------------------------------------------------------------------------------------
 
-PROMPTS_OF_1024 = (1024,) * 256
+PROMPTS_OF_1024 = (1024,) * 64
 WEAK_CPU = replace(T4.processors[T4.roles.host], flops={"bfloat16": 2e10, "float32": 1e10})
 WEAK_HOST = replace(T4, processors=T4.processors | {T4.roles.host: WEAK_CPU})
 ROOM = {"gpu": 1_400_000_000}
