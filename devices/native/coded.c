@@ -47,12 +47,17 @@ static inline __attribute__((always_inline)) void fetch(Ahead *ahead) {
 /* Unpacks rows into a tile of the instruction set. */
 typedef void (*Unpack)(const uint8_t *rows, int64_t stride, int64_t weights, void *tile, Ahead *ahead);
 
+/* Adds rows of weights as they lie, times one row of x, to their totals. */
+typedef void (*OneRow)(const uint8_t *rows, int64_t stride, int64_t weights, const char *pieces, const Group *group,
+                       Ahead *ahead, void *totals);
+
 /* The multiplier for a coded format. */
 typedef struct {
     Multiplier multiplier;
     int zero; /* is subtracted from codes as they are stored */
     int has_minimums;
     Unpack unpack;
+    OneRow one_row; /* where that is faster than a tile, or NULL */
 } Coding;
 
 static inline const Coding *coding_of(const Product *product) { return (const Coding *)product->multiplier; }
@@ -145,10 +150,12 @@ static inline int32_t word_at(const char *pieces) {
 #define WIDENED(halves) widened_halves_avx2((__m256i)(halves))
 #define OF_FP4(codes) numbers_of_fp4_avx2((__m256i)(codes))
 #include "coded_formats.h"
+#include "coded_one_row.h"
 
 #define put_avx2 put_pairs
 
 #define X_ROWS 4
+#define Q8_0_ONE_ROW one_row_q8_0
 
 /* sums += codes times pieces. In the order as it is written, or the compiler keeps all products in memory first. */
 INLINE void add_pairs_avx2(Ints *sums, __m256i codes, const char *pieces) {
