@@ -338,8 +338,12 @@ def test_logits_are_those_of_resident_to_the_bit(reference: Reference, case: Equ
 
 @pytest.mark.parametrize(
     ("reference", "policy", "settings"),
-    [(EXPERTS.models[number % 2], *each) for number, each in enumerate(EXPERTS.policies)],
-    ids=str,
+    [
+        pytest.param(
+            EXPERTS.models[number % 2], policy, settings, id="-".join([policy, *map(str, settings.values())])
+        )
+        for number, (policy, settings) in enumerate(EXPERTS.policies)
+    ],
     indirect=["reference"],
 )
 def test_the_emulated_device_gives_the_same_logits(

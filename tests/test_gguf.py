@@ -230,7 +230,7 @@ def test_commands_take_a_file_wherever_they_take_a_folder(command: Any, tmp_path
     assert reports[0]["tokens"] == reports[1]["tokens"]
     predict = ("--model", file, "--machine", "t4", "--policy", "expert_cache", "--no-band")
     assert command("simulate", *predict, "--workload", "uniform", "--gen", "2").code == 0
-    assert command("plan", *predict).code == 0
+    assert command("plan", *predict, "--for", "latency").code == 0
     assert command("sparsity", file).code == 0
     assert f"{file}, " in command("doctor", "--model", file).out
     assert "is a GGUF file" in command("prestack", file, tmp_path / "stacked").err

@@ -119,8 +119,8 @@ def test_tokens_are_the_same_wherever_the_cache_lies(
         if share is not None:
             budgets.setdefault(share, budget)
     assert set(budgets) > {0.0, 1.0}
-    for share, budget in budgets.items():
-        report = moesched.run_model(model, prompts, policy=policy, budgets={"gpu": budget}, **on_two)
+    for share in {0.0, 1.0, *sorted(budgets)[1:-1:3]}:
+        report = moesched.run_model(model, prompts, policy=policy, budgets={"gpu": budgets[share]}, **on_two)
         assert report.plan.kv_on_gpu == share
         assert report.tokens == expected
 

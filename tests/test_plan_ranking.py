@@ -220,14 +220,15 @@ def test_where_nothing_fits_the_ranking_says_what_is_missing(command: Any) -> No
 
 def test_the_command_prints_the_plan_and_the_ranking_that_others_rely_on(command: Any) -> None:
     line = "plan --model mixtral-0.8b --machine t4 --gen 8 --for interactive --budget gpu=900MB --no-band"
-    printed = command(*line.split(), "--json").json
+    told = command(*line.split()).out
+    [policy] = re.findall(r"^policy +(\w+)$", told, re.MULTILINE)
+    printed = command(*line.split(), "--policy", policy, "--json").json
     plan = "batch_size micro_batch_size attention_on_gpu ffn_on_gpu weights_on_gpu kv_on_gpu"
     predicted = "throughput_tokens_per_second decode_step_seconds bound_by peak_bytes"
     row = "policy throughput_tokens_per_second decode_step_seconds first_token_seconds bound_by fits missing_bytes"
     assert printed["plan"].keys() >= {*plan.split()}
     assert printed["predicted"].keys() >= {*predicted.split()}
     assert all(each.keys() >= {*row.split()} for each in printed["ranking"])
-    told = command(*line.split()).out
     assert "best plan for interactive" in told
     assert f"batch, micro-batches of  {printed['plan']['batch_size']}" in told
     assert f"{printed['predicted']['bound_by']} is the bottleneck" in told

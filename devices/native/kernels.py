@@ -86,7 +86,7 @@ class NativeKernels:
         return y_nD
 
     def prepared_expert(self, gate: Blocks, up: Blocks, down: Blocks) -> Callable[[Tensor, Tensor], None]:
-        """A bound call of `expert`, which takes the input and writes the outputs to its second argument, contiguous."""
+        """A function of inputs and outputs that runs an expert; the outputs (n, D) have to be contiguous."""
         width, matrices = _outputs(gate), [matrix_of(blocks) for blocks in (gate, up, down)]
         return partial(self._run_expert, matrices, array("q", map(address, matrices)), width)
 

@@ -90,8 +90,9 @@ class MicroBatchState:
             whole.new[whole.requests.index(request)] = [token]
 
     def take_memory(self, rows: int, scratch: Scratch) -> Memory:
-        """The memory for results of a step of as many tokens; kept for later ones unless these are many.
+        """The memory for the results of a step; kept for later steps of as many rows, unless they are many.
 
+        rows: number of the step's tokens.
         scratch: memory for intermediate results.
         """
         memory = self._memories.get(rows) or Memory(rows, scratch)

@@ -77,7 +77,7 @@ class Judged(NamedTuple):
 
 
 def accuracy_of(cells: Sequence[Judged]) -> Accuracy:
-    """The errors of those that count, and which pairs of a column come in the wrong order."""
+    """The median error of the cells that count, and the pairs of a column whose order is not the paper's."""
     errors = [abs(each.ours / each.row.tokens_per_second - 1) for each in cells if each.counts]
     pairs = [pair for pair in combinations(cells, 2) if _comparable(*pair)]
     wrong = [
