@@ -156,6 +156,7 @@ static inline int32_t word_at(const char *pieces) {
 
 #define X_ROWS 4
 #define Q8_0_ONE_ROW one_row_q8_0
+#define Q4_K_ONE_ROW one_row_q4_k
 
 /* sums += codes times pieces. In the order as it is written, or the compiler keeps all products in memory first. */
 INLINE void add_pairs_avx2(Ints *sums, __m256i codes, const char *pieces) {

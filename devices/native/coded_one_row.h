@@ -38,3 +38,33 @@ static TARGET void one_row_q8_0(const uint8_t *first, int64_t stride, int64_t we
         *sum += __builtin_convertvector((Ints)lane_sums(sums) + group->offset, Floats) * group->unit * scales;
     }
 }
+
+/* The codes of a group, 32 halves of bytes from bit `shift` on, times the even and the odd multiples of x. */
+INLINE __m256i products_of_halves(const char *bytes, const int shift, __m256i even, __m256i odd) {
+    const __m256i codes = _mm256_loadu_si256((const __m256i *)bytes), half = _mm256_set1_epi16(15);
+    return _mm256_add_epi32(_mm256_madd_epi16(_mm256_and_si256(_mm256_srli_epi16(codes, shift), half), even),
+                            _mm256_madd_epi16(_mm256_and_si256(_mm256_srli_epi16(codes, shift + 8), half), odd));
+}
+
+/* Adds LANES rows of q4_k times x to the total. */
+static TARGET void one_row_q4_k(const uint8_t *first, int64_t stride, int64_t weights, const char *pieces, const Group *group,
+                                Ahead *ahead, void *total) {
+    (void)weights;
+    EightRows rows = eight_rows(first + 16, stride);
+    Floats *sum = total;
+    Tile tile; /* its scales and minimums alone */
+    ISA(unpack_six_bits)(first, stride, &tile);
+    for (int pair = 0; pair < 4; pair++, rows.first += 32)
+        _Pragma("GCC unroll 2")
+        for (int upper = 0; upper < 2; upper++, pieces += PIECES_BYTES(32), group++) {
+            const __m256i *multiples = (const __m256i *)pieces;
+            const __m256i even = _mm256_loadu_si256(multiples), odd = _mm256_loadu_si256(multiples + 1);
+            __m256i sums[8];
+            fetch(ahead);
+            _Pragma("GCC unroll 8")
+            for (int row = 0; row < 8; row++) sums[row] = products_of_halves(row_of(&rows, row), 4 * upper, even, odd);
+            fetch(ahead);
+            const Floats products = __builtin_convertvector((Ints)lane_sums(sums), Floats) * group->unit;
+            *sum += products * tile.scales[2 * pair + upper] + group->sum * tile.minimums[2 * pair + upper];
+        }
+}
