@@ -135,7 +135,7 @@ def _require_servable(given: ServedScenarioOptions) -> None:
 def _requests(scenario: Scenario, given: ServedScenarioOptions) -> list[Request]:
     assert given.arrivals is not None, "that was checked before"
     if not str(given.arrivals).startswith(POISSON):
-        _require_none_of_these(given)
+        _refuse_other_lengths(given)
         return read_arrivals(Path(given.arrivals))
     workload = scenario.given_workload()
     new_tokens = workload.new_tokens[0] if given.gen is None else given.gen
@@ -143,7 +143,7 @@ def _requests(scenario: Scenario, given: ServedScenarioOptions) -> list[Request]
     return random_arrivals(str(given.arrivals), prompts, new_tokens, given.seed)
 
 
-def _require_none_of_these(given: ServedScenarioOptions) -> None:
+def _refuse_other_lengths(given: ServedScenarioOptions) -> None:
     """Refuse options that describe requests beside a file that does."""
     described = {"--workload": given.workload, "--gen": given.gen, "--requests": given.requests}
     for flag, value in described.items():
