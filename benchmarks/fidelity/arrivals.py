@@ -3,7 +3,8 @@
 A file has requests of random mixtral-0.8b with prompts and answers of several lengths, which arrive at random: at half
 the rate at which this machine completes them when all come at once, and at nine tenths of it. `simulate --arrivals`
 reads it, and the engine serves the same requests at the same times, all weights in memory. The prediction uses a
-calibration made in turn with the runs; it sees neither the model nor the requests. Runs during which other processes
+calibration made in turn with the runs, and the experts that each token chooses, which a batch job recorded before
+(`moesched profile-routing`); it sees neither the weights nor a time of the requests. Runs during which other processes
 took more than a tenth of a core are done again, up to twice as many.
 """
 
@@ -24,11 +25,13 @@ import moesched
 from benchmarks.record.benchmark import Benchmark
 from benchmarks.record.claims import Claim, Result
 from benchmarks.shared.in_turn import Figures, InTurn, calibrate_in_turn
+from moesched.jobs.profiling import profile_routing
 from moesched.jobs.served_model import served_model
 from moesched.jobs.served_options import ServedOptions
 from moesched.machines import Machine
 from moesched.models.random_model import write_random_model
 from moesched.models.shapes import SHAPES
+from moesched.routing.trace import RoutingTrace
 from moesched.runs.service_report import ServiceReport, service_report
 from moesched.serving.arrival_files import read_arrivals
 from moesched.serving.arrivals import ListedArrivals
@@ -73,12 +76,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         bench = Bench(Path(folder))
         carried = bench.measure(bench.write("at once", None))["requests a second"]
         files = {part: bench.write(part, SHARES[part] * carried) for part in options.only}
+        routing = bench.routing()
         in_turn = InTurn({part: partial(bench.measure, file) for part, file in files.items()}, options.rounds)
         machine = calibrate_in_turn(in_turn, options.rounds)
         taken = in_turn.up_to(2 * options.rounds)
         cases = []
         for part, runs in taken.items():
-            predicted = bench.predict(files[part], machine)
+            predicted = bench.predict(files[part], machine, routing)
             measured = {name: median(run.figures[name] for run in runs) for name in predicted}
             cases.append(
                 {
@@ -113,15 +117,25 @@ class Bench:
 
     def write(self, name: str, rate: float | None) -> Path:
         """Write a file of arrivals, `rate` a second; None for all at once."""
-        draw, at, lines = Random(1), 0.0, []
-        for _ in range(REQUESTS):
+        draw, at, lines = Random(3), 0.0, []
+        for prompt, answer in lengths():
             at += draw.expovariate(rate) if rate else 0.0
-            lines.append(
-                {"at": at, "prompt_tokens": draw.choice(PROMPTS), "new_tokens": draw.choice(ANSWERS)}
-            )
+            lines.append({"at": at, "prompt_tokens": prompt, "new_tokens": answer})
         file = self._folder / f"{name}.jsonl"
         file.write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
         return file
+
+    def routing(self) -> RoutingTrace:
+        """Record the experts that each token of the requests chooses."""
+        given = self._given
+        return profile_routing(
+            model=given.model,
+            prompts=prompts(),
+            max_new_tokens=max(ANSWERS),
+            policy=POLICY,
+            batch_size=USERS,
+            micro_batch_size=USERS,
+        ).trace
 
     def measure(self, file: Path) -> Figures:
         """Serve the requests of a file."""
@@ -131,7 +145,7 @@ class Bench:
             assert all(each.ending == "length" for each in serving.requests.values()), "a stop token came"
             return figures_of(service_report(model.ran, serving, model.planned.capacity, None))
 
-    def predict(self, file: Path, machine: Machine) -> Figures:
+    def predict(self, file: Path, machine: Machine, routing: RoutingTrace) -> Figures:
         """Simulate the requests of a file."""
         given = self._given
         report = moesched.simulate_arrivals(
@@ -139,6 +153,7 @@ class Bench:
             machine=machine,
             policy=POLICY,
             arrivals=file,
+            routing=routing,
             batch_size=given.batch_size,
             micro_batch_size=given.micro_batch_size,
             context=given.context,
@@ -161,13 +176,21 @@ def written(folder: Path) -> Path:
     return model
 
 
-def with_ids(requests: Iterable[Request]) -> list[Request]:
-    """The requests with prompts of random tokens."""
+def lengths() -> list[tuple[int, int]]:
+    """Tokens of each request's prompt and answer."""
+    draw = Random(1)
+    return [(draw.choice(PROMPTS), draw.choice(ANSWERS)) for _ in range(REQUESTS)]
+
+
+def prompts() -> list[list[int]]:
+    """The prompts of the requests: random tokens."""
     draw = Random(2)
-    return [
-        msgspec.structs.replace(each, ids=[draw.randrange(30_000) for _ in range(each.prompt)])
-        for each in requests
-    ]
+    return [[draw.randrange(30_000) for _ in range(length)] for length, _ in lengths()]
+
+
+def with_ids(requests: Iterable[Request]) -> list[Request]:
+    """The requests with their prompts."""
+    return [msgspec.structs.replace(each, ids=ids) for each, ids in zip(requests, prompts(), strict=True)]
 
 
 def figures_of(report: ServiceReport) -> Figures:
