@@ -1,9 +1,8 @@
 """Compare the engine's speed with an older commit's, row by row and in turns.
 Each tree has a process, which measures a row when it is told to; the two take turns within a round, and the one that
-goes first changes from round to round. Both are started anew for every row and every five rounds, since where a process
-has its code and data in memory, and what it ran before, makes it some percent faster or slower for its whole life. Both
-simulate the same graph: this tree's size of pages and its machine. A row's figure is the median over the rounds of
-(microseconds per task now / before), with a bootstrap interval of 95 %: 1.03 is 3 % slower.
+goes first changes from round to round. Both are started anew for every row and every five rounds. Both simulate the
+same graph: this tree's size of pages and its machine. A row's figure is the median over the rounds of (microseconds per
+task now / before), with a bootstrap interval of 95 %: 1.03 is 3 % slower.
 """
 
 from __future__ import annotations
@@ -14,31 +13,15 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
 from pathlib import Path
-from random import Random
-from statistics import median
-from typing import NamedTuple
 
 from benchmarks.exact.same_behaviour import checkout, prepared
 from benchmarks.record.benchmark import Benchmark, track
 from benchmarks.record.claims import Claim, Result, none_of
 from benchmarks.record.results import ROOT
+from benchmarks.shared.pairs import Pairs, compared, starts_of
 from benchmarks.speed.engine import MACHINE, PAGE_BYTES, REAL, VIRTUAL
 
 PROBE = Path(__file__).with_name("_engine_probe.py")
-RESAMPLES = 2000
-ROUNDS_PER_START = 5
-
-Pairs = list[tuple[float, float]]
-"""Microseconds per task before and now, of the rounds of one start."""
-
-
-class Comparison(NamedTuple):
-    """A row's medians in microseconds per task, the median of the paired ratios, and its interval."""
-
-    before: float
-    after: float
-    ratio: float
-    interval: tuple[float, float]
 
 
 class Tree:
@@ -84,10 +67,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure in turns, print a line for each row, and return 1 if one is surely more than 3 % slower."""
     options = BENCHMARK.parse(arguments)
     pairs: dict[str, list[Pairs]] = {row: [] for row in options.only}
-    firsts = range(0, options.rounds, ROUNDS_PER_START)
     with checkout(options.before) as old, prepared(ROOT) as new:
-        starts = [range(first, min(first + ROUNDS_PER_START, options.rounds)) for first in firsts]
-        for numbers, row in track([*product(starts, options.only)], "measuring", still=True):
+        for numbers, row in track(
+            [*product(starts_of(options.rounds), options.only)], "measuring", still=True
+        ):
             pairs[row].append(measured_in_turns(Tree(old), Tree(new), row, numbers))
     figures = {row: compared(pairs[row]) for row in options.only}
     for row, figure in figures.items():
@@ -110,27 +93,6 @@ def measured_in_turns(before: Tree, after: Tree, row: str, numbers: Iterable[int
     for tree in (before, after):
         tree.close()
     return pairs
-
-
-def compared(starts: Sequence[Pairs]) -> Comparison:
-    """Compare a row's figures before and after; the interval draws starts, then rounds of each."""
-    random = Random(0)
-    ratios = [[after / before for before, after in pairs] for pairs in starts]
-    medians = sorted(
-        median(
-            ratio
-            for drawn in random.choices(ratios, k=len(ratios))
-            for ratio in random.choices(drawn, k=len(drawn))
-        )
-        for _ in range(RESAMPLES)
-    )
-    low, high = (round(medians[int(RESAMPLES * share)], 4) for share in (0.025, 0.975))
-    return Comparison(
-        round(median(before for pairs in starts for before, _ in pairs), 3),
-        round(median(after for pairs in starts for _, after in pairs), 3),
-        round(median(ratio for each in ratios for ratio in each), 4),
-        (low, high),
-    )
 
 
 if __name__ == "__main__":
