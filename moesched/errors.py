@@ -154,7 +154,7 @@ _REFUSALS = (
 
 
 def memory_refusal(error: BaseException | None) -> str | None:
-    """Find the words in which the system refused memory, in an error or in its causes; None if it did not."""
+    """Return the out-of-memory phrase in the message of an error or of its causes; None if there is none."""
     seen: set[int] = set()  # an error may be its own cause
     while error is not None and id(error) not in seen:
         seen.add(id(error))

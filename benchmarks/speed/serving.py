@@ -71,13 +71,15 @@ BENCHMARK = Benchmark(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure each part, and write what was found."""
+    """Measure, and write the JSON after each part."""
     options = BENCHMARK.parse(arguments)
     parts = (*WAYS, SIMULATED)
     found: dict[str, Any] = {name: figures for name, figures in BENCHMARK.stored().items() if name in parts}
+    code = 0
     for name in options.only:
         found[name] = simulated() if name == SIMULATED else beside_a_batch(WAYS[name], options.rounds)
-    return BENCHMARK.write(found)
+        code = BENCHMARK.write(found)
+    return code
 
 
 def simulated() -> Result:

@@ -221,7 +221,7 @@ class TorchExpert(PlainKernel):
     takes = "plain weights of experts without biases"
 
     def refusal(self, case: Case) -> str:
-        """Refuses experts that are more than three matrices, too."""
+        """Refuse experts other than three matrices with SiLU, too."""
         assert case.layer is not None, "it is in a layer"
         usual = case.layer.feed_forward.is_usual
         return super().refusal(case) or ("" if usual else "it runs experts of three matrices")

@@ -155,9 +155,9 @@ def attend(
     SPLIT: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """Attention of one new token over a part of its sequence, for the heads that share a key; stores key and value.
+    """Partial attention of one new token over a split of its sequence, for the query heads of a key-value head.
 
-    Parts begin at multiples of SPLIT, so that their bits depend on the sequence alone.
+    Stores the token's key and value. Splits begin at multiples of SPLIT, so that bits depend on the sequence alone.
     """
     group: tl.constexpr = HEADS // KV_HEADS
     sequence, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)

@@ -201,7 +201,7 @@ class TritonMoELayer(TritonKernel):
         return self._route.refusal(case) or shared
 
     def bind(self, case: Case, weights: Weights, memory: Memory) -> Bound:
-        """Bind all that follows attention: (attended_TX, hidden_TD) -> hidden_TD, experts_Tk, None."""
+        """Bind output projection, router and experts: (attended_TX, hidden_TD) -> hidden_TD, experts_Tk, None."""
         assert case.layer is not None, "it is in a layer"
         network = case.layer.feed_forward
         # Copied to the host when later layers may have run.

@@ -58,9 +58,9 @@ GPU has timed them. Projections have few outputs, and narrow tiles keep more pro
 
 
 def tile_for(product: str, rows: int, dtype: torch.dtype) -> Tile:
-    """The tile of a product of this number of rows: the first one that takes all of them, or the last.
+    """The tile of a matrix product with this many rows: the smallest that holds all of them, or the largest.
 
-    Float32 has no tensor cores, and twice the bytes: tiles of up to 32 rows, with half of the inputs.
+    Float32 has no tensor cores and twice the bytes: at most 32 rows, and half as many inputs at a time.
     """
     tiles = TILES[product]
     if dtype == torch.float32:

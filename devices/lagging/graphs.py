@@ -24,10 +24,10 @@ class GraphPool:
         self._is_new = True
 
     def add(self, graph: LaggingGraph) -> None:
-        """Let a graph have the memory.
+        """Add a graph to those that use the memory.
 
         Raises:
-            RuntimeError: all graphs that had it are gone, so that torch may free it at any time.
+            RuntimeError: all graphs that used it are gone, so that torch may free it at any time.
         """
         if not (self._is_new or self.is_live):
             raise RuntimeError("it->second->use_count > 0 INTERNAL ASSERT FAILED")
@@ -35,12 +35,12 @@ class GraphPool:
         self._graphs.add(graph)
 
     def discard(self, graph: LaggingGraph) -> None:
-        """End a graph's use of the memory."""
+        """Remove a graph from those that use the memory."""
         self._graphs.discard(graph)
 
     @property
     def is_live(self) -> bool:
-        """True while a graph has the memory."""
+        """True while a graph uses the memory."""
         return len(self._graphs) > 0
 
 

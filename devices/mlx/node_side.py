@@ -69,7 +69,7 @@ class MlxNodeSide:
         self._evaluations.later(task, state.hidden_TD)
 
     def route(self, task: Task) -> tuple[dict[int, int], Array]:
-        """Run the router; returns each expert's number of rows, and the result for all tokens, float32 on the host."""
+        """Run the router; returns rows by expert, and all inputs, expert ids and weights in one float32 array."""
         self._project_output(task)
         routed = self._moe.route(task)
         parts = (routed.x_TD, routed.experts_Tk, routed.weights_Tk)

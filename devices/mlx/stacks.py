@@ -1,4 +1,4 @@
-"""Experts that stay, in few large arrays: all experts of a layer, or an expert's matrices of all layers."""
+"""Resident experts in few stacked arrays: all experts of a layer, or an expert's matrices of all layers."""
 
 from __future__ import annotations
 

@@ -100,8 +100,14 @@ INLINE void ISA(add_groups)(const int size, const int has_minimums, const Tile *
         int64_t row = 0;
         for (; row + X_ROWS <= batch; row += X_ROWS, pieces += X_ROWS * PIECES_BYTES(size), group += X_ROWS)
             ISA(add_rows)(X_ROWS, size, has_minimums, codes, tiles, g, pieces, group, totals + row);
-        for (; row < batch; row++, pieces += PIECES_BYTES(size), group++)
+        const int64_t left = batch - row;
+        if (X_ROWS > 3 && left == 3)
+            ISA(add_rows)(3, size, has_minimums, codes, tiles, g, pieces, group, totals + row);
+        else if (X_ROWS > 2 && left == 2)
+            ISA(add_rows)(2, size, has_minimums, codes, tiles, g, pieces, group, totals + row);
+        else if (X_ROWS > 1 && left == 1)
             ISA(add_rows)(1, size, has_minimums, codes, tiles, g, pieces, group, totals + row);
+        pieces += left * PIECES_BYTES(size), group += left;
     }
 }
 

@@ -303,7 +303,7 @@ def _whole_rows(stored: StoredTensor) -> int:
 
 
 def _wanted(raw: torch.Tensor, stored: StoredTensor) -> torch.Tensor:
-    """The bytes of the columns of whole rows that the tensor consists of, 1-D."""
+    """Cut the tensor's columns out of whole rows as read; 1-D."""
     if stored.columns is None:
         return raw
     first, count = (stored.format.row_bytes(each) for each in (stored.columns.first, stored.shape[1]))

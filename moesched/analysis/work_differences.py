@@ -1,4 +1,4 @@
-"""Differences between the works of two runs: bytes of a lane, the place of the experts, and pages found in pools."""
+"""Differences in work between two runs: bytes moved and experts computed by lane, and hit rates of page pools."""
 
 from __future__ import annotations
 

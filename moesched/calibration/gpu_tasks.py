@@ -159,7 +159,7 @@ def _order(point: CostPoint) -> tuple[str, str, float, float]:
 
 
 def _page_locked(sort: str) -> str:
-    """Return a sort of work as named without staging: a copy to the GPU starts in host, not in pinned memory."""
+    """Rename a copy from pinned memory to the GPU as one from host memory, as runs without staging name it."""
     return f"{HOST}->{GPU}" if sort == f"{PINNED}->{GPU}" else sort
 
 

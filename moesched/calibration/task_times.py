@@ -175,7 +175,7 @@ class TaskTimes:
     def rates(
         self, source: Source, tasks: Sequence[Task], *, fresh: bool = False
     ) -> dict[tuple[str, str], float]:
-        """Return speeds of tasks beside others, relative to running alone, by (sort of work, sorts beside it).
+        """Return relative speeds of tasks under contention, by (sort of work, sorts that run with it).
 
         fresh: as for `observed`.
         """

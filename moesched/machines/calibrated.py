@@ -64,7 +64,7 @@ class Calibrated:
         self._slowed = slowed_beside(machine)
 
     def work(self, work: Work) -> Demand:
-        """Return the sum of the parts' times, and the work's speeds beside other work.
+        """Return the time of a work that runs alone, and its relative speeds under contention.
 
         Raises:
             BadInput: an operation was not measured, or the roofline does not cover the work.

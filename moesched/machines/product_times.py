@@ -46,13 +46,14 @@ class ProductTimes:
     def seconds(
         self, dtype: str, weights: float, rows: float, *, stored: str = "", resident: bool = False
     ) -> float:
-        """Return the seconds of a product.
+        """Return the seconds of a matrix product.
 
         Args:
             dtype: of activations and of plain weights.
             weights: number of weights of the matrix.
-            stored: coded format of the weights; `COLUMNS` for plain ones that lie transposed, empty for others.
-            resident: whether the weights stay in memory, where a device may have rearranged them.
+            rows: number of rows of activations.
+            stored: quantized format of the weights; `COLUMNS` for plain transposed ones, empty for other plain ones.
+            resident: whether the weights stay in memory, where a device may have packed them.
         """
         kinds = (RESIDENT_PRODUCT, PRODUCT) if resident else (PRODUCT,)
         surface = next(

@@ -140,7 +140,7 @@ def sustained_share(machine: Machine, link: Link, levels: Levels) -> float:
 
 
 def groups(machine: Machine) -> dict[str, str]:
-    """Return the groups of rates that vary together, with words for people.
+    """Return the groups of rates that vary together, each with its label.
 
     A group is a rate of a class of device, or a kind of copy. On a calibrated machine, groups are the sorts of work
     whose spread was measured; if it has a GPU, its rates as well.

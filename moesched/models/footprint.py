@@ -113,9 +113,9 @@ def mask_bytes(tokens: int, cached: int) -> int:
 
 
 def beside_window_bytes(operations: Operations, starts: Sequence[int], tokens: Sequence[int]) -> int:
-    """Bytes of the keys and values of a layer that a chunk of prompts sees beside the cache of a window.
+    """Bytes of the keys and values that a chunk of prompts needs beside the KV cache of a sliding-window layer.
 
-    starts, tokens: of each request, before the chunk and in it.
+    starts, tokens: each request's tokens before the chunk and in it.
     """
     kinds = operations.kinds.values()
     return max(

@@ -217,9 +217,9 @@ class Candidate:
     def _best_of(
         self, setting: Setting, options: Sequence[SizeOption], above: float = 0.0
     ) -> PolicyChoice | None:
-        """The sizes with the highest bound, at least `above`; of similar bounds the one of the largest micro-batches.
+        """The sizes with the highest bound on throughput; of similar ones, those with the largest micro-batches.
 
-        Larger micro-batches are fewer tasks.
+        None if no bound reaches `above`. Larger micro-batches are fewer tasks.
         """
         found = best(setting, self.traits, options, above)
         if found is None:

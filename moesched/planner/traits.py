@@ -267,7 +267,7 @@ class _Needs:
             self._link.append((share, made.move(host, accelerator, nbytes)[1]))
 
     def share(self, cost: CostModel) -> MicroBatchCost:
-        """The micro-batch's cost in seconds, by a cost model."""
+        """The micro-batch's bytes, and its seconds by lane, by a cost model."""
 
         def seconds(works: Sequence[_LayerWork]) -> float:
             return sum(share * cost.work(work).seconds for share, work in works)

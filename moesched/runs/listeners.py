@@ -50,7 +50,7 @@ class Listener:
         """The batch is complete, or was interrupted."""
 
     def estimating(self, done: int, total: int) -> None:
-        """`done` of the `total` runs for the band of a prediction are over; `ran` is called again afterwards."""
+        """`done` of the `total` simulations for a prediction's range are over; `ran` is called again afterwards."""
 
     def writing(self, trace: Path) -> None:
         """The batch's trace is about to be written, which may take a while; `ran` is called again afterwards."""

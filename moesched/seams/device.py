@@ -247,7 +247,7 @@ class ReplaysGraphs(Protocol):
 
 @runtime_checkable
 class StandsBy(Protocol):
-    """A device whose weights would be paged out while it idles."""
+    """A device that can keep idle weights from being paged out."""
 
     def stand_by(self) -> object:
         """Touch the weights. Called several times a second while a node waits for work."""

@@ -121,7 +121,7 @@ class ChatForm:
         return ChatCompletion(*self._head, choices, usage)
 
     def chunk(self, piece: Piece) -> msgspec.Struct:
-        """A piece of an answer; the first one says whose message it is."""
+        """A streamed chunk; the first one of an answer has the role."""
         first = piece.answer not in self._begun
         self._begun.add(piece.answer)
         delta = Delta("assistant" if first else None, piece.text if piece.text or first else None)

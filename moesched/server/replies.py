@@ -73,7 +73,7 @@ class LikelyToken(msgspec.Struct, frozen=True):
 
 
 class ChosenToken(LikelyToken, frozen=True):
-    """A token, and the likeliest in its place."""
+    """A token, and the most likely candidates at its position."""
 
     top_logprobs: list[LikelyToken]
 

@@ -1,4 +1,4 @@
-"""Where requests come from."""
+"""Sources of requests that arrive over time: a list, or live ones from a server."""
 
 from __future__ import annotations
 

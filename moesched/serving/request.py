@@ -41,5 +41,5 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether it asks for log probabilities of its prompt, which then passes the layers as a whole."""
+        """Whether it asks for log probabilities of its prompt, which is then never split into chunks."""
         return self.logprobs is not None and self.logprobs.prompt

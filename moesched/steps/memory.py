@@ -235,12 +235,12 @@ class Pool(ReadOnly):
         return [slot.page for slot in self._held.values() if slot.page is not None]
 
     def assign_all(self, pages: Sequence[Page], engine: Engine, arrival: int, step: int) -> tuple[Slot, ...]:
-        """Assign slots to all these pages, or, where that raises an error, to none of them.
+        """Assign a slot to each of these pages; if that raises an error, to none of them.
 
-        The pages that the slots held are gone for all later lines of the policy.
+        The pages that the slots held are evicted for all later lines of the policy.
 
         Args:
-            arrival: the way the pages come: `LOADED`, `FETCHED` or `SPECULATED`, by the task that is submitted next.
+            arrival: how the next submitted task brings the pages: `LOADED`, `FETCHED` or `SPECULATED`.
             step: the step that brings them; -1 before the first one.
         """
         table, held, empty = self.memory._table, self._held, self._empty

@@ -41,7 +41,7 @@ class MemoryAhead:
             return sum(map(len, self._ready))
 
     def begin(self, sizes: Sequence[int]) -> None:
-        """Start to allocate pieces of these sizes in bytes, on Linux; called at most once."""
+        """Start a thread that allocates these sizes in bytes; does nothing off Linux. Called at most once."""
         if sizes and sys.platform == "linux":
             self._thread = threading.Thread(
                 target=self._take, args=(sizes,), name="memory ahead", daemon=True

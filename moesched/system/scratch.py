@@ -126,7 +126,7 @@ class _Ledger:
         return self._paths[:] if self._process == os.getpid() else []
 
     def add(self, path: Path) -> None:
-        """List a path before it is created."""
+        """Record a path for removal, before it is created."""
         with self._lock:
             if self._process != os.getpid():
                 self._begin()

@@ -32,7 +32,7 @@ SEARCHES = 32
 
 
 def generate(bench: Bench, prompt: int) -> Ran:
-    """A prompt and decode steps after it."""
+    """Predict the seconds to the first token of a prompt, and of a decode step after it."""
     step = bench.generate("layer_split", prompt).step_seconds + _dense_on_host(bench, 1)
     return Ran(first_token(bench, prompt), step)
 

@@ -33,7 +33,7 @@ class Transfers:
 
 
 def advice_of(case: str, plan: Plan, transfers: Sequence[PageTransfer]) -> list[Advice]:
-    """Advice on the pages that a finished run moved."""
+    """Advice on unused slots, free memory and repeated copies of a finished run."""
     found = [_of_pool(case, pool) for pool in plan.weights.pools if pool.slots]
     found += [_of_free_memory(case, memory, transfers) for memory in plan.accelerators]
     return [*(each for each in found if each is not None), *_of_repeats(case, transfers)]
