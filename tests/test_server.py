@@ -260,7 +260,7 @@ BAD: Sequence[tuple[str, Any, str | None, str]] = [
     (PLAIN, {"model": "fake", "promt": "a"}, "promt", "did you mean prompt?"),
     (PLAIN, {"model": "fake", "prompt": 5}, "prompt", "prompt is 5: expected"),
     (PLAIN, {"model": "fake", "prompt": []}, "prompt", "give a text"),
-    (PLAIN, {"model": "fake", "prompt": [1, "a"]}, "prompt", "give a text"),
+    (PLAIN, {"model": "fake", "prompt": [1, "a"]}, "prompt", "prompt is [1, 'a']: give a text"),
     (PLAIN, {"model": "fake", "prompt": [[]]}, "prompt", "the prompt is empty"),
     (PLAIN, {"model": "fake", "prompt": [2048]}, "prompt", "token id 2048 is outside the vocabulary of 2048"),
     (PLAIN, {"model": "fake", "prompt": [-1]}, "prompt", "token id -1 is outside"),
@@ -273,7 +273,13 @@ BAD: Sequence[tuple[str, Any, str | None, str]] = [
     (PLAIN, {"model": "fake", "prompt": "a", "top_p": 0}, "top_p", "top_p is 0"),
     (PLAIN, {"model": "fake", "prompt": "a", "n": 0}, "n", "n is 0"),
     (PLAIN, {"model": "fake", "prompt": "a", "n": 9}, "n", "at most 8"),
-    (PLAIN, {"model": "fake", "prompt": "a", "stop": ["", "b"]}, "stop", "that are not empty"),
+    (PLAIN, {"model": "fake", "prompt": "a", "stop": ["", "b"]}, "stop", "stop is ['', 'b'], with an empty"),
+    (
+        PLAIN,
+        {"model": "fake", "prompt": "a", "stop": ["b"] * 17},
+        "stop",
+        "stop has 17 texts, and may have 16",
+    ),
     (PLAIN, {"model": "fake", "prompt": "a", "frequency_penalty": 0.5}, "frequency_penalty", "omit it"),
     (PLAIN, {"model": "fake", "prompt": "a", "logit_bias": {"3": 1}}, "logit_bias", "omit it"),
     (PLAIN, {"model": "fake", "prompt": "a", "best_of": 2}, "best_of", "omit it"),
@@ -283,6 +289,18 @@ BAD: Sequence[tuple[str, Any, str | None, str]] = [
     (CHAT, {"model": "fake", "messages": HELLO, "tools": [{"type": "function"}]}, "tools", "omit it"),
     (CHAT, {"model": "fake", "messages": HELLO, "top_logprobs": 2}, "top_logprobs", "needs logprobs: true"),
     (CHAT, {"model": "fake", "messages": HELLO, "max_tokens": 0}, "max_tokens", "max_tokens is 0"),
+    (
+        CHAT,
+        {"model": "fake", "messages": HELLO, "max_tokens": 5, "max_completion_tokens": 6},
+        "max_tokens",
+        "max_tokens is 5, and max_completion_tokens 6: give one of them",
+    ),
+    (
+        CHAT,
+        {"model": "fake", "messages": [{"role": "user", "content": "a " * 300}]},
+        "messages",
+        "the prompt",
+    ),
     (PLAIN, {"model": "fake", "prompt": "a", "top_k": 2**64}, "top_k", "top_k is 1844"),
     (PLAIN, {"model": "fake", "prompt": ["a"] * 100_000}, "n", "100000 answers at once"),
     (PLAIN, {"model": "fake", "prompt": "a", "seed": [["y" * 100] * 9] * 9}, "seed", "seed is [['yyy"),
@@ -359,9 +377,10 @@ def test_an_unknown_model_is_not_found() -> None:
 
 def test_unknown_paths_and_methods_have_openais_form_too() -> None:
     async def use(server: Server) -> None:
-        for response, status in [(await server.http.get("/v2"), 404), (await server.http.get(CHAT), 405)]:
+        for path, status, remedy in [("/v2", 404, f"there is {CHAT}, "), (CHAT, 405, "use POST")]:
+            response = await server.http.get(path)
             assert response.status_code == status
-            assert "/v1/chat/completions" in response.json()["error"]["message"]
+            assert remedy in response.json()["error"]["message"]
         assert len((await server.http.get("/" + "x" * 9_999)).content) < 1000
 
     answered(use)

@@ -13,11 +13,12 @@ from typing import Any
 import openai
 import pytest
 import uvicorn
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.server import ServerState
 
 from fronts import SAYS, TINY, tiny_tokenizer
 from moesched.errors import BadInput, MoeschedError
+from moesched.server.errors import ApiError
 from moesched.server.options import FrontOptions
 from moesched.server.protocol import TimedProtocol
 from moesched.server.serve import Listener, listening, serve
@@ -150,6 +151,12 @@ class HastyWriter(TimedProtocol):
     write_seconds = 0.05
 
 
+class HastyDropper(TimedProtocol):
+    """Connections that drop little of a request that has its answer."""
+
+    most_dropped = len(LONG)
+
+
 async def long_answer(scope: Scope, receive: Receive, send: Send) -> None:
     """An application whose answers are larger than the buffers of a socket."""
     while (await receive()).get("more_body", False):
@@ -160,16 +167,21 @@ async def long_answer(scope: Scope, receive: Receive, send: Send) -> None:
     await send({"type": "http.response.body", "body": b""})
 
 
+TOO_LONG = ApiError(413, "the body is too long").response()
+"""An application that answers before the body has come."""
+
 Connect = Callable[[], Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter]]]
 
 
 def connected(
-    use: Callable[[Connect, ServerState], Awaitable[None]], protocol: type[TimedProtocol] = TimedProtocol
+    use: Callable[[Connect, ServerState], Awaitable[None]],
+    protocol: type[TimedProtocol] = TimedProtocol,
+    application: ASGIApp = long_answer,
 ) -> None:
-    """Use connections to an application that answers at length."""
+    """Use connections to an application."""
 
     async def whole() -> None:
-        config = uvicorn.Config(long_answer, lifespan="off", log_config=None, ws="none")
+        config = uvicorn.Config(application, lifespan="off", log_config=None, ws="none")
         state = ServerState()
         loop = asyncio.get_running_loop()
         serving = await loop.create_server(lambda: protocol(config, state, {}), "127.0.0.1", 0)
@@ -178,8 +190,12 @@ def connected(
         async def connect() -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
             return await asyncio.open_connection("127.0.0.1", port)
 
-        await use(connect, state)
-        serving.close()
+        try:
+            await use(connect, state)
+        finally:  # what stays open would keep uvloop from ending
+            serving.close()
+            for connection in state.connections:
+                connection.transport.abort()
 
     run_on_own_loop(whole)
 
@@ -260,3 +276,58 @@ def test_a_client_that_reads_is_given_the_whole_answer() -> None:
         writer.close()
 
     connected(use)
+
+
+def head_of(length: int) -> bytes:
+    """The head of a request with a body of a length, and the last one of its connection."""
+    return b"POST / HTTP/1.1\r\nHost: a\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % length
+
+
+LATE = {
+    "a body": (head_of(PIECES * len(LONG)) + PIECES * LONG, b"HTTP/1.1 413", "the body is too long"),
+    "headers": (b"GET / HTTP/1.1\r\nLong: " + PIECES * LONG, b"HTTP/1.1 400", "longer than 64 KiB"),
+}
+
+
+@pytest.mark.parametrize(("sent", "status", "says"), LATE.values(), ids=LATE)
+def test_a_client_that_sends_all_of_it_first_is_given_the_answer_that_came_before(
+    sent: bytes, status: bytes, says: str
+) -> None:
+    async def use(connect: Connect, state: ServerState) -> None:
+        reader, writer = await connect()
+        writer.write(sent)
+        await writer.drain()
+        head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+        assert head.startswith(status)
+        assert says in json.loads(body)["error"]["message"]
+        writer.close()
+
+    connected(use, application=TOO_LONG)
+
+
+@pytest.mark.parametrize(
+    ("protocol", "sent", "more"),
+    [
+        (HastyReader, head_of(1 << 30), b""),
+        (HastyReader, b"\0\r\n\r\n", b""),
+        (HastyDropper, head_of(1 << 30), LONG),
+    ],
+    ids=["its time", "the time of what is no HTTP", "its bytes"],
+)
+def test_a_client_that_has_its_answer_is_waited_for_within_limits(
+    protocol: type[TimedProtocol], sent: bytes, more: bytes
+) -> None:
+    async def use(connect: Connect, state: ServerState) -> None:
+        reader, writer = await connect()
+        writer.write(sent)
+        assert (await reader.read()).startswith(b"HTTP/1.1 4")
+        assert state.connections, "it may still send"
+        for _ in range(100):
+            writer.write(more)
+            await asyncio.sleep(0.01)
+            if not state.connections:
+                break
+        assert not state.connections
+        writer.close()
+
+    connected(use, protocol, TOO_LONG)

@@ -89,7 +89,7 @@ class Answers(ABC, Generic[Given]):
                 body = _json.encode(asked.form.whole(answers, _usage(generation)))
                 await _send_whole(send, body)
                 return
-            events = _events(pieces, asked.form, generation, with_usage=_with_usage(given))
+            events = _events(pieces, asked.form, generation, with_usage=given.streams_usage)
             await _send_stream(send, events)
 
 
@@ -100,22 +100,22 @@ class Completions(Answers[CompletionRequest]):
 
     async def understand(self, given: CompletionRequest, user: str) -> Asked:
         """Encode the prompts."""
-        scored = given.max_tokens == 0
-        if scored and not given.echo:
+        prompt_only = given.max_tokens == 0
+        if prompt_only and not given.echo:
             raise bad_request("max_tokens is 0: give 1 or more, or echo with it", "max_tokens")
         prompts = [await self._prompt(each) for each in given.prompts]
         wanted = Wanted(
             new_tokens=self.model.answer_tokens(given.max_tokens, prompts, chat=False),
             logprobs=given.logprobs,
             echo=bool(given.echo),
-            scored=scored,
+            prompt_only=prompt_only,
             **_settings(given, user),
         )
         form = CompletionForm(
             self.model.name,
             self.model.codec,
             scored=given.logprobs is not None,
-            with_usage=_with_usage(given),
+            with_usage=given.streams_usage,
         )
         return Asked(prompts, wanted, form)
 
@@ -133,14 +133,13 @@ class Chats(Answers[ChatRequest]):
         if given.top_logprobs and not given.logprobs:
             raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")
         prompt = await self.model.of_chat([_for_template(message) for message in given.messages])
-        asked = given.max_tokens if given.max_completion_tokens is None else given.max_completion_tokens
         wanted = Wanted(
-            new_tokens=self.model.answer_tokens(asked, [prompt], chat=True),
+            new_tokens=self.model.answer_tokens(given.most_tokens, [prompt], chat=True),
             logprobs=(given.top_logprobs or 0) if given.logprobs else None,
             **_settings(given, user),
         )
         form = ChatForm(
-            self.model.name, self.model.codec, scored=bool(given.logprobs), with_usage=_with_usage(given)
+            self.model.name, self.model.codec, scored=bool(given.logprobs), with_usage=given.streams_usage
         )
         return Asked([prompt], wanted, form)
 
@@ -161,10 +160,6 @@ def _settings(given: Generated, user: str) -> dict[str, Any]:
         "stops": given.stops,
         "user": user,
     }
-
-
-def _with_usage(given: Generated) -> bool:
-    return bool(given.stream and given.stream_options and given.stream_options.include_usage)
 
 
 def _usage(generation: Generation) -> Usage:

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from moesched.errors import BadInput
 from moesched.inputs.tokenizer import Decodes
+from moesched.system.plain_text import shown
 
 AT_ONCE = 2_000
 """Characters that are encoded on the event loop; longer texts are encoded on another thread."""
@@ -39,7 +40,8 @@ class Numbers:
             return [int(word) for word in text.split()]
         except ValueError:
             raise BadInput(
-                "the model has no tokenizer: give the ids of tokens, or add tokenizer.json to its folder"
+                f"{shown(text)} is text, and the model has no tokenizer: give the ids of tokens, or add tokenizer.json "
+                "to its folder"
             ) from None
 
     def decode(self, ids: Sequence[int]) -> str:

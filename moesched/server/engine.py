@@ -72,8 +72,8 @@ class Teller:
         self._ran = False
 
     def loaded(self, serving: Serving) -> None:
-        """Say that requests can run."""
-        self._send([self._ready])
+        """Say that requests can run, and that none does."""
+        self._send([self._ready, State(0, 0, 0, self._room, 0, busy_seconds(serving))])
 
     def token(self, served: Served) -> None:
         """Note a token, or the end without one, for the end of the step."""
@@ -96,8 +96,13 @@ class Teller:
 
     def _state(self, serving: Serving) -> State:
         seen = serving.occupancy
-        busy = {name: nanoseconds / 1e9 for name, nanoseconds in serving.busy.items()}
-        return State(seen.running[-1], seen.waiting[-1], seen.held[-1], self._room, serving.steps, busy)
+        held, busy = seen.held[-1], busy_seconds(serving)
+        return State(seen.running[-1], seen.waiting[-1], held, self._room, serving.steps, busy)
+
+
+def busy_seconds(serving: Serving) -> dict[str, float]:
+    """Seconds that each lane ran so far, by its name."""
+    return {name: nanoseconds / 1e9 for name, nanoseconds in serving.busy.items()}
 
 
 class LoadMeter:

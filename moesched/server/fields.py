@@ -10,6 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from moesched.server.errors import bad_request
+from moesched.system.plain_text import shown
 
 MOST_INT = 2**63 - 1
 MOST_CHOICES = 128
@@ -74,6 +75,11 @@ class Generated(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return self.n or 1
 
     @property
+    def streams_usage(self) -> bool:
+        """Whether the answer is a stream that ends with the usage."""
+        return bool(self.stream and self.stream_options and self.stream_options.include_usage)
+
+    @property
     def stops(self) -> tuple[str, ...]:
         """The texts that end an answer.
 
@@ -81,8 +87,10 @@ class Generated(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             ApiError: one is empty, or there are too many.
         """
         stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        if not all(stops) or len(stops) > MOST_STOPS:
-            raise bad_request(f"stop: give up to {MOST_STOPS} texts that are not empty", "stop")
+        if len(stops) > MOST_STOPS:
+            raise bad_request(f"stop has {len(stops)} texts, and may have {MOST_STOPS}: give fewer", "stop")
+        if not all(stops):
+            raise bad_request(f"stop is {shown(self.stop)}, with an empty text: omit that one", "stop")
         return stops
 
 
@@ -110,7 +118,8 @@ class CompletionRequest(Generated, frozen=True, kw_only=True, forbid_unknown_fie
         if kinds in ({str}, {list}):
             return given  # type: ignore[no-any-return]  # all are texts, or all are lists of ids
         raise bad_request(
-            "prompt: give a text, a list of texts, token ids, or a list of lists of them", "prompt"
+            f"prompt is {shown(given)}: give a text, a list of texts, token ids, or a list of lists of them",
+            "prompt",
         )
 
     @property
@@ -152,3 +161,17 @@ class ChatRequest(Generated, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     max_completion_tokens: Annotated[int, Meta(ge=1, le=MOST_INT)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MOST_LIKELIEST)] | None = None
+
+    @property
+    def most_tokens(self) -> int | None:
+        """The most tokens of an answer, by either of the two names that the field has; None if it is absent.
+
+        Raises:
+            ApiError: the two differ.
+        """
+        old, new = self.max_tokens, self.max_completion_tokens
+        if old is not None and new is not None and old != new:
+            raise bad_request(
+                f"max_tokens is {old}, and max_completion_tokens {new}: give one of them", "max_tokens"
+            )
+        return old if new is None else new

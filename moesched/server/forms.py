@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import secrets
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple
 
 import msgspec
 
@@ -36,46 +37,53 @@ class Whole(NamedTuple):
     ending: Ending
 
 
-class Form(Protocol):
-    """Writes answers."""
-
-    def whole(self, answers: Sequence[Whole], usage: Usage) -> msgspec.Struct:
-        """All answers at once."""
-
-    def chunk(self, piece: Piece) -> msgspec.Struct:
-        """A piece of an answer."""
-
-    def last(self, usage: Usage) -> msgspec.Struct:
-        """The end of a stream, with the usage."""
-
-
 class Head(NamedTuple):
-    """What all parts of an answer begin with."""
+    """The first fields of all parts of an answer."""
 
     id: str
     created: int
     model: str
 
 
-def new_head(kind: str, model: str) -> Head:
-    """A head with an id of its own."""
-    return Head(f"{kind}-{secrets.token_hex(12)}", int(time.time()), model)
-
-
-class CompletionForm:
-    """The form of /v1/completions.
+class Form(ABC):
+    """Writes the answers to one request.
 
     Args:
         scored: whether log probabilities are wanted.
         with_usage: whether each piece of a stream has the field `usage`.
     """
 
+    kind: ClassVar[str]
+    """The beginning of ids."""
+
     def __init__(self, model: str, codec: Codec, *, scored: bool, with_usage: bool) -> None:
-        self._head = new_head("cmpl", model)
+        self._head = Head(f"{self.kind}-{secrets.token_hex(12)}", int(time.time()), model)
         self._codec = codec
         self._scored = scored
         self._usage = None if with_usage else msgspec.UNSET
+
+    @abstractmethod
+    def whole(self, answers: Sequence[Whole], usage: Usage) -> msgspec.Struct:
+        """All answers at once."""
+
+    @abstractmethod
+    def chunk(self, piece: Piece) -> msgspec.Struct:
+        """A piece of an answer."""
+
+    @abstractmethod
+    def last(self, usage: Usage) -> msgspec.Struct:
+        """The end of a stream, with the usage."""
+
+
+class CompletionForm(Form):
+    """The form of /v1/completions."""
+
+    kind = "cmpl"
+
+    def __init__(self, model: str, codec: Codec, *, scored: bool, with_usage: bool) -> None:
+        super().__init__(model, codec, scored=scored, with_usage=with_usage)
         self._begins: Counter[int] = Counter()
+        """The characters of each answer so far."""
 
     def whole(self, answers: Sequence[Whole], usage: Usage) -> msgspec.Struct:
         """All answers at once."""
@@ -102,15 +110,15 @@ class CompletionForm:
         return made
 
 
-class ChatForm:
-    """The form of /v1/chat/completions; its arguments are those of `CompletionForm`."""
+class ChatForm(Form):
+    """The form of /v1/chat/completions."""
+
+    kind = "chatcmpl"
 
     def __init__(self, model: str, codec: Codec, *, scored: bool, with_usage: bool) -> None:
-        self._head = new_head("chatcmpl", model)
-        self._codec = codec
-        self._scored = scored
-        self._usage = None if with_usage else msgspec.UNSET
+        super().__init__(model, codec, scored=scored, with_usage=with_usage)
         self._begun: set[int] = set()
+        """The answers that have a first piece."""
 
     def whole(self, answers: Sequence[Whole], usage: Usage) -> msgspec.Struct:
         """All answers at once."""

@@ -62,9 +62,8 @@ class Front:
         ]
         faults = {ApiError: _api_error, HTTPException: _http_error, Exception: _own_error}
         plain = Starlette(routes=routes, exception_handlers=faults)  # type: ignore[arg-type]  # each takes its own kind
-        plain.router.redirect_slashes = (
-            False  # it would send clients to whatever `Host` they were made to name
-        )
+        # A redirection would send clients to whatever `Host` they were made to name.
+        plain.router.redirect_slashes = False
         known = frozenset(route.path for route in routes)
         guarded = OfThisMachine(plain) if key is None else Keyed(plain, key)
         self.app: ASGIApp = Counted(guarded, self._metrics, known)
@@ -119,9 +118,11 @@ async def _api_error(_: Request, error: ApiError) -> Response:
 
 
 async def _http_error(request: Request, error: HTTPException) -> Response:
-    remedy = "there is /v1/chat/completions, /v1/completions, /v1/models, /health, /metrics and a page at /"
+    headers = dict(error.headers or {})
+    paths = ", ".join(route.path for route in request.app.routes if "{" not in route.path)
+    remedy = f"use {headers['Allow']}" if "Allow" in headers else f"there is {paths}"
     fault = f"{request.method[:MOST_METHOD]} of {shown(request.scope['path'])}: {error.detail}: {remedy}"
-    return ApiError(error.status_code, fault, headers=dict(error.headers or {})).response()
+    return ApiError(error.status_code, fault, headers=headers).response()
 
 
 async def _own_error(_: Request, error: Exception) -> Response:

@@ -101,10 +101,10 @@ class Gate:
 
     def _retry_seconds(self, answers: int) -> int:
         """Seconds until there is room for more answers, if those who were refused before come back in time."""
-        now, lacking = self._clock(), self.inside + answers - self.most
+        now, free = self._clock(), self.most - self.inside
         if len(self._ends) > 1:
             self._seconds_each = (now - self._ends[0]) / (len(self._ends) - 1)
-        first = now + (lacking - answers) * self._seconds_each
-        self._promised = max(self._promised, first) + answers * self._seconds_each
+        since = max(self._promised, now - free * self._seconds_each)
+        self._promised = since + answers * self._seconds_each
         self._promised = min(self._promised, now + LONGEST_WAIT)
         return max(math.ceil(self._promised - now), 1)

@@ -31,7 +31,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
         answers: answers to each prompt.
         stops: texts that end an answer.
         seed: None for another one each time.
-        scored: whether only the prompt's log probabilities are wanted, and no answer.
+        prompt_only: whether only the prompt is wanted, and no answer.
     """
 
     new_tokens: int
@@ -43,7 +43,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     stops: tuple[str, ...] = ()
     logprobs: int | None = None
     echo: bool = False
-    scored: bool = False
+    prompt_only: bool = False
     user: str = ""
 
 
@@ -88,11 +88,12 @@ class _Answer:
             text.append(self._prompt.text)
             scored += self._of_prompt(tokens[0])
         for token in tokens:
-            self.count += 0 if self._wanted.scored else 1
             ending = token.ending
-            if not self._wanted.scored and ending != "stop":
-                text.append(self._text.push(token.token))
-                scored.append(Scored(token.token, token.logprob))
+            if not self._wanted.prompt_only:
+                self.count += 1
+                if ending != "stop":
+                    text.append(self._text.push(token.token))
+                    scored.append(Scored(token.token, token.logprob))
             if self._text.stopped:
                 ending = "stop"
             if ending is not None:

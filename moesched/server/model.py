@@ -59,7 +59,7 @@ class Model:
         Raises:
             ApiError: it cannot be encoded, or is too long.
         """
-        return Prompt(text, await self._encoded(text))
+        return Prompt(text, await self._encoded(text, "prompt"))
 
     async def of_chat(self, messages: Sequence[dict[str, Any]]) -> Prompt:
         """The prompt of a conversation, by the model's template.
@@ -71,7 +71,7 @@ class Model:
             text = await self._template.render(messages)
         except BadInput as error:
             raise bad_request(str(error), "messages") from error
-        return Prompt(text, await self._encoded(text, bare=self._template.bare))
+        return Prompt(text, await self._encoded(text, "messages", bare=self._template.bare))
 
     def of_ids(self, ids: Sequence[int]) -> Prompt:
         """The prompt of token ids.
@@ -80,7 +80,7 @@ class Model:
             ApiError: one is unknown, or there are too many.
         """
         prompt = list(ids)
-        self._require(prompt)
+        self._require(prompt, "prompt")
         return Prompt(self.codec.decode(prompt), prompt)
 
     def answer_tokens(self, asked: int | None, prompts: Sequence[Prompt], *, chat: bool) -> int:
@@ -94,32 +94,34 @@ class Model:
         """
         longest = max(len(prompt.ids) for prompt in prompts)
         room = self.most_tokens - longest
-        tokens = min(self._chat_tokens if chat else NEW_TOKENS, room) if asked is None else max(asked, 1)
-        if not 1 <= tokens <= room:
+        default = self._chat_tokens if chat else NEW_TOKENS
+        tokens = max(1, min(default, room) if asked is None else asked)
+        if tokens > room:
             raise bad_request(
-                f"a prompt of {longest} tokens and {tokens if asked else 1} new ones are more than the "
-                f"{self.most_tokens} that a request may have: shorten it, or lower max_tokens",
+                f"a prompt of {longest} tokens and {tokens} new ones are more than the {self.most_tokens} that a "
+                "request may have: shorten it, or lower max_tokens",
                 "messages" if chat else "prompt",
                 "context_length_exceeded",
             )
         return tokens
 
-    async def _encoded(self, text: str, *, bare: bool = False) -> list[int]:
+    async def _encoded(self, text: str, field: str, *, bare: bool = False) -> list[int]:
         try:
             ids = await encode(self.codec, text, self.most_tokens, bare=bare)
         except BadInput as error:
-            raise bad_request(f"the prompt cannot be used: {error}", "prompt") from error
-        self._require(ids)
+            raise bad_request(f"the prompt cannot be used: {error}", field) from error
+        self._require(ids, field)
         return ids
 
-    def _require(self, ids: Sequence[int]) -> None:
+    def _require(self, ids: Sequence[int], field: str) -> None:
+        """Raise ApiError unless these tokens can be a prompt; it names the field that they come from."""
         if not ids:
-            raise bad_request("the prompt is empty: give at least one token", "prompt")
+            raise bad_request("the prompt is empty: give at least one token", field)
         most = min(self.ready.prompt_tokens, self.most_tokens - 1)
         if len(ids) > most:
             raise bad_request(
                 f"the prompt has {len(ids)} tokens, and may have {most}: shorten it",
-                "prompt",
+                field,
                 "context_length_exceeded",
             )
         unknown = next((token for token in ids if not 0 <= token < self.ready.vocabulary), None)
@@ -127,5 +129,5 @@ class Model:
             raise bad_request(
                 f"token id {shown(unknown)} is outside the vocabulary of {self.ready.vocabulary}: "
                 f"use ids from 0 to {self.ready.vocabulary - 1}",
-                "prompt",
+                field,
             )

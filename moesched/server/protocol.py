@@ -9,6 +9,7 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from moesched.server.errors import bad_request
+from moesched.server.lingering import MOST_DROPPED, LingeringTransport
 
 REQUEST_SECONDS = 20.0
 """The time in which a request has to arrive as a whole, headers and body."""
@@ -24,20 +25,26 @@ class TimedProtocol(H11Protocol):
 
     request_seconds = REQUEST_SECONDS
     write_seconds = WRITE_SECONDS
+    most_dropped = MOST_DROPPED
 
     def __init__(self, *args: Any, **keywords: Any) -> None:
         super().__init__(*args, **keywords)
+        self._lingering: LingeringTransport
         self._request_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
         """Expect a request."""
-        super().connection_made(transport)
+        self._lingering = LingeringTransport(transport, self._is_within_request, self.most_dropped)
+        super().connection_made(self._lingering)  # type: ignore[arg-type]  # it passes on what it has not itself
         self._expect_request()
 
     def data_received(self, data: bytes) -> None:
-        """Take bytes; the time runs while a request is not whole."""
-        super().data_received(data)
+        """Take bytes, or drop them after the last answer; the time runs while a request is not whole."""
+        if self._lingering.drops:
+            self._lingering.drop(data)
+        else:
+            super().data_received(data)
         self._expect_request()
 
     def on_response_complete(self) -> None:
@@ -88,9 +95,14 @@ class TimedProtocol(H11Protocol):
         self.transport.close()
         self._write_timer = self.loop.call_later(self.write_seconds, self.transport.abort)
 
+    def _is_within_request(self) -> bool:
+        """Test whether the client has its answer, and has not sent its whole request, as far as that can be told."""
+        answered = self.conn.our_state in (h11.DONE, h11.MUST_CLOSE, h11.CLOSED)
+        return answered and self.conn.their_state in (h11.SEND_BODY, h11.ERROR)
+
     def _expect_request(self) -> None:
         """Run the timer while a request is under way, or none came yet; keep-alive has uvicorn's own."""
-        under_way = self.conn.their_state in (h11.IDLE, h11.SEND_BODY)
+        under_way = self._lingering.drops or self.conn.their_state in (h11.IDLE, h11.SEND_BODY)
         if not under_way or self.timeout_keep_alive_task is not None:
             _cancel(self._request_timer)
             self._request_timer = None

@@ -86,14 +86,15 @@ class ModelTemplate:
             worker = await self._ready_worker()
             try:
                 reply = await _asked(worker, messages)
-            except (
-                BaseException
-            ):  # also if the caller is cancelled: the answer would be taken for the next one's
+            except BaseException:
+                # Also if the caller is cancelled: the answer would be taken for the next one's.
                 await self._end()
                 raise
             if reply is None:
                 await self._end()
-                raise BadInput("the chat template takes too long, or too much memory, for these messages")
+                raise BadInput(
+                    "the chat template takes too long, or too much memory, for these messages: shorten them"
+                )
             if "fault" in reply:
                 raise BadInput(f"the chat template does not take these messages: {reply['fault']}")
             return reply["text"]

@@ -63,24 +63,19 @@ class FairAmongUsers:
         ends, starts = dict(self._ends), []
         for request in waiting:
             starts.append(self._start(request.user, ends))
-            ends[request.user] = starts[-1] + tokens_of(request)
+            ends[request.user] = starts[-1] + request.most_tokens
         return [waiting[index] for index in sorted(range(len(starts)), key=starts.__getitem__)]
 
     def entered(self, request: Request) -> None:
         """Count the tokens of a request that got a place, and forget users who are no longer ahead."""
         start = self._start(request.user, self._ends)
-        self._ends[request.user] = start + tokens_of(request)
+        self._ends[request.user] = start + request.most_tokens
         if start > self._now:
             self._now = start
             self._ends = {user: end for user, end in self._ends.items() if end > start}
 
     def _start(self, user: str, ends: Mapping[str, int]) -> int:
         return max(ends.get(user, 0), self._now)
-
-
-def tokens_of(request: Request) -> int:
-    """The most tokens that a request takes."""
-    return request.prompt + request.new_tokens
 
 
 ADMISSIONS: Mapping[str, type[Admission]] = MappingProxyType(

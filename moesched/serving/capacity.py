@@ -72,7 +72,7 @@ class Capacity(msgspec.Struct, frozen=True):
         if request.new_tokens < 1:
             raise BadInput(f"{request.new_tokens} tokens to generate: give 1 or more")
         most = min(self.context, self.cache_tokens)
-        if request.prompt + request.new_tokens > most:
+        if request.most_tokens > most:
             raise BadInput(
                 f"a prompt of {request.prompt} tokens and {request.new_tokens} new ones: a request may have {most} "
                 "tokens in all"

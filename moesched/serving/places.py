@@ -121,10 +121,6 @@ class Places:
         place.seats[request.number] = self._seats[request.number] = seat
         return True
 
-    def has(self, phase: Phase) -> bool:
-        """Test whether a step of prompts, or of tokens, would have rows."""
-        return any(self._next(phase))
-
     def rows(self, phase: Phase, step: int) -> dict[int, Rows]:
         """The rows of the next step, by place; empty if no request has any in this phase."""
         by_place: dict[int, list[Seat]] = {}

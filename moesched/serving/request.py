@@ -35,9 +35,14 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     user: str = ""
 
     @property
+    def most_tokens(self) -> int:
+        """The most tokens that it may have, prompt and answer together."""
+        return self.prompt + self.new_tokens
+
+    @property
     def blocks_tokens(self) -> int:
         """Tokens that it takes in the KV cache at the end, in whole blocks."""
-        return cached_tokens(self.prompt + self.new_tokens)
+        return cached_tokens(self.most_tokens)
 
     @property
     def scores_prompt(self) -> bool:
