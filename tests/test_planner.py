@@ -307,7 +307,8 @@ def test_a_few_layers_have_room_for_the_copies_that_all_layers_have_room_for() -
     [("cgopipe", "interactive"), ("expert_cache", "throughput"), ("layer_split", "interactive")],
 )
 def test_a_row_has_the_figures_that_a_simulation_of_its_sizes_has(policy: str, objective: Objective) -> None:
-    wanted: dict[str, Any] = {"workload": "uniform", "gen": 24, "budgets": {"gpu": "900MB", "host": "1700MB"}}
+    budgets = {"gpu": "900MB", "host": "1700MB"}
+    wanted: dict[str, Any] = {"workload": "uniform", "gen": 24, "budgets": budgets, "band": False}
     [row] = plan_model("mixtral-0.8b", machine="t4", policy=policy, objective=objective, **wanted).ranking
     assert not row.estimate
     report = predicted(policy, batch_size=row.batch_size, micro_batch_size=row.micro_batch_size, **wanted)

@@ -293,6 +293,7 @@ def simulated(config: ModelConfig, policy: str) -> JobReport:
         policy=policy,
         gen=3,
         batch_size=1 if cluster else 4,
+        micro_batch_size=1 if cluster else 2,
         nodes=2 if cluster else None,
         band=False,
     )

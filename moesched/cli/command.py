@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, replace
 from functools import partial, wraps
 from pathlib import Path
@@ -59,13 +59,14 @@ def command(order: int, examples: str, name: str = "") -> Callable[[Function], F
     return declare
 
 
-def add_commands(app: App, functions: Iterable[Callable[..., Any]], called: str | None) -> None:
+def add_commands(app: App, functions: Sequence[Callable[..., Any]], called: str | None) -> None:
     """Add functions that were declared with `command` to an app.
 
     Args:
-        called: name of the only command whose options will be needed, which saves time; None for all.
+        called: name of the only command that is needed, which saves time; None for all.
     """
-    for function in functions:
+    wanted = [each for each in functions if called == _COMMANDS[each].name] or functions
+    for function in wanted:
         name, order, examples = _COMMANDS[function]
         help = "\n\n".join(" ".join(each.split()) for each in (inspect.getdoc(function) or "").split("\n\n"))
         taking = flat(function) if called in (name, None) else function

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -83,15 +84,35 @@ def ranked(candidate: Candidate, seen: Seen) -> Ranked:
     )
 
 
-def misfit(name: str, setting: Setting | None, error: Exception) -> Ranked:
-    """The row of the ranking for a policy that cannot be planned; `setting` is None if the policy cannot be made."""
-    missing: dict[str, int] = {}
-    if setting is not None and isinstance(error, BadInput):
-        missing = missing_bytes(setting)
-    why = f"{raising_line(error)}: {error!r}"
-    if isinstance(error, BadInput):
-        why = str(error).removesuffix(f": {SMALLER}")  # the planner chose the sizes
-    return Ranked(policy=name, fits=False, missing_bytes=sum(missing.values()), missing=missing, why=why)
+class Misfit(NamedTuple):
+    """A policy that cannot be planned.
+
+    Attributes:
+        why: the reason, in words.
+        lacking: the setting in which it may lack bytes; None if no bytes would help.
+    """
+
+    policy: str
+    why: str
+    lacking: Setting | None
+
+    def row(self) -> Ranked:
+        """The policy's row of the ranking. It counts the missing bytes, which takes about ten plans for each memory."""
+        missing = {} if self.lacking is None else missing_bytes(self.lacking)
+        return Ranked(
+            policy=self.policy,
+            fits=False,
+            missing_bytes=sum(missing.values()),
+            missing=missing,
+            why=self.why,
+        )
+
+
+def misfit(name: str, setting: Setting | None, error: Exception) -> Misfit:
+    """A policy that cannot be planned for this error; `setting` is None if the policy cannot be made."""
+    if not isinstance(error, BadInput):
+        return Misfit(name, f"{raising_line(error)}: {error!r}", None)
+    return Misfit(name, str(error).removesuffix(f": {SMALLER}"), setting)  # the planner chose the sizes
 
 
 def in_order(rows: Sequence[tuple[float, Ranked]], misfits: Sequence[Ranked]) -> list[Ranked]:

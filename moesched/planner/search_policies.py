@@ -18,7 +18,7 @@ from moesched.machines.cost import cost_model
 from moesched.models.layout import Page, WeightLayout
 from moesched.planner.candidate import Candidate
 from moesched.planner.objectives import close, requests_for
-from moesched.planner.ranking import Ranked, in_order, misfit, ranked
+from moesched.planner.ranking import Misfit, Ranked, in_order, misfit, ranked
 from moesched.planner.resources import Gain, gains
 from moesched.planner.schedules import Seen
 from moesched.planner.setting import KV_SHARE, Setting, splits_kv
@@ -128,7 +128,7 @@ def plan_best(
         return candidate, candidate.search() if len(asked) == 1 else candidate.first_trial()
 
     found, misfits = _each(asked, settings, setting_of, seen_first, named=policies is not None)
-    return _best_of(dict(found), misfits, band, on_progress)
+    return _best_of(dict(found), [each.row() for each in misfits], band, on_progress)
 
 
 class Look(NamedTuple):
@@ -167,7 +167,7 @@ def fastest_policies(
 
     looks, misfits = _each(plannable(), {}, setting_of, look)
     if not looks:
-        raise _nothing_fits(in_order([], misfits))
+        raise _nothing_fits(in_order([], [each.row() for each in misfits]))
     return sorted(looks, key=lambda each: -each.throughput)
 
 
@@ -178,17 +178,17 @@ def _each(
     look: Callable[[str, Setting], Found],
     *,
     named: bool = False,
-) -> tuple[list[Found], list[Ranked]]:
+) -> tuple[list[Found], list[Misfit]]:
     """Look at each policy in its setting.
 
     Args:
         named: whether the user named the policies, and is to be told why one cannot be planned.
 
     Returns:
-        What was seen of those that fit, and the rows of those that do not.
+        What was seen of those that fit, and those that do not.
     """
     found: list[Found] = []
-    misfits: list[Ranked] = []
+    misfits: list[Misfit] = []
     for given in asked:
         name = plugins.name_of("policies", given)
         try:
