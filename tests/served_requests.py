@@ -70,7 +70,7 @@ def assert_as_alone(serving: Serving, alone: Mapping[int, Sequence[int]], stop: 
 
 def torch_device(checkpoint: Checkpoint) -> Device:
     """A device on the CPU."""
-    return TorchDevice(checkpoint, LAYOUT)
+    return TorchDevice(checkpoint, weight_layout(checkpoint.config, "float32"))
 
 
 def mlx_device(checkpoint: Checkpoint) -> Device:
@@ -78,4 +78,4 @@ def mlx_device(checkpoint: Checkpoint) -> Device:
     pytest.importorskip("mlx.core", reason="there is no MLX for this platform")
     from moesched.devices.mlx.device import MlxDevice
 
-    return MlxDevice(checkpoint, LAYOUT)
+    return MlxDevice(checkpoint, weight_layout(checkpoint.config, "float32"))

@@ -83,6 +83,7 @@ def test_any_program_of_entries_steps_and_departures_serves_everyone_within_the_
     asked = {request.number: request for request in waiting}
     sampled: defaultdict[int, int] = defaultdict(int)
     seen: defaultdict[int, list[int]] = defaultdict(list)
+    scored: defaultdict[int, list[int]] = defaultdict(list)
     left: set[int] = set()
     step, collected, phase = 0, 0, "decode"
     while waiting or len(places):
@@ -98,17 +99,14 @@ def test_any_program_of_entries_steps_and_departures_serves_everyone_within_the_
             phase = next(iter(rows.values())).phase
             blocks.embed(rows)
             for place in rows.values():
-                first = place.rows[0]
                 limit = capacity.chunk or capacity.prompt_tokens
-                if asked[first.request].scores_prompt:
-                    limit = max(limit, first.tokens)
                 tokens = sum(row.tokens for row in place.rows)
                 assert place.phase == "decode" or tokens <= limit <= capacity.prompt_tokens
                 for row in place.rows:
                     sampled[row.request] += row.samples
                     seen[row.request] += row.ids or ()
-                    whole = asked[row.request].scores_prompt and place.phase == "prefill"
-                    assert not whole or row.tokens == asked[row.request].prompt
+                    known = [*(row.ids or ()), *([] if row.following is None else [row.following])]
+                    scored[row.request] += known[1:] if row.ends else []
             step += 1
         if collected < step and (not rows or step - collected == 2):
             blocks.in_flight.pop(0)
@@ -119,6 +117,8 @@ def test_any_program_of_entries_steps_and_departures_serves_everyone_within_the_
         if number not in left:
             assert sampled[number] == request.new_tokens
             assert seen[number] == list(request.ids or ())
+            if request.scores_prompt:
+                assert scored[number] == seen[number][1:], "each of them follows from those before it"
 
 
 def test_a_request_takes_the_place_with_the_fewest_tokens() -> None:

@@ -109,13 +109,10 @@ def test_log_probabilities_of_prompt_and_tokens_are_those_of_the_logits(
     tokens = serving.requests[0].tokens
     assert not any(isinstance(token, ScoredToken) for token in serving.requests[1].tokens)
     scored = [token for token in tokens if isinstance(token, ScoredToken)]
-    first, *later = scored
     assert len(scored) == 3
-    assert first.prompt is not None
-    assert all(token.prompt is None for token in later)
     whole = [*ids, *tokens]
     expected = logits_alone(checkpoint, whole).log_softmax(dim=1)
-    found = [*first.prompt, *(token.logprob for token in scored)]
+    found = [*serving.requests[0].prompt, *(token.logprob for token in scored)]
     assert found[0] is None
     for place, (token, each) in enumerate(zip(whole[1:], found[1:], strict=True)):
         assert each is not None
@@ -123,6 +120,44 @@ def test_log_probabilities_of_prompt_and_tokens_are_those_of_the_logits(
         best = expected[place].topk(3)
         assert [number for number, _ in each.likeliest] == best.indices.tolist()
         assert [value for _, value in each.likeliest] == pytest.approx(best.values.tolist(), abs=1e-4)
+
+
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("make", [torch_device, mlx_device])
+def test_prompts_that_are_cut_over_steps_have_the_log_probabilities_of_whole_ones(
+    tmp_path: Path, make: Callable[[Checkpoint], Device], window: int | None
+) -> None:
+    checkpoint = open_checkpoint(small_model(tmp_path, layers=2, window=window))
+    capacity = Capacity(1, 2, 2 * 64, 60, 64)
+    asking = [
+        Request(
+            number=number,
+            prompt=prompt,
+            new_tokens=2,
+            ids=[(31 * number + 7 * place) % 256 for place in range(prompt)],
+            logprobs=logprobs,
+        )
+        for number, (prompt, logprobs) in enumerate([(50, WantedLogprobs(1, prompt=True)), (9, None)])
+    ]
+
+    def scores(chunk: int) -> tuple[list[int], list[float]]:
+        policy, device = make_policy("resident"), make(checkpoint)
+        layout = weight_layout(checkpoint.config, "float32")
+        plan = plan_run(M2_ULTRA, layout, capacity.fullest(), policy, slot_bytes=device.slot_bytes)
+        arrivals = ListedArrivals(asking)
+        serving = serve_on(device, ServingSetup(plan, policy, replace(capacity, chunk=chunk), arrivals))
+        asyncio.run(device.aclose())
+        first, *others = serving.requests[0].prompt
+        assert first is None
+        return [*serving.requests[0].tokens, *serving.requests[1].tokens], [
+            each.logprob for each in others if each
+        ]
+
+    tokens, whole = scores(0)
+    found, cut = scores(7)
+    assert found == tokens
+    assert len(whole) == 49
+    assert cut == pytest.approx(whole, abs=1e-4)
 
 
 def tokens_of(serving: Serving) -> dict[int, list[int]]:

@@ -28,6 +28,8 @@ class MicroBatchState:
         ends: the places of the sequences that tokens are sampled for; None for all of them.
         samplings: the way that each of these tokens is chosen, each by its own seed; None if they have the batch's.
         logprobs: the log probabilities that are wanted of each of these tokens; None if none are.
+        following: each sequence's next token of its prompt, where that is scored and goes on; empty if no logprobs are
+            wanted.
         memory: memory for results of the step's kernels; None if the step has many tokens.
         ends_alone: whether logits that are not finite end their own request; else the run.
         most_memories: numbers of tokens whose memory is kept; the oldest makes room.
@@ -54,6 +56,7 @@ class MicroBatchState:
         self.ends: list[int] | None = None
         self.samplings: list[Sampling] | None = None
         self.logprobs: list[WantedLogprobs | None] | None = None
+        self.following: list[int | None] = []
         self.memory: Memory | None = None
         self._memories: dict[int, Memory] = {}
         self.decodes = False

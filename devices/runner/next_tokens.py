@@ -137,15 +137,16 @@ class NextTokens:
         return scored
 
     def _of_prompt(self, state: MicroBatchState, place: int, likeliest: int) -> list[Logprob | None]:
-        """The log probabilities of a prompt's tokens, the first of which has none."""
-        ids = state.new[place]
+        """The log probabilities of the prompt's tokens that the step's logits give; the prompt's first has none."""
+        following = state.following[place]
+        ids = state.new[place] if following is None else [*state.new[place], following]
         first = sum(map(len, state.new[:place]))
-        found: list[Logprob | None] = [None]
+        found: list[Logprob | None] = [] if state.step.past[place] else [None]
         for start in range(0, len(ids) - 1, PROMPT_ROWS):
-            following = ids[start + 1 : start + 1 + PROMPT_ROWS]
-            rows = range(first + start, first + start + len(following))
+            scored = ids[start + 1 : start + 1 + PROMPT_ROWS]
+            rows = range(first + start, first + start + len(scored))
             logits = self._kernels.bound("logits", self._head, Memory(len(rows)))(state.hidden_TD, rows)
-            found += logprobs_of(self._library.on_host(logits), following, likeliest)
+            found += logprobs_of(self._library.on_host(logits), scored, likeliest)
         return found
 
     def sample_next(self, task: Task) -> list[int] | list[Standing]:

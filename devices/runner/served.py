@@ -34,12 +34,13 @@ class ServedState(MicroBatchState):
                     cache.open(row.request, row.cache_tokens)
         self.requests = self.sequences = tuple(row.request for row in operands.rows)
         self.new = list(map(self._ids, operands.rows))
-        sampled = [row for row in operands.rows if row.samples]
-        self.samplings = [row.sampling for row in sampled]
-        wanted = [row.logprobs for row in sampled]
+        ending = [row for row in operands.rows if row.ends]
+        self.samplings = [row.sampling for row in ending]
+        wanted = [row.logprobs for row in ending]
         self.logprobs = wanted if any(wanted) else None
-        all_of_them = len(sampled) == len(operands.rows)
-        self.ends = None if all_of_them else [place for place, row in enumerate(operands.rows) if row.samples]
+        self.following = [row.following for row in operands.rows] if self.logprobs else []
+        all_of_them = len(ending) == len(operands.rows)
+        self.ends = None if all_of_them else [place for place, row in enumerate(operands.rows) if row.ends]
 
     def _ids(self, row: Row) -> list[int]:
         return [self._sampled[row.request]] if row.ids is None else list(row.ids)

@@ -30,7 +30,7 @@ class ScoredToken(int):
 
     Attributes:
         logprob: its log probability, given the tokens before it.
-        prompt: those of the prompt's tokens, the first of which has none; with a request's first token only.
+        prompt: those of the prompt's tokens that its step gave; None after the prompt.
     """
 
     logprob: Logprob

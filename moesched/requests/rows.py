@@ -23,6 +23,8 @@ class Row(NamedTuple):
         sampling: the way that its tokens are chosen.
         cache_tokens: tokens that the request takes in the KV cache at the end, in whole blocks.
         logprobs: the log probabilities that the request asks for; None for none.
+        following: the prompt's next token, where its part of a prompt is not the last and has log probabilities; else
+            None.
     """
 
     request: int
@@ -34,6 +36,12 @@ class Row(NamedTuple):
     sampling: Sampling = Sampling()
     cache_tokens: int = 0
     logprobs: WantedLogprobs | None = None
+    following: int | None = None
+
+    @property
+    def ends(self) -> bool:
+        """Whether `sample` has it: a part of a prompt that has log probabilities gets a token that nobody takes."""
+        return self.samples or self.following is not None
 
 
 class Rows(NamedTuple):

@@ -15,6 +15,7 @@ import msgspec
 
 from moesched.drivers.policies import scheduled
 from moesched.machines.demand import Demand
+from moesched.requests.logprobs import Logprob, ScoredToken
 from moesched.requests.next_token import NO_TOKEN
 from moesched.requests.rows import Rows
 from moesched.runs.generation import Sampled, load
@@ -44,6 +45,7 @@ class Served(msgspec.Struct):
     Attributes:
         entered: when it got a place.
         tokens: its tokens so far; a stop token is kept.
+        prompt: the log probabilities of its prompt's tokens, if it asks for them; the first token has none.
         times: the time of each token.
         ended: when it had its last token, or had left.
         ending: why it has no more tokens; None while it runs or waits.
@@ -52,6 +54,7 @@ class Served(msgspec.Struct):
     request: Request
     entered: int = -1
     tokens: list[int] = []
+    prompt: list[Logprob | None] = []
     times: list[int] = []
     ended: int = -1
     ending: Ending | None = None
@@ -143,7 +146,8 @@ class Serving:
         self.loaded = await load(self._run)
         if self._listener is not None:
             self._listener.loaded(self)
-        index, samples = 0, None
+        index = 0
+        running: tuple[dict[int, Rows], list[Sampled]] | None = None
         while True:
             self._look()
             self._admit()
@@ -153,12 +157,12 @@ class Serving:
                     self._on_step(index, rows)
                 self._give_notice(rows, index)
                 following = await served_step(self._run, self._policy, index, rows)
-                if samples is not None:
-                    await self._collect(index - 1, samples)
-                index, samples = index + 1, following
-            elif samples is not None:
-                await self._collect(index - 1, samples)
-                samples = None
+                if running is not None:
+                    await self._collect(index - 1, *running)
+                index, running = index + 1, (rows, following)
+            elif running is not None:
+                await self._collect(index - 1, *running)
+                running = None
             elif self._arrivals.over:
                 self._give_notice(None, index)
                 return self.requests
@@ -217,25 +221,29 @@ class Serving:
         if self.notices is not None:
             self.notices.give(notice, index)
 
-    async def _collect(self, index: int, samples: Sequence[Sampled]) -> None:
+    async def _collect(self, index: int, rows: Mapping[int, Rows], samples: Sequence[Sampled]) -> None:
         """Wait for a step's tokens, pass them on, and free the blocks of those that are done."""
-        end = 0
+        end, parts = 0, {row.request for each in rows.values() for row in each.rows if not row.samples}
         for requests, sample in samples:
             tokens = await sample
             end = max(end, sample.end - self.loaded)
             for number, token in zip(requests, tokens if requests else (), strict=True):
                 served = self.requests.get(number)
                 if served is not None and served.ending is None:
-                    self._take(served, token, sample.end - self.loaded)
+                    self._take(served, token, sample.end - self.loaded, is_part=number in parts)
         self._places.collected(index)
         self._note(end)
         if self._listener is not None:
             self._listener.step(self)
 
-    def _take(self, served: Served, token: int, now: int) -> None:
-        """Add a token to a request, or end it without one."""
+    def _take(self, served: Served, token: int, now: int, *, is_part: bool) -> None:
+        """Add a token to a request, or end it without one; after a part of its prompt only log probabilities count."""
         if token == NO_TOKEN:
             self._end(served, "not finite", now)
+            return
+        if isinstance(token, ScoredToken):
+            served.prompt += token.prompt or ()
+        if is_part:
             return
         served.tokens.append(token)
         served.times.append(now)

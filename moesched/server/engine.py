@@ -83,7 +83,7 @@ class Teller:
         if ending == "not finite":
             self._messages.append(Broken(number, NOT_FINITE))
         else:
-            self._messages.append(message_of(number, served.tokens[-1], ending))
+            self._messages.append(message_of(served, ending))
 
     def step(self, serving: Serving) -> None:
         """Send the step's tokens."""
@@ -178,11 +178,15 @@ def request_of(ask: Ask) -> Request:
     )
 
 
-def message_of(number: int, token: int, ending: Ending | None) -> Token:
-    """The message about a token."""
+def message_of(served: Served, ending: Ending | None) -> Token:
+    """The message about a request's last token; that of the first one has the prompt's log probabilities."""
+    number, token = served.request.number, served.tokens[-1]
     if not isinstance(token, ScoredToken):
         return Token(number, token, ending)
-    return Token(number, int(token), ending, token.logprob, token.prompt)
+    is_first = len(served.tokens) == 1
+    return Token(
+        number, int(token), ending, token.logprob, served.prompt if is_first and served.prompt else None
+    )
 
 
 def ready(model: ServedModel) -> Ready:

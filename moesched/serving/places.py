@@ -60,7 +60,15 @@ class Seat:
             request.sampling,
             request.blocks_tokens,
             request.logprobs,
+            self._following,
         )
+
+    @property
+    def _following(self) -> int | None:
+        """The prompt's next token, if the prompt goes on and has log probabilities."""
+        request = self.request
+        is_scored = request.scores_prompt and self.to_come
+        return request.ids[self.cached] if is_scored and request.ids is not None else None
 
 
 class _Place:
@@ -156,10 +164,9 @@ class Places:
         """The prompts of a place's next step, in the order in which they came, and the number of tokens of each."""
         room, shares = self.capacity.chunk or self.capacity.prompt_tokens, list[tuple[Seat, int]]()
         for seat in seats:
-            whole = seat.request.scores_prompt
-            if room <= 0 or (whole and shares and seat.to_come > room):
+            if room <= 0:
                 break
-            tokens = seat.to_come if whole else min(seat.to_come, room)
+            tokens = min(seat.to_come, room)
             shares.append((seat, tokens))
             room -= tokens
         return shares

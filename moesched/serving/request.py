@@ -46,5 +46,5 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether it asks for log probabilities of its prompt, which is then never split into chunks."""
+        """Whether it asks for log probabilities of its prompt."""
         return self.logprobs is not None and self.logprobs.prompt

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import compress
 from typing import NamedTuple, TypeAlias
 
 from moesched.requests.chunks import Chunk
@@ -213,8 +212,8 @@ class MicroBatch:
     def serve(self, rows: Rows) -> None:
         """Begin a step with the rows of requests that join and leave."""
         self.served = rows
-        self.requests, self.starts, self.tokens, generated, samples, *_ = zip(*rows.rows, strict=True)
-        self.ends = tuple(compress(self.requests, samples))
+        self.requests, self.starts, self.tokens, generated, *_ = zip(*rows.rows, strict=True)
+        self.ends = tuple([row.request for row in rows.rows if row.ends])
         self.phase = rows.phase
         self.generated = min(generated)
 

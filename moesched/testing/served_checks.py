@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterable, Sequence
 
 from moesched.drivers.validation import CheckedEngine
+from moesched.requests.logprobs import WantedLogprobs
 from moesched.runs.ranks import Rank
 from moesched.runs.served_parts import ServingSetup
 from moesched.runs.served_runs import simulate_serving
@@ -24,12 +25,25 @@ APART = 2_000_000
 
 
 def random_requests(seed: int, longest_prompt: int, most_new: int, count: int = REQUESTS) -> list[Request]:
-    """Requests that arrive at random times, with random lengths; reproducible from the seed."""
+    """Requests that arrive at random times, with random lengths; reproducible from the seed.
+
+    Every other one asks for the log probabilities of its prompt.
+    """
     draw, arrives, requests = random.Random(seed), 0, []
+    scored = WantedLogprobs(0, prompt=True)
     for number in range(count):
         arrives += round(draw.expovariate(1 / APART))
         prompt, new_tokens = draw.randint(1, longest_prompt), draw.randint(1, most_new)
-        requests.append(Request(number=number, prompt=prompt, new_tokens=new_tokens, arrives=arrives))
+        requests.append(
+            Request(
+                number=number,
+                prompt=prompt,
+                new_tokens=new_tokens,
+                arrives=arrives,
+                ids=list(range(prompt)),
+                logprobs=scored if number % 2 else None,
+            )
+        )
     return requests
 
 

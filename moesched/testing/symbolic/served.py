@@ -100,9 +100,10 @@ def expected_served(plan: Plan, history: Sequence[Rows]) -> dict[int, list[int]]
         count = sum(row.tokens for row in rows)
         alone = step.phase == "prefill" and not any(row.start for row in rows)
         hidden = through_layers(plan.layout, embedded(step, held), cache, where, count, alone=alone)
-        ending = [row.request for row in rows if row.samples]
-        sampled = sample(hidden, ending)
+        ending = [row for row in rows if row.ends]
+        sampled = sample(hidden, [row.request for row in ending])
         held = symbol("tokens", held, *sampled) if ending else held
-        for request, token in zip(ending, sampled, strict=True):
-            tokens[request].append(token)
+        for row, token in zip(ending, sampled, strict=True):
+            if row.samples:
+                tokens[row.request].append(token)
     return tokens
