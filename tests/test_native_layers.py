@@ -13,14 +13,14 @@ import torch
 from msgspec.structs import replace
 
 from kernel_tables import kernels_of
-from moesched.devices.kernels import expert_functions, functions, qkv_functions
+from moesched.devices.kernels import functions, qkv_functions
 from moesched.devices.kernels.binder import Binder
 from moesched.devices.kernels.check import check_kernel
 from moesched.devices.kernels.layer_weights import Weights
 from moesched.devices.kernels.memory import Memory
 from moesched.devices.kernels.native_products import NativeColumns
 from moesched.devices.kernels.native_rows import NATIVE
-from moesched.devices.kernels.samples import MAKERS
+from moesched.devices.kernels.samples import MAKERS, coded_block
 from moesched.devices.kernels.torch_kernels import rows_for_native
 from moesched.devices.kernels.torch_rows import TORCH as TORCH_KERNELS
 from moesched.devices.native.compiled import (
@@ -33,11 +33,12 @@ from moesched.devices.native.compiled import (
 )
 from moesched.devices.native.kernels import NativeKernels
 from moesched.devices.products.crossover import Shape
+from moesched.devices.torch.expert_rows import ExpertRows
 from moesched.errors import BadInput
 from moesched.models.config import ModelConfig
 from moesched.models.footprint import KEPT_ROWS
 from moesched.models.networks import Router
-from moesched.models.stored_formats import CODED
+from moesched.models.stored_formats import CODED, STORED_FORMATS
 from small_models import SMALL
 
 Tensor = torch.Tensor
@@ -52,6 +53,8 @@ MODELS = {
     "LayerNorm and clipping": PLAIN.varied(norm="layer", clip=0.5),
     "weights of all experts": PLAIN.varied(router=Router(normalised=False), top_k=4),
     "one expert": PLAIN.varied(experts=1, top_k=1),
+    "experts and a wider network of every token": PLAIN.varied(shared=120, shared_scale=0.5),
+    "a narrow network of every token alone": PLAIN.varied(experts=0, top_k=0, shared=40),
 }
 
 
@@ -74,8 +77,8 @@ def weights_of(config: ModelConfig) -> Weights:
         "q_norm": (normed[0],),
         "k_norm": (normed[1],),
         "o": (config.hidden, queries),
-        "router": (config.routed.experts, config.hidden),
         "lm_head": (config.vocabulary, config.hidden),
+        **config.routed.shapes(config.hidden),
     }
     for expert in range(config.routed.experts):
         for part in ("gate", "up"):
@@ -207,7 +210,23 @@ def test_of_equal_logits_the_first_is_the_likeliest_and_bad_ones_have_none(
 
 
 def test_a_layer_in_one_call_has_the_bits_of_its_parts(native: NativeKernels, config: ModelConfig) -> None:
-    kernels, weights = kernels_of(config, native), weights_of(config)
+    check_parts(native, config, weights_of(config))
+
+
+def test_a_coded_network_of_every_token_lies_beside_plain_experts_of_any_width(native: NativeKernels) -> None:
+    config = PLAIN.varied(hidden=256, shared=512)
+    weights = weights_of(config)
+    coded = {
+        name: [coded_block(block, STORED_FORMATS["q4_k"]) for block in blocks]
+        for name, blocks in weights.items()
+        if name.startswith("shared_")
+    }
+    check_parts(native, config, Weights(weights | coded, weights.layer))
+
+
+def check_parts(native: NativeKernels, config: ModelConfig, weights: Weights) -> None:
+    """Compare a layer in one call with its parts, on seven tokens."""
+    kernels = kernels_of(config, native)
     hidden_TD, attended_TX = (
         random(7, config.hidden, seed=54),
         random(7, config.attention.query_width, seed=55),
@@ -217,15 +236,15 @@ def test_a_layer_in_one_call_has_the_bits_of_its_parts(native: NativeKernels, co
     memory = Memory(7)
     projected_TD = kernels.bound("output_projection", weights, memory)(attended_TX, hidden_TD)
     x_TD, experts_Tk, weights_Tk, _ = kernels.bound("route", weights, memory)(projected_TD)
-    order = expert_functions.sorted_by_expert(experts_Tk)
+    rows = ExpertRows(x_TD, experts_Tk, weights_Tk, config.routed)
     expected = experts_Tk.flatten().bincount(minlength=config.routed.experts).tolist()
-    x_nD = x_TD[order.tokens_n]
-    parts = [
-        native.expert(rows, *(weights[f"experts.{expert}.{part}"] for part in ("gate", "up", "down")))
-        for expert, rows in enumerate(x_nD.split(expected))
-        if len(rows)
-    ]
-    apart = kernels.combine(memory)(torch.cat(parts), order.rows_Tk, weights_Tk, projected_TD)
+    for expert, (x_nD, y_nD) in enumerate(
+        zip(rows.x_nD.split(expected), rows.y_nD.split(expected), strict=True)
+    ):
+        kernels.expert(weights, expert, len(x_nD))[1](x_nD, y_nD)
+    if rows.shared is not None:
+        kernels.expert(weights, None, 7)[1](x_TD, rows.shared.y_nD)
+    apart = kernels.combine(memory)(*rows.outputs(), projected_TD)
 
     assert torch.equal(together, apart)
     assert torch.equal(chosen_Tk, experts_Tk)

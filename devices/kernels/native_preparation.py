@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from itertools import chain, groupby
 
 import torch
@@ -12,6 +13,7 @@ from moesched.models.config import ModelConfig, NormKind
 from ..native.arguments import Head, Inputs, Layer, Norm
 from ..native.kernels import address, matrix_of
 from .expert_functions import router_biases
+from .kernel_weights import EXPERT_PARTS
 from .layer_weights import Blocks, Held, Tensor, Weights, format_of
 from .qkv_functions import qkv_bias
 
@@ -64,6 +66,8 @@ class Preparation:
             sum_to_one=network.router.normalised,
             scale=network.router.scale,
             residual_factor=self._config.residual_factor,
+            shared_width=network.shared,
+            shared_scale=network.shared_scale,
             norm=self._norm(weights["ffn_norm"][0], self._config.norm),
         )
         for field, bias_E in zip(("router_bias", "correction"), router_biases(weights, network), strict=True):
@@ -74,12 +78,8 @@ class Preparation:
             layer.output_weights = _held(weights["o"], held)
         if "router" in weights:
             layer.router = _held(weights["router"], held)
-        names = [
-            f"experts.{expert}.{part}" for expert in range(network.experts) for part in ("gate", "up", "down")
-        ]
-        if all(name in weights for name in names):
-            held.append(array("q", [_held(weights[name], held) for name in names]))
-            layer.expert_weights = address(held[-1])
+        layer.expert_weights = _held_experts(weights, [f"experts.{n}." for n in range(network.experts)], held)
+        layer.shared_weights = _held_experts(weights, ["shared_"], held)
         return layer
 
     def head(self, weights: Weights, held: Held) -> Head:
@@ -97,6 +97,15 @@ class Preparation:
     def _norm(self, weight_D: Tensor, kind: NormKind) -> Norm:
         in_float32 = weight_D.dtype == torch.float32
         return Norm(weight_D.data_ptr(), in_float32, self._config.norm_eps, kind == "layer")
+
+
+def _held_experts(weights: Weights, prefixes: Sequence[str], held: Held) -> int | None:
+    """The address of experts' matrices for C, given what their names begin with; None if some are not there."""
+    names = [prefix + part for prefix in prefixes for part in EXPERT_PARTS]
+    if not all(name in weights for name in names):
+        return None
+    held.append(array("q", [_held(weights[name], held) for name in names]))
+    return address(held[-1])
 
 
 def _held(blocks: Blocks, held: Held) -> int:

@@ -11,7 +11,7 @@ from functools import partial
 
 import torch
 
-from moesched.models.config import ModelConfig
+from moesched.models.networks import FeedForward
 
 from ..native.arguments import Inputs, Layer
 from ..native.compiled import library
@@ -74,14 +74,10 @@ class NativeRoute(NativeMemoryKernel):
 
     operation = "route"
 
-    def refusal(self, case: Case) -> str:
-        """Refuses layers without experts, too."""
-        assert case.layer is not None, "it is in a layer"
-        return super().refusal(case) or ("" if case.layer.feed_forward.experts else "it chooses experts")
-
     def bind(self, case: Case, weights: Weights, memory: Memory) -> Bound:
         """Bind norm, router and the choice of experts: (hidden_TD) -> Routed."""
-        choices = choices_in(memory, self._config)
+        assert case.layer is not None, "it is in a layer"
+        choices = choices_in(memory, self._config.hidden, case.layer.feed_forward)
         layer = weights.arguments(Layer, self._prepare.layer)
         layer.tokens, layer.output_weights = memory.rows, None
         scores_TE = _write_choices(layer, choices, memory, case)
@@ -141,21 +137,23 @@ class NativeMoELayer(NativeMemoryKernel):
     operation = "moe_layer"
 
     def refusal(self, case: Case) -> str:
-        """Refuses networks that every token uses, experts that are more than three matrices, and a bias, too."""
+        """Refuses experts that are more than three matrices, and a bias, too."""
         assert case.layer is not None, "it is in a layer"
-        network = case.layer.feed_forward
-        usual = network.is_usual and "o" not in case.layer.grouped.biases
+        usual = case.layer.feed_forward.is_usual and "o" not in case.layer.grouped.biases
         return super().refusal(case) or (
-            "it runs routed experts"
-            if network.shared
-            else ("" if usual else "it runs experts of three matrices, and adds no bias")
+            "" if usual else "it runs experts of three matrices, and adds no bias"
         )
 
     def bind(self, case: Case, weights: Weights, memory: Memory) -> Bound:
         """Bind all that follows attention: (attended_TX, hidden_TD) -> hidden_TD, experts_Tk, counts."""
-        hidden_TD, choices = hidden_states(memory, self._config), choices_in(memory, self._config)
+        assert case.layer is not None, "it is in a layer"
+        network = case.layer.feed_forward
+        hidden_TD, choices = (
+            hidden_states(memory, self._config),
+            choices_in(memory, self._config.hidden, network),
+        )
         projected_TD = memory.tensor("projected", *hidden_TD.shape, dtype=BFLOAT16)
-        counts = numbers(self._config.routed.experts)
+        counts = numbers(network.experts)
         layer = weights.arguments(Layer, self._prepare.layer)
         layer.tokens, layer.projected = memory.rows, projected_TD.data_ptr()
         layer.out, layer.counts = hidden_TD.data_ptr(), address(counts)
@@ -205,14 +203,14 @@ class _MoELayer:
         return self._out_TD, self._experts_Tk, counts
 
 
-def choices_in(memory: Memory, config: ModelConfig) -> Routed:
+def choices_in(memory: Memory, hidden: int, network: FeedForward) -> Routed:
     """The tensors for a router's result; logits begin as zeros, which a single expert keeps."""
-    rows, routed = memory.rows, config.routed
+    rows = memory.rows
     return Routed(
-        memory.tensor("experts' input", rows, config.hidden, dtype=BFLOAT16),
-        memory.tensor("experts", rows, routed.top_k, dtype=torch.int64),
-        memory.tensor("weights", rows, routed.top_k, dtype=torch.float32),
-        memory.tensor("router logits", rows, routed.experts, dtype=torch.float32, zero=True),
+        memory.tensor("experts' input", rows, hidden, dtype=BFLOAT16),
+        memory.tensor("experts", rows, network.top_k, dtype=torch.int64),
+        memory.tensor("weights", rows, network.top_k, dtype=torch.float32),
+        memory.tensor("router logits", rows, network.experts, dtype=torch.float32, zero=True),
     )
 
 

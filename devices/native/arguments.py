@@ -91,10 +91,12 @@ class Layer(ctypes.Structure):
         *((name, _NUMBER) for name in ("tokens", "hidden", "attended_width", "experts", "top_k", "width")),
         *((name, _NUMBER) for name in ("groups", "kept_groups", "sum_to_one")),
         *((name, _REAL) for name in ("scale", "residual_factor")),
+        ("shared_width", _NUMBER),
+        ("shared_scale", _REAL),
         *((name, _POINTER) for name in ("correction", "router_bias", "attended", "residual")),
         ("output_weights", _POINTER),
         ("norm", Norm),
-        *((name, _POINTER) for name in ("router", "expert_weights", "projected", "x")),
+        *((name, _POINTER) for name in ("router", "expert_weights", "shared_weights", "projected", "x")),
         *((name, _POINTER) for name in ("logits", "scores", "chosen", "weights", "counts", "out")),
     )
 

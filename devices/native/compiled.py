@@ -16,7 +16,7 @@ from zlib import crc32
 from moesched.errors import BadInput
 
 AUTO, TORCH = "auto", "torch"
-VERSION = 12
+VERSION = 13
 """Of the functions' signatures, as the library returns it."""
 
 _CALLS = tuple(

@@ -6,8 +6,8 @@
 #include "numbers.h"
 #include "scratch.h"
 
-Expert expert_of(const Experts *experts, int64_t rows, const ExpertWeights *weights) {
-    const int64_t hidden = experts->hidden, width = experts->width;
+Expert expert_of(const Experts *experts, int64_t rows, int64_t width, const ExpertWeights *weights) {
+    const int64_t hidden = experts->hidden;
     return (Expert){.gate = product_of(experts->team, rows, hidden, width, weights->gate),
                     .up = product_of(experts->team, rows, hidden, width, weights->up),
                     .down = product_of(experts->team, rows, width, hidden, weights->down)};
@@ -70,12 +70,19 @@ static void gate_expert(const Expert *expert, int64_t first, int64_t last) {
         gate_apart(expert, first, last);
 }
 
+int64_t gate_items(const Experts *experts) {
+    const int64_t before = experts->count - 1;
+    return before * experts->stride + experts->experts[before].gate.outputs;
+}
+
 void gate_experts(const Experts *experts, int64_t first, int64_t last) {
     while (first < last) {
-        const int64_t number = first / experts->width, before = number * experts->width;
-        const int64_t end = before + experts->width < last ? before + experts->width : last;
-        gate_expert(experts->experts + number, first - before, end - before);
-        first = end;
+        const int64_t quotient = first / experts->stride, final = experts->count - 1;
+        const int64_t number = quotient < final ? quotient : final, before = number * experts->stride;
+        const Expert *expert = experts->experts + number;
+        const int64_t width = expert->gate.outputs, end = before + width < last ? before + width : last;
+        if (first < end) gate_expert(expert, first - before, end - before);
+        first = number < final ? before + experts->stride : last;
     }
 }
 
@@ -116,7 +123,7 @@ API int moesched_expert(Team *team, int64_t rows, int64_t hidden, int64_t width,
                     const ExpertWeights *weights, uint16_t *y) {
     Expert expert;
     Job job = {{team, hidden, width, 1, &expert}, x, stride};
-    expert = expert_of(&job.experts, rows, weights);
+    expert = expert_of(&job.experts, rows, width, weights);
     char *memory = scratch(expert_bytes(&expert));
     if (!memory) return -1;
     give_expert_memory(&expert, memory);

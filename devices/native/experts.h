@@ -15,16 +15,17 @@ typedef struct {
     uint16_t *y;
 } Expert;
 
-/* Experts that are computed together. */
+/* Experts that are computed together. All but the last have one width. */
 typedef struct {
     const Team *team;
-    int64_t hidden, width;
+    int64_t hidden;
+    int64_t stride; /* that width, in whole pieces that a thread takes */
     int64_t count;
     Expert *experts;
 } Experts;
 
 /* An expert for `rows` rows, without memory and outputs. */
-Expert expert_of(const Experts *experts, int64_t rows, const ExpertWeights *weights);
+Expert expert_of(const Experts *experts, int64_t rows, int64_t width, const ExpertWeights *weights);
 
 /* Bytes of its products' x. */
 int64_t expert_bytes(const Expert *expert);
@@ -40,7 +41,10 @@ void place_expert(const Expert *expert, int64_t row, int64_t first, int64_t last
 /* The least of the items below that a thread takes at a time. */
 int64_t least_items(const Expert *expert);
 
-/* Items [first, last) of the count * width numbers between the matrices. */
+/* The numbers between the matrices of all of them, each expert's `stride` items behind those of the one before. */
+int64_t gate_items(const Experts *experts);
+
+/* Items [first, last) of these. */
 void gate_experts(const Experts *experts, int64_t first, int64_t last);
 
 /* Items [first, last) of the count * hidden outputs. */

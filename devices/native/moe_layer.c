@@ -14,6 +14,8 @@ typedef struct {
     int64_t sum_to_one; /* the weights of a token's experts */
     double scale; /* of these weights */
     double residual_factor; /* of the output projection */
+    int64_t shared_width; /* of the network that every token uses; 0 for none */
+    double shared_scale;  /* of its outputs */
     const float *correction; /* (experts): added to scores for the choice; NULL for none */
     const float *router_bias; /* (experts): added to logits; NULL for none */
     const uint16_t *attended; /* (tokens, attended_width) */
@@ -22,6 +24,7 @@ typedef struct {
     Norm norm;
     const Matrix *router;
     const ExpertWeights *expert_weights; /* the formats of all experts are those of the first one */
+    const ExpertWeights *shared_weights;
     uint16_t *projected; /* (tokens, hidden): the residual plus the output projection */
     uint16_t *x; /* (tokens, hidden): its norm, the experts' input */
     float *logits; /* (tokens, experts) */
@@ -39,15 +42,17 @@ enum {
     MOST_GROUPS = 64,     /* bits that say which are kept */
 };
 
-/* Rows of experts are sorted by expert, then by token. They are multiplied ROWS_AT_ONCE at a time: a wave. */
+/* Rows of experts are sorted by expert, then by token. The network that every token uses is one more expert, behind the
+ * others. Rows are multiplied ROWS_AT_ONCE at a time: a wave. */
 typedef struct {
     const Layer *layer;
     Product output, router;
     Experts experts; /* of the wave */
-    char *memory;    /* of the wave's products */
-    uint16_t *y;     /* (tokens * top_k, hidden) */
+    char *memory;    /* of a wave's products */
+    char *unused;    /* what the experts of the wave so far left of it */
+    uint16_t *y;     /* (all rows, hidden) */
     int64_t *rows;   /* (tokens, top_k): of y */
-    int64_t *tokens; /* (tokens * top_k): of each row */
+    int64_t *tokens; /* (all rows): of each row */
     int64_t *ends;   /* (experts): behind the last row of each */
     int64_t first, last; /* rows of the wave */
     Phase *phases;   /* of the experts, whose items are known after the router: WAVE_PHASES of each wave */
@@ -195,27 +200,35 @@ static void choose_part(void *argument, int64_t first, int64_t last) {
     }
 }
 
+static int64_t rows_of(const Layer *layer) {
+    return layer->tokens * (layer->top_k + (layer->shared_width ? 1 : 0));
+}
+
+/* Adds an expert to the wave, if it has some of the expert's rows [begins, ends). */
+static void add_expert(Job *job, int64_t begins, int64_t ends, int64_t width, const ExpertWeights *weights) {
+    const int64_t first = begins < job->first ? job->first : begins, last = ends < job->last ? ends : job->last;
+    if (first >= last) return;
+    Expert *expert = job->experts.experts + job->experts.count++;
+    *expert = expert_of(&job->experts, last - first, width, weights);
+    expert->y = job->y + first * job->layer->hidden;
+    give_expert_memory(expert, job->unused);
+    job->unused += expert_bytes(expert);
+}
+
 /* Begins the next wave: its experts, and the items of its phases. */
 static void begin_wave(Job *job) {
     const Layer *layer = job->layer;
-    const int64_t rows = layer->tokens * layer->top_k;
+    const int64_t rows = rows_of(layer), routed = layer->tokens * layer->top_k;
     Phase *phases = job->phases + job->last / ROWS_AT_ONCE * WAVE_PHASES;
-    char *memory = job->memory;
     job->first = job->last;
     job->last = rows - job->first < ROWS_AT_ONCE ? rows : job->first + ROWS_AT_ONCE;
+    job->unused = job->memory;
     job->experts.count = 0;
-    for (int64_t e = 0; e < layer->experts; e++) {
-        const int64_t begins = job->ends[e] - layer->counts[e], first = begins < job->first ? job->first : begins;
-        const int64_t last = job->ends[e] < job->last ? job->ends[e] : job->last;
-        if (first >= last) continue;
-        Expert *expert = job->experts.experts + job->experts.count++;
-        *expert = expert_of(&job->experts, last - first, layer->expert_weights + e);
-        expert->y = job->y + first * layer->hidden;
-        give_expert_memory(expert, memory);
-        memory += expert_bytes(expert);
-    }
+    for (int64_t e = 0; e < layer->experts; e++)
+        add_expert(job, job->ends[e] - layer->counts[e], job->ends[e], layer->width, layer->expert_weights + e);
+    add_expert(job, routed, rows, layer->shared_width, layer->shared_weights);
     phases[GATHER].items = job->last - job->first;
-    phases[GATE].items = job->experts.count * layer->width;
+    phases[GATE].items = gate_items(&job->experts);
     phases[DOWN].items = job->experts.count * layer->hidden;
 }
 
@@ -233,6 +246,7 @@ static void group_part(void *argument, int64_t first, int64_t last) {
         job->rows[pair] = job->ends[layer->chosen[pair]]++;
         job->tokens[job->rows[pair]] = pair / layer->top_k;
     }
+    for (row = pairs; row < rows_of(layer); row++) job->tokens[row] = row - pairs;
     begin_wave(job);
 }
 
@@ -262,19 +276,24 @@ static void down_part(void *argument, int64_t first, int64_t last) {
     project_experts(&((const Job *)argument)->experts, first, last);
 }
 
-/* Columns [first, last) of a token: the residual plus its experts' outputs, added in the order of its choices. */
+/* Adds a weighted output to a sum, or begins it. */
+static inline void accumulate(int64_t count, int begins, const uint16_t *values, float weight, float *total) {
+    if (begins)
+        for (int64_t i = 0; i < count; i++) total[i] = widened(values[i]) * weight;
+    else
+        for (int64_t i = 0; i < count; i++) total[i] += widened(values[i]) * weight;
+}
+
+/* Columns [first, last) of a token: the residual plus its experts' outputs, added in the order of its choices, then that
+ * of the network that every token uses, if `shared` is not NULL. */
 ANY_WIDTH static void combine(int64_t hidden, int64_t top_k, const uint16_t *y, const int64_t *rows, const float *weights,
-                    const uint16_t *residual, uint16_t *out, int64_t first, int64_t last) {
+                    const uint16_t *shared, float shared_scale, const uint16_t *residual, uint16_t *out, int64_t first,
+                    int64_t last) {
     float total[COLUMNS];
     const int64_t count = last - first;
-    for (int64_t choice = 0; choice < top_k; choice++) {
-        const uint16_t *values = y + rows[choice] * hidden + first;
-        const float weight = weights[choice];
-        if (!choice)
-            for (int64_t i = 0; i < count; i++) total[i] = widened(values[i]) * weight;
-        else
-            for (int64_t i = 0; i < count; i++) total[i] += widened(values[i]) * weight;
-    }
+    for (int64_t choice = 0; choice < top_k; choice++)
+        accumulate(count, !choice, y + rows[choice] * hidden + first, weights[choice], total);
+    if (shared) accumulate(count, !top_k, shared + first, shared_scale, total);
     for (int64_t i = 0; i < count; i++) out[first + i] = rounded(total[i] + widened(residual[first + i]));
 }
 
@@ -286,8 +305,9 @@ static void combine_part(void *argument, int64_t first, int64_t last) {
     for (int64_t item = first; item < last; item++) {
         const int64_t t = item / pieces, from = item % pieces * COLUMNS;
         const int64_t to = from + COLUMNS < hidden ? from + COLUMNS : hidden;
-        combine(hidden, layer->top_k, job->y, job->rows + t * layer->top_k, layer->weights + t * layer->top_k,
-                residual + t * hidden, layer->out + t * hidden, from, to);
+        const uint16_t *shared = layer->shared_width ? job->y + (layer->tokens * layer->top_k + t) * hidden : NULL;
+        combine(hidden, layer->top_k, job->y, job->rows + t * layer->top_k, layer->weights + t * layer->top_k, shared,
+                (float)layer->shared_scale, residual + t * hidden, layer->out + t * hidden, from, to);
     }
 }
 
@@ -306,8 +326,18 @@ static int64_t give_router(Job *job, char *memory) {
     return before + placed_bytes(&job->router);
 }
 
-static int64_t waves_of(const Layer *layer) {
-    return (layer->tokens * layer->top_k + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
+static int64_t waves_of(const Layer *layer) { return (rows_of(layer) + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE; }
+
+enum { KINDS = 2 };
+
+/* An expert for some rows, and the network that every token uses, as far as the layer has them; returns their number. */
+static int kinds_of(const Job *job, int64_t rows, Expert found[KINDS]) {
+    const Layer *layer = job->layer;
+    int count = 0;
+    if (layer->experts) found[count++] = expert_of(&job->experts, rows, layer->width, layer->expert_weights);
+    if (layer->shared_width)
+        found[count++] = expert_of(&job->experts, rows, layer->shared_width, layer->shared_weights);
+    return count;
 }
 
 enum { OTHER_PHASES = 7 };
@@ -315,16 +345,19 @@ enum { OTHER_PHASES = 7 };
 /* What the phases need beside the products before the experts, in `memory`; NULL only counts its bytes. */
 static int64_t give_experts(Job *job, Task *task, char *memory) {
     const Layer *layer = job->layer;
-    const int64_t number = sizeof(int64_t), pairs = layer->tokens * layer->top_k;
+    const int64_t number = sizeof(int64_t), pairs = layer->tokens * layer->top_k, rows = rows_of(layer);
     const int64_t phases = OTHER_PHASES + waves_of(layer) * WAVE_PHASES;
-    const int64_t at_once = pairs < ROWS_AT_ONCE ? pairs : ROWS_AT_ONCE;
-    const int64_t experts = at_once < layer->experts ? at_once : layer->experts;
-    const Expert of_one_row = expert_of(&job->experts, 1, layer->expert_weights);
+    const int64_t at_once = rows < ROWS_AT_ONCE ? rows : ROWS_AT_ONCE;
+    const int64_t experts = at_once <= layer->experts ? at_once : layer->experts + 1;
+    Expert of_one_row[KINDS];
+    int64_t row_bytes = 0;
+    for (int kind = kinds_of(job, 1, of_one_row) - 1; kind >= 0; kind--)
+        if (expert_bytes(of_one_row + kind) > row_bytes) row_bytes = expert_bytes(of_one_row + kind);
     const int64_t sizes[] = {phases * (int64_t)sizeof(Phase), experts * (int64_t)sizeof(Expert), pairs * number,
-                             pairs * number, layer->experts * number,
-                             pairs * layer->hidden * (int64_t)sizeof(uint16_t),
+                             rows * number, layer->experts * number,
+                             rows * layer->hidden * (int64_t)sizeof(uint16_t),
                              /* however the rows are divided, those of one row each need the most */
-                             at_once * expert_bytes(&of_one_row)};
+                             at_once * row_bytes};
     enum { PARTS = sizeof sizes / sizeof *sizes };
     char *part[PARTS];
     int64_t bytes = 0;
@@ -359,14 +392,19 @@ static int64_t add_router(Task *task, Job *job) {
         add_phase(task, place_normed_part, layer->hidden, PLACED_AT_ONCE, layer->hidden);
         add_phase(task, router_part, layer->experts, WHOLE_TILES, WHOLE_TILES);
     }
-    add_phase(task, choose_part, layer->tokens, 1, 1);
+    if (layer->experts) add_phase(task, choose_part, layer->tokens, 1, 1);
     return weights + matrix_bytes(&job->router);
 }
 
 static int64_t add_experts(Task *task, Job *job) {
     const Layer *layer = job->layer;
-    const Expert expert = expert_of(&job->experts, layer->tokens, layer->expert_weights);
-    const int64_t least = least_items(&expert);
+    Expert of_all[KINDS];
+    int64_t least = 0, bytes = 0;
+    for (int kind = kinds_of(job, layer->tokens, of_all) - 1; kind >= 0; kind--) {
+        if (least_items(of_all + kind) > least) least = least_items(of_all + kind);
+        bytes += weight_bytes(of_all + kind);
+    }
+    if (layer->experts) job->experts.stride = (layer->width + least - 1) / least * least;
     job->phases = task->phase + task->phases;
     for (int64_t wave = 0; wave < waves_of(layer); wave++) {
         add_phase(task, wave ? begin_part : group_part, 1, 1, 1);
@@ -375,7 +413,7 @@ static int64_t add_experts(Task *task, Job *job) {
         add_phase(task, down_part, 0, least, MOST_OUTPUTS);
     }
     add_phase(task, combine_part, layer->tokens * ((layer->hidden + COLUMNS - 1) / COLUMNS), 1, 1);
-    return weight_bytes(&expert);
+    return bytes;
 }
 
 /* Up to the choice of experts: `projected`, `x`, `logits`, `chosen` and `weights`. Returns 0, or -1 without memory. */
@@ -393,7 +431,7 @@ API int moesched_route(Team *team, const Layer *layer) {
 
 /* All of it. Returns 0, or -1 without memory. */
 API int moesched_moe_layer(Team *team, const Layer *layer) {
-    Job job = {.layer = layer, .experts = {team, layer->hidden, layer->width, 0, NULL}};
+    Job job = {.layer = layer, .experts = {team, layer->hidden, 1, 0, NULL}};
     Task task = {.job = &job};
     const int64_t before = give_router(&job, NULL);
     char *memory = scratch(before + give_experts(&job, &task, NULL));
@@ -411,6 +449,6 @@ API void moesched_combine(int64_t tokens, int64_t hidden, int64_t top_k, const u
                           const float *weights, const uint16_t *residual, uint16_t *out) {
     for (int64_t t = 0; t < tokens; t++)
         for (int64_t first = 0; first < hidden; first += COLUMNS)
-            combine(hidden, top_k, y, rows + t * top_k, weights + t * top_k, residual + t * hidden, out + t * hidden,
-                    first, first + COLUMNS < hidden ? first + COLUMNS : hidden);
+            combine(hidden, top_k, y, rows + t * top_k, weights + t * top_k, NULL, 0, residual + t * hidden,
+                    out + t * hidden, first, first + COLUMNS < hidden ? first + COLUMNS : hidden);
 }

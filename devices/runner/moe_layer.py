@@ -73,7 +73,7 @@ class MoELayer:
         self._attention.drop_attended(task)
         if counts is None:
             return self._library.value(task, self._reader(task), experts_Tk, beside=[state.hidden_TD])
-        if observers.routing is not None:
+        if observers.routing is not None and self._experts_of(task):
             observers.routed(task.layer, observers.spans(state), self._library.on_host(experts_Tk))
         return counts
 
