@@ -28,8 +28,8 @@ class MicroBatchState:
         ends: the indices of the sequences that a token is sampled for in this step; None for all of them.
         samplings: the sampling settings of each of these tokens; None if all have the batch's.
         logprobs: for each of these tokens the log probabilities that its request wants; None if none are wanted.
-        following: for each sequence the token of its prompt that follows the step's, if its prompt is scored and goes on;
-            otherwise None. Empty if no log probabilities are wanted.
+        following: for each sequence the token of its prompt after the step's, if the prompt is scored and goes on; else
+            None. Empty if no log probabilities are wanted.
         memory: memory for results of the step's kernels; None if the step has many tokens.
         ends_alone: whether logits that are not finite end only their own request; otherwise they end the run.
         most_memories: most memories that are kept, one for each number of tokens; the oldest makes room.
