@@ -11,9 +11,9 @@ from moesched.errors import BadInput
 from moesched.inputs.budgets import assumed_process
 from moesched.inputs.defaults import POLICY
 from moesched.inputs.files import require_apart
-from moesched.jobs.options import ScenarioOptions, TraceOptions
+from moesched.jobs.options import BestPolicyOptions, ScenarioOptions, TraceOptions
 from moesched.jobs.scenario import Scenario, find_scenario
-from moesched.jobs.served_options import REQUESTS, ArrivalsOptions, BestPolicyOptions
+from moesched.jobs.served_options import REQUESTS, ArrivalsOptions
 from moesched.jobs.service_trace import last_steps_of, span_of, write_service_trace
 from moesched.jobs.serving_plan import context_of, plan_serving, serving_job
 from moesched.jobs.simulate_model import require_context
