@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from moesched.errors import BadInput
 from moesched.models.config import ITEM_BYTES, ModelConfig
-from moesched.models.layout import Page, WeightLayout, kv_block_bytes, kv_bytes, weight_layout
+from moesched.models.layout import Page, WeightLayout, weight_layout
 from moesched.models.reading import runs
 from moesched.models.shapes import SHAPES
 from moesched.models.tensors import dense_shapes, expert_shapes, global_shapes, tensor_shapes
@@ -193,10 +193,3 @@ def test_pages_too_small_for_a_row_and_unknown_dtypes_are_refused() -> None:
         weight_layout(MIXTRAL, page_bytes=1000)
     with pytest.raises(BadInput, match=r"'int3' is unknown; choose one of float32, bfloat16"):
         weight_layout(MIXTRAL, "int3")
-
-
-def test_the_kv_cache_is_counted_in_whole_blocks() -> None:
-    block = 2 * 8 * 16 * 4 * 64 * 2
-    assert kv_block_bytes(MIXTRAL, 16) == block
-    assert kv_bytes(MIXTRAL, [1, 16, 17, 0], 16) == 4 * block
-    assert kv_bytes(MIXTRAL, [1], 16, "float32") == 2 * block

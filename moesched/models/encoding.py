@@ -19,7 +19,7 @@ MOST_FACTOR = {"bytes": 127, "six bits": 63}
 
 
 def encoded(weights: Floats, stored: StoredFormat) -> Bytes:
-    """The blocks of weights, one after the other, as bytes.
+    """Encode weights as blocks; returns the bytes of the blocks, one after the other.
 
     Args:
         weights: 1-D, whole blocks.
@@ -62,7 +62,7 @@ def _furthest(groups: Floats, *, signed: bool) -> Floats:
 def _write_scales(
     blocks: Bytes, stored: StoredFormat, scales: Floats, lowest: Floats
 ) -> tuple[Floats, Floats]:
-    """Write scales and minimums; returns those that codes are chosen by."""
+    """Write scales and minimums; returns them as they were rounded, which is what codes are chosen by."""
     if stored.factors is None:
         _write_float16(blocks, stored.scale, scales)
         if stored.minimum is not None:

@@ -12,7 +12,7 @@ from moesched.models.kv_blocks import tokens_beside
 from moesched.models.operations import Operations
 
 KEPT_ROWS = 128
-"""Rows up to which a micro-batch keeps its results' memory from layer to layer: that of a prompt would be too much."""
+"""Most rows of a micro-batch that keeps its results' memory from layer to layer: a prompt's would be too much."""
 TOKEN_TILE = 256
 """Most tokens that a CPU normalises, rotates, or combines at once; bounds the workspace of prompts. A GPU takes them
 all, since each tile would start several kernels."""
@@ -27,7 +27,9 @@ CODED_TILE = 1 << 17
 UNPACKED_TILE = 1 << 21
 """Most weights that a GPU unpacks at once for a product."""
 _UNPACKING = 14
-"""Bytes for each of them: stored numbers, codes, and weights in float32 and in the dtype of the computation."""
+"""Bytes of workspace for each unpacked weight: stored number, code, and the weight in float32 and in the dtype of the
+computation.
+"""
 QUERY_TILE = 512
 """Most queries that share an attention mask, in a chunk of a prompt whose earlier tokens are cached."""
 _FLOAT = 4
@@ -95,7 +97,7 @@ def unpacked_bytes(operations: Operations) -> int:
 
 
 def _widest(operations: Operations) -> int:
-    """Weights of the longest row."""
+    """The number of weights in the longest row of any matrix."""
     return max(
         max(
             operations.config.hidden,

@@ -54,7 +54,7 @@ class Format(msgspec.Struct, frozen=True):
 
 
 def _format(name: str, each: float, rate: float, why: str, **other: float) -> Format:
-    """A format with `each` byte per weight of matrices, 16 bits for other tensors, and `other` for single roles."""
+    """Make a format with `each` bytes per weight of matrices, 2 of other tensors, and `other` of single roles."""
     weights: dict[Any, float] = dict.fromkeys(("matrix", "down", "value", "expert", "expert_down"), each)
     weights |= dict.fromkeys(("embedding", "head", "small"), _BF16) | other
     return Format(name, weights, weights, rate, why)

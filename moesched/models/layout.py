@@ -11,7 +11,7 @@ import msgspec
 from msgspec.structs import force_setattr
 
 from moesched.errors import BadInput
-from moesched.models.config import ITEM_BYTES, DType, ModelConfig
+from moesched.models.config import DType, ModelConfig
 from moesched.models.tensor_shapes import Shape
 from moesched.models.tensors import dense_shapes, expert_shapes, global_shapes
 
@@ -60,7 +60,7 @@ class Page(msgspec.Struct, frozen=True):
 bytes_of: Callable[[Page], int] = attrgetter("nbytes")
 """The bytes of a page. Planning asks for those of all pages again and again, so this is no Python function."""
 room_for: Callable[[Page], int] = attrgetter("room")
-"""`Page.room`, likewise."""
+"""Bytes that a page may take in a slot: `Page.room`, as a function that is not Python's either."""
 
 
 class WeightLayout(msgspec.Struct, frozen=True):
@@ -191,20 +191,6 @@ class _Tensor(NamedTuple):
 def _tensor(config: ModelConfig, dtype: str, name: str, shape: Shape) -> _Tensor:
     row = round(math.prod(shape[1:]) * config.tensor_bytes(name, shape, dtype))
     return _Tensor(name, shape[0], row, len(shape) == 1)
-
-
-def kv_bytes(
-    config: ModelConfig, tokens_per_sequence: Iterable[int], block_size: int, dtype: str | None = None
-) -> int:
-    """Bytes of a KV cache for sequences with these numbers of tokens in all layers, in blocks of block_size tokens."""
-    blocks = sum(-(-tokens // block_size) for tokens in tokens_per_sequence)
-    return blocks * kv_block_bytes(config, block_size, dtype)
-
-
-def kv_block_bytes(config: ModelConfig, block_size: int, dtype: str | None = None) -> int:
-    """Bytes of one block of the KV cache: the keys and values of block_size tokens in every layer."""
-    item = ITEM_BYTES[config.dtype if dtype is None else dtype]
-    return block_size * item * sum(layer.attention.cache_width for layer in config.pattern)
 
 
 def _default_page_bytes(tensors: Sequence[_Tensor]) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import msgspec
 
 SMALLEST_FACTOR = 2.0**-64
-"""Of the factor of a single pair, so that float32 has its angles."""
+"""Least factor of a single pair with which float32 still has the pair's angles."""
 
 
 class Slowing(msgspec.Struct, frozen=True, kw_only=True, tag_field="rope_type"):
@@ -38,7 +38,7 @@ class Linear(Slowing, frozen=True, kw_only=True, tag="linear"):
     """Every pair turns `factor` times slower (position interpolation, Chen et al. 2023, arXiv 2306.15595)."""
 
     def slowed(self, frequencies: Sequence[float]) -> list[float]:
-        """The frequency of each pair over the one without scaling."""
+        """The ratio of each pair's frequency to its frequency without scaling."""
         return [1 / self.factor] * len(frequencies)
 
 
@@ -53,7 +53,7 @@ class Llama3(Slowing, frozen=True, kw_only=True, tag="llama3"):
     original_max_position_embeddings: int
 
     def slowed(self, frequencies: Sequence[float]) -> list[float]:
-        """The frequency of each pair over the one without scaling."""
+        """The ratio of each pair's frequency to its frequency without scaling."""
         span = self.high_freq_factor - self.low_freq_factor
         turns = (self.original_max_position_embeddings * each / (2 * math.pi) for each in frequencies)
         kept = (min(1.0, max(0.0, (each - self.low_freq_factor) / span)) for each in turns)
@@ -97,7 +97,7 @@ class Yarn(Slowing, frozen=True, kw_only=True, tag="yarn"):
         return self._growth(1.0)
 
     def slowed(self, frequencies: Sequence[float]) -> list[float]:
-        """The frequency of each pair over the one without scaling."""
+        """The ratio of each pair's frequency to its frequency without scaling."""
         pairs = len(frequencies)
         first, last = self._pair(self.beta_fast, frequencies), self._pair(self.beta_slow, frequencies)
         if self.truncate:
@@ -151,7 +151,7 @@ class LongRope(Slowing, frozen=True, kw_only=True, tag="longrope"):
         return math.sqrt(1 + math.log(self.factor) / math.log(self.original_max_position_embeddings))
 
     def slowed(self, frequencies: Sequence[float]) -> list[float]:
-        """The frequency of each pair over the one without scaling."""
+        """The ratio of each pair's frequency to its frequency without scaling."""
         return [1 / each for each in (self.long_factor if self.factor > 1 else self.short_factor)]
 
     def problem(self, pairs: int) -> str:
@@ -190,7 +190,7 @@ class Rotary(msgspec.Struct, frozen=True, kw_only=True):
         return head_dim if self.width is None else self.width
 
     def slowed(self, head_dim: int) -> list[float]:
-        """The frequency of each pair over the one without scaling; empty without scaling."""
+        """The ratio of each pair's frequency to its frequency without scaling; empty without scaling."""
         if self.scaling is None:
             return []
         width = self.turning(head_dim)

@@ -33,7 +33,7 @@ class Codes(NamedTuple):
 
     Attributes:
         low: the lower bits of the codes; 8 of them are a signed number.
-        zero: is subtracted from what is stored.
+        zero: the number that is subtracted from each stored one.
         largest: the code of the weight furthest from 0, by which a writer chooses the scale; below 0, weights of that
             sign have one code more, and the scale has the sign that gives the weight this code.
         high: the bits above these, in a format that has them apart.

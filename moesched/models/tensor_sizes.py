@@ -16,7 +16,7 @@ from moesched.models.tensor_shapes import Shape, elements
 from moesched.models.tensors import is_transposed
 
 COLUMNS = "columns"
-"""Stands among storage formats for plain matrices that lie transposed."""
+"""Name, among those of storage formats, for plain matrices that are stored transposed."""
 
 BytesByFormat = tuple[tuple[str, int], ...]
 """Names of coded storage formats, or `COLUMNS`, each with a number of bytes."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import AsyncExitStack, ExitStack
 from functools import partial
 
 from msgspec.structs import replace
@@ -197,8 +197,9 @@ class _HardwareRun:
                 raise
         finally:
             if not keep_open:
-                for rank in self._ranks:
-                    await rank.device.aclose()
+                async with AsyncExitStack() as closing:
+                    for rank in reversed(self._ranks):
+                        closing.push_async_callback(rank.device.aclose)
 
     def _insist(self) -> None:
         """Raise in a policy that computes without a pause, so that the event loop cannot call `_interrupt`."""

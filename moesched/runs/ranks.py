@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple, Protocol
 
 from moesched import plugins
@@ -137,9 +137,9 @@ def _closed_at_end(opened: Sequence[_Closable]) -> Iterator[None]:
     try:
         yield
     finally:
-        with signals_held():
-            for each in opened:
-                run_on_own_loop(each.aclose)
+        with signals_held(), ExitStack() as closing:
+            for each in reversed(opened):
+                closing.callback(run_on_own_loop, each.aclose)
 
 
 class OnDevices:

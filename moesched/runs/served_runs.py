@@ -210,7 +210,7 @@ def _clock(device: Device) -> Clock:
 
 
 def _execute(device: Device, beside: Mapping[str, Execute], task: Task) -> Any:
-    """Run a task on the device, or what stands for the device; a task that waits gives what is to be awaited."""
+    """Run a task by the call that `beside` has for its verb, else on the device; a wait returns an awaitable."""
     return beside.get(task.verb, device.execute)(task)
 
 

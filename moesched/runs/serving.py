@@ -190,6 +190,8 @@ class Serving:
             served = self.requests.get(number)
             if served is not None and served.ending is None:
                 self._end(served, "left", now)
+        if left := set(news.left):
+            self._waiting = deque(each for each in self._waiting if each.number not in left)
 
     def _admit(self) -> None:
         """Give places to those that wait, in the order of admission, until one finds none."""
@@ -258,7 +260,6 @@ class Serving:
         number = served.request.number
         served.ending, served.ended = ending, now
         self._places.leave(number)
-        self._waiting = deque(each for each in self._waiting if each.number != number)
         if self._listener is not None:
             self._listener.token(served)
         if not self._keeps_history:

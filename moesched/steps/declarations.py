@@ -13,6 +13,13 @@ from moesched.steps.reservations import Declared, NodeShare
 from moesched.tasks import Discipline
 
 
+def require_whole(verb: str, number: object, least: int | None = None) -> None:
+    """Raise PolicyError unless a declared number is a whole one, and at least `least`."""
+    if not isinstance(number, int) or (least is not None and number < least):
+        limit = "" if least is None else f", {least} or more"
+        raise PolicyError(f"{verb}: {number!r} is no whole number{limit}: give one, as by int(...) or //")
+
+
 def require_slots(name: str, slots: int, filled: int, replacement: object) -> None:
     """Check the number of slots of a declared pool, and the name of its replacement rule.
 

@@ -140,7 +140,8 @@ class Memory(ReadOnly):
 class Slot(Block):
     """Space for one page: `page` is the page that it holds, `views` are the views that read it.
 
-    `read` is the last step that read the page; before that, the way the page came: see `PoolCounts`.
+    `read` is the number of the last step that read the page; until one did, it says how the page came: `LOADED`,
+    `FETCHED` or `SPECULATED`.
     """
 
     __slots__ = ("fixed", "index", "page", "pool", "read", "views")
@@ -304,7 +305,7 @@ class Pool(ReadOnly):
             self._held.move_to_end(slot.page.id)
 
     def _replaced(self, page: Page, engine: Engine) -> Slot:
-        """Choose the slot whose page is replaced next."""
+        """Take the page that is to be replaced next out of its slot, to make room for `page`; returns the slot."""
         if self.replacement == "none" or not self._held:
             raise OverBudget(
                 f"pool {self.name} in {self.memory.name} is full ({len(self.slots)} slots) and replaces nothing by "
@@ -315,7 +316,7 @@ class Pool(ReadOnly):
         return slot
 
     def _forget(self, slot: Slot, engine: Engine) -> None:
-        """Remove a slot's page from the page table."""
+        """Remove a slot's page from the page table, and close the views that show it."""
         if slot.views:
             for view in list(slot.views):
                 view.close(engine)
@@ -370,7 +371,11 @@ class Home(Fixed):
 
 
 def note_use(slots: Iterable[Slot], step: int, tokens: int) -> bool:
-    """Note that a task reads the pages in slots; returns whether one of their pools needs a note of every use."""
+    """Note that a task of `tokens` rows reads the pages in these slots.
+
+    Returns:
+        whether one of their pools has to be told of every use, rather than of the first one in each step.
+    """
     every_use = False
     for slot in slots:
         read, pool = slot.read, slot.pool

@@ -92,7 +92,7 @@ class PlacedWeights(ReadOnly):
         return sum(pool.nbytes for pool in self._in_order)
 
     def leave_at_home(self, memory: Memory, pages: Sequence[Page], both: Collection[int]) -> None:
-        """Have the host compute with the pages that stay in no other memory, and with those whose ids are in `both`."""
+        """Have the host compute where weights live, with `pages` that stay in no other memory or have an id in `both`."""
         elsewhere = {page.id for resident in self._resident for page in resident.pages()} - set(both)
         self._home = Home(memory, (page for page in pages if page.id not in elsewhere))
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 from moesched.errors import BadInput, PolicyError
 from moesched.models.layout import Page
 from moesched.steps.claims import claim_of_slots
-from moesched.steps.declarations import require_slots
+from moesched.steps.declarations import require_slots, require_whole
 from moesched.steps.eviction_rule import Eviction
 from moesched.steps.memory import Fixed, Memory, Pool, Replacement
 from moesched.steps.model_pages import describe, require_list, require_pages
@@ -63,8 +63,9 @@ class Plan(PlanFacts):
         `offload_kv`. The fewer, the less memory their activations need.
 
         Raises:
-            PolicyError: another limit was declared.
+            PolicyError: it is no whole number, or another limit was declared.
         """
+        require_whole("limit_in_flight", micro_batches)
         every, before = len(self.chunks), self.declared.in_flight
         limit = min(every, max(1, micro_batches))
         if before not in (every, limit):
@@ -109,8 +110,9 @@ class Plan(PlanFacts):
             used where the accelerator holds the whole cache.
 
         Raises:
-            PolicyError: another number was declared.
+            PolicyError: it is no whole number, or below 0; or another number was declared.
         """
+        require_whole("reserve_kv_buffers", slots, least=0)
         before = self.declared.kv_buffers
         if before not in (0, slots):
             raise PolicyError(

@@ -22,7 +22,7 @@ from moesched.steps.roles import Role, role_named
 from moesched.system.cells import html_of
 
 VERBS_OF_A_LAYER = 20
-"""Tasks of a layer beside its experts, and more."""
+"""Upper bound of the tasks of a layer beside its experts."""
 
 
 class PlanFacts(Declarations):

@@ -58,7 +58,10 @@ class Works:
         *,
         joins: bool = False,
     ) -> Work:
-        """The work of one kind of operation on `tokens` rows, in one kind of layer."""
+        """The work of one kind of operation on `tokens` rows, in one kind of layer.
+
+        joins: whether the launch of an earlier task starts the operation, so that it costs no launch of its own.
+        """
         key = kind, resource, tokens, layer_kind, joins
         work = self._works.get(key)
         if work is None:

@@ -47,7 +47,7 @@ class Architecture(NamedTuple):
         sources: where the sizes of each known model are from, by the model's name.
         read: converts config.json to a ModelConfig; raises BadInput.
         formats: storage formats that its models can have.
-        left_out: tensors outside the layers that its publisher leaves out of the active parameters.
+        left_out: tensors outside the layers that its publisher does not count among the active parameters.
         runs: whether devices have kernels for it.
         config_json: the inverse of `read`, without the keys common to all models.
         tensors: the tensors of published checkpoints.

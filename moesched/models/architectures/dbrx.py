@@ -185,6 +185,5 @@ DBRX = Architecture(
     read=read,
     config_json=config_json,
     tensors=tensors,
-    other_tensors=lambda config: iter(()),
     extra_tensors=extra_tensors,
 )

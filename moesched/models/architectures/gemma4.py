@@ -70,7 +70,7 @@ class Gemma4Keys(SimulatedKeys, kw_only=True):
 NORMS = 4
 """Norms of a layer: around attention, and around the dense network."""
 EXPERT_NORMS = 4
-"""Further ones: around the experts, of the router's input, and after the sum."""
+"""Norms that experts add to a layer: around the experts, of the router's input, and after the sum."""
 PERIOD = 6
 """Every sixth layer attends to the whole context, unless `layer_types` says otherwise."""
 VISION_WEIGHTS = 550_000_000

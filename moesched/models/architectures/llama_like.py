@@ -111,6 +111,10 @@ class ExpertNames(NamedTuple):
     up: str
 
 
+MLP_EXPERTS = ExpertNames("mlp", gate="gate_proj", down="down_proj", up="up_proj")
+BLOCK_SPARSE_EXPERTS = ExpertNames("block_sparse_moe", gate="w1", down="w2", up="w3")
+
+
 def tensors(config: ModelConfig, names: ExpertNames) -> Iterator[Stored]:
     """Yield the tensors of published checkpoints: one for each matrix of each expert."""
     yield from global_tensors(config)

@@ -21,11 +21,11 @@ from moesched.steps.views import View, Views
 from moesched.tasks import DEMAND, IDLE, URGENT, Block, PageTransfer, Phase, Task
 
 NEVER = -1 << 62
-"""The needed progress of a verb that does not exist on this node."""
+"""A progress that no micro-batch has: what a verb needs that does not exist on this node."""
 
 Priority = Literal["urgent", "normal", "speculative"]
 CLASSES: Mapping[Priority, int] = MappingProxyType({"urgent": URGENT, "normal": DEMAND, "speculative": IDLE})
-"""The class of kernels, by the name of their priority."""
+"""The engine's priority class, by the name that policies give to `Step.priority`."""
 
 K = TypeVar("K", bound=Hashable)
 
@@ -115,7 +115,7 @@ class Verbs(StepFacts):
             self._submit = before
 
     def _at(self, verb: Verb, layer: int, micro_batch: int) -> MicroBatch:
-        """The micro-batch, once it was checked to have the progress that the verb needs.
+        """The micro-batch `micro_batch`, after a check that it has the progress that the verb needs.
 
         Raises:
             OutOfOrder: it has another progress.
@@ -327,5 +327,5 @@ def too_many(verb: str, limit: int) -> PolicyError:
 
 
 def turn_of(step: Verbs) -> Turn:
-    """The times at which the policy may call a step's verbs."""
+    """The `Turn` of a step, which tells when the policy may call its verbs."""
     return step._turn

@@ -63,7 +63,7 @@ class Verb:
         when: "exactly" at the progress that it needs; "until" that progress, from the start of the step; "earlier": at
             that progress, or at the same point of an earlier layer; or "unsaved": after that progress, while keys and
             values wait to be moved to the host.
-        saved: whether keys and values must not wait to be moved to the host.
+        saved: whether it is refused while keys and values wait to be moved to the host.
         elsewhere: the progress that it needs on a node without attention; None where it does not exist there.
         grows: whether its work differs from step to step, as the KV cache grows.
         in_layer: whether it belongs to a layer.
