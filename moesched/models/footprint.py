@@ -23,7 +23,8 @@ EXPERTS_AT_ONCE = 2
 CODED_ROWS = 64
 """Most rows that are multiplied by coded weights at once."""
 CODED_TILE = 1 << 17
-"""Most codes, and most sums of groups, that such a product has in float32 at once: they stay in a core's cache."""
+"""Most codes, and most sums of groups, that a product with coded weights has in float32 at once, to fit a core's cache.
+"""
 UNPACKED_TILE = 1 << 21
 """Most weights that a GPU unpacks at once for a product."""
 _UNPACKING = 14

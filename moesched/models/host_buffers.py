@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from moesched.models.operations import Operations
 
 CACHE_LINE = 64
-"""Bytes; torch's own tensors start at multiples of it."""
+"""Bytes of a cache line; torch's own tensors start at multiples of it."""
 
 LOCKED_PAGE = 4096
 NUMBER_BYTES = 8
@@ -20,7 +20,8 @@ NUMBER_RING_BYTES = 2 << 20
 """Bytes of the ring through which numbers go to the accelerator: enough for those of many decode steps."""
 
 KV_PIECE_BYTES = 8 << 20
-"""Most bytes of keys and values that come to the host's KV cache at a time; there are two buffers of them."""
+"""Most bytes of keys and values that are copied to the host's KV cache at a time; two buffers of this size take turns.
+"""
 
 RING_SLOTS = 4
 RING_SLOT_BYTES = 16 << 20

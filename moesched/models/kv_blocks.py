@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 KV_BLOCK_TOKENS = 16
 PROMPT_TILE = 64
-"""Tokens of the tiles in which prompts attend; the bits depend on where these begin."""
+"""Tokens of the tiles in which prompts attend. The bits depend on the positions at which tiles begin."""
 
 
 def cached_tokens(length: int) -> int:

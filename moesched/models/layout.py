@@ -21,7 +21,7 @@ LARGEST_DEFAULT_PAGE = 64 << 20  # bytes
 KERNEL_ROWS = 128
 """Rows that kernels of GPUs take at a time; products with an odd number of rows take several times as long."""
 PART_MULTIPLES = (KERNEL_ROWS, 32, 16, 8, 4, 2, 1)
-"""The rows of a part of a matrix are a multiple of the first of these that a page holds."""
+"""Rows of a part of a matrix are a multiple of one of these numbers: the first of them that fits into a page."""
 DENSE = -1
 
 
@@ -58,7 +58,7 @@ class Page(msgspec.Struct, frozen=True):
 
 
 bytes_of: Callable[[Page], int] = attrgetter("nbytes")
-"""The bytes of a page. Planning asks for those of all pages again and again, so this is no Python function."""
+"""The bytes of a page. Planning calls it for all pages again and again, so that it is no function written in Python."""
 room_for: Callable[[Page], int] = attrgetter("room")
 """Bytes that a page may take in a slot: `Page.room`, as a function that is not Python's either."""
 
@@ -227,7 +227,7 @@ def _cut(tensors: Sequence[_Tensor], page_bytes: int) -> list[list[Extent]]:
 
 
 def _rows_of_a_part(tensor: _Tensor, page_bytes: int) -> int:
-    """The rows of each of the fewest equal parts that fit in a page; the last part may have fewer."""
+    """Rows of a part, if a matrix is cut into the fewest equal parts that fit a page; the last part may have fewer."""
     if tensor.nbytes <= page_bytes:
         return tensor.rows
     most = page_bytes // tensor.row_bytes

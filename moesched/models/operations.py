@@ -45,7 +45,7 @@ class Amount(NamedTuple):
 
 
 class Product(NamedTuple):
-    """Products of each row with some matrices: elements and bytes of these, and the kernel rate of their format.
+    """Matrices that each row is multiplied with: their elements, their bytes, and the kernel rate of their format.
 
     Attributes:
         coded: bytes of the matrices in coded storage formats.
@@ -75,7 +75,7 @@ class Products(TensorSizes):
     """Products with the matrices of a layer."""
 
     def _product(self, shapes: Mapping[str, Shape]) -> Product:
-        """The matrices among these tensors; vectors are left out, as their costs are small."""
+        """The product of rows with the matrices among these tensors; vectors are left out, as their costs are small."""
         matrices = {name: shape for name, shape in shapes.items() if len(shape) > 1}
         rates = [self.config.kernel_rate(name, self.layer) for name in matrices]
         return Product(

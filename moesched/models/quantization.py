@@ -16,7 +16,7 @@ from moesched.models.mxfp4 import with_experts_in_mxfp4
 from moesched.system.decoding import convert_value
 
 ATTENTION = re.compile(r"attn(?!.*(norm|kv_a_proj))")
-"""Matches attention's projections by name; its norms, and the small projection of DeepSeek, say nothing of these."""
+"""Matches names of attention's projections, but not of its norms or of DeepSeek's small projection."""
 METHODS = (METHOD, "fp8", "mxfp4", "awq", "gptq", "auto-round", "compressed-tensors", "bitsandbytes")
 BLOCK_OF_NF4 = 64
 """Weights that share a scale in the four-bit formats of bitsandbytes."""

@@ -28,7 +28,7 @@ HEAD = "lm_head.weight"
 ALIKE = ("heads", "kv_heads", "head_dim", "rotary")
 """Settings of attention that are the same in all layers of a model that runs."""
 ALIKE_OF_EXPERTS = ("experts", "top_k", "intermediate", "alternating", "transposed_down")
-"""Settings that are the same in all of its layers with experts."""
+"""Settings of experts that are the same in all layers with experts of a model that runs."""
 
 
 def read_config(model: Path | str, stored_as: str | None = None) -> ModelConfig:

@@ -15,7 +15,7 @@ PART_TOKENS = 512
 MOST_GRAPHS = 512
 """Most graphs that are kept at a time."""
 MOST_TABLES = 1024
-"""Tables of row blocks that are kept on the GPU. Streamed weights come back to the same addresses."""
+"""Most tables of row blocks that are kept on the GPU: few, since streamed weights come back to the same addresses."""
 SERVED_MEMORIES = 4
 """Memories for results that a micro-batch keeps where requests join and leave, one a number of rows; elsewhere one."""
 GRAPH_BYTES = 64 << 10
@@ -81,6 +81,6 @@ def _parts_of_a_row(operations: Operations, longest: int) -> int:
 
 
 def _tables(operations: Operations) -> int:
-    """Bytes of all tables: half of them are of the experts' stacks."""
+    """Bytes of all tables of row blocks; half of the tables are those of stacks of experts."""
     matrices = operations.config.routed.experts + 1
     return MOST_TABLES * matrices * _BLOCKS_OF_A_MATRIX * _BLOCK_BYTES // 2

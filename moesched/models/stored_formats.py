@@ -20,7 +20,7 @@ class Bits(NamedTuple):
     then the next higher ones.
 
     Attributes:
-        offset: of the first byte in the block.
+        offset: the place of the first of these bytes in the block.
     """
 
     bits: Literal[1, 2, 4, 8]
@@ -58,7 +58,7 @@ class Factors(NamedTuple):
     Attributes:
         packing: "bytes" are signed, and of scales alone; "six bits" are those of eight scales and of eight minimums,
             which are subtracted, in 12 bytes.
-        offset: of the first byte in the block.
+        offset: the place of the first of these bytes in the block.
     """
 
     packing: Literal["bytes", "six bits"]
@@ -75,7 +75,7 @@ class StoredFormat(NamedTuple):
         scale, minimum: offsets of these numbers in a block, in bytes; a format without a minimum has None.
         number: how they are stored: as float16, or as a byte e that stands for 2 ** (e - 128).
         groups: number of groups of a block.
-        factors: of a block's groups; None where a block is a group.
+        factors: the factors of a block's groups; None where a block is one group.
         in_files: the dtype of its rows in safetensors: those of a coded format are bytes.
     """
 

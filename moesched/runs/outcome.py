@@ -69,7 +69,7 @@ class PoolUse(msgspec.Struct, frozen=True):
         hits: uses that found the page in the pool, or on its way there by a speculative fetch.
         misses: uses that had to fetch the page.
         wasted: fetched pages that left the pool before anything read them.
-        cancelled: those of them whose transfer was cancelled, and moved no bytes.
+        cancelled: wasted pages whose transfer was cancelled before it moved any bytes.
     """
 
     name: str
@@ -162,7 +162,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
             tasks and the peak of the accelerator's memory are those of one of them; other peaks are for all.
         nodes: number of machines that shared the model's experts. Lanes and tasks are those of the first; each memory's
             peak is the highest of all nodes.
-        scores: of each request's best beam; None without beam search.
+        scores: the score of each request's best beam; None without beam search.
         warm_up_seconds: for how long the device ran its kernels before the first step, while weights were loaded or
             before; None if it did not.
         first_token_seconds: mean time from the end of loading to a request's first token; None without tokens. At

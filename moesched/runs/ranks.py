@@ -159,7 +159,7 @@ class OnDevices:
                 self._streams[lane] = streams
 
     def execute(self, task: Task) -> Any:
-        """Run a task and return its value."""
+        """Run a task on the device of its lane, and return its value."""
         return self._execute[task.lane](task)
 
     def issue(self, task: Task, after: list[Task]) -> Issued:
@@ -177,6 +177,6 @@ class OfLanes:
         self._lanes = frozenset(lanes)
 
     def ended(self, task: Task) -> None:
-        """Pass on a task that ended, if its lane is one of these."""
+        """Pass a task that ended on to the other observer, if it ran on one of the lanes."""
         if task.lane in self._lanes:
             self._observer.ended(task)

@@ -105,7 +105,7 @@ def simulate_serving(
 
 
 def _decided(plan: Plan, routing: Routing | None, preview_accuracy: float) -> dict[type[Task], Perform]:
-    """The values of decisions where nothing is computed."""
+    """Make the functions that give decisions their values, by type of task, where nothing is computed."""
     routed = plan.layout.config.routed
     routing = routing or SeededRouting(routed.experts, routed.top_k)
     previews = RouterForecast(routing, routed.experts, preview_accuracy)
@@ -113,7 +113,7 @@ def _decided(plan: Plan, routing: Routing | None, preview_accuracy: float) -> di
 
 
 def _computed(ranks: Sequence[Rank], runs: Sequence[ServedRun[Any, Any]]) -> dict[type[Task], Perform]:
-    """Return the calls that compute tasks on devices as they end on the virtual clock."""
+    """Make the functions that have devices compute tasks as they end on the virtual clock, by type of task."""
     for rank in ranks:
         _serves(rank.device).serve(rank.plan)
     execute = OnDevices(ranks, [each.engine.lanes for each in runs]).execute

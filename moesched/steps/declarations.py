@@ -89,9 +89,9 @@ class Declarations(ReadOnly):
     def request_scores(self) -> None:
         """Have the values of `route` and `preview_route` include the router's scores, as `.scores`.
 
-        The value is a mapping {expert: tokens}, as without. Its `scores` has one number for each expert of the layer:
-        the router's probability, averaged over the micro-batch's tokens. Where no router runs, on the virtual clock,
-        they are the experts' shares of the micro-batch's choices, unless the routing gives scores.
+        The value is still a mapping {expert: tokens}. Its `scores` has one number for each expert of the layer: the
+        router's probability, averaged over the micro-batch's tokens. Where no router runs, on the virtual clock, they
+        are the experts' shares of the micro-batch's choices, unless the routing gives scores.
 
         Raises:
             PolicyError: the plan is centralised, so that only the first node has a router.

@@ -38,7 +38,7 @@ def expected_ends(lanes: Iterable[Lane], asked: Iterable[Task], now: int, price:
 
 
 def _unsettled(lanes: Iterable[Lane], asked: Iterable[Task]) -> dict[int, Task]:
-    """The tasks on lanes and those that wait for them, by `Task.id`."""
+    """The unsettled tasks on lanes, those of `asked`, and all tasks that wait for any of them, by `Task.id`."""
     found: dict[int, Task] = {}
     to_visit = list(asked)
     for lane in lanes:

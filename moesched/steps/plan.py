@@ -57,7 +57,7 @@ class Plan(PlanFacts):
     """
 
     def limit_in_flight(self, micro_batches: int) -> None:
-        """Promise that in prefill no more micro-batches are within a layer at once; otherwise all of them may be.
+        """Promise that in prefill at most `micro_batches` are within a layer at once; by default all of them may be.
 
         A micro-batch is within a layer from its `pre_attention` to the last of `post_attention` or `combine` and
         `offload_kv`. The fewer, the less memory their activations need.
@@ -283,7 +283,7 @@ def stage_of(stages: Sequence[range], layer: int) -> int:
 def _placed(
     roles: tuple[Role | None, ...], role: Role, number: int, layers: Collection[int] | None
 ) -> tuple[Role | None, ...]:
-    """The memories of a micro-batch's KV cache by layer, after `role` took these layers; None for all layers."""
+    """Give a micro-batch's KV cache of `layers`, or of all, to the memory `role`; returns its memories by layer."""
     placed = []
     for layer, before in enumerate(roles):
         here = layers is None or layer in layers

@@ -86,7 +86,7 @@ class Works:
         return known
 
     def price(self, work: Work) -> int:
-        """The expected nanoseconds of a work, by the virtual clock's cost model or the machine's."""
+        """The expected nanoseconds of a work: as the virtual clock has priced it, or by the machine's cost model."""
         if work.nanoseconds >= 0:
             return work.nanoseconds
         return round(self._cost.work(work).seconds * 1e9)

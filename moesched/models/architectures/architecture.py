@@ -25,7 +25,7 @@ class Stored(NamedTuple):
 
 
 COMMON_FORMATS = tuple(name for name in CHOICES if name != "mxfp4")
-"""Formats that any model can be stored in; mxfp4 is that of models that were trained in it."""
+"""Formats that any model can be stored in: all but mxfp4, in which only models are stored that were trained in it."""
 
 
 def _none(config: ModelConfig) -> Iterator[Any]:

@@ -23,7 +23,7 @@ class Heads(msgspec.Struct, forbid_unknown_fields=True):
     head_dim: int | None = None
 
     def replace_in(self, attention: GroupedAttention) -> GroupedAttention:
-        """The attention with these heads."""
+        """Make a copy of an attention with this number and width of heads."""
         return replace(
             attention,
             kv_heads=attention.kv_heads if self.num_key_value_heads is None else self.num_key_value_heads,
@@ -112,7 +112,7 @@ def _network(keys: Gemma4Keys) -> tuple[FeedForward, int]:
 
 
 def _far(keys: Gemma4Keys, near: GroupedAttention) -> GroupedAttention:
-    """The attention of layers that see the whole context, given that of the others.
+    """Make the attention of layers that see the whole context from `near`, the attention of layers with a window.
 
     Newer files list its heads by layer, older ones in keys of their own.
     """

@@ -83,7 +83,7 @@ def tensors(config: ModelConfig) -> Iterator[Stored]:
 
 
 def fused_tensors(config: ModelConfig) -> Iterator[Stored]:
-    """The tensors that replace some of these in the form that Hugging Face uses in memory."""
+    """The tensors that replace published ones in files of the form that Hugging Face uses in memory."""
     yield from llama_like.fused_tensors(config)
     for layer in range(config.layers):
         yield Stored(f"model.layers.{layer}.mlp.{BIAS}", [f"layers.{layer}.router_bias"])

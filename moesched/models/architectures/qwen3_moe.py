@@ -16,7 +16,7 @@ from moesched.models.rotary import Rotary
 
 
 class Qwen3MoeKeys(LlamaLikeKeys, kw_only=True):
-    """The keys of config.json; intermediate_size is that of dense layers, which are not supported."""
+    """The keys of config.json. `intermediate_size` is the width of dense layers, which are not supported."""
 
     vocab_size: int = 151936
     hidden_size: int = 2048

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 import msgspec
 
 from moesched.errors import BadInput
-from moesched.models.architectures.architecture import COMMON_FORMATS, Architecture
+from moesched.models.architectures.architecture import Architecture
 from moesched.models.config import DType, ModelConfig
 from moesched.models.config_file import ConfigFile
 from moesched.models.layers import Layer, LinearAttention
@@ -121,14 +121,12 @@ class Family(NamedTuple):
         models: Sequence[ModelConfig],
         sources: Sequence[str],
         left_out: Sequence[str] = (),
-        formats: Sequence[str] = COMMON_FORMATS,
     ) -> Architecture:
         """Make the architecture, with its known models and the source of each."""
         return Architecture(
             model_types=tuple(self.keys),
             shapes=tuple(models),
             sources=dict(zip((model.name for model in models), sources, strict=True)),
-            formats=tuple(formats),
             read=self.read,
             left_out=tuple(left_out),
             runs=False,

@@ -180,7 +180,7 @@ def architecture_of(config: ModelConfig) -> str:
     """The architecture of a model in GGUF files.
 
     Raises:
-        BadInput: it has none here.
+        BadInput: GGUF files of the model's family are not written.
     """
     found = next((name for name, each in GGUF_FAMILIES.items() if config.form in each.forms), None)
     if found is None:

@@ -24,7 +24,7 @@ Value = int | float | bool | str | tuple[int | float | bool | str, ...]
 """A value of the metadata; a tuple is an array."""
 
 MOST_HEADER_BYTES = 32 << 20
-"""Most bytes of a header; that of Gemma 4, with its vocabulary, has 16 MB."""
+"""Most bytes of a header; the header of Gemma 4, with its vocabulary, has 16 MB."""
 MOST_KEYS = 1 << 12
 MOST_ITEMS = 1 << 20
 """Most items of an array; Gemma 4 has 515,000 merges."""

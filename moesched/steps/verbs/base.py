@@ -193,14 +193,12 @@ class Verbs(StepFacts):
         task.instruction = policy.f_lasti
         return submit(task, own_reads + reads if reads else own_reads, own_writes + writes)
 
-    def _enter(
-        self, task: Task, reads: tuple[Block, ...], writes: tuple[Block, ...], priority_class: int = 0
-    ) -> Task:
+    def _enter(self, task: Task, reads: tuple[Block, ...], writes: tuple[Block, ...]) -> Task:
         """Submit a task that a verb has made by itself."""
         policy = _getframe(2)  # a verb calls this, a policy calls the verb
         task.code = policy.f_code
         task.instruction = policy.f_lasti
-        self._submit(task, reads, writes, (), priority_class)
+        self._submit(task, reads, writes)
         if task.id >= self._last_task:
             raise too_many(task.verb, self._state.plan.task_limit)
         return task
@@ -215,7 +213,7 @@ class Verbs(StepFacts):
             batch.enter(batch.stage, kind)
 
     def _activations(self, batch: MicroBatch, *, leaves: bool) -> tuple[Block, ...]:
-        """The block of the micro-batch's activations within a layer, if limited; free for others if it `leaves`."""
+        """The block of the micro-batch's activations in a layer, if limited; freed if the micro-batch leaves it now."""
         block = batch.activations
         if block is None:
             return ()
