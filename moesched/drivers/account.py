@@ -245,7 +245,7 @@ class _LaneAccount:
         return wrong
 
     def _start(self, task: Task, call: int) -> list[str]:
-        """Return the rules that a task's start breaks; it must not overtake tasks that were ready by `call`, for
+        """Return the rules that a task's start breaks: it must not overtake tasks that were ready by `call`, for
         one.
         """
         wrong = []

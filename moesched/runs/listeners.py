@@ -41,9 +41,7 @@ class Listener:
                 self.ended(task)
 
     def generated(self, request: int, token: int, text: str) -> None:
-        """A request got a token; `text` is the newly final part of its text, or the token's number if none has
-        texts.
-        """
+        """A request got a token; `text` is the newly final part of its text, or the number if there is no tokenizer."""
 
     def finished(self, request: int, text: str) -> None:
         """A request is complete; `text` is the last part of its text."""

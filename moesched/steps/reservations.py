@@ -58,9 +58,7 @@ class NodeShare:
         return self.index == 0 or not self.centralised
 
     def pages(self, layout: WeightLayout) -> tuple[Page, ...]:
-        """The pages that this node uses: those of its experts and of the dense part; all of them without a
-        placement.
-        """
+        """The pages that this node uses: those of its experts and of the dense part; all without a placement."""
         if not self.placement:
             return layout.pages
         held = self.placement[self.index]
