@@ -27,7 +27,7 @@ MOST_CASES = 50_000
 SAMPLES = 4_000
 SEARCHED_CASES = 5_000
 SEARCHED_SAMPLES = 500
-"""The limits of enumeration and sampling in the optimiser, which evaluates many placements."""
+"""Limits of enumeration and sampling in the optimiser: smaller ones, since it evaluates many placements."""
 MOST_SPREAD = 8
 """Copies of an expert are spread over at most this number of nodes."""
 EFFORT = 6_000_000

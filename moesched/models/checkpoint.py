@@ -72,7 +72,7 @@ class StoredTensor(msgspec.Struct, frozen=True, gc=False):
 
 
 class Blocks(Protocol):
-    """A file of weights, or a substitute for one; any thread may read."""
+    """A file of weights that is read in whole blocks, or a substitute for one; any thread may read."""
 
     @property
     def path(self) -> Path:
@@ -248,7 +248,7 @@ def _plain_format(found: Found) -> StoredFormat:
 
 
 def _require_rows(found: Found, shape: Shape, kept: StoredFormat) -> None:
-    """Require the rows of a tensor in a format that config.json describes, as bytes where it is coded."""
+    """Check that a tensor has rows in `kept`, the format that config.json describes; coded ones are bytes."""
     rows, entry = kept.shape_in_files(shape), found.entry
     if (entry.dtype, entry.shape) != (kept.in_files, rows):
         raise BadInput(

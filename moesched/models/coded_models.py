@@ -139,7 +139,7 @@ def _formats(config: ModelConfig, shapes: Mapping[str, Shape], mix: Mix) -> Form
 
 
 def _format(config: ModelConfig, name: str, shape: Shape, mix: Mix) -> StoredFormat | None:
-    """The format that a tensor keeps; None for none."""
+    """The format that a tensor keeps in memory; None if it has the dtype of the computation."""
     role = role_of(name)
     if role == "small":
         return FLOAT32

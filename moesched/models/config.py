@@ -154,7 +154,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     def kernel_rate(self, name: str, layer: Layer | None = None) -> float:
         """The share of a processor's FLOP/s that products with a tensor reach (see `Format`).
 
-        name: canonical, or in a layer.
+        name: the tensor's canonical name, or its name in a layer.
         """
         kept = self.kept_format(name, layer)
         if kept is not None:

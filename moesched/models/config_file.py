@@ -30,13 +30,13 @@ MOST_ROTARY = 65_536
 """Limit of the entries of a head that turn."""
 MOST_LAYERS = 10_000
 MOST_EXPERTS = 100_000
-"""Limit of the experts of all layers."""
+"""Limit of the number of experts of all layers together."""
 FLOAT32_RANGE = (2.0**-126, 2.0**127)
 """Magnitudes that float32 has in full precision."""
 LEAST = {"rope_theta": 1.0}
-"""Limits of single numbers: with a smaller base, angles of the rotary embedding overflow."""
+"""Lower limits of single numbers, by key. With a smaller `rope_theta`, angles of the rotary embedding overflow."""
 MAY_BE_ZERO = ("unused_weights", "shared")
-"""Numbers of which 0 says that a model lacks a part."""
+"""Numbers that are 0 where a model lacks a part."""
 _KEYS = {
     "window": "sliding_window",
     "clip": "clip_qkv",
@@ -46,7 +46,7 @@ _KEYS = {
     "embedding_factor": "embedding_multiplier",
     "residual_factor": "residual_multiplier",
 }
-"""Names of numbers in config.json, where they differ."""
+"""Keys in config.json of numbers of a configuration that have another name there."""
 RESTORE = "restore the file that came with the checkpoint"
 
 NULL_SAYS_SOMETHING = (

@@ -21,7 +21,7 @@ EXPERT_TILE = 512
 EXPERTS_AT_ONCE = 2
 """Tiles of workspace in use at once: devices that run one expert per core share two tiles of rows among the cores."""
 CODED_ROWS = 64
-"""Most rows that are multiplied by coded weights at once."""
+"""Most rows that a kernel multiplies by coded weights at once."""
 CODED_TILE = 1 << 17
 """Most codes, and most sums of groups, that a product with coded weights has in float32 at once, to fit a core's cache.
 """

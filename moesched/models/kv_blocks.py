@@ -29,7 +29,7 @@ def window_tokens(window: int) -> int:
 
 
 def kept_tokens(tokens: int, most: int | None, beams: int = 1) -> int:
-    """Tokens in the cache of a request that has had `tokens` there.
+    """Tokens that a cache still holds of a request after `tokens` of its tokens were cached.
 
     most: as `most_cached` of a kind of attention gives it, for each beam.
     """

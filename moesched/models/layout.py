@@ -60,7 +60,7 @@ class Page(msgspec.Struct, frozen=True):
 bytes_of: Callable[[Page], int] = attrgetter("nbytes")
 """The bytes of a page. Planning calls it for all pages again and again, so that it is no function written in Python."""
 room_for: Callable[[Page], int] = attrgetter("room")
-"""Bytes that a page may take in a slot: `Page.room`, as a function that is not Python's either."""
+"""Bytes that a page may take in a slot: `Page.room`. It is no function written in Python either."""
 
 
 class WeightLayout(msgspec.Struct, frozen=True):
@@ -109,7 +109,7 @@ class WeightLayout(msgspec.Struct, frozen=True):
 
     @property
     def an_expert(self) -> tuple[Page, ...]:
-        """The pages of one expert; where layers differ in their formats, of the first with the most pages."""
+        """The pages of an expert that has the most pages: layers may differ in their formats."""
         layer = max(range(self.config.layers), key=self.pages_per_expert.__getitem__)
         return self.expert(layer, 0)
 

@@ -70,7 +70,7 @@ def in_stored_format(config: ModelConfig, file: ConfigFile, quantization: dict[s
 
 
 def _average_format(file: ConfigFile, keys: _Keys) -> str:
-    """The format's name, a key of `FORMATS`."""
+    """The format's name, a key of `FORMATS`; one for experts only, if attention's projections are left out."""
     name = _format_of_matrices(file, keys)
     left_out = [
         *keys.ignore,

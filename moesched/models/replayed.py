@@ -24,7 +24,7 @@ _GRAPHS_OF_A_LAYER, _GRAPHS_OF_A_STEP = 4, 2
 _BLOCKS_OF_A_MATRIX, _BLOCK_BYTES = 3, 16
 _NUMBER, _SMALL, _FLOAT = 8, 4, 4
 _GROWING = 2
-"""Memory that grows is there twice until the last layer uses the larger one."""
+"""Factor for memory that grows: the smaller one stays until the last layer uses the larger one."""
 
 
 def kept_bytes(operations: Operations, rows: int, blocks: int, *, loads: bool) -> int:

@@ -118,7 +118,7 @@ class Yarn(Slowing, frozen=True, kw_only=True, tag="yarn"):
         return 1.0 if self.factor <= 1 else 0.1 * scale * math.log(self.factor) + 1.0
 
     def _pair(self, turns: float, frequencies: Sequence[float]) -> float:
-        """The number of the pair, with a fraction, that turns this often in a context of the training."""
+        """The index, with a fraction, of the pair that turns this often in a context of the training."""
         log_step = -math.log(frequencies[-1]) / (len(frequencies) - 1) if len(frequencies) > 1 else 1.0
         return math.log(self.original_max_position_embeddings / (turns * 2 * math.pi)) / log_step
 

@@ -20,13 +20,12 @@ from moesched.runs.ending import Ending
 from moesched.runs.generation import TokenHandling
 from moesched.runs.out_of_memory import memory_refusals
 from moesched.runs.outcome import Report, make_report
-from moesched.runs.ranks import OnDevices, Rank
+from moesched.runs.ranks import OnDevices, Rank, clock_of
 from moesched.runs.watched import closed_at_end, observers_of
 from moesched.seams import (
     Device,
     Emulates,
     GivesScores,
-    KeepsTime,
     NamesKernels,
     Observer,
     Policy,
@@ -163,7 +162,7 @@ class _HardwareRun:
             kinds={NETWORK: "guest", **device.kinds},
             streams=tasks or device.streams,
             observers=observers_of(self.rank_runs, observers, recorder),
-            clock=device.clock if isinstance(device, KeepsTime) else time.perf_counter_ns,
+            clock=clock_of(device),
         )
 
     @property

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple, Protocol
 
 from moesched import plugins
-from moesched.drivers.lanes import Execute
+from moesched.drivers.lanes import Clock, Execute
 from moesched.errors import BadInput
 from moesched.machines import Machine
 from moesched.models.checkpoint import Checkpoint
@@ -20,6 +21,7 @@ from moesched.seams import (
     HasOwnBytes,
     Issued,
     JoinsRanks,
+    KeepsTime,
     Observer,
     Policy,
     Streams,
@@ -92,6 +94,11 @@ def process_of(devices: Sequence[Device], machine: Machine, ahead: int = 0) -> P
         kernels=kernels,
         whole=machine.unified or isinstance(devices[0], Emulates),
     )
+
+
+def clock_of(device: Device) -> Clock:
+    """The clock of a run on a device: the device's own if it imitates another machine, else this process's."""
+    return device.clock if isinstance(device, KeepsTime) else time.perf_counter_ns
 
 
 @contextmanager

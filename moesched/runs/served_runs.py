@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from moesched.drivers.lanes import Clock, Execute
+from moesched.drivers.lanes import Execute
 from moesched.drivers.realtime import RealtimeDriver
 from moesched.drivers.validation import new_engine, new_shared_engine
 from moesched.drivers.virtual import VirtualDriver
@@ -23,7 +22,7 @@ from moesched.routing.router_forecast import RouterForecast
 from moesched.routing.served import ServedRouting
 from moesched.runs.decisions import simulated_decisions
 from moesched.runs.notices import NOTICE
-from moesched.runs.ranks import OnDevices, Rank
+from moesched.runs.ranks import OnDevices, Rank, clock_of
 from moesched.runs.served_parts import (
     ServedRun,
     ServingSetup,
@@ -37,7 +36,6 @@ from moesched.runs.watched import closed_at_end, observers_of
 from moesched.seams import (
     Device,
     JoinsRanks,
-    KeepsTime,
     LaneKind,
     Observer,
     Policy,
@@ -159,7 +157,7 @@ def serve_on(
         kinds={NETWORK: "guest", **kinds},
         streams=device.streams,
         observers=observers_of([run], observers, recorder),
-        clock=_clock(device),
+        clock=clock_of(device),
     )
     with closed_at_end([run]):
         serves.serve(setup.plan)
@@ -189,7 +187,7 @@ def follow_on(device: Device, plan: Plan, policy: Policy, transport: Transport) 
         partial(_execute, device, {NOTICE: partial(run.main.notices.carry, transport)}),
         kinds={NETWORK: "guest", **device.kinds},
         streams=device.streams,
-        clock=_clock(device),
+        clock=clock_of(device),
     )
     with closed_at_end([run]):
         serves.serve(plan)
@@ -203,10 +201,6 @@ def _require_role(plan: Plan, *, first: bool) -> None:
             f"the plan is that of node {plan.nodes.index} of {plan.nodes.count}: node 0 calls serve_on, the others "
             "follow_on"
         )
-
-
-def _clock(device: Device) -> Clock:
-    return device.clock if isinstance(device, KeepsTime) else time.perf_counter_ns
 
 
 def _execute(device: Device, beside: Mapping[str, Execute], task: Task) -> Any:

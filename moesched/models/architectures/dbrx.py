@@ -150,7 +150,7 @@ def tensors(config: ModelConfig) -> Iterator[Stored]:
 
 
 def extra_tensors(config: ModelConfig) -> Iterator[str]:
-    """Yield the names of the rotary frequencies, which are computed from rope_theta."""
+    """Yield the names of tensors with rotary frequencies, which are computed instead."""
     yield "transformer.blocks.*.norm_attn_norm.attn.rotary_emb.inv_freq"
 
 

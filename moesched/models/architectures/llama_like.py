@@ -142,7 +142,7 @@ def fused_tensors(config: ModelConfig) -> Iterator[Stored]:
 
 
 def extra_tensors(config: ModelConfig) -> Iterator[str]:
-    """Yield the names of the rotary frequencies, which are computed."""
+    """Yield the names of tensors with rotary frequencies, which are computed instead."""
     yield "model.layers.*.self_attn.rotary_emb.inv_freq"
 
 
@@ -155,7 +155,7 @@ def global_tensors(config: ModelConfig) -> Iterator[Stored]:
 
 
 def attention_tensors(config: ModelConfig, layer: int) -> Iterator[Stored]:
-    """Yield the attention of a layer, and the norms before and after it."""
+    """Yield the tensors of a layer's attention, and of the norms before and after it."""
     theirs, ours = f"model.layers.{layer}.", f"layers.{layer}."
     yield Stored(theirs + "input_layernorm.weight", [ours + "attention_norm"])
     attention = config.layer(layer).grouped
