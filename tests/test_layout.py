@@ -147,6 +147,11 @@ def test_by_default_slots_for_an_expert_are_full_and_layers_take_few_more_pages_
         assert len(pages) <= 1.5 * sum(page.nbytes for page in pages) / layout.page_bytes + 1
 
 
+def test_an_expert_that_a_layer_does_not_have_has_no_pages() -> None:
+    layout = weight_layout(MIXTRAL)
+    assert layout.expert(3, -1) == layout.expert(3, 8) == ()
+
+
 def test_by_default_an_expert_is_one_page_or_cut_into_equal_ones_of_at_most_64_mib() -> None:
     layout = weight_layout(MIXTRAL)
     assert len(layout.expert(3, 7)) == 1

@@ -98,7 +98,9 @@ class WeightLayout(msgspec.Struct, frozen=True):
         return self.pages[start : start + self.dense_pages[layer]]
 
     def expert(self, layer: int, expert: int) -> tuple[Page, ...]:
-        """Return the pages of one expert; none in a layer without experts."""
+        """Return the pages of one expert; none if the layer has no such expert."""
+        if expert < 0:  # it would be counted back into the dense part
+            return ()
         count = self.pages_per_expert[layer]
         start = self.layer_starts[layer] + self.dense_pages[layer] + expert * count
         return self.pages[start : min(start + count, self.layer_starts[layer + 1])]
