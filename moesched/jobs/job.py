@@ -167,7 +167,7 @@ class Job:
         Raises:
             BadInput: the batch does not fit; with beam search, the message gives the largest width that does.
         """
-        policy = policy or self.make()
+        policy = self.make() if policy is None else policy
         try:
             return self._plan(policy, batch, slot_bytes, node), policy
         except BadInput as error:
