@@ -230,7 +230,7 @@ class ClusterOptions(TransportOptions, PromptsOptions, GeneratedOptions):
 
 
 class ProbeOptions(DeviceOptions, SizeOptions, BudgetOptions, DTypeOptions, PolicyOptions):
-    """Options of an observed run; by default its policy needs little memory and keeps as many experts as fit."""
+    """Options of a run whose routing or activations are observed; its default policy needs little memory."""
 
     policy: Annotated[
         PolicyGiven,

@@ -46,7 +46,7 @@ class ServedScenarioOptions(BestPolicyOptions, TraceOptions, ArrivalsOptions, Sc
 
 
 class _Progress:
-    """Tells how many requests are done."""
+    """Listener that tells how many requests are done, once a step."""
 
     def __init__(self, tell: Callable[[int, int], object], requests: int) -> None:
         self._tell = tell
@@ -54,7 +54,7 @@ class _Progress:
         self._done = 0
 
     def loaded(self, serving: Serving) -> None:
-        """Tell that none is done."""
+        """Tell that no request is done."""
         self._tell(0, self._requests)
 
     def token(self, served: Served) -> None:
@@ -62,7 +62,7 @@ class _Progress:
         self._done += served.ending is not None
 
     def step(self, serving: Serving) -> None:
-        """Tell it once a step."""
+        """Tell the number of requests that are done."""
         self._tell(self._done, self._requests)
 
 
