@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import signal
 import socket
@@ -19,6 +20,7 @@ from uvicorn.server import ServerState
 from fronts import SAYS, TINY, tiny_tokenizer
 from moesched.errors import BadInput, MoeschedError
 from moesched.server.errors import ApiError
+from moesched.server.link import EngineLink
 from moesched.server.options import FrontOptions
 from moesched.server.protocol import TimedProtocol
 from moesched.server.serve import Listener, listening, serve
@@ -77,6 +79,17 @@ def test_a_server_whose_engine_fails_at_its_end_fails_too() -> None:
 def test_an_engine_that_dies_without_a_word_is_named_with_its_end(ends: str, says: str) -> None:
     with pytest.raises(MoeschedError, match=f"the engine has ended: its process {says}"):
         serve(TINY, FrontOptions(port=0), ["sh", "-c", ends], IGNORE)
+
+
+def test_an_engine_that_is_ended_before_it_is_ready_leaves_nothing_to_complain_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def end_early() -> None:
+        EngineLink(lambda data: None).end()
+        gc.collect()
+
+    run_on_own_loop(end_early)
+    assert caplog.messages == []
 
 
 # ---------------------------------------------------------------- addresses and keys

@@ -139,6 +139,7 @@ class EngineLink:
         self._boxes.clear()
         if not self.ready.done():
             self.ready.set_exception(failure)
+            self.ready.exception()  # after a signal nobody waits for it
 
     def _send(self, messages: Sequence[ToEngine]) -> None:
         self._write(frame(messages))
