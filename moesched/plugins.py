@@ -15,6 +15,7 @@ from typing import Any, Literal, overload
 
 from moesched.errors import BadInput
 from moesched.seams import Device, Kernel, Policy, Transport
+from moesched.system.input_file import is_file
 from moesched.system.memory import require_address_space
 from moesched.system.near_names import with_nearest
 from moesched.system.plain_text import shown
@@ -219,6 +220,9 @@ def _target(kind: Kind, name: str) -> tuple[str, bool]:
             return point.value, True
     if ":" in name:
         return name, False
+    file = name if name.endswith(".py") else f"{name}.py"
+    if is_file(Path(file)):
+        raise BadInput(f"{_SINGULAR[kind]} {shown(name)} names a file and no class: write {file}:CLASS")
     known = names(kind)
     remedy = f"choose {', '.join(known)}, or write module:Class or file.py:Class"
     raise BadInput(f"unknown {_SINGULAR[kind]} {shown(name)}: {with_nearest(name, known, remedy)}")

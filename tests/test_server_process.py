@@ -81,6 +81,17 @@ def test_an_engine_that_dies_without_a_word_is_named_with_its_end(ends: str, say
         serve(TINY, FrontOptions(port=0), ["sh", "-c", ends], IGNORE)
 
 
+def test_an_engine_that_is_ended_before_it_is_ready_leaves_nothing_to_complain_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def end_early() -> None:
+        EngineLink(lambda data: None).end()
+        gc.collect()
+
+    run_on_own_loop(end_early)
+    assert caplog.messages == []
+
+
 # ---------------------------------------------------------------- addresses and keys
 
 

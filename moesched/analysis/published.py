@@ -8,4 +8,4 @@ PREFILL_ERROR, PREFILL_SPREAD = 0.66, 1.96
 
 def published_prefills() -> tuple[str, str]:
     """Return (title, text) of a row with the error of such predictions, to be shown below a predicted prefill."""
-    return "published prefills", f"error {PREFILL_ERROR:.0%}"
+    return "prefill, usual error", f"{PREFILL_ERROR:.0%}"

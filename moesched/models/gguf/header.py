@@ -17,7 +17,7 @@ from moesched.errors import BadInput
 from moesched.models.file_identity import FileIdentity
 from moesched.models.gguf.types import TENSOR_TYPES, TensorType
 from moesched.models.headers import RESTORE, Entry, Found, require_count
-from moesched.system.input_file import open_input
+from moesched.system.input_file import is_file, open_input
 from moesched.system.plain_text import shown
 
 Value = int | float | bool | str | tuple[int | float | bool | str, ...]
@@ -143,8 +143,11 @@ class _Source:
 def _require_version(source: _Source) -> int:
     """Check the kind and version of a file, and return the number of its tensors."""
     if source.number() != MAGIC:
+        folder = source.path.parent
+        beside = f", such as {folder}" if is_file(folder / "config.json") else ""
         raise BadInput(
-            f"{source.path} is not a GGUF file: it does not begin with GGUF; give a model's folder, or {RESTORE}"
+            f"{source.path} is not a GGUF file: it does not begin with GGUF; give a model's folder{beside}, "
+            f"or {RESTORE}"
         )
     version = source.number()
     if version not in VERSIONS:
