@@ -100,6 +100,10 @@ def _simulate_arrivals(
     from moesched.jobs.simulate_arrivals import simulate_arrivals
     from moesched.system.whole_file import write_json
 
+    if shown.page is not None:
+        raise BadInput(
+            f"--report {shown.page}: requests that arrive over time have no page to look at: end its name in .json"
+        )
     with Bar("simulating") as bar:
         report = simulate_arrivals(
             **part_of(given, ScenarioOptions),

@@ -145,7 +145,9 @@ def parse_cluster(text: bytes, where: str) -> Cluster:
     except msgspec.ValidationError as error:
         message, _, path = str(error).partition(" - at `$")
         at = path.rstrip("`").lstrip(".")
-        raise BadInput(f"{where}: {at}: {message}" if at else f"{where}: {message}") from None
+        raise BadInput(
+            f"{where}: {at}: {message}" if at else f"{where}: not a cluster file: {message}"
+        ) from None
     cluster = _with_plain_addresses(cluster)
     for problem in _problems(cluster):
         raise BadInput(f"{where}: {problem}")

@@ -32,6 +32,7 @@ from moesched.seams import Routing
 from moesched.serving.arrival_files import POISSON, random_arrivals, read_arrivals
 from moesched.serving.arrivals import ListedArrivals
 from moesched.serving.request import Request
+from moesched.system.input_file import is_file
 from moesched.system.outputs import Output
 from moesched.system.own_loop import interruptible
 
@@ -135,8 +136,10 @@ def _require_servable(given: ServedScenarioOptions) -> None:
 def _requests(scenario: Scenario, given: ServedScenarioOptions) -> list[Request]:
     assert given.arrivals is not None, "that was checked before"
     if not str(given.arrivals).startswith(POISSON):
-        _refuse_other_lengths(given)
-        return read_arrivals(Path(given.arrivals))
+        path = Path(given.arrivals)
+        if is_file(path):
+            _refuse_other_lengths(given)
+        return read_arrivals(path)
     workload = scenario.given_workload()
     new_tokens = workload.new_tokens[0] if given.gen is None else given.gen
     prompts = workload.lengths(given.requests or REQUESTS, given.seed)
