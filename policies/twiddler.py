@@ -43,7 +43,7 @@ class Twiddler(LayerByLayer):
     """
 
     together = 8
-    """Most chunks of a prompt within a layer at once: more take more memory for activations, fewer move experts more often."""
+    """Most chunks of a prompt in a layer at once: more take more memory, fewer make experts move more often."""
 
     def __init__(
         self, placement: str = "popular", popularity: str = "", experts: int = -1, seed: int = 0
