@@ -360,6 +360,13 @@ def test_a_port_in_use_is_named() -> None:
     assert str(refused.value) == f"rank 0 cannot listen at {addresses[0]}: Address already in use"
 
 
+def test_an_address_that_nobody_can_connect_to_is_named() -> None:
+    long = f"ipc://{'x' * 200}"
+    with pytest.raises(BadInput) as refused:
+        ZeroMqTransport([long, *ports(1)], 1)
+    assert str(refused.value) == f"rank 1 cannot connect to {long}: File name too long"
+
+
 @pytest.mark.parametrize(
     ("addresses", "said"),
     [
