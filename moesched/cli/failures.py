@@ -9,7 +9,6 @@ import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from contextvars import ContextVar
-from signal import SIGINT, Signals
 
 from cyclopts.exceptions import RepeatArgumentError, UnknownOptionError
 
@@ -24,7 +23,7 @@ from moesched.errors import (
 )
 from moesched.runs.policy_errors import explained, is_policys
 from moesched.system.plain_text import plain_text
-from moesched.system.signals import exit_code_of_signal, first_signal
+from moesched.system.signals import exit_code_of_signal, first_signal, interruption
 from moesched.system.standard_output import command_output
 from moesched.system.whole_file import path_refusal
 
@@ -111,12 +110,6 @@ def tell_more(text: str) -> None:
         line = f"{line[: LONGEST_LINE // 2]} ... {line[-LONGEST_LINE // 2 :]}"
     with suppress(OSError):
         print(line, file=sys.stderr, flush=True)
-
-
-def interruption() -> str:
-    """Return "interrupted", with the signal's name if a signal other than Ctrl-C ended the run."""
-    number = first_signal()
-    return "interrupted" if number in (None, SIGINT) else f"interrupted ({Signals(number).name})"
 
 
 def _reader_left() -> int:

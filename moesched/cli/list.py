@@ -13,6 +13,7 @@ import msgspec
 
 from moesched.cli import options
 from moesched.cli.command import command
+from moesched.cli.failures import tell
 from moesched.cli.output import print_json
 from moesched.cli.tables import print_table
 from moesched.errors import BadInput
@@ -56,6 +57,9 @@ def list_kind(
     ]
     if json:
         print_json({kind: entries})
+        return
+    if wanted and not entries:
+        tell(f"none of the {kind} has {containing!r} in its name")
         return
     print_table(
         [listing.title or kind, *listing.columns],

@@ -127,7 +127,8 @@ def _new_tokens(report: JobReport) -> str:
     most, tokens = report.plan.new_tokens, report.tokens
     if tokens is None or all(len(each) == most for each in tokens):
         return "1 new token" if most == 1 else f"{most} new tokens"
-    return f"{sum(map(len, tokens)):,} new tokens, at most {most} a request"
+    made = sum(map(len, tokens))
+    return f"{made:,} new token{'' if made == 1 else 's'}, at most {most} a request"
 
 
 def _repeated(report: JobReport) -> str:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from moesched.cli.failures import interruption, tell
+from moesched.cli.failures import tell
 from moesched.cli.options import ReportArguments
 from moesched.cli.output import print_json, say
 from moesched.cli.report_tables import print_report
 from moesched.errors import BadInput, MoeschedError, PolicyError, attach_report
 from moesched.jobs.batch_reports import JobEnding, reported
 from moesched.jobs.report import JobReport, write_report
+from moesched.system.signals import interruption
 
 
 def hand_out(job: Callable[[], JobReport], given: ReportArguments, trace: Path | str | None) -> JobReport:
