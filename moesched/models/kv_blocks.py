@@ -37,7 +37,7 @@ def kept_tokens(tokens: int, most: int | None, beams: int = 1) -> int:
 
 
 def tokens_beside(starts: Iterable[int], tokens: Iterable[int], most: int | None) -> int:
-    """Tokens whose keys and values a chunk of prompts has beside a window's cache, of which it overwrites a part.
+    """Most tokens whose keys and values a chunk of prompts has beside a window's cache, of which it overwrites a part.
 
     Args:
         starts: each request's tokens before the chunk; those that are still in the cache are copied.
@@ -47,4 +47,5 @@ def tokens_beside(starts: Iterable[int], tokens: Iterable[int], most: int | None
     if most is None:
         return 0
     both = zip(starts, tokens, strict=True)
-    return sum(cached_tokens(PROMPT_TILE - 1 + min(start, most) + new) for start, new in both)
+    rounding = PROMPT_TILE - 1 + KV_BLOCK_TOKENS - 1
+    return sum(min(start, most) + new + rounding for start, new in both)
