@@ -240,14 +240,27 @@ def test_the_plan_for_mixtral_on_a_t4_streams_weights_and_attends_on_the_host(be
 
 
 def test_where_everything_fits_weights_stay() -> None:
-    proposal = plan_model("mixtral-0.8b", machine="h200", gen=4, policy="cgopipe", band=False)
-    assert proposal.plan.weights_on_gpu == 1
+    best = plan_best(load_machine("h200"), LAYOUT, (100, 100), 4, policies=("cgopipe",), band=False)
+    assert best.seen.weights_on_gpu == 1
 
 
 def test_it_says_what_more_of_each_resource_would_buy(best_on_t4: Best) -> None:
     gains = {gain.resource: gain.share for gain in best_on_t4.gains}
     assert gains["host->gpu bandwidth"] > 0 and gains["gpu capacity"] > 0
     assert gains["cpu FLOP/s"] == 0, "the host is idle most of the time"
+
+
+def test_where_one_token_is_generated_the_busiest_lane_and_the_gains_are_those_of_the_prefill() -> None:
+    proposal = plan_model(
+        "mixtral-0.8b", machine="m2-ultra", objective="interactive", gen=1, policy="resident", band=False
+    )
+    assert proposal.predicted.utilization[proposal.predicted.bound_by] > 0.5
+    assert max(gain.share for gain in proposal.gains) > 0.05
+
+
+def test_a_memory_that_two_processors_share_is_one_resource() -> None:
+    best = plan_best(load_machine("m2-ultra"), LAYOUT, (100, 100), 2, policies=("resident",), band=False)
+    assert [gain.resource for gain in best.gains].count("unified bandwidth") == 1
 
 
 def test_a_model_that_does_not_fit_is_refused_by_how_many_bytes_of_what() -> None:

@@ -217,7 +217,7 @@ def _blocks(
 def merged(blocks: Sequence[Block], least: float) -> list[Block]:
     """Merge neighbouring blocks that are shorter, and less far apart, than `least` nanoseconds.
 
-    A merged block lasts at most twice `least`. It has the family, and the place on the critical path or not, of most of
+    A merged block lasts at most twice `least`. Its family, and whether it is on the critical path, are those of most of
     its time.
     """
     result: list[Block] = []

@@ -1,4 +1,4 @@
-"""Options that several commands share, apart from options of jobs."""
+"""Options that several commands share, apart from those of jobs."""
 
 from __future__ import annotations
 

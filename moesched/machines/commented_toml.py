@@ -18,7 +18,7 @@ def commented_toml(machine: Machine, comments: Mapping[str, str], heading: str =
     """Return a machine as TOML, with a table per processor, memory and link; figures at their defaults are omitted.
 
     Args:
-        comments: comments by table, such as "processors.gpu", "memories.host" or, by a link's lane, "links.host->gpu".
+        comments: comments by the name of the table, such as "processors.gpu", or of a link's lane: "links.host->gpu".
         heading: comment at the top.
     """
     left = dict(comments)

@@ -22,7 +22,7 @@ class NodeShare(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         experts: mean number of experts that it runs.
         attention: share of attention's projections, from 0 to 1.
-        exchanges: number of collectives of all nodes.
+        exchanges: number of exchanges among all nodes.
     """
 
     experts: float
@@ -51,7 +51,7 @@ class TokenBound(msgspec.Struct, frozen=True, kw_only=True):
 def token_bound(
     operations: Operations, machine: Machine, network: Network | None, share: NodeShare
 ) -> TokenBound:
-    """Evaluate Eq. 1: the least time of one token on the busiest node and for the exchanges.
+    """Evaluate Eq. 1: the least time of one token, as the sum of the busiest node's work and the exchanges.
 
     Raises:
         BadInput: nodes exchange data without a network, or the machine has no rate for the dtype.

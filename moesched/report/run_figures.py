@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from moesched.analysis.explanation import Explanation
-from moesched.analysis.published import published_prefills
+from moesched.analysis.published import PUBLISHED_PREFILLS
 from moesched.report.markup import table
 from moesched.trace.recording import Recording
 from moesched.units import format_bytes, format_number, format_seconds
@@ -38,7 +38,7 @@ def run_figures(
         if report.get(key):
             found[name] = format_seconds(report[key])
             if key == PREFILL and not report["measured"]:
-                found |= [published_prefills()]
+                found |= [PUBLISHED_PREFILLS]
     if explanation is not None:
         found["run, without loading"] = format_seconds(explanation.seconds)
         found["lanes busy at a time"] = f"{explanation.overlap:.2f}"
@@ -98,14 +98,15 @@ def expectation_table(report: Mapping[str, Any]) -> str:
         if any(pair):
             rows.append([name, *map(format_seconds, pair), _over(*pair)])
         if name == TIMES[PREFILL]:
-            name, error = published_prefills()
+            name, error = PUBLISHED_PREFILLS
             rows.append([name, "", error, ""])
     columns = ["", "measured", "expected", "measured/expected"]
     return table("Measured beside expected", columns, rows, 3)
 
 
-def _over(measured: float, expected: float) -> str:
-    return f"{measured / expected:.2f}" if expected else ""
+def _over(figure: float, other: float) -> str:
+    """The ratio of two figures as text; empty if the other one is 0."""
+    return f"{figure / other:.2f}" if other else ""
 
 
 def predictions_table(recording: Recording) -> str:
@@ -125,7 +126,7 @@ def predictions_table(recording: Recording) -> str:
             f"{tasks:,.0f}",
             format_seconds(predicted),
             format_seconds(measured),
-            f"{predicted / measured:.2f}",
+            _over(predicted, measured),
         ]
         for (verb, lane), (tasks, predicted, measured) in largest
     ]
