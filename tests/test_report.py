@@ -166,7 +166,7 @@ def test_only_the_pages_own_scripts_and_style_are_allowed(run: Run, tmp_path: Pa
 
 def test_a_page_keeps_room_for_the_curves_that_it_draws(run: Run, tmp_path: Path) -> None:
     first = run.recording.pools[0]
-    unused = replace(first, pool="unused", counted=Counted(0, 0, 0, 0, 0))
+    unused = first._replace(pool="unused", counted=Counted(0, 0, 0, 0, 0))
     text = page_of(replace(run.recording, pools=[*run.recording.pools, unused]), ABOUT, tmp_path)
     [found] = data_of(text)["runs"]
     assert f"--curves: {len(found['memory']) + len(found['pools'])};" in text

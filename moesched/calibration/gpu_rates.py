@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import starmap
 from statistics import median
 from typing import NamedTuple
 
@@ -167,9 +166,7 @@ def product_speeds(times: Times, dtype: str) -> list[float]:
 
 def speed_beside(alone: Sequence[float], together: Sequence[float]) -> float:
     """Return a copy's speed beside another one, relative to alone, from its seconds in each round; at most 1."""
-    return rounded(
-        min(1.0, median(starmap(lambda before, after: before / after, zip(alone, together, strict=True))))
-    )
+    return rounded(min(1.0, median(before / after for before, after in zip(alone, together, strict=True))))
 
 
 def shared(rates: Sequence[float], what: str) -> SharedRate:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from math import log2
 from statistics import fmean, median
@@ -103,15 +103,12 @@ class TaskTimes:
         self._add_means(source, on_weights, resident=False)
 
     def _add_means(self, source: Source, tasks: Iterable[Task], *, resident: bool) -> None:
+        """Add the mean time of each group of tasks without its first task, which binds kernels for all that follow."""
         times: dict[Group, list[float]] = {}
         for task in tasks:
             group = _group(source, task, resident=resident)
             times.setdefault(group, []).append(_seconds(task))
             self._works.setdefault(group, task.work)
-        self._take_means(times)
-
-    def _take_means(self, times: Mapping[Group, Sequence[float]]) -> None:
-        """Add the mean time of each group without its first task, which binds kernels for all that follow."""
         for group, seconds in times.items():
             self._times.setdefault(group, []).append(fmean(seconds[1:] or seconds))
 

@@ -31,26 +31,20 @@ LANES = ("link", "host", "accelerator")
 
 
 class PolicyChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """A solution of the search: sizes, the parts of the data that stay on the accelerator, and the bounds.
+    """A solution of the search: sizes, the KV cache that stays on the accelerator, and the bound.
 
     Attributes:
         chunk: most tokens of a micro-batch of prefill; None for no limit.
         resident: number of micro-batches whose KV cache stays on the accelerator, for a policy that splits it; a
             fraction if there is a single micro-batch.
-        resident_share: share of the weights that stays there.
         throughput: bound on generated tokens per second, prefill included.
-        layer_seconds: the longest time in `lanes`.
-        lanes: seconds that a layer of a decode step keeps each lane busy.
     """
 
     micro_batch_size: int
     micro_batches: int
     chunk: int | None = None
     resident: float
-    resident_share: float
     throughput: float
-    layer_seconds: float
-    lanes: dict[str, float]
 
 
 def best(
@@ -262,17 +256,12 @@ def _choice(
         return (count - resident) * on_host + resident * on_gpu
 
     fetching = traits.fetch * (1 - resident_share)
-    lanes = {lane: busy(lane) for lane in LANES}
-    lanes["link"] += fetching
-    step = max(lanes.values())
+    step = max(busy(lane) + (fetching if lane == "link" else 0) for lane in LANES)
     seconds = layers * (max(fetching, busy("prefill")) + setting.new_tokens * step)
     return PolicyChoice(
         micro_batch_size=option.size,
         micro_batches=count,
         chunk=option.chunk,
         resident=resident,
-        resident_share=resident_share,
         throughput=setting.new_tokens * option.size * count / seconds,
-        layer_seconds=step,
-        lanes=lanes,
     )

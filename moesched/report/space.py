@@ -1,4 +1,4 @@
-"""The room of a page's timeline and curves, which it keeps before its scripts run, so that nothing moves afterwards."""
+"""The space that a page reserves for its timeline and curves, so that nothing moves when its scripts draw them."""
 
 from __future__ import annotations
 
