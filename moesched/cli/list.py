@@ -157,7 +157,7 @@ def _machines() -> list[Entry]:
 
 
 def _machine_row(entry: Entry) -> list[str]:
-    """Return the sizes of a machine's memories and the rates of its links as text, of several accelerators each."""
+    """Return the cells of a machine: its name, sizes of memories, rates of links, and its description."""
     memories = []
     for name, nbytes in entry.get("memories", {}).items():
         several = entry["accelerators"] > 1 and name == entry["accelerator_memory"]

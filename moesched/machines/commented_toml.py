@@ -67,7 +67,7 @@ def _value(value: Any) -> str:
 
 
 def _number(value: float) -> str:
-    """Format a number; with few digits, with an exponent that is a multiple of 3, such as 936e9 or 5e-6."""
+    """Format a number; one with few digits gets an exponent that is a multiple of 3, as in 936e9 or 5e-6."""
     short = f"{value:.6g}"
     if float(short) != value:
         return repr(value)

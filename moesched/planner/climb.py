@@ -204,5 +204,5 @@ class Climb:
 
 
 def point_of(choice: PolicyChoice) -> Point:
-    """The point with the sizes of a choice."""
+    """The point to simulate that has the sizes of a solution of the search."""
     return Point(choice.micro_batch_size, choice.micro_batches, choice.resident, choice.chunk)

@@ -114,7 +114,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def weight_bytes(self) -> int:
-        """Bytes that all weights take in slots."""
+        """Bytes that all weights take in slots of the device's memory."""
         return sum(map(self.slot_bytes or bytes_of, self.layout.pages))
 
     def undecided(self, batch: Batch) -> Plan:

@@ -293,7 +293,7 @@ def resident_bytes(plan: Plan) -> int:
 
 
 def weight_bytes(plan: Plan) -> int:
-    """Bytes that all weights of a plan take in slots."""
+    """Bytes that all weights of a plan take in slots of the device's memory."""
     return sum(map(plan.slot_bytes, plan.layout.pages))
 
 

@@ -37,7 +37,7 @@ class Prepared(NamedTuple):
 
 
 class SweepResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The end of a sweep.
+    """The result of a sweep, whether all of its points are done or not.
 
     Attributes:
         points: number of points.

@@ -207,7 +207,10 @@ def _one_thread_each() -> Iterator[None]:
 
 @contextmanager
 def _signals_blocked() -> Iterator[None]:
-    """Block signals while a process starts, until it is ready; multiprocessing's first own process unblocks them."""
+    """A context in which signals are blocked, so that a process that starts in it blocks them until it is ready.
+
+    multiprocessing's own tracker, which starts with the first process, unblocks them again.
+    """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
     try:
         yield
