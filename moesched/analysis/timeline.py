@@ -100,7 +100,11 @@ def choose_window(recording: Recording, *, steps: str = "", layers: str = "", wi
     times = {each.step: each for each in summarize(recording).steps}
     low, high = _bounds("--steps", steps, times) if steps else [_typical(times, recording.trimmed)] * 2
     chosen = _of_steps(times[low], times[high])
-    return _layers(recording, low, chosen, layers) if layers else chosen
+    if layers:
+        chosen = _layers(recording, low, chosen, layers)
+    if chosen.start == chosen.end:
+        raise BadInput(f"{chosen.name} takes no time: choose another part of the run, or record it again")
+    return chosen
 
 
 def _times(recording: Recording, text: str) -> Window:

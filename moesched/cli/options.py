@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from moesched.cli.failures import BAD_INPUT, tell
+from moesched.errors import BadInput
 from moesched.jobs.options import OUTPUT
 from moesched.options import Option, Options
 from moesched.system.outputs import is_html
@@ -44,6 +45,18 @@ class ReportArguments(Options):
     def json_report(self) -> Path | None:
         """File of the report if that is JSON; None otherwise."""
         return None if self.page else self.report
+
+
+def require_json(report: Path | None, what: str) -> None:
+    """Check that the file of a report is not to be an HTML page.
+
+    what: the thing reported on, of which there are no pages, for the error.
+
+    Raises:
+        BadInput: the file's name ends in .html.
+    """
+    if is_html(report):
+        raise BadInput(f"--report {report} would be a page, and {what} has none: end its name in .json")
 
 
 def paragraphs(*texts: str) -> str:

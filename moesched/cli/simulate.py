@@ -98,10 +98,7 @@ def _simulate_arrivals(
     from moesched.jobs.simulate_arrivals import simulate_arrivals
     from moesched.system.whole_file import write_json
 
-    if shown.page is not None:
-        raise BadInput(
-            f"--report {shown.page} would be a page, and --arrivals have none: end its name in .json"
-        )
+    options.require_json(shown.report, "a simulation of arrivals")
     with Bar("simulating") as bar:
         report = simulate_arrivals(
             **part_of(given, ScenarioOptions),
