@@ -353,7 +353,7 @@ class PlainEngine:
             self._next(lane)
 
     def _end_on_device(self, task: Task) -> None:
-        """Settle a task that ended on the device, once the host knows the ends of those that it waited for there."""
+        """Settle a task that ended on the device, once the host knows that all tasks before it there have ended."""
         if not wait_on_host(task):
             self._settle(task, DONE if task.cause is None else CANCELLED)
 
@@ -391,7 +391,7 @@ class PlainEngine:
         self._settle_all([task])
 
     def _settle_all(self, ended: list[Task]) -> None:
-        """Release the followers of tasks that are over; those that end with them join the list: no recursion."""
+        """Release the followers of tasks that are over; followers that end at once join the list, without recursion."""
         for task in ended:
             self.settled += 1
             task.operands = None
@@ -407,7 +407,7 @@ class PlainEngine:
                     self._release(other, ended)
 
     def _pass_failure(self, task: Task) -> None:
-        """Cancel the tasks that need the result of a failed one, and let those behind it in its lane continue."""
+        """Cancel the tasks that need the result of a failed one; other tasks behind it on its lane go on."""
         self._undone.append(task)
         for other in (*(task.followers or ()), *behind_on_device(task)):
             if other.cause is None and task.id in other.deps[: other.inputs]:
@@ -421,7 +421,7 @@ class PlainEngine:
 
 
 def _compiled_methods() -> tuple[Any, Any]:
-    """Load `submit` and `finish` from engine.c; those in Python where it was not compiled, or for another version."""
+    """Load `submit` and `finish` from engine.c; without a compiled engine.c of this version, return those in Python."""
     classes = PlainEngine, Task, Block, Lane
     try:
         compiled = import_module("moesched._engine")
@@ -441,7 +441,7 @@ class Engine(PlainEngine):
 
 
 def _follow(task: Task, others: Sequence[Task]) -> int:
-    """Have a task wait for others whose results it does not need; returns the number of those that have not settled."""
+    """Have a task wait for others although it needs no result of them; returns how many of them have not settled."""
     task.deps += [other.id for other in others]
     unsettled = [other.followers for other in others if other.followers is not None]
     for followers in unsettled:

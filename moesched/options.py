@@ -29,7 +29,7 @@ class Option:
         flag: its name on the command line; None for the field's name with dashes. One that begins with `--no-` switches
             the field off; one without dashes is an argument by its place; "" is for an option of Python alone.
         group: its heading in `--help`.
-        python: its meaning in Python, where that differs.
+        python: its meaning in Python, where that is not `help`.
         ge, gt, le: bounds of a number: at least, more than, at most.
         writes: the kind of file that it names to write, such as "trace".
         numbered: whether later batches write further files, with a number in their names.

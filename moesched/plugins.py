@@ -15,6 +15,7 @@ from typing import Any, Literal, overload
 
 from moesched.errors import BadInput
 from moesched.seams import Device, Kernel, Policy, Transport
+from moesched.system.input_file import is_file
 from moesched.system.memory import require_address_space
 from moesched.system.near_names import with_nearest
 from moesched.system.plain_text import shown
@@ -120,22 +121,40 @@ def load(target: str, title: str, *, here: bool = True) -> Any:
         BadInput: it cannot be imported; the message says why.
     """
     module_name, _, attribute = target.rpartition(":")
-    is_file = here and module_name.endswith(".py")
-    names = [attribute] if is_file else [*module_name.split("."), attribute]
+    by_file = here and module_name.endswith(".py")
+    names = [attribute] if by_file else [*module_name.split("."), attribute]
     if not all(name.isidentifier() for name in names):
         raise BadInput(f"{title} is not the name of a class: write module:Class or file.py:Class")
     if here:
         _search_here_last()
     try:
-        module = _module_in(Path(module_name)) if is_file else importlib.import_module(module_name)
-        return getattr(module, attribute)
+        module = _module_in(Path(module_name)) if by_file else importlib.import_module(module_name)
+        return _named(module, module_name, attribute)
     except (Exception, SystemExit) as error:  # a module may raise anything
         if isinstance(error, SystemExit) and came_from_a_signal(error):
             raise
-        plain = isinstance(error, ImportError | AttributeError | OSError)
-        what = str(error) if plain else f"{type(error).__name__}: {error}"
         place = f" ({line})" if (line := _line_of(error)) else ""
-        raise BadInput(f"{title} cannot be loaded{place}: {what}") from error
+        raise BadInput(f"{title} cannot be loaded{place}: {_reason(error)}") from error
+
+
+def _reason(error: BaseException) -> str:
+    """An error of an import in words, with its class where these do not tell it."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}: {error.filename}"
+    plain = isinstance(error, ImportError | AttributeError)
+    return str(error) if plain else f"{type(error).__name__}: {error}"
+
+
+def _named(module: ModuleType, title: str, attribute: str) -> Any:
+    """Return an attribute of a module; the error for one that it lacks names its own classes."""
+    if hasattr(module, attribute):
+        return getattr(module, attribute)
+    own = [
+        name
+        for name, value in vars(module).items()
+        if isinstance(value, type) and value.__module__ == module.__name__
+    ]
+    raise AttributeError(f"{title} has no {attribute}" + (f", only {', '.join(own)}" if own else ""))
 
 
 def _module_in(file: Path) -> ModuleType:
@@ -219,6 +238,9 @@ def _target(kind: Kind, name: str) -> tuple[str, bool]:
             return point.value, True
     if ":" in name:
         return name, False
+    file = name if name.endswith(".py") else f"{name}.py"
+    if is_file(Path(file)):
+        raise BadInput(f"{_SINGULAR[kind]} {shown(name)} names a file and no class: write {file}:CLASS")
     known = names(kind)
     remedy = f"choose {', '.join(known)}, or write module:Class or file.py:Class"
     raise BadInput(f"unknown {_SINGULAR[kind]} {shown(name)}: {with_nearest(name, known, remedy)}")

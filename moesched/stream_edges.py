@@ -36,7 +36,7 @@ def kept_on_device(task: Task, other: Task, *, data: bool = False) -> bool:
 
 
 def leave_to_device(task: Task) -> list[Task]:
-    """Hand over to the device a task's edges to followers on the same device; returns these followers."""
+    """Have the device order a task before its followers on the device, and not the host; returns these followers."""
     domain, followers = task.lane.domain, task.followers or ()
     released = [other for other in followers if other.lane.domain == domain]
     task.followers = [other for other in followers if other.lane.domain != domain]

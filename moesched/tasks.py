@@ -36,7 +36,7 @@ stream took in can be cancelled: a task before it on the device failed.
 """
 
 JOIN_MOVES: Mapping[int, tuple[int, ...]] = {WAITING: (DONE, CANCELLED)}
-"""The same for joins, which take no lane."""
+"""The states that a join may move to, by its state before; a join takes no lane."""
 
 Discipline = Literal["in_order", "ready_first"]
 
@@ -146,8 +146,8 @@ class WorkPart(NamedTuple):
     """Equal operations within a work, as measured cost tables know them.
 
     Attributes:
-        operation: their kind, such as "expert" (with weights as they were read) or "resident expert" (with weights that
-            stay in memory).
+        operation: the kind of operation, such as "expert" (with weights as they were read) or "resident expert" (with
+            weights that stay in memory).
         size: the size of one: bytes of weights; bytes moved by a transfer; FLOPs of a prompt's attention; bytes of a KV
             head in a decode step's attention.
         rows: the rows that the weights are multiplied with (tokens; for experts the mean over experts), the pages of a
@@ -229,9 +229,9 @@ def _set_plainly(cls: type[S]) -> type[S]:
 class Task(msgspec.Struct, eq=False, gc=False):
     """One operation on a lane. Submitting one gives it back: the task is its own handle, `await task` its value.
 
-    `generated` counts the tokens that each sequence of its micro-batch has generated before: 0 for prompts. It is the
-    least of different sequences and of several micro-batches, those of the step for a fetch, and -1 for what belongs to
-    no step.
+    `generated` counts the tokens that each sequence of its micro-batch has generated before: 0 for prompts. Where
+    sequences or micro-batches differ, it is the least of their counts; a fetch has the least of its step, and a task of
+    no step has -1.
     `deps` are the ids of the tasks that it waits for; it needs the results of the first `inputs` of them.
     `followers` are the tasks that wait for it; None once it has settled. `device_edges` are what its device enforces.
     `taken` is when its lane took it, on real hardware: the time until `start` goes into waking a thread.

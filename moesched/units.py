@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from math import isfinite
 
 from moesched.errors import BadInput
 from moesched.system.plain_text import shown
@@ -66,13 +67,13 @@ def parse_seconds(text: str) -> float:
         BadInput: the text is not a time.
     """
     match = _TIME.fullmatch(text)
-    if match is None:
+    if match is None or not isfinite(float(match[1])):
         raise BadInput(f"{shown(text)} is not a time: write a number and a unit, such as 10us, 2ms or 1s")
     return float(match[1]) / _TIMES[match[2]]
 
 
 def _positive(rate: float, text: str, what: str, example: str) -> float:
-    if rate < 1:
+    if rate < 1 or not isfinite(rate):
         raise BadInput(f"{shown(text)} is not {what}: write a number and a unit, such as {example}")
     return float(rate)
 

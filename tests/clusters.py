@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from moesched.cluster.cluster_file import Cluster, Host, Seat
+from moesched.cluster.cluster_file import Cluster, Host, LauncherAddress
 from moesched.cluster.curve.keys import make_keys
 
 LAUNCHER = make_keys()
@@ -25,5 +25,5 @@ def host(number: int, **changes: Any) -> Host:
 
 def cluster(*hosts: Host, port: int = 7000) -> Cluster:
     """Some nodes; by default two."""
-    seat = Seat(address="127.0.0.1", port=port, key=LAUNCHER.public)
-    return Cluster(launcher=seat, hosts=list(hosts) or [host(0), host(1)])
+    launcher = LauncherAddress(address="127.0.0.1", port=port, key=LAUNCHER.public)
+    return Cluster(launcher=launcher, hosts=list(hosts) or [host(0), host(1)])

@@ -77,6 +77,9 @@ class Diary(Resident):
 
 
 class Keeping(Diary):
-    """Does so in one diary."""
+    """Does so in one diary, which counts as empty where a container is looked for."""
 
     keeps_state = True
+
+    def __len__(self) -> int:
+        return 0

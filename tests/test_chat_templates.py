@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 from pathlib import Path
@@ -101,6 +102,21 @@ def test_a_template_that_loops_or_says_too_much_is_ended_and_the_next_conversati
             await template.render([{"role": "user", "content": "a" * 5000}])
         assert await template.render([{"role": "user", "content": "é\n"}]) == "é\n"
         await template.close()
+
+    run_on_own_loop(use)
+
+
+def test_a_conversation_that_is_left_while_the_process_starts_leaves_no_reply_for_the_next_one() -> None:
+    async def use() -> None:
+        template = ModelTemplate(ChatTemplate("{{ messages[0].content }}"))
+        left = asyncio.ensure_future(template.render([{"role": "user", "content": "a"}]))
+        for _ in range(200):  # until the process is started, long before it replies
+            await asyncio.sleep(0)
+        left.cancel()
+        try:
+            assert await template.render([{"role": "user", "content": "b"}]) == "b"
+        finally:
+            await template.close()
 
     run_on_own_loop(use)
 

@@ -18,10 +18,11 @@ from hypothesis import strategies as st
 
 from clusters import LAUNCHER, NODES, cluster
 from moesched.cluster.clocks import ClockMeter, ClockOffset
-from moesched.cluster.cluster_file import Seat
+from moesched.cluster.cluster_file import LauncherAddress
 from moesched.cluster.control import Control
 from moesched.cluster.control_link import ControlLink
 from moesched.cluster.curve.keys import KeyPair, make_keys
+from moesched.cluster.endpoints import reserved_port
 from moesched.cluster.fingerprint import fingerprint
 from moesched.cluster.handshake import Expected, refusal
 from moesched.cluster.messages import (
@@ -52,8 +53,8 @@ def control_and_link(
 ) -> Iterator[tuple[Control, ControlLink]]:
     """A launcher's end and a node's end of a control channel."""
     control = Control(address, 0, launcher, {NODES[0].public: "mac-0"})
-    seat = Seat(address=address, port=control.port, key=LAUNCHER.public)
-    link = ControlLink(seat, node, on_epoch=lambda _: None, on_gone=lambda: None)
+    where = LauncherAddress(address=address, port=control.port, key=LAUNCHER.public)
+    link = ControlLink(where, node, on_epoch=lambda _: None, on_gone=lambda: None)
     try:
         yield control, link
     finally:
@@ -292,6 +293,13 @@ def test_a_port_in_use_is_refused_with_its_number(address: str) -> None:
             Control(address, control.port, LAUNCHER, {})
     finally:
         control.close()
+
+
+def test_a_node_at_an_address_of_another_machine_is_told() -> None:
+    with pytest.raises(
+        BadInput, match=r"192\.0\.2\.1 is not an address of this machine: correct the cluster file"
+    ):
+        reserved_port("192.0.2.1")  # of the addresses that no machine has
 
 
 def _join_while_heard(link: ControlLink, control: Control) -> None:

@@ -83,6 +83,13 @@ def test_neither_of_two_measured_runs_is_in_error() -> None:
     assert msgspec.json.decode(msgspec.json.encode(comparison), type=Comparison) == comparison
 
 
+def test_runs_of_different_models_are_told_apart_first() -> None:
+    other = msgspec.structs.replace(MEASURED, model="n")
+    sides = [side_of_recording(about.model, recording(fetch=10), about) for about in (MEASURED, other)]
+    assert compare_runs(sides).reasons()[0] == "The models differ: m (measured) ran m, and n (measured) n."
+    assert not compare_runs([sides[0], sides[0]]).reasons()[0].startswith("The models differ")
+
+
 def test_what_only_one_run_has_stands_alone() -> None:
     both = [side_of_recording(verb, recording(**{verb: 10}), MEASURED) for verb in ("fetch", "pin")]
     found = {verb: find(compare_runs(both), "kind", f"{verb} on link", "time") for verb in ("fetch", "pin")}
@@ -206,10 +213,8 @@ def test_compare_says_why_and_shows_a_run_beside_its_replay(command: Any, tmp_pa
     said = command("compare", trace, "--replayed", "--trace", both)
     assert "trace.json replayed (predicted)" in said.out
     assert "explain" in said.out
-    [published] = [line.split() for line in said.out.splitlines() if line.startswith("published prefills")]
-    assert published == ["published", "prefills", "error", f"{PREFILL_ERROR:.0%}"], (
-        "a replay predicts no prefill"
-    )
+    [published] = [line.split() for line in said.out.splitlines() if line.startswith("prefill, usual error")]
+    assert published[3:] == [f"{PREFILL_ERROR:.0%}"], "a replay predicts no prefill"
     assert check_trace(both) == []
     told = command("compare", trace, "--replayed", "--json").json["difference"]
     assert told["run_seconds"][0] == pytest.approx(told["run_seconds"][1])

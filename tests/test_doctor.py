@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import subprocess
 from collections.abc import Callable
 from functools import partial
 from importlib.metadata import version
@@ -21,7 +22,7 @@ from moesched.devices.torch.cuda_device import refusal
 from moesched.devices.torch.inspection import library_bytes, lockable_bytes, mapping_refusal
 from moesched.doctor.cluster_facts import cluster_facts, port_state
 from moesched.doctor.cluster_probes import probe_cluster
-from moesched.doctor.endings import judge_peak
+from moesched.doctor.endings import begins, judge_peak
 from moesched.doctor.examination import examine
 from moesched.doctor.facts import (
     ClockFacts,
@@ -284,6 +285,11 @@ def test_a_port_is_taken_while_something_listens_and_free_afterwards() -> None:
         number = server.getsockname()[1]
         assert port_state("127.0.0.1", number) == "taken"
     assert port_state("127.0.0.1", number) == "free"
+
+
+def test_a_run_that_says_nothing_is_ended() -> None:
+    with subprocess.Popen(["sleep", "60"], stderr=subprocess.PIPE) as run:
+        assert not begins(run, patience=0.01)
 
 
 def test_logits_that_differ_in_one_bit_are_found() -> None:

@@ -183,6 +183,16 @@ def test_what_is_no_device_is_refused_before_it_is_called(name: str, said: str) 
         plugins.find("devices", name)
 
 
+@pytest.mark.parametrize("name", ["mine", "mine.py"])
+def test_a_policys_file_without_its_class_is_refused_with_the_way_to_write_it(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(BadInput, match=rf"policy '{name}' names a file and no class: write mine\.py:CLASS"):
+        plugins.find("policies", name)
+
+
 def test_a_module_of_the_current_folder_comes_last_and_one_line_says_that_it_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 from pathlib import Path
 from typing import Any
@@ -9,14 +10,17 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from msgspec.structs import replace
 
 import moesched
 from benchmarks.shared.small_runs import ONE_MEMORY, generate
 from kernel_tables import kernels_of
-from moesched.devices.kernels.check import check_kernel
+from moesched.devices.kernels import samples
+from moesched.devices.kernels.check import check_kernel, cpu_resources
+from moesched.devices.kernels.expert_of_products import ExpertOfProducts
 from moesched.devices.kernels.layer_weights import Weights
 from moesched.devices.kernels.memory import Memory
-from moesched.devices.kernels.seam import OPERATIONS, Bound, Case, Kernel
+from moesched.devices.kernels.seam import OPERATIONS, ROWS, Bound, Case, Kernel
 from moesched.devices.kernels.table import KernelTable
 from moesched.devices.products.linear import expert_ffn
 from moesched.devices.torch.device import TorchDevice
@@ -110,6 +114,15 @@ class Raising(Plain):
         raise ZeroDivisionError("division by zero")
 
 
+class Silent(Plain):
+    """Gives no text where it takes a case."""
+
+    name = "silent"
+
+    def refusal(self, case: Case) -> str:
+        return None  # type: ignore[return-value]  # as an author may forget
+
+
 class Narrow(Kernel):
     """A product that loses its last column."""
 
@@ -125,6 +138,15 @@ class Narrow(Kernel):
 
     def bind(self, case: Case, weights: Any, memory: Any) -> Bound:
         return lambda attended_TX, residual_TD: residual_TD[:, :-1]
+
+
+class Foreign(Narrow):
+    """A product that gives an array of numpy."""
+
+    name = "foreign"
+
+    def bind(self, case: Case, weights: Any, memory: Any) -> Bound:
+        return lambda attended_TX, residual_TD: residual_TD.numpy()
 
 
 @pytest.fixture(scope="module")
@@ -232,6 +254,11 @@ def test_a_kernel_that_breaks_a_promise_is_found_out(kernel: type, said: str) ->
     [
         (Raising, r"kernel raising \(expert of .*\): its call raised ZeroDivisionError: division by zero"),
         (
+            Silent,
+            r"kernel silent \(expert of .*\): refusal returned None: return a text, empty if it takes it",
+        ),
+        (Foreign, r"kernel foreign \(output_projection of .*\): result 0 is of type ndarray instead of .*"),
+        (
             Narrow,
             r"kernel narrow \(output_projection of .*\): result 0 is \[\d+, 31\] of torch.float32 instead .*",
         ),
@@ -259,6 +286,30 @@ def test_a_class_that_is_no_kernel_is_refused(checkpoint: Checkpoint) -> None:
         BadInput, match=r"Loose is not a kernel: derive it from moesched.devices.kernels.seam"
     ):
         run_with(checkpoint, Loose)
+
+
+def test_an_expert_keeps_no_tensors_for_each_number_of_rows_that_it_had() -> None:
+    layer = SMALL.layer(0)
+    biased = replace(layer, feed_forward=replace(layer.feed_forward, biases=True))
+    config = replace(SMALL, pattern=(biased,))
+    case = Case("expert", 1, frozenset({ROWS}), "float32", "cpu", biased)
+    weights, (x_nD,), *_ = samples.MAKERS["expert"](config, torch.float32, 60, samples.Cut(1))
+    kernel = ExpertOfProducts(cpu_resources(config, torch.float32, None))
+    run, y_nD = kernel.bind(case, weights, None), torch.empty_like(x_nD)
+    kept = []
+    for rows in range(1, 61):
+        run(x_nD[:rows], y_nD[:rows])
+        kept.append(sum(type(each) is torch.Tensor for each in gc.get_objects()) if rows in (30, 60) else 0)
+    assert kept[29] == kept[59]
+
+
+def test_weights_keep_a_limited_number_of_the_kernels_bound_to_them() -> None:
+    weights = samples.MAKERS["route"](SMALL, torch.float32, 1, samples.Cut(1)).weights
+    kernels = kernels_of(SMALL, None, torch.float32)
+    kept = {kernels.bound("route", weights, Memory(rows)) for rows in range(1, 1500)} & {
+        *weights.bounds.values()
+    }
+    assert 400 < len(kept) == len(weights.bounds) < 1100
 
 
 def test_operations_that_need_a_cache_are_not_checked_alone() -> None:

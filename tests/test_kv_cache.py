@@ -10,7 +10,6 @@ import torch
 from moesched.devices.torch.block_table import OutOfBlocks
 from moesched.devices.torch.kv_cache import BlockedKV
 from moesched.errors import BadInput, OverBudget
-from moesched.models.layout import kv_bytes
 from moesched.models.shapes import SHAPES
 
 Tensor = torch.Tensor
@@ -47,7 +46,7 @@ def test_its_bytes_are_known_beforehand() -> None:
     lengths = [1, 4, 5]
     blocks = sum(-(-length // 4) for length in lengths)
     cache = BlockedKV(CONFIG, blocks, block_size=4, dtype=torch.bfloat16)
-    assert cache.nbytes == kv_bytes(CONFIG, lengths, 4, "bfloat16")
+    assert cache.nbytes == blocks * 4 * 2 * sum(layer.attention.cache_width for layer in CONFIG.pattern)
 
 
 def test_a_reserved_sequence_is_seen_without_a_copy_and_a_scattered_one_with() -> None:

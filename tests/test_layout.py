@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from moesched.errors import BadInput
 from moesched.models.config import ITEM_BYTES, ModelConfig
-from moesched.models.layout import Page, WeightLayout, kv_block_bytes, kv_bytes, weight_layout
+from moesched.models.layout import Page, WeightLayout, weight_layout
 from moesched.models.reading import runs
 from moesched.models.shapes import SHAPES
 from moesched.models.tensors import dense_shapes, expert_shapes, global_shapes, tensor_shapes
@@ -147,6 +147,11 @@ def test_by_default_slots_for_an_expert_are_full_and_layers_take_few_more_pages_
         assert len(pages) <= 1.5 * sum(page.nbytes for page in pages) / layout.page_bytes + 1
 
 
+def test_an_expert_that_a_layer_does_not_have_has_no_pages() -> None:
+    layout = weight_layout(MIXTRAL)
+    assert layout.expert(3, -1) == layout.expert(3, 8) == ()
+
+
 def test_by_default_an_expert_is_one_page_or_cut_into_equal_ones_of_at_most_64_mib() -> None:
     layout = weight_layout(MIXTRAL)
     assert len(layout.expert(3, 7)) == 1
@@ -193,10 +198,3 @@ def test_pages_too_small_for_a_row_and_unknown_dtypes_are_refused() -> None:
         weight_layout(MIXTRAL, page_bytes=1000)
     with pytest.raises(BadInput, match=r"'int3' is unknown; choose one of float32, bfloat16"):
         weight_layout(MIXTRAL, "int3")
-
-
-def test_the_kv_cache_is_counted_in_whole_blocks() -> None:
-    block = 2 * 8 * 16 * 4 * 64 * 2
-    assert kv_block_bytes(MIXTRAL, 16) == block
-    assert kv_bytes(MIXTRAL, [1, 16, 17, 0], 16) == 4 * block
-    assert kv_bytes(MIXTRAL, [1], 16, "float32") == 2 * block

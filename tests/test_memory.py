@@ -1,10 +1,8 @@
-"""Memories: budgets in program order, freed bytes that carry their last users, pools of slots, views of pages."""
+"""Memories: budgets, pools of slots, views of pages."""
 
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from engine_script import Script
 from moesched.drivers.validation import BrokenRule
@@ -12,7 +10,6 @@ from moesched.errors import NotResident, OverBudget, PolicyError, TaskFailed
 from moesched.steps.ledger import ledger_problems
 from moesched.steps.memory import Fixed, Memory, Replacement, slots_of
 from moesched.steps.views import Views
-from moesched.tasks import Block
 from page_bench import PAGES, Bench
 
 # -- budgets ---------------------------------------------------------------------------------------
@@ -24,100 +21,8 @@ def test_a_budget_says_how_many_bytes_are_missing() -> None:
     with pytest.raises(
         OverBudget, match="weights needs 700 bytes of host, which has 600 free of its budget of 1,000"
     ):
-        memory.allocate("weights", 700)
+        memory.reserve("weights", 700)
     assert (memory.used, memory.peak) == (400, 400)
-
-
-def test_freed_bytes_are_free_for_the_next_line() -> None:
-    memory = Memory("host", 100)
-    first = memory.allocate("first", 80)
-    memory.release(first)
-    memory.allocate("second", 90)
-    assert (memory.used, memory.peak) == (90, 90)
-    assert ledger_problems(memory) == []
-
-
-def test_whoever_gets_freed_bytes_waits_for_their_last_users() -> None:
-    script = Script(gpu="ready_first", link="ready_first")
-    memory = Memory("gpu", 100)
-    script.blocks["a"] = memory.allocate("a", 100)
-    script.submit("make", "link", writes="a")
-    script.submit("use", "gpu", reads="a")
-    memory.release(script.blocks["a"])
-    script.blocks["b"] = memory.allocate("b", 50)
-    script.submit("next", "link", writes="b")
-    script.finish("make")
-    assert script.started() == ["make", "use"]
-    script.finish("use")
-    assert script.started() == ["next"]
-
-
-def test_a_block_is_given_back_once_and_where_it_came_from() -> None:
-    memory, other = Memory("gpu", 100), Memory("host", 100)
-    block = memory.allocate("block", 10)
-    with pytest.raises(PolicyError, match="no bytes of host to give back"):
-        other.release(block)
-    memory.release(block)
-    with pytest.raises(PolicyError, match="no bytes of gpu to give back"):
-        memory.release(block)
-    assert memory.used == 0
-
-
-def test_fresh_bytes_are_given_before_freed_ones() -> None:
-    script = Script(gpu="ready_first", link="ready_first")
-    memory = Memory("gpu", 100)
-    script.blocks["a"] = memory.allocate("a", 50)
-    script.submit("long", "gpu", writes="a")
-    memory.release(script.blocks["a"])
-    script.blocks["b"] = memory.allocate("b", 50)
-    script.submit("next", "link", writes="b")
-    assert script.started() == ["long", "next"]
-
-
-def test_a_block_made_of_parts_of_two_waits_for_the_users_of_both() -> None:
-    script = Script(gpu="ready_first", cpu="ready_first", link="ready_first")
-    memory = Memory("gpu", 100)
-    for name, lane in (("a", "gpu"), ("b", "cpu")):
-        script.blocks[name] = memory.allocate(name, 50)
-        script.submit(f"use {name}", lane, writes=name)
-    for name in "ab":
-        memory.release(script.blocks[name])
-    script.blocks["c"] = memory.allocate("c", 60)
-    script.submit("next", "link", writes="c")
-    script.finish("use a")
-    assert script.started() == ["use a", "use b"]
-    script.finish("use b")
-    assert script.started() == ["next"]
-
-
-def test_the_rest_of_a_freed_block_keeps_its_users() -> None:
-    script = Script(gpu="ready_first", cpu="ready_first", link="ready_first")
-    memory = Memory("gpu", 100)
-    script.blocks["a"] = memory.allocate("a", 100)
-    script.submit("use", "gpu", writes="a")
-    memory.release(script.blocks["a"])
-    for name, lane in (("b", "cpu"), ("c", "link")):
-        script.blocks[name] = memory.allocate(name, 50)
-        script.submit(f"write {name}", lane, writes=name)
-    assert script.started() == ["use"]
-    script.finish("use")
-    assert script.started() == ["write b", "write c"]
-
-
-@given(st.lists(st.tuples(st.booleans(), st.integers(1, 40)), max_size=40))
-def test_whatever_is_taken_and_given_back_the_books_agree(moves: list[tuple[bool, int]]) -> None:
-    memory = Memory("gpu", 100)
-    blocks: list[Block] = []
-    for takes, number in moves:
-        if takes:
-            try:
-                blocks.append(memory.allocate("block", number))
-            except OverBudget:
-                assert number > 100 - sum(block.nbytes for block in blocks)
-        elif blocks:
-            memory.release(blocks.pop(number % len(blocks)))
-        assert memory.used == sum(block.nbytes for block in blocks)
-        assert ledger_problems(memory) == []
 
 
 # -- pools -----------------------------------------------------------------------------------------
@@ -281,7 +186,7 @@ def test_kernels_that_a_lost_page_cancelled_hold_nothing_up() -> None:
 def test_the_checking_mode_notices_bytes_that_went_missing() -> None:
     bench = Bench()
     bench.memory._used += 10
-    with pytest.raises(BrokenRule, match="gpu: 30 bytes used, 80 fresh and 0 freed are not its 100"):
+    with pytest.raises(BrokenRule, match="gpu: 30 bytes used, 20 at the peak, of 100"):
         bench.engine.check_over()
 
 

@@ -145,6 +145,16 @@ def test_contradictions_are_refused_at_the_policys_own_line(
         second(plan)
 
 
+def test_numbers_that_are_not_whole_are_refused_at_the_policys_own_line() -> None:
+    plan = made()
+    free = plan.free("accelerator")
+    with pytest.raises(PolicyError, match=r"limit_in_flight: 1.5 is no whole number: give one"):
+        plan.limit_in_flight(1.5)  # type: ignore[arg-type]  # a policy without types
+    with pytest.raises(PolicyError, match=r"reserve_kv_buffers: -1 is no whole number, 0 or more"):
+        plan.reserve_kv_buffers(-1)
+    assert plan.free("accelerator") == free
+
+
 @pytest.mark.parametrize("declare", DECLARATIONS[1:])
 def test_nothing_can_be_declared_once_the_memory_is_reserved(declare: Callable[[Plan], object]) -> None:
     plan = made()

@@ -101,7 +101,10 @@ def test_neither_policy_nor_batches_change_what_is_recorded(
 
 
 def test_layers_without_experts_have_zeros(tmp_path: Path) -> None:
-    trace = profile_routing(stored(GLM, tmp_path).path, PROMPTS[:3], max_new_tokens=NEW_TOKENS).trace
+    told: list[tuple[int, int]] = []
+    given: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "progress": lambda *choices: told.append(choices)}
+    trace = profile_routing(stored(GLM, tmp_path).path, PROMPTS[:3], **given).trace
+    assert told[-1][0] == told[-1][1], "the progress ends with all choices"
     assert trace.request_tokens.tolist() == [len(prompt) + NEW_TOKENS - 1 for prompt in PROMPTS[:3]]
     chosen = trace.chosen.astype(int)
     assert not chosen[:, 0].any()

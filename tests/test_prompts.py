@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import tokenizers
 from hypothesis import given
@@ -114,11 +116,12 @@ def test_text_and_ids_may_be_mixed(tokenizer: Tokenizer) -> None:
         ([], "prompt 1 is empty: give at least one token"),
         ([260], "prompt 1: token id 260 is outside the vocabulary of 260: use ids from 0 to 259"),
         ([-1], "prompt 1: token id -1 is outside the vocabulary"),
+        (np.array([1, 2]), r"prompt 1 is array\(\[1, 2\]\): give a text, or a list of token ids"),
         ([1] * 48, "prompt 1 has 48 tokens; with 3 new ones that is more than the model's context of 50"),
     ],
 )
 def test_a_prompt_that_cannot_run_is_told_with_its_number(
-    tokenizer: Tokenizer, prompt: str | list[int], said: str
+    tokenizer: Tokenizer, prompt: Any, said: str
 ) -> None:
     with pytest.raises(BadInput, match=said):
         encode_prompts([[1], prompt], tokenizer, CONFIG, 3)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -264,6 +264,31 @@ class NoRank:
 
     async def aclose(self) -> None:
         raise NotImplementedError
+
+
+class CannotClose(NoRank):
+    """A rank whose end fails."""
+
+    closed: ClassVar[list[int]] = []
+
+    def __init__(self, checkpoint: Checkpoint, layout: WeightLayout) -> None:
+        self.rank = -1
+
+    def join(self, rank: int, transport: Any, first: Any) -> None:
+        self.rank = rank
+
+    async def aclose(self) -> None:
+        self.closed.append(self.rank)
+        raise OSError(f"rank {self.rank} cannot close")
+
+
+def test_all_devices_are_closed_although_one_of_them_fails(folder: Path) -> None:
+    checkpoint = open_checkpoint(folder / MIXTRAL.name)
+    layout = weight_layout(cut_checkpoint(checkpoint, 0, 2).config)
+    device: Any = CannotClose
+    with pytest.raises(OSError, match="cannot close"), open_devices(device, {}, checkpoint, layout):
+        assert CannotClose.closed == []
+    assert CannotClose.closed == [0, 1]
 
 
 class NotADevice(NoRank):

@@ -300,7 +300,7 @@ def test_every_command_writes_a_page_or_json(command: Any, tmp_path: Path) -> No
         assert json.loads((tmp_path / f"{name}.json").read_text())
     for name, cell in (("simulate", "dt"), ("compare", "td")):
         texts = PageElements((tmp_path / f"{name}.html").read_text()).texts
-        assert "published prefills" in texts[cell], "the error stands where a predicted prefill does"
+        assert "prefill, usual error" in texts[cell], "the error stands where a predicted prefill does"
     assert "simulate.json is a report without a trace" in (tmp_path / "compare.html").read_text()
     words = PageElements((tmp_path / "explain.html").read_text()).texts["text"]
     assert any(each.startswith("gpu: ") for each in words), "the roofs come with the trace"

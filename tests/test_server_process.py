@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import signal
 import socket
@@ -19,6 +20,7 @@ from uvicorn.server import ServerState
 from fronts import SAYS, TINY, tiny_tokenizer
 from moesched.errors import BadInput, MoeschedError
 from moesched.server.errors import ApiError
+from moesched.server.link import EngineLink
 from moesched.server.options import FrontOptions
 from moesched.server.protocol import TimedProtocol
 from moesched.server.serve import Listener, listening, serve
@@ -79,7 +81,30 @@ def test_an_engine_that_dies_without_a_word_is_named_with_its_end(ends: str, say
         serve(TINY, FrontOptions(port=0), ["sh", "-c", ends], IGNORE)
 
 
+def test_an_engine_that_is_ended_before_it_is_ready_leaves_nothing_to_complain_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def end_early() -> None:
+        EngineLink(lambda data: None).end()
+        gc.collect()
+
+    run_on_own_loop(end_early)
+    assert caplog.messages == []
+
+
 # ---------------------------------------------------------------- addresses and keys
+
+
+def test_an_engine_that_ends_before_it_is_ready_leaves_no_error_behind() -> None:
+    unheard: list[object] = []
+
+    async def end() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: unheard.append(context))
+        EngineLink(lambda data: None).end()
+        gc.collect()
+
+    run_on_own_loop(end)
+    assert not unheard
 
 
 def test_a_port_that_is_in_use_is_refused() -> None:

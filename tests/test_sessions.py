@@ -62,6 +62,16 @@ def test_a_session_gives_the_tokens_of_single_runs(model: Path, device: str, pol
     assert answers == single
 
 
+def test_the_planner_chooses_a_policy_that_fits_by_the_first_call_and_keeps_it(model: Path) -> None:
+    whole = moesched.run_model(model, ["abc"], policy="auto", max_new_tokens=3)
+    budgets = {"host": whole.peak_bytes["host"] * 2 // 3}
+    with moesched.Session(model, policy="auto", budgets=budgets) as session:
+        first, second = (session.run(["abc"], max_new_tokens=3) for _ in range(2))
+    assert whole.policy == "resident"
+    assert first.policy == second.policy != whole.policy
+    assert first.tokens == second.tokens == whole.tokens
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_weights_that_stay_are_read_once(model: Path, device: str) -> None:
     with moesched.Session(model, device=device) as session:

@@ -177,7 +177,7 @@ def test_a_printed_prefill_says_by_how_much_published_ones_were_missed(
     said = command(name, "--model", "mixtral-0.8b", "--machine", "l4", "--gen", 4, *options)
     lines = [" ".join(line.split()) for line in said.out.splitlines()]
     [prefill] = [number for number, line in enumerate(lines) if line.startswith("prefill ")]
-    assert lines[prefill + 1] == f"published prefills error {PREFILL_ERROR:.0%}"
+    assert lines[prefill + 1] == f"prefill, usual error {PREFILL_ERROR:.0%}"
 
 
 def test_measured_runs_have_no_band(command: Any) -> None:

@@ -1,6 +1,6 @@
 """Random graphs of tasks, run under either driver.
 
-A rank's program allocates and frees blocks in small memories, moves pages through a pool, submits tasks of all types to
+A rank's program makes and drops blocks, moves pages through a pool, submits tasks of all types to
 lanes of both disciplines, takes part in collectives, awaits, lifts and cancels. Every task computes a digest of what
 it finds in its inputs, so that one which ran too early or too late has a wrong value. Afterwards the run is held
 against the same programs executed one task after another.

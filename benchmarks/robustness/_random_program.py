@@ -8,7 +8,7 @@ from random import Random
 from typing import TYPE_CHECKING, Any
 
 from moesched.drivers.validation import CheckedEngine
-from moesched.errors import NotResident, OverBudget, PolicyError, TaskCancelled, TaskFailed
+from moesched.errors import NotResident, PolicyError, TaskCancelled, TaskFailed
 from moesched.models.layout import Page
 from moesched.steps.memory import Memory, Pool, Slot, held_slots
 from moesched.steps.pool_counts import FETCHED
@@ -73,18 +73,15 @@ class Rank:
         self.cells: dict[Block, int] = {}
         self.writers: dict[Block, tuple[Record, int]] = {}
         self.live: list[Block] = []
-        self.home: dict[Block, Memory] = {}
-        self.released: dict[Block, int] = {}
-        self.memories = [Memory(f"memory {n}", choose.randint(60, 400)) for n in range(choose.randint(1, 3))]
         self.pages = [Page(n, 0, n, 0, (), 10) for n in range(7)]
-        home = self.memories[0]
+        home = Memory("memory", 40)
         self.pool = Pool("pool", home, choose.randint(1, 4), 10, choose.choice(("ring", "lru", "none")))
         self.pool.reserve()
         self.views: Views[Any] = Views(home, lambda key: tuple(self.pages[n] for n in key))
-        engine.watch(self.memories, [self.pool], [self.views])
+        engine.watch([home], [self.pool], [self.views])
         self._secrets = list(graph.secrets)
-        self._statements: list[Callable[[], None]] = [self.compute] * 8 + [self.allocate, self.read_pages] * 3
-        self._statements += [self.release, self.move_pages, self.move_pages, self.promote]
+        self._statements: list[Callable[[], None]] = [self.compute] * 8 + [self.make, self.read_pages] * 3
+        self._statements += [self.drop, self.move_pages, self.move_pages, self.promote]
         self._statements += [self.cancel] * graph.shape.troubled
 
     async def main(self) -> None:
@@ -122,23 +119,16 @@ class Rank:
 
     # -- statements ---------------------------------------------------------------------------------
 
-    def allocate(self) -> None:
-        """A block, for which others may have to be freed first."""
-        memory = self.choose.choice(self.memories)
-        nbytes = self.choose.randint(1, min(60, memory.capacity - len(self.pool.slots) * 10))
-        while memory.free_bytes < nbytes:
-            if self.choose.random() < 0.2:
-                self._expect_refusal(memory, nbytes)
-            self._release(self.choose.choice([block for block in self.live if block.memory == memory.name]))
-        block = memory.allocate(f"block {len(self.home)}", nbytes)
+    def make(self) -> None:
+        """A new block."""
+        block = Block(f"block {len(self.cells)}")
         self.live.append(block)
-        self.home[block] = memory
         self._submit([], [block])
 
-    def release(self) -> None:
-        """Some block is no longer needed."""
+    def drop(self) -> None:
+        """Some block is no longer used."""
         if self.live:
-            self._release(self.choose.choice(self.live))
+            self.live.remove(self.choose.choice(self.live))
 
     def compute(self) -> None:
         """A task that reads some blocks and writes others, or changes them in place."""
@@ -175,7 +165,7 @@ class Rank:
         """The next collective; now and then a rank says something else than the others."""
         secret = self._secrets.pop(0)
         if not self.live:
-            self.allocate()
+            self.make()
         lanes = [lane for lane in self.engine.lanes if self.graph.kinds[lane.name] == "thread"]
         task = Collective(lanes[secret % len(lanes)], self._work(), "all_reduce")
         differs = self.graph.shape.troubled and self.choose.random() < 0.05
@@ -232,24 +222,10 @@ class Rank:
             self.writers[block] = (record, number)
         return record
 
-    def _release(self, block: Block) -> None:
-        self.live.remove(block)
-        self.released[block] = self.graph.now()
-        self.home[block].release(block)
-
     def _evict(self) -> None:
         page = self.choose.choice(self.pool.pages())
         [slot] = held_slots("evict", [page], self.pool)
         self.pool.vacate(slot, self.engine)
-
-    def _expect_refusal(self, memory: Memory, nbytes: int) -> None:
-        used = memory.used
-        try:
-            memory.allocate("too much", nbytes)
-        except OverBudget:
-            assert memory.used == used, "a refusal took bytes"
-        else:
-            raise AssertionError("a budget was passed")
 
     def _work(self) -> Work:
         return Work(f"kind {self.choose.randrange(5)}", "anything")

@@ -24,7 +24,6 @@ KINDS = {
     "value": "a task, a block or an awaited handle had a wrong value",
     "order": "a task ran beside or before one that it had to wait for",
     "end": "a task ended otherwise than it should, such as running although its input had failed",
-    "budget": "more bytes were in use than a memory has",
     "rule": "the engine broke one of its rules, the ledger contradicted itself, or something was left unsettled",
     "error": "the run raised what is no part of the game",
     "stuck": "the run did not end",
@@ -61,7 +60,6 @@ def judge(graph: Graph) -> Verdict:
             problems += _wrong_end(graph, record)
         problems += [Problem("value", what) for what in _wrong_awaits(rank) + _wrong_cells(rank)]
         problems += [Problem("order", what) for what in _overlaps(rank)]
-        problems += [Problem("budget", what) for what in _passed_budgets(rank)]
     states = [record.task.state for rank in graph.ranks for record in rank.records]
     return Verdict(states.count(DONE), states.count(FAILED), states.count(CANCELLED), problems)
 
@@ -163,31 +161,4 @@ def _overlaps(rank: Rank) -> list[str]:
         for block in record.writes:
             written[block] = record
             read[block] = []
-    return problems
-
-
-def _passed_budgets(rank: Rank) -> list[str]:
-    """Memories in which more bytes were in use at some moment than they have."""
-    problems = []
-    uses: dict[Block, list[Record]] = {}
-    for record in rank.records:
-        if record.start >= 0:
-            for block in {*record.reads, *record.writes}:
-                uses.setdefault(block, []).append(record)
-    for memory in rank.memories:
-        events = []
-        for block, home in rank.home.items():
-            if home is memory and block in uses:
-                events.append((min(use.start for use in uses[block]), 1, block.nbytes))
-                if block in rank.released:
-                    end = max(use.end for use in uses[block])
-                    events.append((max(end, rank.released[block]), 0, -block.nbytes))
-        in_use = len(rank.pool.slots) * rank.pool.slot_bytes if memory is rank.memories[0] else 0
-        for _, _, nbytes in sorted(events):
-            in_use += nbytes
-            if in_use > memory.capacity:
-                problems.append(
-                    f"rank {rank.number}: {in_use} bytes in use in {memory.name} of {memory.capacity}"
-                )
-                break
     return problems

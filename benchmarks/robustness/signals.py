@@ -24,7 +24,7 @@ import psutil
 
 from benchmarks.record.benchmark import Benchmark, track
 from benchmarks.record.claims import Claim, Result, all_of
-from moesched.cluster.cluster_file import Cluster, Host, Seat, cluster_toml
+from moesched.cluster.cluster_file import Cluster, Host, LauncherAddress, cluster_toml
 from moesched.cluster.curve.keys import SECRET_NAME, write_keys
 from moesched.models.random_model import write_random_model
 
@@ -124,8 +124,8 @@ def prepare(folder: Path) -> None:
              secret=f"keys/{rank}/{SECRET_NAME}", command=f"{sys.executable} -m moesched")
         for rank in range(2)
     ]  # fmt: skip
-    seat = Seat(address="127.0.0.1", port=17_460, key=keys["launcher"].public)
-    (folder / "cluster.toml").write_text(cluster_toml(Cluster(launcher=seat, hosts=hosts)))
+    launcher = LauncherAddress(address="127.0.0.1", port=17_460, key=keys["launcher"].public)
+    (folder / "cluster.toml").write_text(cluster_toml(Cluster(launcher=launcher, hosts=hosts)))
     ssh = folder / "bin" / "ssh"
     ssh.parent.mkdir()
     ssh.write_text('#!/bin/sh\nfor command; do :; done\nexec sh -c "exec $command"\n')

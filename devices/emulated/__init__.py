@@ -1,1 +1,1 @@
-"""The emulated device: any machine profile with an accelerator, in slow motion on this machine's cores."""
+"""The emulated device: imitates a machine with an accelerator, by its profile, in slow motion on this machine."""

@@ -1,8 +1,8 @@
-"""An accelerator that is not there: real tensors and real overlap, in slow motion, on a machine without a GPU.
+"""The emulated device: runs a schedule on real tensors as a machine with an accelerator would, in slow motion.
 
-Every task does its work on the torch device, with the accelerator's memory in the host's, and then occupies its lane
-until the emulated machine would have finished. So that two cores can play GPU, CPU and links at once, time is dilated:
-real work takes less than a third of each lane's time.
+Each task does its work on the torch device, with the accelerator's memory in the host's, and then occupies its lane
+until the emulated machine would have finished. Time is dilated so far that real work takes less than a third of each
+lane's time: then two cores can imitate GPU, CPU and links at once.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class EmulatedDevice:
 
     Args:
         dilation: real seconds for each second of the emulated machine; 0 for the least that keeps real work below a
-            third of each lane's time, found by a rehearsal for prefill and for decode.
-        keep_logits: store every step's logits, as the torch device does.
+            third of each lane's time, which a rehearsal finds, for prefill and for decode.
+        keep_logits: keep the logits of all steps, as the torch device does.
     """
 
     gives_scores = True
@@ -102,7 +102,7 @@ class EmulatedDevice:
 
     @property
     def logits(self) -> list[tuple[tuple[int, ...], Tensor]]:
-        """Every step's logits (S, V) by micro-batch, if they are kept."""
+        """The kept logits (S, V) of each step of a micro-batch, with their sequences."""
         return self._torch.logits
 
     @property
@@ -135,9 +135,9 @@ class EmulatedDevice:
         self._leads = first is self
 
     def begin(self, plan: Plan, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
-        """Allocate all that the plan says, choose the dilation, and start the emulated machine's clock.
+        """Begin a batch: allocate what the plan says, choose the dilation, and start the emulated machine's clock.
 
-        The first of several ranks chooses for all, and begins last.
+        The first of several ranks chooses the dilation for all, and begins last.
 
         Raises:
             BadInput: the emulated memories do not fit the real one, or a token id is outside the vocabulary.
@@ -158,11 +158,11 @@ class EmulatedDevice:
             self._pace = Pace(self._time, self._dilations, last_chunks)
 
     def rows_apart(self, rows: int) -> bool:
-        """Test whether no row's bits depend on another row, as the torch device does."""
+        """Test whether no row's bits depend on another row, in decode steps of up to `rows` rows."""
         return self._torch.rows_apart(rows)
 
     def execute(self, task: Task) -> Any:
-        """Run one task on the calling thread and return when the emulated machine would have."""
+        """Run one task on the calling thread, and return when the emulated machine would have finished it."""
         begun, dilation = self._time.now(), self._time.dilation
         start = perf_counter_ns()
         value = self._torch.execute(task)
@@ -176,11 +176,11 @@ class EmulatedDevice:
         return value
 
     async def aclose(self) -> None:
-        """Free the torch device's resources."""
+        """Close the torch device that does the work."""
         self._torch.close()
 
     def emulation(self) -> Emulation:
-        """Compare real work with dilated time since `begin`; loading is left out."""
+        """Compare the time of real work with dilated time, by lane, since `begin`, without the loading of weights."""
         return self._meters.result(self._dilations)
 
 

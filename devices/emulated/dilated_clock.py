@@ -1,4 +1,4 @@
-"""The clock of a machine that is emulated in slow motion, and waiting until a moment on it."""
+"""The clock of an emulated machine, which runs slower than real time."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from time import perf_counter_ns, sleep
 from moesched.seams import Dilations
 
 SPUN_NANOSECONDS = 80_000
-"""The last part of a wait, which is spun, since sleeps end late, even `sleep(0)` by some 60 µs; real time."""
+"""Real nanoseconds at the end of a wait that are spent in a loop, since a sleep ends late, `sleep(0)` by some 60 µs."""
 
 NAP_NANOSECONDS = 2_000_000
-"""The longest sleep before the clock is read again, since its pace may have changed; real time."""
+"""Real nanoseconds of the longest sleep before the clock is read again, whose pace may have changed."""
 
 
 class DilatedClock:
-    """A clock of an emulated machine: stands at 0 until `run`, then runs slower than the real clock by the dilation."""
+    """The clock of an emulated machine: stands at 0 until `run`, then runs slower than real time by the dilation."""
 
     def __init__(self) -> None:
         self._pace: tuple[int, int, float] | None = None
-        """Real and emulated nanoseconds at the last change of pace, and the dilation since; replaced as a whole."""
+        """The real and the emulated nanoseconds at the last change of dilation, and the dilation since then."""
 
     @property
     def dilation(self) -> float:
-        """Real seconds for each emulated second, at present."""
+        """The real seconds for each emulated second, at present."""
         return 1.0 if self._pace is None else self._pace[2]
 
     def now(self) -> int:
@@ -33,7 +33,7 @@ class DilatedClock:
         return emulated + int((perf_counter_ns() - real) / dilation)
 
     def run(self, dilation: float) -> None:
-        """Run with another dilation from now on."""
+        """Start the clock, or go on with another dilation from now on."""
         self._pace = perf_counter_ns(), self.now(), dilation
 
     def wait_until(self, moment: int) -> None:
@@ -49,9 +49,9 @@ class DilatedClock:
 
 
 class Pace:
-    """Sets the clock's dilation: first that of prefill, and that of decode once every prompt has its first token.
+    """Sets the clock's dilation: first that of prefill; that of decode once all prompts have their first token.
 
-    prompts: number of prefill chunks that end with the sampling of a token.
+    prompts: number of prefill's chunks at whose end tokens are sampled.
     """
 
     def __init__(self, time: DilatedClock, dilations: Dilations, prompts: int) -> None:
@@ -61,7 +61,7 @@ class Pace:
         time.run(dilations.prefill)
 
     def count_prefilled(self) -> None:
-        """Count a chunk whose tokens were sampled; called on a single lane."""
+        """Count a chunk whose tokens were sampled; to be called on a single lane."""
         self._left -= 1
         if not self._left:
             self._time.run(self._decode)

@@ -1,4 +1,4 @@
-"""The choice of a dilation: the least that keeps real work below a share of each lane's time, found by a rehearsal."""
+"""The choice of a dilation by a rehearsal: the least that keeps real work below a share of each lane's time."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from moesched.steps.plan import Plan
 from .rehearsal import Rehearsed, rehearse
 
 LANE_SHARE = 1 / 4
-"""Share of a lane's dilated time that real work may take in the rehearsal, where nothing else keeps the cores busy."""
+"""Most of a lane's dilated time that real work may take in the rehearsal, where nothing else keeps the cores busy."""
 
 OPERATION_SHARE = 1 / 2
-"""Share of its own dilated time that one kind of operation may take in the rehearsal."""
+"""Most of its own dilated time that the real work of one kind of operation may take in the rehearsal."""
 
 NEGLIGIBLE = 1 / 200
-"""Share of a lane's time by which operations together may exceed that, since some take only microseconds."""
+"""Share of a lane's time by which its operations together may exceed OPERATION_SHARE: some take only microseconds."""
 
 
 def choose_dilations(
     checkpoint: Checkpoint, layout: WeightLayout, plan: Plan, cost: CostModel, tell: Progress
 ) -> Dilations:
-    """Find the least dilations for a plan by a rehearsal; several ranks share the cores, so they need larger ones."""
+    """Find the least dilations for a plan by a rehearsal; several ranks, which share the cores, need larger ones."""
     rehearsed, ranks = rehearse(checkpoint, layout, plan, cost, tell), layout.config.ranks
     return Dilations(
         ranks * least_dilation(rehearsed["prefill"]), ranks * least_dilation(rehearsed["decode"])
@@ -33,7 +33,7 @@ def choose_dilations(
 
 
 def least_dilation(rehearsed: Sequence[Rehearsed]) -> float:
-    """The least dilation, of three significant bits, with which real work takes its share of time on each lane."""
+    """The least dilation, of three significant bits, with which real work keeps to its share of each lane's time."""
     lanes: dict[str, list[Rehearsed]] = {}
     for each in rehearsed:
         lanes.setdefault(each.lane, []).append(each)

@@ -1,4 +1,4 @@
-"""Meters of an emulation: real work compared with dilated time, lane by lane."""
+"""Meters of an emulation, which compare the time of real work with dilated time, lane by lane."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from moesched.seams import Dilations, EmulatedLane, Emulation
 from moesched.system.cores import usable_cores
 
 REAL_SHARE = 1 / 3
-"""Share of a task's dilated time that its real work may take before it counts as an overrun."""
+"""Share of a task's dilated time beyond which its real work counts as an overrun."""
 
 
 class LaneMeter:
-    """Sums over the tasks of one lane: real work and excess time, in nanoseconds of the emulated machine."""
+    """Sums the times of one lane's tasks, in nanoseconds of the emulated machine."""
 
     def __init__(self) -> None:
         self.worked = 0.0
         self.modelled = self.excess = self.overruns = self.late = 0
 
     def add(self, worked: float, modelled: int, taken: int) -> None:
-        """Add a task: nanoseconds of its real work, of its modelled time, and of the time that it took on the lane."""
+        """Add a task: nanoseconds of its real work, those that it should take, and those that it took on the lane."""
         self.worked += worked
         self.modelled += modelled
         self.excess += taken - modelled
@@ -28,7 +28,7 @@ class LaneMeter:
         self.late += worked > modelled
 
     def result(self) -> EmulatedLane:
-        """The comparison for a lane that had tasks."""
+        """The comparison for this lane, which must have had tasks."""
         return EmulatedLane(self.worked / self.modelled, self.overruns, self.late, self.excess / 1e9)
 
 
@@ -44,7 +44,7 @@ class Meters:
         self._since = perf_counter(), process_time()
 
     def result(self, dilations: Dilations) -> Emulation:
-        """Real work compared with dilated time, and the share of this machine's cores that the run kept busy."""
+        """Compare real work with dilated time, and tell the share of this machine's cores that the run kept busy."""
         wall, busy = self._since
         core_load = (process_time() - busy) / max(perf_counter() - wall, 1e-9) / usable_cores()
         lanes = {name: meter.result() for name, meter in self.lanes.items() if meter.modelled}

@@ -1,4 +1,4 @@
-"""A rehearsal: times the operations of a run on this machine, before an emulated machine's time begins."""
+"""The rehearsal of an emulated run: times its operations on this machine, before the emulated machine's time begins."""
 
 from __future__ import annotations
 
@@ -34,12 +34,14 @@ if TYPE_CHECKING:
     from moesched.seams import Array
 
 REPEATS = 4
+"""Micro-batches of the rehearsal, all like the plan's largest one."""
 STEPS = 3
+"""Steps of the rehearsal."""
 NO_LIMIT = 1 << 62
 
 
 class Rehearsed(NamedTuple):
-    """One kind of operation on its lane: total real and modelled seconds, extrapolated to all layers."""
+    """The seconds of one kind of operation on its lane, real ones here and modelled ones there, for all layers."""
 
     lane: str
     verb: str
@@ -52,24 +54,25 @@ def rehearse(
 ) -> dict[Phase, list[Rehearsed]]:
     """Run the model's first layer on the plan's largest micro-batch, one task after the other; returns times by phase.
 
-    Every weight streams: computing with resident weights is at least as fast.
+    All weights are streamed: computing with resident weights is at least as fast.
     """
     config = checkpoint.config.varied(layers=1)
     short = weight_layout(config, layout.dtype, layout.page_bytes)
-    device = _TimedDevice(msgspec.structs.replace(checkpoint, config=config), short, cost, tell)
-    if config.ranks > 1:
-        device.join(0, _Alone(), device)
+    first_layer = msgspec.structs.replace(checkpoint, config=config)
     batch = _largest_micro_batch(plan.batch)
     policy = _OneLayer([role for role in KV_ROLES if plan.kv.held_by(role)], plan.declared.experts_on_host)
     budgets = dict.fromkeys(plan.memories, NO_LIMIT)
-    make = partial(plan_run, plan.machine, short, batch, policy, budgets, device.slot_bytes)
-    device.expected = simulate(make(), policy).tasks
-    trial = make()
-    with closing(device), ThreadPoolExecutor(1, "rehearsal") as thread:
+    with closing(_TimedDevice(first_layer, short, cost, tell)) as device:
+        if config.ranks > 1:
+            device.join(0, _Alone(), device)
+        make = partial(plan_run, plan.machine, short, batch, policy, budgets, device.slot_bytes)
+        device.expected = simulate(make(), policy).tasks
+        trial = make()
         device.begin(trial, _prompts(batch.prompts, config.vocabulary), Sampling())
-        # A lane's thread sets the number of cores that torch uses; the caller's own number must not change.
-        thread.submit(_perform, trial, policy, cost, device).result()
-    return device.summary(len(plan.layers))
+        with ThreadPoolExecutor(1, "rehearsal") as thread:
+            # A lane's thread sets the number of cores that torch uses; the caller's own number must not change.
+            thread.submit(_perform, trial, policy, cost, device).result()
+        return device.summary(len(plan.layers))
 
 
 def _perform(plan: Plan, policy: Policy, cost: CostModel, device: Device) -> None:
@@ -78,7 +81,7 @@ def _perform(plan: Plan, policy: Policy, cost: CostModel, device: Device) -> Non
 
 
 class _Alone:
-    """The transport of a single rank: its part is the sum."""
+    """A transport of a single rank, whose own part is the sum."""
 
     def all_reduce(self, rank: int, exchange: Exchange, part: Array) -> Array:
         return part.copy()
@@ -94,7 +97,7 @@ class _Alone:
 
 
 class _OneLayer:
-    """The policy of the rehearsal: runs each verb once for each micro-batch, with KV caches where the run has them."""
+    """The policy of the rehearsal: runs each verb for each micro-batch, with KV caches where the run has them."""
 
     def __init__(self, kv_roles: Sequence[Role], experts_on_host: bool) -> None:
         self._kv_roles = kv_roles
@@ -162,7 +165,7 @@ class _OneLayer:
 
 
 class _TimedDevice(TorchDevice):
-    """A device that measures its tasks, and reports the progress of the rehearsal."""
+    """A torch device that measures the time of its tasks, and reports the progress of the rehearsal."""
 
     def __init__(self, checkpoint: Checkpoint, layout: WeightLayout, cost: CostModel, tell: Progress) -> None:
         super().__init__(checkpoint, layout)
@@ -173,7 +176,7 @@ class _TimedDevice(TorchDevice):
         self._seconds: dict[tuple[Phase, str, str], list[tuple[float, float, bool]]] = {}
 
     def execute(self, task: Task) -> Any:
-        """Run a task, and note its real time beside the modelled time."""
+        """Run a task, and note its real and its modelled seconds."""
         start = perf_counter_ns()
         value = super().execute(task)
         real = (perf_counter_ns() - start) / 1e9
@@ -186,7 +189,7 @@ class _TimedDevice(TorchDevice):
         return value
 
     def summary(self, layers: int) -> dict[Phase, list[Rehearsed]]:
-        """Real and modelled times by phase, extrapolated to a model with that many layers."""
+        """The real and the modelled times by phase, extrapolated to a model with `layers` layers."""
         by_phase: dict[Phase, list[Rehearsed]] = {"prefill": [], "decode": []}
         for (phase, lane, verb), times in self._seconds.items():
             count = len(times) * (layers if times[0][2] else 1)
@@ -197,7 +200,7 @@ class _TimedDevice(TorchDevice):
 
 
 def _prompts(lengths: Sequence[int], vocabulary: int) -> list[list[int]]:
-    """Prompts of different tokens, since equal tokens would all be routed to the same experts."""
+    """Make prompts of different tokens, since equal tokens would all be routed to the same experts."""
     return [
         [(31 * request + 17 * place * place) % vocabulary for place in range(length)]
         for request, length in enumerate(lengths)
@@ -205,7 +208,7 @@ def _prompts(lengths: Sequence[int], vocabulary: int) -> list[list[int]]:
 
 
 def _largest_micro_batch(batch: Batch) -> Batch:
-    """A batch of the largest micro-batch several times; its prompts are no longer than a chunk, if there are chunks."""
+    """Make a batch of REPEATS micro-batches like the largest one; prompts are shortened to the size of a chunk."""
     requests = max(batch.micro_batches, key=lambda each: sum(batch.prompts[request] for request in each))
     share = max(sum(chunk.tokens) for chunk in batch.chunks().values()) / sum(
         batch.prompts[r] for r in requests

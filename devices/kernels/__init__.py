@@ -1,1 +1,1 @@
-"""Kernels: the table that chooses one for each operation, and the rows of that table."""
+"""Kernels: each computes an operation of a model; a table chooses the kernel for each operation and case."""

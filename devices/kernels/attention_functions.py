@@ -19,7 +19,7 @@ from .sinks import attend_with_sinks
 class KVView(NamedTuple):
     """The cached keys and values of S sequences of one length, the new tokens' included.
 
-    keys, values: (S, L, K, d), any strides. queries: number of new tokens at the end of each sequence.
+    keys, values: (S, L, K, d), any strides. queries: number of new tokens, the last ones of each sequence.
     """
 
     keys_SLKd: Tensor
@@ -41,8 +41,8 @@ def attention(
     q_THd: the new tokens of the first view's sequences, one after the other, then those of the second view's.
     window: number of tokens that a query sees, itself included; None for itself and all earlier tokens.
     fused: whether torch has a kernel for this that stores no scores; otherwise few queries are computed at a time.
-    sinks_H: a score of each head that no token has; None for none.
-    scale: as in `GroupedAttention`.
+    sinks_H: the score of each head's attention sink, as in `sinks.py`; None without sinks.
+    scale: factor on the scores; None for 1 / sqrt(d).
 
     The last bits of float32 depend on strides, on the alignment of queries and keys to cache lines, and on the number
     of cores: keep these the same to get the same bits.
@@ -61,7 +61,7 @@ def attention(
 
 
 def beside(parts: list[Tensor]) -> Tensor:
-    """Join the rows of all parts, one after the other."""
+    """Copy the rows (n, X) of all parts into one tensor, one part after the other."""
     if len(parts) == 1:
         return parts[0]
     rows_TX = parts[0].new_empty(sum(map(len, parts)), parts[0].shape[1])

@@ -1,4 +1,4 @@
-"""Kernels bound to weights and memory: made once, called often."""
+"""The binder: finds the kernel for an operation, binds it to weights and memory once, and returns it at later calls."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Binder:
     Attributes:
         table: the kernels.
         dtype: dtype of weights and hidden states.
-        beside_attention: small tensors that attention reads, by layer and device. They are always there, so that
-            attention needs no page.
+        beside_attention: small tensors that attention reads, such as sinks, by layer and device. They are always
+            loaded, so that attention needs no page.
     """
 
     def __init__(self, table: KernelTable, config: ModelConfig, dtype: str, device: str) -> None:
@@ -43,7 +43,7 @@ class Binder:
         )
 
     def fused(self, operation: str, weights: KernelWeights[Any], memory: Memory) -> Bound | None:
-        """The bound kernel for an operation; None if no kernel takes it, and kernels for its parts are to be used."""
+        """The bound kernel for an operation; None if no kernel takes it: then compute its parts one by one."""
         key = operation, memory.rows
         found = memory.bound((operation, weights.number)) or weights.bounds.get(key)
         if found is None and key not in weights.refused:
@@ -80,7 +80,10 @@ class Binder:
     def expert(
         self, weights: Weights, expert: int | None, rows: int, *, on_host: bool = False
     ) -> tuple[Kernel, Bound]:
-        """The kernel for an expert on a number of rows, and that kernel bound to the expert's weights."""
+        """The kernel for an expert on a number of rows, and the same kernel bound to the expert's weights.
+
+        weights: those of a layer. expert: the expert's number; None for the shared expert.
+        """
         part = weights.expert(expert)
         case = Case(
             "expert",
@@ -107,16 +110,15 @@ class Binder:
         return Case(operation, rows, formats, self.dtype, self._device, weights.layer)
 
     def _bind_for(self, memory: Memory, key: Hashable, case: Case, weights: Weights | None = None) -> Bound:
-        """Bind a kernel that reads no page, and keep it."""
+        """Bind a kernel that reads no page, and keep it in the memory under a key."""
         bound = self.table.bind(case, weights, memory)
         memory.keep(key, bound)
         return bound
 
     def _bind(self, case: Case, weights: KernelWeights[Any], memory: Memory) -> Bound:
         kernel = self.table.require(case)
+        bound = self.table.bound_to(kernel, case, weights, memory)
         if kernel.uses_memory:
-            bound = self.table.bound_to(kernel, case, weights, memory)
             memory.keep((case.operation, weights.number), bound)
             return bound
-        bound = weights.bounds[case.operation, case.rows] = self.table.bound_to(kernel, case, weights, memory)
-        return bound
+        return weights.keep(case.operation, case.rows, bound)

@@ -37,9 +37,9 @@ ROWS = (1, 2, 3, 5, 16, 33, 130)
 BLOCKS = (1, 3)
 """Numbers of row blocks that a matrix is cut into."""
 WORSE = 1.5
-"""Most squared error of a kernel, in squared errors of torch."""
+"""Most mean squared error of a kernel, as a multiple of that of torch."""
 LEAST_ERROR = 1e-12
-"""Squared error that counts as none."""
+"""Mean squared error that is always allowed."""
 
 
 def check_kernel(
@@ -83,10 +83,12 @@ def check_kernel(
 
 
 def _configs() -> Iterator[ModelConfig]:
-    """Small models: a plain one; norms of heads, clipping and weights that do not sum to one; one expert; wide rows.
+    """Yield five small models that differ in what kernels must handle.
 
-    The third rotates a part of each head. The fourth has biases, rotates neighbours, and its router is corrected and
-    chooses from groups. The last has biases everywhere, gate and up in turn, and a limit.
+    A plain one; one with norms of heads, clipping, and experts' weights that do not sum to 1; one with a single expert,
+    norms of whole projections, and heads that are rotated in part; one with biases of queries, keys and values, rotated
+    pairs of neighbours, and a corrected router that chooses from groups; one with biases everywhere, gate and up in one
+    matrix, and limited activations.
     """
     attention = GroupedAttention(heads=4, kv_heads=2, head_dim=24)
     network = FeedForward(experts=6, top_k=2, intermediate=72)

@@ -1,4 +1,4 @@
-"""The kernels for coded matrices; operations that are made of products use them through the table."""
+"""The kernels for coded matrices (Q8_0, Q4_K and others): products and embeddings."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class CodedKernel(TorchKernel):
 
 
 class CodedProduct(CodedKernel):
-    """A product with each block of a matrix by exact sums; its rows depend on no other row."""
+    """A product with each row block of a matrix by exact sums; a row's result depends on no other row."""
 
     operation = "product"
     takes = f"{CodedKernel.takes} on the CPU"
     independent = True
 
     def refusal(self, case: Case) -> str:
-        """A reason to refuse GPUs, or such matrices."""
+        """A reason to refuse GPUs, and matrices without a coded block; empty for other cases."""
         return super().refusal(case) if case.device == "cpu" else "it is for the CPU"
 
     def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
@@ -43,14 +43,14 @@ class CodedProduct(CodedKernel):
 
 
 class UnpackedProduct(CodedKernel):
-    """A product with each block of a matrix, whose rows are unpacked to the dtype of the computation, tile by tile."""
+    """A product with each row block of a matrix, which is decoded to the dtype of x tile by tile."""
 
     operation = "product"
     name = "unpacked"
     takes = f"{CodedKernel.takes} on GPUs"
 
     def refusal(self, case: Case) -> str:
-        """A reason to refuse the CPU, or such matrices."""
+        """A reason to refuse the CPU, and matrices without a coded block; empty for other cases."""
         return "it is for GPUs" if case.device == "cpu" else super().refusal(case)
 
     def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
@@ -64,7 +64,7 @@ def _product(multiply: Callable[[Tensor, Coded], Tensor], blocks: Sequence[Block
 
 
 class CodedEmbed(CodedKernel, TorchEmbed):
-    """Embeddings, rounded to the dtype of the computation, and angles."""
+    """Coded embeddings, decoded and rounded to the dtype of hidden states, and angles of the rotary embedding."""
 
     operation = "embed"
 

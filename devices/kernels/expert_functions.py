@@ -15,20 +15,17 @@ from ..products.linear import Blocks, Tensor, linear
 from .functions import tiles_of
 
 ACTIVATED_ROWS = 64
-"""Rows that a limited activation has in float32 at a time: these take memory of one size, which is used again."""
+"""Rows of a limited activation that are computed in float32 at a time, to bound the memory."""
 
 
 class Order(NamedTuple):
-    """The rows of a micro-batch, one for each expert of each token, sorted by expert, then by token.
+    """The order of a micro-batch's rows: one for each pair of a token and one of its experts, by expert, then by token.
 
-    tokens_n: each row's token. rows_Tk: the row of each pair of token and expert.
+    tokens_n: each row's token. rows_Tk: the row of each pair.
     """
 
     tokens_n: Tensor
     rows_Tk: Tensor
-
-
-# ---------------------------------------------------------------- the parts that everything uses
 
 
 def router_logits(x_TD: Tensor, router: Blocks, bias_E: Tensor | None = None) -> Tensor:
@@ -38,7 +35,10 @@ def router_logits(x_TD: Tensor, router: Blocks, bias_E: Tensor | None = None) ->
 
 
 def router_biases(weights: Mapping[str, Blocks], network: FeedForward) -> tuple[Tensor | None, Tensor | None]:
-    """The router's bias (E) as what its logits get, and as what scores get for the choice; None for nothing."""
+    """The bias (E) that is added to a router's logits, and the one that is added to scores only to choose experts.
+
+    A router has at most one of them; the other is None.
+    """
     bias_E = weights["router_bias"][0] if "router_bias" in weights else None
     return (None, bias_E) if network.router.corrected else (bias_E, None)
 
@@ -49,7 +49,7 @@ def scores(logits_TE: Tensor) -> Tensor:
 
 
 def route(x_TD: Tensor, weights: Mapping[str, Blocks], network: FeedForward) -> tuple[Tensor, Tensor]:
-    """The experts of each token and their weights, as `choose_experts` gives them; x is the router's input."""
+    """The experts of each token and their weights, both (T, k), as by `choose_experts`; x is the router's input."""
     added_E, correction_E = router_biases(weights, network)
     return choose_experts(router_logits(x_TD, weights["router"], added_E), network, correction_E)
 
@@ -59,7 +59,7 @@ def choose_experts(
 ) -> tuple[Tensor, Tensor]:
     """The experts of each token (int64, ascending) and their weights (float32), both (T, k).
 
-    bias_E: what the choice adds to the scores of a corrected router, but not the weights.
+    bias_E: is added to the scores of a corrected router to choose the experts, but not in their weights.
     """
     router = network.router
     scores_TE = logits_TE if router.score == "softmax" else logits_TE.sigmoid()
@@ -77,7 +77,10 @@ def choose_experts(
 
 
 def within_groups(choice_TE: Tensor, router: Router) -> Tensor:
-    """The scores of the choice, with minus infinity for experts of groups that are not kept."""
+    """The scores to choose experts by, (T, E), with minus infinity for experts of groups that are not kept.
+
+    A group's score is the sum of the two highest in it, and `kept_groups` groups with the highest scores are kept.
+    """
     if router.kept_groups == router.groups:
         return choice_TE
     choice_TGe = choice_TE.unflatten(-1, (router.groups, -1))
@@ -89,7 +92,10 @@ def within_groups(choice_TE: Tensor, router: Router) -> Tensor:
 
 
 def activated(gate_nI: Tensor, up_nI: Tensor, activation: Activation) -> Tensor:
-    """The numbers between the matrices of an expert, (n, I), in the gate's memory; that of up may be used, too."""
+    """The input of an expert's matrix down, (n, I): the gate's product through the activation, times that of up.
+
+    The result overwrites `gate_nI`; `up_nI` may be overwritten, too.
+    """
     limit = activation.limit
     if limit is None:
         return F.silu(gate_nI, inplace=True).mul_(up_nI)
@@ -100,7 +106,7 @@ def activated(gate_nI: Tensor, up_nI: Tensor, activation: Activation) -> Tensor:
 
 
 def sorted_by_expert(experts_Tk: Tensor) -> Order:
-    """Sort the (token, expert) pairs by expert."""
+    """Sort the pairs of a token and one of its experts by expert; those of an expert stay in the order of tokens."""
     order_n = experts_Tk.view(-1).argsort(stable=True)
     return Order(order_n // max(1, experts_Tk.shape[1]), order_n.argsort().view_as(experts_Tk))
 
@@ -108,8 +114,8 @@ def sorted_by_expert(experts_Tk: Tensor) -> Order:
 def sum_experts(y_nD: Tensor, rows_Tk: Tensor, weights_Tk: Tensor) -> Tensor:
     """The weighted sum of each token's expert outputs: (T, D), float32.
 
-    y_nD: the experts' outputs in the rows of `sorted_by_expert`. They are added in ascending order of expert, whatever
-    the order in which the experts ran.
+    y_nD: the experts' outputs, a row for each pair of token and expert. rows_Tk: the row of each pair, as in `Order`.
+    A token's outputs are added in ascending order of expert, whatever the order in which the experts ran.
     """
     tokens, choices = rows_Tk.shape
     y_TkD = y_nD.index_select(0, rows_Tk.view(-1)).view(tokens, choices, -1)

@@ -1,9 +1,9 @@
-"""One expert as products that other rows of the table compute."""
+"""One expert as products with its matrices, which other kernels of the table compute."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import lru_cache, partial
 
 from moesched.models.networks import Activation
 
@@ -15,9 +15,12 @@ from .torch_rows import TorchKernel
 
 Product = Callable[[Tensor], Tensor]
 
+MOST_SIZES = 32
+"""Numbers of rows for which an expert keeps the kernels of its products: those of decode steps repeat."""
+
 
 class ExpertOfProducts(TorchKernel):
-    """One expert with matrices in any format, biases, gate and up in turn, and any activation."""
+    """One expert with matrices in any format, with or without biases, and with any activation."""
 
     operation = "expert"
     name = "products"
@@ -25,9 +28,11 @@ class ExpertOfProducts(TorchKernel):
 
     def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
         """Bind one expert: (x_nD, y_nD) -> None."""
-        return _Expert(partial(self._made_for, case, weights))
+        made_for = lru_cache(MOST_SIZES)(partial(self._made_for, case, weights))
+        return partial(_run, made_for)
 
     def _made_for(self, case: Case, weights: Weights, rows: int) -> Product:
+        """The expert as a function for this number of rows, which decides the kernels of its products."""
         case = case._replace(rows=rows)
         assert case.layer is not None, "it is in a layer"
         products = {
@@ -36,28 +41,16 @@ class ExpertOfProducts(TorchKernel):
         return expert_of(products, weights, case.layer.feed_forward.activation)
 
 
-class _Expert:
-    """A bound call; which kernels compute the products depends on the number of rows."""
-
-    __slots__ = ("_by_rows", "_made_for")
-
-    def __init__(self, made_for: Callable[[int], Product]) -> None:
-        self._made_for = made_for
-        self._by_rows: dict[int, Product] = {}
-
-    def __call__(self, x_nD: Tensor, y_nD: Tensor) -> None:
-        expert = self._by_rows.get(len(x_nD))
-        if expert is None:
-            expert = self._by_rows[len(x_nD)] = self._made_for(len(x_nD))
-        y_nD.copy_(expert(x_nD))
+def _run(made_for: Callable[[int], Product], x_nD: Tensor, y_nD: Tensor) -> None:
+    y_nD.copy_(made_for(len(x_nD))(x_nD))
 
 
 def expert_of(
     products: Mapping[str, Product], biases: Mapping[str, Blocks], activation: Activation
 ) -> Product:
-    """The outputs (n, D) of an expert's inputs, given the product with each of its matrices.
+    """An expert as a function of its inputs (n, D) that returns its outputs (n, D).
 
-    biases: those that the expert has, by the name of the matrix and "_bias".
+    products: the product with each of its matrices, by name. biases: those it has, such as "down_bias".
     """
     biased = {name: with_bias(product, biases.get(f"{name}_bias")) for name, product in products.items()}
     if "gate_up" in biased:

@@ -1,4 +1,4 @@
-"""The operations of a MoE transformer, as pure functions of tensors that are on one device: what all layers use.
+"""The operations of a MoE transformer in torch, as pure functions of tensors on one device: norms, ends, tiles.
 
 Queries, keys and values are in `qkv_functions.py`, attention in `attention_functions.py`, router and experts in
 `expert_functions.py`.
@@ -57,11 +57,8 @@ def embed(tokens_T: Tensor, embedding_VD: Tensor) -> Tensor:
     return embedding_VD.index_select(0, tokens_T)
 
 
-# ---------------------------------------------------------------- attention
-
-
 def tiles_of(x_TD: Tensor) -> list[slice]:
-    """Tiles of tokens, which bound the memory of operations that treat each token by itself; on a GPU a single one."""
+    """Slices of tokens to compute one by one, which bounds the memory of results between; on a GPU a single one."""
     tokens = max(1, len(x_TD))
     size = TOKEN_TILE if x_TD.device.type == "cpu" else tokens
     return [slice(start, start + size) for start in range(0, tokens, size)]
@@ -80,8 +77,10 @@ def plus(residual_TD: Tensor, x_TD: Tensor, factor: float) -> Tensor:
 
 
 def with_bias(product: Callable[[Tensor], Tensor], bias: Blocks | None) -> Callable[[Tensor], Tensor]:
-    """A product whose results a bias is added to, if there is one."""
-    return product if bias is None else partial(_add_bias, product, torch.cat([*bias]))
+    """The product followed by the sum with a bias, whose blocks are joined; the product itself if there is no bias."""
+    if bias is None:
+        return product
+    return partial(_add_bias, product, bias[0] if len(bias) == 1 else torch.cat([*bias]))
 
 
 def _add_bias(product: Callable[[Tensor], Tensor], bias_N: Tensor, x_TD: Tensor) -> Tensor:
@@ -89,13 +88,10 @@ def _add_bias(product: Callable[[Tensor], Tensor], bias_N: Tensor, x_TD: Tensor)
     return y_TN.add_(bias_N.to(y_TN.dtype))
 
 
-# ---------------------------------------------------------------- experts
-
-
 def lm_head(
     hidden_TD: Tensor, norm_D: Tensor, head: Blocks, eps: float, norm_kind: NormKind = "rms"
 ) -> Tensor:
-    """The logits (T, V), float32, of the tokens that follow the given ones."""
+    """The last norm and the LM head: logits (T, V), float32, of the token after each given one."""
     return linear(norm(hidden_TD, norm_D, eps, norm_kind), head).float()
 
 

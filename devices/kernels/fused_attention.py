@@ -1,14 +1,14 @@
-"""Attention on GPUs: in fused kernels where there are some, else in pieces, since torch then keeps all scores."""
+"""Limits of torch's attention on GPUs: which heads have a fused kernel, and the size of pieces for the others."""
 
 from __future__ import annotations
 
 import torch
 
 FLASH_SINCE = (8, 0)
-"""Compute capability from which on flash attention runs, and bfloat16 in any fused kernel."""
+"""Least compute capability for flash attention, and for bfloat16 in any fused kernel."""
 LARGEST_FLASH_HEAD = 256
 PIECE_BYTES = 64 << 20
-"""Most bytes of the scores of one call without a fused kernel, of which torch holds a few at once."""
+"""Most bytes of scores in one call without a fused kernel; torch holds a few copies of them at once."""
 
 
 def has_fused_attention(dtype: torch.dtype, head_dim: int, capability: tuple[int, int]) -> bool:

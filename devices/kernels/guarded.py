@@ -17,7 +17,7 @@ Shape = tuple[int, ...]
 
 
 class Guarded(Kernel):
-    """Wraps a kernel from outside the tree: its errors, and results of another shape, become KernelFailed."""
+    """Wraps a kernel from outside the tree: an exception, or a result of a wrong shape, becomes KernelFailed."""
 
     def __init__(self, kernel: Kernel, config: ModelConfig, dtype: torch.dtype) -> None:
         self._kernel = kernel
@@ -32,9 +32,14 @@ class Guarded(Kernel):
         """The wrapped kernel's reason why it does not take a case; empty if it does.
 
         Raises:
-            KernelFailed: the kernel raised.
+            KernelFailed: the kernel raised, or returned something else than a text.
         """
-        return str(self._call(case, "refusal", self._kernel.refusal, case))
+        reason = self._call(case, "refusal", self._kernel.refusal, case)
+        if not isinstance(reason, str):
+            raise KernelFailed(
+                f"kernel {self.name} ({case}): refusal returned {reason!r}: return a text, empty if it takes it"
+            )
+        return reason
 
     def bind(self, case: Case, weights: Any, memory: Any) -> Bound:
         """Return the wrapped kernel's call, with a check of its results.
@@ -65,7 +70,7 @@ class Guarded(Kernel):
         Raises:
             KernelFailed: a shape or dtype is not that of the operation.
         """
-        got = [result] if isinstance(result, Tensor) else list(result or ())
+        got = result if isinstance(result, Sequence) else [result]
         for number, (shape, dtype) in enumerate(self._expected(case, arguments)):
             found = got[number] if number < len(got) else None
             if not isinstance(found, Tensor) or tuple(found.shape) != shape or found.dtype != dtype:
@@ -76,7 +81,7 @@ class Guarded(Kernel):
                 )
 
     def _expected(self, case: Case, arguments: Sequence[Any]) -> Iterator[tuple[Shape, torch.dtype]]:
-        """The shapes and dtypes that the first results of an operation must have."""
+        """Yield the shapes and dtypes that the first results of an operation must have."""
         config, layer, dtype = self._config, case.layer, self._dtype
         match case.operation:
             case "embed":
@@ -102,4 +107,6 @@ class Guarded(Kernel):
 
 
 def _described(found: Any) -> str:
-    return f"{list(found.shape)} of {found.dtype}" if isinstance(found, Tensor) else repr(found)
+    if isinstance(found, Tensor):
+        return f"{list(found.shape)} of {found.dtype}"
+    return "missing" if found is None else f"of type {type(found).__qualname__}"

@@ -1,4 +1,4 @@
-"""Weights that kernels are bound to, of any library."""
+"""Weights that kernels are bound to: the part that torch's and MLX's have in common."""
 
 from __future__ import annotations
 
@@ -16,18 +16,21 @@ T = TypeVar("T")
 
 EXPERT_PARTS = ("gate", "up", "down")
 PARTS_OF_SOME = ("gate_up", "gate_bias", "up_bias", "gate_up_bias", "down_bias")
-"""Of the experts of some models; gate_up takes the place of gate and up."""
+"""Further tensors that the experts of some models have; gate_up takes the place of gate and up."""
+
+MOST_BOUND = 1024
+"""Most bound kernels that weights keep: prompts have hundreds of numbers of rows, most of them once."""
 
 _numbers = count()
 
 
 class KernelWeights(dict[str, list[T]]):
-    """Tensors by name, as blocks, with what kernels keep of them.
+    """Tensors by name, each as a list of blocks, and the kernels that are bound to them.
 
     Attributes:
         layer: the description of the layer that they belong to; None outside the layers.
-        number: id of the places of the tensors, which weights with others do not have.
-        bounds: kernels that are bound to these weights alone, by operation and number of rows.
+        number: a number of their own, by which memory finds kernels that are bound to them.
+        bounds: kernels that are bound to these weights and to no memory, by operation and number of rows.
         refused: pairs of operation and number of rows that no kernel takes.
     """
 
@@ -39,6 +42,14 @@ class KernelWeights(dict[str, list[T]]):
         self.number = next(_numbers)
         self.bounds: dict[Hashable, Bound] = {}
         self.refused: set[tuple[str, int]] = set()
+
+    def keep(self, operation: str, rows: int, bound: Bound) -> Bound:
+        """Keep a kernel that is bound to these weights for later calls; returns it. It makes room if there are many."""
+        if len(self.bounds) >= MOST_BOUND:
+            self.bounds.clear()
+            self.refused.clear()
+        self.bounds[operation, rows] = bound
+        return bound
 
     @abstractmethod
     def formats(self, operation: Operation) -> frozenset[str]:

@@ -1,4 +1,4 @@
-"""Weights of torch as kernels are bound to them: tensors by name, as row blocks, with their storage formats."""
+"""Weights for torch's kernels: tensors by name, each as row blocks, and their storage formats."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Held = list["array[int] | array[float]"]
 
 
 class Weights(KernelWeights[Any]):
-    """Tensors by name, as row blocks: tensors, or coded where the storage format is."""
+    """Tensors by name, each as row blocks; a block is a torch tensor, or `Coded` in a coded format."""
 
     def __init__(
         self, blocks: Mapping[str, Sequence[Block]] = MappingProxyType({}), layer: Layer | None = None
@@ -52,13 +52,13 @@ class Weights(KernelWeights[Any]):
         )
 
     def expert(self, number: int | None) -> Weights:
-        """The matrices and biases of one expert; None for those of the network that every token uses."""
+        """The matrices and biases of one expert, by names such as "gate"; `number` None is the shared expert."""
         prefix = "shared_" if number is None else f"experts.{number}."
         names = {part: prefix + part for part in (*EXPERT_PARTS, *PARTS_OF_SOME)}
         return self._part(prefix, {part: name for part, name in names.items() if name in self})
 
     def matrix(self, name: str) -> Weights:
-        """One matrix by its name in these weights; in the result it has the name `matrix`."""
+        """The weights with only this matrix, under the name "matrix", for the operation product."""
         return self._part(name, {"matrix": name})
 
     def _part(self, key: str, names: Mapping[str, str]) -> Weights:
@@ -68,7 +68,10 @@ class Weights(KernelWeights[Any]):
         return part
 
     def arguments(self, kind: type[A], prepare: Callable[[Weights, Held], A]) -> A:
-        """A copy of these weights' arguments for a native call, of the struct `kind`; `prepare` makes them once."""
+        """Arguments of a native call that depend on these weights: a new copy of the struct `kind`.
+
+        prepare: makes the struct at the first call; it appends the memory that the struct points to to its list.
+        """
         if kind not in self._prepared:
             held: Held = []
             self._prepared[kind] = prepare(self, held), held
@@ -76,7 +79,7 @@ class Weights(KernelWeights[Any]):
 
 
 def sinks_of(weights: Weights | None) -> Tensor | None:
-    """The sinks of attention's heads, float32; None in a layer without any."""
+    """The scores of attention's sinks, one for each head, float32; None in a layer without sinks."""
     if not weights or "sinks" not in weights:
         return None
     sinks_H: Tensor = weights["sinks"][0]

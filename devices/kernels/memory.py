@@ -1,4 +1,4 @@
-"""A micro-batch's memory for the results of kernels, and the kernels that are bound to it."""
+"""Memory for the results of kernels, kept by micro-batch, with the kernels that are bound to it."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from moesched.models.footprint import KEPT_ROWS
 from .seam import Bound
 
 MOST_BOUND = 2048
-"""Bound kernels that a micro-batch keeps. Streamed weights are new ones in every step."""
+"""Most bound kernels that a memory keeps; there are that many where weights are streamed, as they are new each step."""
 
 
 class Scratch:
-    """Tensors by name that all micro-batches share: a kernel's intermediate results.
+    """Tensors by name for intermediate results of kernels; all micro-batches share them.
 
-    Kernels that use it run in one order, that of a stream or a thread.
+    Kernels that use them must run one after the other, on one stream or thread.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class Scratch:
     def tensor(
         self, name: str, *shape: int, dtype: torch.dtype, device: torch.device | None = None
     ) -> torch.Tensor:
-        """A tensor at the start of the memory of a name, which grows to the largest one."""
+        """A tensor of this shape in the memory that has the name; the memory grows to the largest shape."""
         size = math.prod(shape)
         found = self._tensors.get(name)
         if found is None or len(found) < size:
@@ -37,9 +37,10 @@ class Scratch:
 
 
 class Memory:
-    """Tensors by name for a number of rows, which kernels share from layer to layer.
+    """Tensors by name for the results of a step's kernels; the kernels of all layers use the same ones.
 
     Args:
+        rows: the number of rows, which is the number of the step's tokens.
         scratch: memory for intermediate results; by default its own.
         tensors: tensors that exist already, by name.
 
@@ -47,9 +48,9 @@ class Memory:
         rows: the number of rows.
         kept: whether a micro-batch keeps this memory, and the kernels bound to it, for later steps.
         scratch: memory for intermediate results.
-        bound: returns the kernel that was kept by a key; None if there is none.
-        decodes: whether the step that uses it decodes.
-        step: what a device keeps of the calls of such a step.
+        bound: returns the bound kernel that was kept under a key; None if there is none.
+        decodes: whether the step that uses it is a decode step.
+        step: the record that a device keeps of the step's calls, such as a graph of them; None without one.
     """
 
     def __init__(self, rows: int, scratch: Scratch | None = None, **tensors: torch.Tensor) -> None:
@@ -70,7 +71,7 @@ class Memory:
         zero: bool = False,
         device: torch.device | None = None,
     ) -> torch.Tensor:
-        """The tensor of a name, by default on the host; allocated by the first call, and by one for another shape.
+        """The tensor that has this name, by default on the host; a call with a new name or another shape allocates it.
 
         zero: fill it with zeros when it is allocated.
         """
@@ -80,7 +81,7 @@ class Memory:
         return found
 
     def keep(self, key: Hashable, bound: Bound) -> None:
-        """Keep a bound kernel for the next steps, by a key."""
+        """Keep a bound kernel under a key for the next steps, if this memory is kept itself."""
         if self.kept:
             if len(self._bound) >= MOST_BOUND:
                 self._bound.clear()
@@ -88,7 +89,7 @@ class Memory:
 
 
 class SharedMemory(Memory):
-    """Memory for results that nothing reads after the next call for any micro-batch, but for the tensors given."""
+    """Memory whose tensors are in the scratch, where the next call overwrites them, except for those that are given."""
 
     def tensor(
         self,
@@ -98,7 +99,7 @@ class SharedMemory(Memory):
         zero: bool = False,
         device: torch.device | None = None,
     ) -> torch.Tensor:
-        """The tensor that was given by a name, or the shared one."""
+        """The tensor that was given under this name, or else one in the scratch; `zero` must be False."""
         given = self._tensors.get(name)
         return given if given is not None else self.scratch.tensor(name, *shape, dtype=dtype, device=device)
 

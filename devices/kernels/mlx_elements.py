@@ -18,17 +18,17 @@ Kernel = Callable[..., Array]
 """A function of arrays, each of whose results depends on the same element of its arguments only."""
 
 ONE_BY_ONE: list[Kernel] = []
-"""The functions of this module, each of whose operations is a kernel."""
+"""The functions of this module as they are written, not joined: MLX runs a kernel for each operation in them."""
 
 
 def joined(function: Kernel) -> Kernel:
-    """Compile the function to one kernel, for arrays of any shapes."""
+    """Compile a function to one kernel that takes arrays of any shapes."""
     compiled: Kernel = mx.compile(function, shapeless=True)
     return compiled
 
 
 def on_elements(function: Kernel) -> Kernel:
-    """The function, compiled to one kernel where there is Metal."""
+    """Decorate a function of this module: compile it to one kernel where there is Metal."""
     ONE_BY_ONE.append(function)
     return joined(function) if mx.metal.is_available() else function
 

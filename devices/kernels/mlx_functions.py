@@ -46,11 +46,11 @@ class Stack(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """The expert of a stack for each row.
+    """The expert that each row belongs to.
 
     Attributes:
-        indices_n: the expert's index in the stack, uint32, ascending.
-        counts: number of rows of each index; None if the host does not know them, so that matrices are gathered.
+        indices_n: the expert's index in its stack, uint32, ascending.
+        counts: number of rows of each index; None if the host does not know it: then a kernel must gather matrices.
         many: whether the micro-batch has at least `MANY_ROWS`.
     """
 
@@ -67,11 +67,8 @@ class KVView(NamedTuple):
     queries: int
 
 
-# ---------------------------------------------------------------- the parts that everything uses
-
-
 def linear(x_TD: Array, blocks: Blocks) -> Array:
-    """x @ W, W as blocks of its columns: (T, N)."""
+    """x @ W, (T, N); W comes as blocks (D, some of N) of its columns."""
     return _joined([x_TD @ block for block in blocks], axis=-1)
 
 
@@ -84,9 +81,6 @@ def norm(x_TD: Array, weight_D: Array, eps: float, kind: NormKind = "rms") -> Ar
 
 def _joined(parts: list[Array], axis: int) -> Array:
     return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=axis)
-
-
-# ---------------------------------------------------------------- attention
 
 
 def rotary_angles(positions_T: Array, attention: GroupedAttention) -> tuple[Array, Array]:
@@ -200,9 +194,6 @@ def _mask(start: int, stop: int, first_key: int, window: int | None) -> Array | 
     return (key <= query) & (key > query - window)
 
 
-# ---------------------------------------------------------------- experts
-
-
 def router_logits(x_TD: Array, router: Blocks) -> Array:
     """The router's logits (T, E), float32."""
     return linear(x_TD.astype(mx.float32), [block.astype(mx.float32) for block in router])
@@ -218,7 +209,7 @@ def choose_experts(
 ) -> tuple[Array, Array]:
     """The experts of each token (uint32, ascending) and their weights (float32), both (T, k).
 
-    bias_E: what the choice adds to the scores of a corrected router, but not the weights.
+    bias_E: is added to the scores of a corrected router to choose the experts, but not in their weights.
     """
     router, top_k = network.router, network.top_k
     scores_TE = logits_TE if router.score == "softmax" else mx.sigmoid(logits_TE)
@@ -240,7 +231,10 @@ def choose_experts(
 
 
 def within_groups(choice_TE: Array, router: Router) -> Array:
-    """The scores of the choice, with minus infinity for experts of groups that are not kept."""
+    """The scores to choose experts by, (T, E), with minus infinity for experts of groups that are not kept.
+
+    A group's score is the sum of the two highest in it, and `kept_groups` groups with the highest scores are kept.
+    """
     if router.kept_groups == router.groups:
         return choice_TE
     choice_TGe = choice_TE.reshape(len(choice_TE), router.groups, -1)
@@ -251,10 +245,10 @@ def within_groups(choice_TE: Array, router: Router) -> Array:
 
 
 class Grouping(NamedTuple):
-    """The rows of a micro-batch, one for each expert of each token, sorted by expert, then by token.
+    """The inputs of experts: a row for each pair of a token and one of its experts, by expert, then by token.
 
-    x_nD: the rows. experts_n: each row's expert. rows_Tk: the row of each pair of token and expert; None for a single
-    token, whose rows are in the order of its experts.
+    x_nD: the rows. experts_n: each row's expert. rows_Tk: the row of each pair; None for a single token, whose rows are
+    in the order of its experts.
     """
 
     x_nD: Array
@@ -272,24 +266,23 @@ def group_by_expert(x_TD: Array, experts_Tk: Array) -> Grouping:
 
 
 def sort_rows(experts_Tk: Array) -> tuple[Array, Array, Array]:
-    """The (token, expert) pairs sorted by expert: each row's token, its expert, and the row of each pair (T, k)."""
+    """Sort the pairs of token and expert by expert: each row's token (n) and expert (n), and each pair's row (T, k)."""
     flat = experts_Tk.reshape(-1)
     order_n = mx.argsort(flat)
     return order_n // experts_Tk.shape[1], flat[order_n], mx.argsort(order_n).reshape(experts_Tk.shape)
 
 
 def gathered_experts(stack: Stack, x_nD: Array, rows: Rows) -> Array:
-    """The experts' outputs for their rows, down @ (silu(gate @ x) * (up @ x)), in few kernels.
+    """The experts' outputs (n, D), down @ (silu(gate @ x) * (up @ x)), by kernels that gather each row's matrices.
 
-    The kernels gather matrices by row. A row's result depends on no other row, so it is the same whether experts run
-    together or one by one.
+    A row's result depends on no other row, so it is the same whether experts run together or one by one.
     """
     tiles = [_ffn(x, stack, product).squeeze(1) for x, product in _gathered(x_nD[:, None], rows)]
     return _joined(tiles, axis=0)
 
 
 def experts_one_by_one(stack: Stack, x_nD: Array, rows: Rows) -> Array:
-    """The same outputs as `gathered_experts`, by products of one expert's rows each; `rows` must have counts."""
+    """The experts' outputs as by `gathered_experts`, computed expert by expert; `rows` must have counts."""
     assert rows.counts is not None, "the host knows the rows"
     return _joined([_ffn(x, stack, product) for x, product in _one_by_one(x_nD, rows.counts)], axis=0)
 
@@ -302,7 +295,7 @@ def _ffn(x_nD: Array, stack: Stack, product: Product) -> Array:
 
 
 def _sum_of_products(x_nI: Array, blocks: Blocks, product: Product) -> Array:
-    """The product with blocks of which each takes some of the inputs, summed in float32 and rounded once."""
+    """The product with a matrix in blocks of its inputs: the blocks' products, summed in float32, rounded once."""
     if len(blocks) == 1:
         return product(x_nI, blocks)
     ends = list(accumulate(block.shape[1] for block in blocks))
@@ -312,7 +305,7 @@ def _sum_of_products(x_nI: Array, blocks: Blocks, product: Product) -> Array:
 
 
 def _gathered(x_n1D: Array, rows: Rows) -> Iterator[tuple[Array, Product]]:
-    """Yield tiles of rows, which may be of different experts, each with the function for its product."""
+    """Yield tiles of rows of any experts, each with the function that multiplies it by its experts' matrices."""
     tile = EXPERTS_AT_ONCE * EXPERT_TILE
     count = len(x_n1D)
     if count <= tile:
@@ -326,8 +319,8 @@ def _gathered(x_n1D: Array, rows: Rows) -> Iterator[tuple[Array, Product]]:
 def _gather(indices_n: Array, many: bool, x_n1D: Array, blocks: Blocks) -> Array:
     """The product of each row with its expert's matrix.
 
-    Few rows pass their own indices, which MLX would else make in each call. For many rows it makes them, since it
-    uses the fact that they ascend only then.
+    For few rows the rows' indices are passed, which saves MLX making them in each call. For many rows MLX must make
+    them itself, or it would not use the fact that they ascend.
     """
     own = None if many else _ascending(len(x_n1D))
     parts = [
@@ -344,7 +337,7 @@ def _ascending(count: int) -> Array:
 
 
 def _one_by_one(x_nD: Array, counts: Sequence[int]) -> Iterator[tuple[Array, Product]]:
-    """Yield tiles of rows of one expert each, each with the function for its product."""
+    """Yield tiles of rows, each of one expert, with the function that multiplies it by that expert's matrices."""
     start = 0
     for index, count in enumerate(counts):
         for first in range(start, start + count, EXPERT_TILE):

@@ -20,10 +20,10 @@ from .table import KernelTable
 
 
 class MlxKernel(Kernel):
-    """A kernel of MLX, on any device.
+    """The base of kernels in MLX, for any device.
 
     Args:
-        table: finds the kernels for its parts.
+        table: finds the kernels that this one is made of.
     """
 
     name = "mlx"
@@ -39,7 +39,7 @@ class MlxKernel(Kernel):
 
 
 class MlxEmbed(MlxKernel):
-    """Embeddings and angles."""
+    """The embeddings of tokens, and the angles of the rotary embedding."""
 
     operation = "embed"
 
@@ -55,7 +55,7 @@ class MlxEmbed(MlxKernel):
 
 
 class MlxAttentionInputs(MlxKernel):
-    """Norm, projection and rotation."""
+    """Norm before attention, projection to queries, keys and values, and their rotation."""
 
     operation = "attention_inputs"
 
@@ -86,7 +86,7 @@ def _attend(window: int | None, qkv: tuple[Array, Array, Array], cached: Any, st
 
 
 class MlxOutputProjection(MlxKernel):
-    """Output projection and residual."""
+    """The output projection of attention, plus the residual."""
 
     operation = "output_projection"
 
@@ -100,7 +100,7 @@ def _project_output(blocks: Sequence[Array], attended_TX: Array, residual_TD: Ar
 
 
 class MlxRoute(MlxKernel):
-    """Norm and router."""
+    """Norm before the experts, router, and the choice of experts."""
 
     operation = "route"
 
@@ -134,7 +134,7 @@ def _route(
 
 
 class GatheredExperts(MlxKernel):
-    """Experts of a stack in a few kernels, which gather each row's matrix by the row's expert."""
+    """The experts of a stack in a few kernels, each of which gathers the matrix of each row's expert."""
 
     operation = "experts"
     name = "mlx gathered"
@@ -156,7 +156,7 @@ def _not_gathered(case: Case) -> str:
 
 
 class ExpertsOneByOne(MlxKernel):
-    """Experts of a stack, three products for each expert."""
+    """The experts of a stack one after the other, by three products each."""
 
     operation = "experts"
     name = "mlx one by one"
@@ -173,7 +173,7 @@ def _stack(weights: Arrays) -> Stack:
 
 
 class MlxCombine(MlxKernel):
-    """Weighted sum of the experts' outputs, and the residual."""
+    """The weighted sum of each token's expert outputs, plus the residual."""
 
     operation = "combine"
 
@@ -183,7 +183,7 @@ class MlxCombine(MlxKernel):
 
 
 class MlxMoELayer(MlxKernel):
-    """The operations of a layer after attention; the host learns the routing only at the end."""
+    """All of a layer after attention, without waiting for the router: the host learns its choices at the end."""
 
     operation = "moe_layer"
     takes = "experts in one stack, as `mlx gathered` does"
@@ -217,7 +217,7 @@ def _moe_layer(
 
 
 class MlxLogits(MlxKernel):
-    """Last norm and LM head."""
+    """The last norm and the LM head."""
 
     operation = "logits"
 

@@ -1,4 +1,4 @@
-"""Weights as MLX kernels are bound to them: arrays by name, and experts in stacks."""
+"""Weights for MLX's kernels: arrays by name, and experts in stacks."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ ALL_ROWS, ALL_STACKED = frozenset({ROWS}), frozenset({ROWS, STACK})
 
 
 class Arrays(KernelWeights[Array]):
-    """Arrays by name, as blocks (D, some of N) of transposed matrices; those of a stack are (E, D, some of N).
+    """Arrays by name, each as blocks (D, some of N) of a transposed matrix; in a stack they are (E, D, some of N).
 
     Args:
-        experts: for each expert, its stack and its index there.
+        experts: for each expert of the layer the stack that it is in, and its index there.
 
     Attributes:
-        stack: the stack that has all experts; None if they are in several.
+        stack: the stack that has all experts of the layer; None if they are in several.
     """
 
     def __init__(
@@ -43,7 +43,10 @@ class Arrays(KernelWeights[Array]):
 
 
 def stack_of(parts: Mapping[str, Sequence[Array]], layer: Layer) -> Arrays:
-    """Make a stack from blocks as the files hold them: (E, some of N, D); (E, some of D, N) for a transposed down."""
+    """Make a stack of experts from blocks as the files hold them.
+
+    parts: the blocks of each of gate, up and down: (E, some of N, D), or (E, some of D, N) for a transposed down.
+    """
     transposed = layer.feed_forward.transposed_down
     turned = {
         part: [block if part == "down" and transposed else block.swapaxes(-1, -2) for block in blocks]

@@ -23,7 +23,7 @@ QKV = tuple[Tensor, Tensor, Tensor]
 
 
 class NativeAttentionKernel(Kernel):
-    """Attention by the native library. A token's bits depend on the instruction set alone."""
+    """The base of attention by the native library. A token's bits depend on no other token."""
 
     name = "native"
     independent = True
@@ -43,14 +43,14 @@ class NativeAttentionKernel(Kernel):
 
 
 class NativeDecodeAttention(NativeAttentionKernel):
-    """Attention of one new token for each sequence, over a KV cache in blocks."""
+    """Attention of a decode step: one new token of each sequence over a KV cache in blocks."""
 
     operation = "attention"
     takes = "decode steps in float32 or bfloat16 on a CPU"
     uses_memory = True
 
     def refusal(self, case: Case) -> str:
-        """A reason to refuse prompts, devices but the CPU, and dtypes that the library lacks; else empty."""
+        """A reason to refuse prompts, GPUs, and dtypes that the library lacks; empty for other cases."""
         if case.device != "cpu":
             return "it is for the CPU"
         if self._dtype not in DTYPES:
@@ -67,7 +67,7 @@ class NativeDecodeAttention(NativeAttentionKernel):
 
 
 class _Attention:
-    """A bound call; its arguments are prepared again only when tensors or cache differ from the last call's."""
+    """Calls the library; prepares the arguments again only when tensors or cache differ from the last call's."""
 
     __slots__ = ("_attended_TX", "_cached", "_call", "_prepared", "_qkv")
 
@@ -87,7 +87,7 @@ class _Attention:
 
 
 class NativePromptAttention(NativeAttentionKernel):
-    """Attention of all new tokens of prompts."""
+    """Attention of a prefill step: all new tokens of prompts."""
 
     operation = "prompt_attention"
     takes = "bfloat16 on a CPU with AVX512_BF16 and no AMX"
@@ -99,7 +99,7 @@ class NativePromptAttention(NativeAttentionKernel):
         return super().problem() or (None if best == PROMPT_INSTRUCTIONS else f"this processor has {best}")
 
     def refusal(self, case: Case) -> str:
-        """A reason to refuse devices but the CPU, and dtypes and head sizes that the library lacks; else empty."""
+        """A reason to refuse GPUs, and dtypes and head sizes that the library lacks; empty for other cases."""
         if case.device != "cpu":
             return "it is for the CPU"
         if case.dtype != "bfloat16":

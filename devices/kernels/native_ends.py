@@ -19,7 +19,7 @@ from .seam import Bound, Case
 
 
 class NativeEmbed(NativeMemoryKernel):
-    """Embeddings and angles."""
+    """The embeddings of tokens, and the angles of the rotary embedding."""
 
     operation = "embed"
 
@@ -71,7 +71,7 @@ def _embed(
 
 
 class NativeLogits(NativeKernel):
-    """Logits of some rows, each time in new memory."""
+    """The logits of some rows, in new memory at each call."""
 
     operation = "logits"
 
@@ -87,7 +87,7 @@ def _logits(threads: NativeKernels, head: Head, hidden_TD: Tensor, rows: Sequenc
 
 
 class NativeGreedy(NativeMemoryKernel):
-    """Logits and the likeliest tokens, in memory that the next call for the same number of rows overwrites."""
+    """The logits and the likeliest token of some rows, in memory that the next call for as many rows overwrites."""
 
     operation = "greedy"
 
@@ -97,7 +97,7 @@ class NativeGreedy(NativeMemoryKernel):
 
 
 class _Greedy:
-    """A bound call; it makes a new `HeadCall` only when the rows differ from the last call's."""
+    """Calls the library; makes a new `HeadCall` only when the rows differ from the last call's."""
 
     def __init__(self, threads: NativeKernels, head: Head) -> None:
         self._threads = threads
@@ -114,13 +114,14 @@ class _Greedy:
 
 
 class HeadCall:
-    """The call for the logits of some rows, with memory for them.
+    """A native call that computes the logits of some rows, with memory for them.
 
     Args:
-        head: the prepared arguments, which are copied.
+        head: arguments that depend on the weights; they are copied.
+        rows: indices of the rows of the hidden states.
 
     Attributes:
-        logits_SV: logits of each row, float32.
+        logits_SV: the logits of each row, float32.
     """
 
     def __init__(self, threads: NativeKernels, head: Head, rows: Sequence[int]) -> None:

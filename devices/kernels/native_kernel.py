@@ -1,4 +1,4 @@
-"""The part that the kernels of the native library share."""
+"""The base of the native library's kernels for bfloat16 models: the cases that they take."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from .seam import CODED, ROWS, Case, Kernel
 
 BFLOAT16 = torch.bfloat16
 MOST_GROUPS = 64
-"""Of the experts of a router, as in moe_layer.c."""
+"""Most groups of experts that a router may have, as in moe_layer.c."""
 
 
 class NativeKernel(Kernel):
-    """A kernel of the library. A row's bits depend on no other row, and on the instruction set alone."""
+    """A kernel of the native library. A row's bits depend on no other row, only on the instruction set."""
 
     name = "native"
     takes = "rows of bfloat16 by coded weights, and few by bfloat16 ones, on a CPU"
@@ -43,7 +43,7 @@ class NativeKernel(Kernel):
         return why_unusable() or None
 
     def refusal(self, case: Case) -> str:
-        """A reason to refuse what the library lacks, and many rows, for which torch is faster; else empty."""
+        """A reason to refuse cases that the library lacks, and many rows, for which torch is faster; else empty."""
         if case.device != "cpu":
             return "it is for the CPU"
         if case.dtype != "bfloat16":
@@ -70,5 +70,5 @@ class NativeMemoryKernel(NativeKernel):
 
 
 def hidden_states(memory: Memory, config: ModelConfig) -> Tensor:
-    """The tensor for hidden states, which all layers share."""
+    """The tensor (T, D) for hidden states, which the kernels of all layers share."""
     return memory.tensor("hidden", memory.rows, config.hidden, dtype=BFLOAT16)

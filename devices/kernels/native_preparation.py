@@ -1,4 +1,4 @@
-"""Arguments of the native calls that depend on the model and a layer's weights alone."""
+"""Arguments of native calls that depend only on the model and its weights, so that they are made once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ from .qkv_functions import qkv_bias
 
 
 class Preparation:
-    """Prepares arguments of native calls that depend only on the model and its weights; `held` keeps their memory."""
+    """Prepares arguments of native calls that depend only on the model and its weights.
+
+    Arrays that the arguments point to are appended to `held`, so that the caller keeps them alive.
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         self._config = config
@@ -109,6 +112,6 @@ def _held_experts(weights: Weights, prefixes: Sequence[str], held: Held) -> int 
 
 
 def _held(blocks: Blocks, held: Held) -> int:
-    """The address of a matrix for C; `held` keeps it alive."""
+    """The address of a matrix's description for C, which is appended to `held`."""
     held.append(matrix_of(blocks))
     return address(held[-1])

@@ -1,4 +1,4 @@
-"""Products of few rows by the native library."""
+"""The native library's kernels for products of few rows with a matrix."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from .resources import Resources
 from .seam import COLUMNS, ROWS, Bound, Case
 
 MOST_COLUMN_ROWS = 16
+"""Most rows of x for which products by transposed matrices are faster than torch's."""
 
 
 class NativeProduct(NativeKernel):
-    """A product by the row blocks of a matrix."""
+    """A product with the row blocks of a matrix."""
 
     operation = "product"
 
     def refusal(self, case: Case) -> str:
-        """Refuse row blocks in several formats, too."""
+        """A reason to refuse what the base does, and row blocks in several formats; empty for other cases."""
         several = len(case.formats) > 1
         return super().refusal(case) or ("it reads row blocks in one format" if several else "")
 
@@ -28,7 +29,7 @@ class NativeProduct(NativeKernel):
 
 
 class NativeColumns(NativeProduct):
-    """A product by a matrix that is stored transposed."""
+    """A product with a matrix that is stored transposed."""
 
     takes = f"{MOST_COLUMN_ROWS} rows of bfloat16 and less by matrices that are stored transposed, on a CPU"
 
@@ -37,7 +38,7 @@ class NativeColumns(NativeProduct):
         self.name = f"{self.name}, columns"
 
     def refusal(self, case: Case) -> str:
-        """Refuse many rows, and other matrices."""
+        """A reason to refuse what the base does, many rows, and matrices that are not stored transposed; else empty."""
         if case.formats != {COLUMNS}:
             return "it reads matrices that are stored transposed"
         if case.rows > MOST_COLUMN_ROWS:

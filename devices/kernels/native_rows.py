@@ -1,4 +1,4 @@
-"""The kernels of the native library for a bfloat16 model on the CPU: each operation is one call.
+"""The native library's kernels for a bfloat16 model on the CPU: each operation is one call into C.
 
 Roundings to bfloat16 are where torch has them: after each product, norm, rotation and sum.
 """
@@ -25,7 +25,7 @@ from .seam import Bound, Case, Routed
 
 
 class NativeAttentionInputs(NativeMemoryKernel):
-    """Norm, projection and rotation."""
+    """Norm before attention, projection to queries, keys and values, and their rotation."""
 
     operation = "attention_inputs"
 
@@ -49,7 +49,7 @@ class NativeAttentionInputs(NativeMemoryKernel):
 
 
 class _AttentionInputs:
-    """A bound call; it reads addresses again only when its inputs are other tensors than in the last call."""
+    """Calls the library; takes addresses anew only when the inputs are other tensors than in the last call."""
 
     __slots__ = ("_angles", "_arguments", "_hidden_TD", "_qkv", "_run")
 
@@ -70,7 +70,7 @@ class _AttentionInputs:
 
 
 class NativeRoute(NativeMemoryKernel):
-    """Norm and router."""
+    """Norm before the experts, router, and the choice of experts."""
 
     operation = "route"
 
@@ -94,12 +94,12 @@ def _route(
 
 
 class NativeExpert(NativeKernel):
-    """One expert."""
+    """One expert on its rows."""
 
     operation = "expert"
 
     def refusal(self, case: Case) -> str:
-        """Refuses experts that are more than three matrices, too."""
+        """A reason to refuse what the base does, biases, and other activations than SiLU; empty for other cases."""
         assert case.layer is not None, "it is in a layer"
         usual = case.layer.feed_forward.is_usual
         return super().refusal(case) or ("" if usual else "it runs experts of three matrices")
@@ -110,7 +110,7 @@ class NativeExpert(NativeKernel):
 
 
 class NativeCombine(NativeMemoryKernel):
-    """Weighted sum of the experts' outputs, and the residual."""
+    """The weighted sum of each token's expert outputs, plus the residual."""
 
     operation = "combine"
 
@@ -137,7 +137,7 @@ class NativeMoELayer(NativeMemoryKernel):
     operation = "moe_layer"
 
     def refusal(self, case: Case) -> str:
-        """Refuses experts that are more than three matrices, and a bias, too."""
+        """A reason to refuse what the base does, biases, and activations but SiLU; empty for other cases."""
         assert case.layer is not None, "it is in a layer"
         usual = case.layer.feed_forward.is_usual and "o" not in case.layer.grouped.biases
         return super().refusal(case) or (
@@ -163,7 +163,7 @@ class NativeMoELayer(NativeMemoryKernel):
 
 
 class _MoELayer:
-    """A bound call; it reads addresses again only when its inputs are other tensors than in the last call."""
+    """Calls the library; takes addresses anew only when the inputs are other tensors than in the last call."""
 
     __slots__ = (
         "_attended_TX",
@@ -204,7 +204,7 @@ class _MoELayer:
 
 
 def choices_in(memory: Memory, hidden: int, network: FeedForward) -> Routed:
-    """The tensors for a router's result; logits begin as zeros, which a single expert keeps."""
+    """The tensors for a router's result; logits begin as zeros, and stay so where a layer has a single expert."""
     rows = memory.rows
     return Routed(
         memory.tensor("experts' input", rows, hidden, dtype=BFLOAT16),
@@ -215,7 +215,10 @@ def choices_in(memory: Memory, hidden: int, network: FeedForward) -> Routed:
 
 
 def _write_choices(layer: Layer, choices: Routed, memory: Memory, case: Case) -> Tensor | None:
-    """Write the addresses of a router's result; returns the tensor for its scores, which only C reads."""
+    """Set the addresses of a router's result in a call's arguments.
+
+    Returns the tensor for the scores of a sigmoid router, which only C reads and the caller keeps; None for softmax.
+    """
     assert case.layer is not None, "it is in a layer"
     layer.x, layer.chosen, layer.weights, layer.logits = (
         each.data_ptr() for each in choices if each is not None

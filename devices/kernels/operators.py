@@ -1,12 +1,12 @@
-"""The operators of a step, `torch.ops.moesched`: each writes to tensors that it is given, and is one launch.
+"""The operators of a step, `torch.ops.moesched`: each writes to tensors that it is given, and is one launch on a GPU.
 
-Here are their schemas, and what each computes in plain torch with sums in float64. That is the reference for kernels,
-and runs on the host's tensors. A kernel for a GPU registers itself beside it.
+Each function here defines an operator and computes it on the host's tensors, in plain torch with sums in float64: the
+reference for kernels. A kernel for GPUs registers itself for the same operator (`triton_launches.py`).
 
-Shapes in names are those of `functions.py`; N slots of a KV cache, P parts of a sequence, h half of a head. A matrix
-comes as its row blocks, and as a table of them, which kernels read: (matrices, blocks, 2), int64, with the first row
-and the address of each block. A stack is one matrix for each expert. Those with fewer blocks than others repeat the
-last.
+Shapes in names are those of `functions.py`, and N slots of a KV cache, P parts of a sequence, h half of a head. A
+matrix comes twice: as its row blocks, and as a table of them for kernels: (matrices, blocks, 2), int64, with the first
+row and the address of each block. A stack has one matrix for each expert; a matrix with fewer blocks than others
+repeats its last block.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from . import expert_functions, functions, qkv_functions
 Tensor = torch.Tensor
 
 UNLIMITED = 2**30
-"""The window of attention that sees all earlier tokens."""
+"""The window of attention without a window, in which a token sees all earlier ones."""
 QUERIES = 64
-"""New tokens of a sequence that a program attends from."""
+"""Most new tokens of a sequence whose attention one program of a kernel computes."""
 
 
 Operator = Callable[..., None]
@@ -35,7 +35,7 @@ _LIBRARY = Library("moesched", "DEF")  # a call takes a quarter of the time of a
 
 
 def _operator(*written: str) -> Callable[[Operator], Operator]:
-    """Define an operator by its reference, which writes to these of its arguments."""
+    """Decorate a reference: define the operator of its name; `written` names the arguments that it writes to."""
 
     def define(reference: Operator) -> Operator:
         name = reference.__name__
@@ -48,7 +48,7 @@ def _operator(*written: str) -> Callable[[Operator], Operator]:
 
 
 def on_gpu(launch: Operator) -> Operator:
-    """Register the launch of the operator of the same name, for tensors on a GPU."""
+    """Decorate a launch: register it for tensors on a GPU, for the operator of the same name."""
     _LIBRARY.impl(launch.__name__, launch, "CUDA")
     return launch
 
@@ -63,7 +63,7 @@ def embed(
     cosines_T1d: Tensor,
     sines_T1d: Tensor,
 ) -> None:
-    """The embeddings of tokens, and the cosines and signed sines of their positions."""
+    """Look up embeddings, and compute the cosines and signed sines of the tokens' positions."""
     hidden_TD.copy_(functions.embed(ids_T, embedding_VD))
     angles = qkv_functions.angles(positions_T, frequencies_h)
     for out, values in zip((cosines_T1d, sines_T1d), angles, strict=True):
@@ -72,7 +72,7 @@ def embed(
 
 @_operator("x_TD")
 def norm(hidden_TD: Tensor, norm_D: Tensor, eps: float, layer_norm: bool, x_TD: Tensor) -> None:
-    """Each token normalised in float64, rounded to its dtype."""
+    """Normalise each token in float64, and round to the dtype of x."""
     compute = functions.layer_norm if layer_norm else functions.rms_norm
     x_TD.copy_(compute(hidden_TD.double(), norm_D.double(), eps))
 
@@ -92,11 +92,12 @@ def attention_inputs(
     k_TKd: Tensor,
     v_TKd: Tensor,
 ) -> None:
-    """Projection and rotation.
+    """Project normalised tokens to queries, keys and values, and rotate queries and keys.
 
     Args:
-        head_norms: those of queries and keys, if the layer has them.
-        interleaved: whether the rows of a pair are neighbours in the matrix; in q and k they are in both halves.
+        head_norms: weights of the norms of query heads and of key heads; empty if the layer has none.
+        interleaved: whether the matrix has the two rows of a rotated pair side by side; in q and k one is in each half.
+        clip: limit of the numbers before rotation; None for none.
     """
     x_TX = _product(x_TD, torch.cat(blocks))
     out = q_THd, k_TKd, v_TKd
@@ -127,16 +128,16 @@ def attend(
     peaks_SHP: Tensor,
     parts_SHPd: Tensor,
 ) -> None:
-    """Store one new token of each sequence in a KV cache, and attend over parts of the sequences.
+    """Store the keys and values of one new token of each sequence, and attend from it over each part of its sequence.
 
     Args:
-        table: the tokens of each sequence, the place of its first block in the list of blocks, and that list.
-        block: tokens of a block.
-        window: tokens that a query sees.
-        split: tokens of a part.
-        sums_SHP: for each part, the sum of the powers of e of its scores, less the peak.
-        peaks_SHP: its largest score; minus infinity if none is seen.
-        parts_SHPd: its values, weighted by these powers.
+        table: each sequence's number of tokens, each one's first index in the list of blocks, and that list.
+        block: tokens in a block.
+        window: most tokens that a query sees, itself included.
+        split: tokens in a part.
+        sums_SHP: becomes, for each part, the sum over its tokens of exp(score - peak).
+        peaks_SHP: becomes the largest score of each part; minus infinity if none of its tokens is seen.
+        parts_SHPd: becomes the sum over a part's tokens of exp(score - peak) times the value.
     """
     kv_heads = k_SKd.shape[1]
     for s, slots in enumerate(_slots(table, len(q_SHd), block)):
@@ -166,11 +167,12 @@ def attend_prompts(
     values_NKd: Tensor,
     out_TX: Tensor,
 ) -> None:
-    """Attend from all new tokens of sequences, which are in the KV cache; other arguments as for `attend`.
+    """Attend from all new tokens of sequences; their keys and values are in the KV cache already.
 
     Args:
-        starts_S: the first row of each sequence, and the number of rows.
-        tiles: tiles of `QUERIES` rows of all sequences.
+        starts_S: the first row of each sequence in q, and at the end the number of rows.
+        tiles: the number of tiles of up to `QUERIES` rows, over all sequences.
+        table, block, window: as for `attend`.
     """
     kv_heads = keys_NKd.shape[1]
     rows = [*_rows(starts_S)]
@@ -187,7 +189,7 @@ def attend_prompts(
 
 
 def tiles_of_queries(tokens: int) -> int:
-    """The number of tiles that a sequence's new tokens make."""
+    """The number of tiles of up to `QUERIES` rows that a sequence's new tokens need."""
     return -(-tokens // QUERIES)
 
 
@@ -195,7 +197,7 @@ def tiles_of_queries(tokens: int) -> int:
 def join_parts(
     sums_SHP: Tensor, peaks_SHP: Tensor, parts_SHPd: Tensor, table: Tensor, split: int, out_SX: Tensor
 ) -> None:
-    """The attention over all parts of each sequence; arguments as for `attend`."""
+    """Join the results of `attend` for the parts of each sequence: attention over the whole of it."""
     for s, length in enumerate(table[: len(out_SX)].tolist()):
         used = slice(-(-length // split))
         peaks_HP = peaks_SHP[s, :, used].double()
@@ -208,7 +210,7 @@ def join_parts(
 def output_projection(
     x_TX: Tensor, table: Tensor, blocks: list[Tensor], residual_TD: Tensor, out_TD: Tensor
 ) -> None:
-    """The product with a matrix (D, X), and the residual."""
+    """Multiply by a matrix (D, X), and add the residual."""
     out_TD.copy_(_product(x_TX, torch.cat(blocks)).add_(residual_TD))
 
 
@@ -226,7 +228,7 @@ def route(
     weights_Tk: Tensor,
     logits_TE: Tensor,
 ) -> None:
-    """Norm, router, and the choice of experts."""
+    """Normalise tokens, compute the router's logits, and choose each token's experts, ascending, with their weights."""
     norm(hidden_TD, norm_D, eps, layer_norm, x_TD)
     logits_TE.copy_(_product(x_TD, torch.cat(blocks)))
     network = FeedForward(top_k=experts_Tk.shape[1], router=Router(normalised=sum_to_one))
@@ -237,12 +239,12 @@ def route(
 
 @_operator("rows_Tk", "pairs_n", "starts_E")
 def sort_rows(experts_Tk: Tensor, rows_Tk: Tensor, pairs_n: Tensor, starts_E: Tensor) -> None:
-    """Order the rows of experts by expert and then by token.
+    """Sort the pairs of token and expert by expert, then by token; each pair is a row of its expert.
 
     Args:
-        rows_Tk: the row of each pair of token and expert.
-        pairs_n: the pair of each row, int32.
-        starts_E: the first row of each expert, and the number of rows.
+        rows_Tk: becomes the row of each pair.
+        pairs_n: becomes the pair of each row, int32, where pair t * k + j is the j-th expert of token t.
+        starts_E: becomes the first row of each expert, and at the end the number of rows.
     """
     sorted_n, order_n = experts_Tk.view(-1).sort(stable=True)
     rows_Tk.view(-1).copy_(order_n.argsort())
@@ -262,9 +264,11 @@ def gate_and_up(
     inner_nI: Tensor,
     gated_nI: Tensor | None,
 ) -> None:
-    """silu(gate x) * up x of all experts, on rows in the order of `sort_rows`; without pairs, on x as it is.
+    """Compute silu(gate x) * up x of all experts, each on its rows.
 
-    gated_nI: becomes silu(gate x), float32, for an observer.
+    Args:
+        pairs_n, starts_E: as by `sort_rows`; without pairs, the rows of x are sorted by expert already.
+        gated_nI: becomes silu(gate x), float32, for an observer; None without one.
     """
     choices = len(inner_nI) // len(x_TD)
     x_nD = x_TD if pairs_n is None else x_TD[pairs_n // choices]
@@ -281,26 +285,26 @@ def gate_and_up(
 
 @_operator("y_nD")
 def down(inner_nI: Tensor, starts_E: Tensor, table: Tensor, blocks: list[Tensor], y_nD: Tensor) -> None:
-    """The products of all experts' rows with their matrices down."""
+    """Multiply the rows of each expert by its matrix down."""
     for rows, matrix in zip(_rows(starts_E), _matrices(blocks, table, y_nD.shape[1]), strict=True):
         y_nD[rows] = _product(inner_nI[rows], matrix).to(y_nD.dtype)
 
 
 @_operator("out_TD")
 def combine(y_nD: Tensor, rows_Tk: Tensor, weights_Tk: Tensor, residual_TD: Tensor, out_TD: Tensor) -> None:
-    """The residual plus the weighted sum of each token's expert outputs."""
+    """Add the weighted sum of each token's expert outputs to the residual."""
     out_TD.copy_(expert_functions.sum_experts(y_nD.double(), rows_Tk, weights_Tk.double()).add_(residual_TD))
 
 
 @_operator("logits_SV")
 def logits(x_SD: Tensor, table: Tensor, blocks: list[Tensor], logits_SV: Tensor) -> None:
-    """LM head, rounded to the dtype of x."""
+    """Multiply by the LM head, and round to the dtype of x."""
     logits_SV.copy_(_product(x_SD, torch.cat(blocks)).to(x_SD.dtype))
 
 
 @_operator("tokens_S")
 def likeliest(logits_SV: Tensor, tokens_S: Tensor) -> None:
-    """The likeliest token of each row, the first of equal ones; -1 if the largest logit is not finite."""
+    """Find the likeliest token of each row, the first of equal ones; -1 if the largest logit is not finite."""
     tokens_S.copy_(functions.likeliest(logits_SV))
 
 
@@ -310,20 +314,20 @@ def _product(x_TD: Tensor, matrix_ND: Tensor) -> Tensor:
 
 
 def _matrices(blocks: list[Tensor], table: Tensor, rows: int) -> Iterator[Tensor]:
-    """The matrices of a stack, of `rows` rows each."""
+    """Yield the matrices of a stack, of `rows` rows each."""
     count = table.shape[1]
     for start in range(0, len(blocks), count):
         yield torch.cat(blocks[start : start + count])[:rows]
 
 
 def _rows(starts_E: Tensor) -> Iterator[slice]:
-    """The rows of each expert."""
+    """The rows of each expert, or of each sequence."""
     starts = starts_E.tolist()
     return map(slice, starts[:-1], starts[1:])
 
 
 def _slots(table: Tensor, sequences: int, block: int) -> Iterator[Tensor]:
-    """The slots of each sequence's tokens in a KV cache."""
+    """Yield the slots in a KV cache of each sequence's tokens; `table` and `block` are as for `attend`."""
     lengths, places = table[: 2 * sequences].view(2, -1).tolist()
     for length, place in zip(lengths, places, strict=True):
         first = 2 * sequences + place

@@ -30,7 +30,7 @@ def rotary_frequencies(attention: GroupedAttention, device: torch.device) -> Ten
 
 
 def angles(positions_T: Tensor, frequencies_h: Tensor, magnitude: float = 1.0) -> tuple[Tensor, Tensor]:
-    """As `rotary_angles`, by the frequencies."""
+    """Cosines and signed sines as by `rotary_angles`, given the frequencies of pairs (h) and a factor on both."""
     angles_Th = positions_T[:, None].float() * frequencies_h
     halves = angles_Th.cos() * magnitude, angles_Th.sin() * magnitude
     cos_T1w, sin_T1w = (half.repeat(1, 2)[:, None] for half in halves)
@@ -59,10 +59,10 @@ def project_qkv(
     config: ModelConfig,
     attention: GroupedAttention,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Norm, projection and rotation: queries (T, H, d), keys and values (T, K, d), all contiguous.
+    """Normalise and project hidden states to queries (T, H, d), keys and values (T, K, d), and rotate them; contiguous.
 
     Args:
-        weights: a layer's row blocks by name: attention_norm, qkv, and q_norm and k_norm where it has them.
+        weights: a layer's row blocks by name: attention_norm, qkv, and norms and biases where it has them.
         angles: cosines and signed sines as `rotary_angles` gives them.
         attention: the description of the layer's attention.
     """
@@ -87,9 +87,9 @@ def rotated_heads(
     config: ModelConfig,
     attention: GroupedAttention,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Add biases to projected queries, keys and values (T, X), split, normalise, clip and rotate them.
+    """Add biases to the projected x (T, X), split it into queries, keys and values, normalise, clip and rotate them.
 
-    They are returned as by `project_qkv`.
+    Returns queries (T, H, d), keys and values (T, K, d), all contiguous. x may be overwritten.
     """
     heads = attention.heads, attention.kv_heads, attention.kv_heads
     bias_X = qkv_bias(weights, attention)

@@ -1,4 +1,4 @@
-"""Resources that the kernels of a torch device share: the model, the processor, its threads, and the table."""
+"""The resources that a torch device passes to the constructor of each kernel."""
 
 from __future__ import annotations
 
@@ -16,24 +16,25 @@ from .seam import Bound
 from .table import KernelTable
 
 Indices = Callable[[Sequence[int]], torch.Tensor]
-"""Makes an int64 tensor of numbers, on some device."""
+"""A function that makes an int64 tensor of numbers on the accelerator."""
 Upload = Callable[[Sequence[int], torch.Tensor], None]
-"""Copies numbers to the first places of an int64 tensor, on some device."""
+"""A function that copies numbers to the first entries of an int64 tensor on the accelerator."""
 Capture = Callable[[Bound, str, Memory], Bound]
-"""Returns a bound kernel that is replayed where its calls repeat: it launches kernels alone, into memory that stays.
+"""A function that wraps a bound kernel so that a GPU replays it as a graph where its calls repeat.
 
-The others are its operation, and the memory that it is bound to.
+Its arguments are the bound kernel, which must only launch GPU kernels and write to memory that stays; its operation;
+and the memory that it is bound to.
 """
 
 
 def as_it_is(run: Bound, operation: str, memory: Memory) -> Bound:
-    """Return a bound kernel that is called each time."""
+    """Return the bound kernel unchanged: the `Capture` of a device without graphs."""
     return run
 
 
 @dataclass(frozen=True, kw_only=True)
 class Resources:
-    """Arguments of the constructors of kernels.
+    """The resources that kernels of a torch device get in their constructors.
 
     Attributes:
         config: the model.
@@ -41,12 +42,12 @@ class Resources:
         device: device of the accelerator's tensors.
         indices: makes an int64 tensor on the accelerator from numbers.
         upload: copies numbers to a tensor on the accelerator.
-        captured: has a bound kernel replayed where the accelerator can do that.
+        captured: wraps a bound kernel so that its calls are replayed, where the accelerator can do that.
         use_cores_for: sets torch's number of cores for a product, given its numbers of rows and weights.
         team: divides independent products among the cores; None if they run one after the other, each on all cores.
         threads: the native kernels, with their threads; None if these are not installed or not wanted.
         fused_attention: whether the accelerator has a kernel for attention that stores no scores.
-        table: finds the kernels for the parts of others.
+        table: finds the kernels for the operations that a kernel is made of.
     """
 
     config: ModelConfig

@@ -1,4 +1,4 @@
-"""Made-up inputs of operations, with their exact results."""
+"""Random inputs and weights for each operation, with the exact results, to check kernels by."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from .layer_weights import Tensor, Weights
 from .seam import EXPERT_MATRICES, Bound
 
 SCALE = 0.2
-"""Standard deviation of made-up weights."""
+"""Standard deviation of random weights."""
 
 
 class Sample(NamedTuple):
-    """An operation on made-up data.
+    """Random data for an operation.
 
     Attributes:
         inputs: the inputs for all rows.
-        call: calls a kernel for a range of rows; returns its results as one tensor, a row for each.
-        exact: the exact results, in float64.
+        call: calls a bound kernel for a range of rows; returns its results as one tensor, (rows, X).
+        exact: the exact results for all rows, (rows, X), float64.
     """
 
     weights: Weights
@@ -50,18 +50,18 @@ class Sample(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """The row blocks of matrices.
+    """The way that matrices are cut into row blocks.
 
     Attributes:
-        blocks: their number.
-        coded: their format; None for plain ones, as are matrices whose rows are no whole groups, and routers.
+        blocks: the number of blocks.
+        coded: the coded format of the blocks; None for plain ones. Routers and matrices that it does not fit are plain.
     """
 
     blocks: int
     coded: StoredFormat | None = None
 
     def of(self, name: str, matrix: Tensor) -> list[Block]:
-        """Row blocks in memory of their own, of uneven sizes."""
+        """Cut a matrix into row blocks of uneven sizes, each in memory of its own; `name` is the matrix's."""
         parts = matrix.split(len(matrix) // self.blocks + 1)
         if self.coded is None or not self.coded.fits(tuple(matrix.shape)) or name == "router":
             return [part.clone() for part in parts]
@@ -69,7 +69,7 @@ class Cut(NamedTuple):
 
 
 def coded_block(rows_ND: Tensor, stored: StoredFormat) -> Coded:
-    """Rows in a coded format."""
+    """Encode rows (N, D) in a format."""
     raw = torch.from_numpy(encoded(rows_ND.float().numpy().reshape(-1), stored))
     return Coded(raw.view(len(rows_ND), -1), stored)
 
@@ -83,13 +83,13 @@ def _random(dtype: torch.dtype, *shape: int, seed: int, scale: float = 1.0) -> T
 
 
 Exact = dict[str, list[Tensor]]
-"""Row blocks of weights in float64, by name."""
+"""The row blocks of weights in float64, by name."""
 
 
 def _weights(
     config: ModelConfig, dtype: torch.dtype, cut: Cut, shapes: Mapping[str, Shape]
 ) -> tuple[Weights, Exact]:
-    """Made-up weights, and the same in float64; those of other numbers of rows are made once."""
+    """Random weights of these shapes, and the same in float64; recent ones are kept."""
     return _made(config, dtype, cut, tuple(shapes.items()))
 
 
@@ -205,7 +205,7 @@ def _route(config: ModelConfig, dtype: torch.dtype, rows: int, cut: Cut) -> Samp
 
 
 def _by_expert(experts: int, x_TD: Tensor, experts_Tk: Tensor, weights_Tk: Tensor) -> Tensor:
-    """Join the experts' input with the weight of each expert, 0 if it was not chosen: (T, D + E), float64."""
+    """Join a router's result into one tensor: the input, and each expert's weight or 0: (T, D + E), float64."""
     weights_TE = weights_Tk.new_zeros(len(x_TD), experts).scatter(1, experts_Tk, weights_Tk)
     return torch.cat([x_TD.double(), weights_TE.double()], dim=1)
 
@@ -252,4 +252,4 @@ MAKERS: Mapping[str, Maker] = MappingProxyType(
         "product": _product,
     }
 )
-"""Functions that make the data of an operation, given a model, a dtype, a number of rows, and the row blocks."""
+"""Functions that make the data for an operation, given a model, a dtype, a number of rows, and a cut; by operation."""

@@ -1,6 +1,6 @@
-"""The seam between operations of a layer and the kernels that compute them.
+"""The interface of kernels: operations, the cases of an operation, and the kernels that compute them.
 
-An operation has inputs, weights and outputs, and no verb: the verbs of a device are made of operations. A kernel
+An operation has inputs, weights and outputs; devices run a verb by computing one or several operations. A kernel
 computes one operation for the cases that it takes: a number of rows, storage formats of the weights, a dtype, a device.
 It is bound to weights once and then called often.
 """
@@ -16,15 +16,15 @@ from moesched.models import stored_formats
 from moesched.models.layers import Layer
 
 Bound = Callable[..., Any]
-"""A kernel with its weights and its memory for results, which its next call may overwrite."""
+"""A kernel bound to its weights and its memory: a function. Its next call may overwrite the results of the last."""
 
 ROWS, COLUMNS, PACKED, STACK = "rows", "columns", "packed", "stack"
-"""Formats of a plain block of a matrix: its rows one after the other, its columns, oneDNN's own order, or beside the
-same block of other experts in one array.
+"""Storage formats of a plain block of a matrix: row by row, column by column, packed in oneDNN's own order, or in one
+array with the same block of other experts.
 """
 
 CODED = frozenset(stored_formats.CODED)
-"""Formats of a coded block."""
+"""Storage formats of a coded block."""
 
 
 EXPERT_MATRICES = ("gate", "up", "gate_up", "down")
@@ -38,7 +38,7 @@ class Routed(NamedTuple):
         x_TD: the experts' input.
         experts_Tk: the experts of each token, ascending integers.
         weights_Tk: the weights of these experts, float32.
-        logits_TE: the router's logits, float32; None where another node has them.
+        logits_TE: the router's logits, float32; None where another node computed them.
     """
 
     x_TD: Any
@@ -48,12 +48,12 @@ class Routed(NamedTuple):
 
 
 class Operation(NamedTuple):
-    """An operation of a layer.
+    """An operation of a model.
 
     Attributes:
-        matrices: the weights whose storage formats decide which kernel takes it; all of the layer if empty.
-        call: the arguments and results of a bound kernel, in words. Shapes in names as in `functions.py`.
-        parts: operations that together do the same; they are used if no kernel takes this operation.
+        matrices: names of the weights whose storage formats decide which kernel takes it; all of the layer if empty.
+        call: the arguments and results of a bound kernel, in words. Shapes in names are those of `functions.py`.
+        parts: operations that together compute the same, for when no kernel takes this operation.
     """
 
     name: str
@@ -144,9 +144,10 @@ OPERATIONS: Mapping[str, Operation] = MappingProxyType({each.name: each for each
 
 
 class Case(NamedTuple):
-    """Work that a kernel may take.
+    """A case of an operation: what decides whether a kernel takes it.
 
     Attributes:
+        operation: name of the operation.
         rows: the number of tokens, or of an expert's rows.
         formats: storage formats of the operation's matrices.
         device: device of its tensors, such as "cpu".
@@ -168,14 +169,14 @@ class Case(NamedTuple):
 
 
 class Kernel(ABC):
-    """A row of the table: computes one operation.
+    """A kernel: computes one operation, for the cases that it does not refuse. It is a row of the kernel table.
 
     Attributes:
-        operation: the name of one of `OPERATIONS`.
-        name: unique among the kernels for this operation.
+        operation: name of one of `OPERATIONS`.
+        name: name of the kernel, unique among those for its operation.
         takes: the cases that it takes, in words.
-        independent: whether a row's bits depend on no other row.
-        made_of: operations whose kernels it uses; if their rows are independent, its rows are, too.
+        independent: whether the bits of a row's results depend on no other row.
+        made_of: operations whose kernels it calls; if all of these are independent, it is, too.
         has_threads: whether it runs on threads of its own; otherwise on those of torch.
         uses_memory: whether `bind` uses `memory` for results, so that other memory needs another `bind`.
     """
@@ -194,7 +195,7 @@ class Kernel(ABC):
 
     @classmethod
     def problem(cls) -> str | None:
-        """The reason why the kernel takes nothing on this machine; None if it does."""
+        """The reason why the kernel can take no case at all on this machine; None if it can."""
         return None
 
     @abstractmethod

@@ -1,7 +1,7 @@
-"""Attention with sinks, as in gpt-oss: each head has a learned score without a token.
+"""Attention with sinks, as in gpt-oss: each head has a learned score that belongs to no token.
 
-It takes its share of a query's weights, and adds nothing to the sum of values. torch's own attention has no sinks.
-Source: Xiao et al. 2023, arXiv 2309.17453, where the first tokens are the sinks.
+The softmax of a query's scores includes it, so that it takes a share of the weights; it has no value. torch's own
+attention has no sinks. Source: Xiao et al. 2023, arXiv 2309.17453, where the first tokens are the sinks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ def attend_with_sinks(
 ) -> Tensor:
     """Causal attention of the last tokens of S sequences, each over its own keys and values: (T, H * d).
 
-    q_THd: new tokens of equal number, one sequence after the other. window, scale: as in `attention_functions.py`.
+    sinks_H: the score of each head's sink. q_THd: the new tokens, equally many of each sequence, one sequence after the
+    other. window, scale: as for `attention_functions.attention`.
     """
     queries = q_THd.chunk(len(keys_SLKd))
     parts = [
@@ -59,7 +60,7 @@ def _attend(
 
 
 def _tile(sinks_H: Tensor, q_THd: Tensor, keys_LKd: Tensor, values_LKd: Tensor, hidden_TL: Tensor) -> Tensor:
-    """Attention of some queries, scaled and in float32; tokens that are hidden from a query are True."""
+    """Attention of scaled float32 queries: (T, H * d); hidden_TL is True where a query does not see a token."""
     tokens, heads, size = q_THd.shape
     kv_heads = keys_LKd.shape[1]
     q_KGTd = q_THd.view(tokens, kv_heads, -1, size).permute(1, 2, 0, 3)

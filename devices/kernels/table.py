@@ -1,4 +1,4 @@
-"""The table of kernels: for each operation its rows, of which the first that takes a case computes it."""
+"""The kernel table: for each operation a list of kernels, of which the first that takes a case computes it."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ NOTHING = Memory(0)
 
 
 class KernelTable:
-    """Chooses kernels by operation and case alone, so that bits depend on no policy.
+    """Chooses the kernel for a case: by the case alone, so that bits depend on no policy.
 
     Args:
-        rows: kernels in order; of each operation the first that takes a case computes it.
+        rows: the kernels; of those for an operation, the first that takes a case computes it.
 
     Raises:
         BadInput: two rows of an operation have one name, or a row has an operation that does not exist.
@@ -33,6 +33,11 @@ class KernelTable:
             self.add(row)
 
     def add(self, row: Kernel) -> None:
+        """Append a kernel.
+
+        Raises:
+            BadInput: its operation does not exist, or has a kernel of this name already.
+        """
         if row.operation not in self._rows:
             raise BadInput(
                 f"kernel {row.name}: there is no operation {row.operation!r}: give one of {', '.join(OPERATIONS)}"
@@ -44,7 +49,7 @@ class KernelTable:
 
     @property
     def rows(self) -> list[Kernel]:
-        """All rows, by operation in the order of a step."""
+        """All kernels, by operation in the order of a step."""
         return [row for rows in self._rows.values() for row in rows]
 
     @property
@@ -53,7 +58,7 @@ class KernelTable:
         return {name: sorted(self._used[name]) for name in OPERATIONS if name in self._used}
 
     def find(self, case: Case) -> Kernel | None:
-        """The first row that takes a case; None if none does."""
+        """The first kernel that takes a case; None if none does."""
         key = case[:-2] + (id(case.layer), case.decodes)
         if key not in self._found:
             rows = self._rows[case.operation]
@@ -61,10 +66,10 @@ class KernelTable:
         return self._found[key]
 
     def require(self, case: Case) -> Kernel:
-        """The first row that takes a case.
+        """The first kernel that takes a case.
 
         Raises:
-            MoeschedError: no row takes it; the message has the reason of each.
+            MoeschedError: no kernel takes it; the message has the reason of each.
         """
         kernel = self.find(case)
         if kernel is None:
@@ -74,21 +79,21 @@ class KernelTable:
         return kernel
 
     def bind(self, case: Case, weights: Any = None, memory: Memory = NOTHING) -> Bound:
-        """Bind the first row that takes a case.
+        """Bind the first kernel that takes a case to weights and memory.
 
         Raises:
-            MoeschedError: no row takes it; the message has the reason of each.
+            MoeschedError: no kernel takes it; the message has the reason of each.
         """
         return self.bound_to(self.require(case), case, weights, memory)
 
     def bound_to(self, kernel: Kernel, case: Case, weights: Any, memory: Memory = NOTHING) -> Bound:
-        """Bind this row, and list it in `used` from now on."""
+        """Bind this kernel to weights and memory, and list it in `used` from now on."""
         self._used.setdefault(case.operation, {})[kernel.name] = None
         return kernel.bind(case, weights, memory)
 
 
 def listed(rows: Iterable[type[Kernel]]) -> list[KernelRow]:
-    """The rows of these classes for `moesched list kernels`, by operation in the order of a step."""
+    """Describe these classes of kernels for `moesched list kernels`, by operation in the order of a step."""
     given = list(rows)
     return [
         KernelRow(name, row.name, row.takes, row.problem())

@@ -1,4 +1,4 @@
-"""Products of the torch device on the CPU, to be timed without a model."""
+"""Products with a matrix as the torch device computes them on the CPU, for calibration to time."""
 
 from __future__ import annotations
 
@@ -19,11 +19,14 @@ from .torch_kernels import open_native, rows_for_native
 Call = Callable[[], object]
 
 PRODUCT = Shape(2048, 1024)
-"""A matrix of medium size, for which the native kernels and torch are compared."""
+"""The shape of a matrix of medium size, by which few rows are told from many."""
 
 
 class TimedProducts:
     """Multiplies as the torch device does: few rows by the native kernels, more rows by torch.
+
+    Its methods take matrices of one shape, which successive products use in turn, so that the cache does not hold them.
+    Each returns a function that takes a number of rows, and returns a function that computes one product of as many.
 
     Args:
         threads: number of threads.
@@ -43,9 +46,9 @@ class TimedProducts:
             self._native.close()
 
     def of_rows(self, matrices: list[torch.Tensor], *, packed: bool) -> Callable[[int], Call]:
-        """A function that makes the call for products of a number of rows; matrices of one shape take turns.
+        """Products with matrices (N, D), row by row in memory.
 
-        packed: use packed matrices, except for as few rows as the native kernels take, which multiply plain ones.
+        packed: whether torch multiplies by packed matrices; the native kernels, for few rows, take plain ones.
         """
         inputs, dtype = matrices[0].shape[1], matrices[0].dtype
         plain = cycle([[matrix] for matrix in matrices])
@@ -61,7 +64,7 @@ class TimedProducts:
         return of_rows
 
     def of_columns(self, matrices: list[torch.Tensor]) -> Callable[[int], Call]:
-        """A function that makes the call for products of a number of rows with matrices (N, D) that lie transposed."""
+        """Products with matrices (N, D) whose transposes lie row by row in memory."""
         inputs, dtype = matrices[0].shape[1], matrices[0].dtype
         turns = cycle([[matrix] for matrix in matrices])
 
@@ -75,9 +78,9 @@ class TimedProducts:
         return of_rows
 
     def of_coded_rows(self, matrices: list[Coded], inputs: int, dtype: torch.dtype) -> Callable[[int], Call]:
-        """A function that makes the call for products of a number of rows with coded matrices of one shape and format.
+        """Products with coded matrices of one format.
 
-        dtype: dtype of the rows.
+        inputs: numbers in a row of x. dtype: dtype of x.
         """
         turns = cycle(matrices)
         native = self._native if dtype == torch.bfloat16 else None

@@ -1,4 +1,4 @@
-"""The kernels of a torch device: their table and threads, and the arrangement of weights that stay for them."""
+"""The kernels of a torch device: their table, their threads, and copies of resident weights in a layout for them."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ from .table import KernelTable, listed
 from .torch_rows import TORCH as TORCH_ROWS
 
 Row = Callable[[Resources], Kernel]
-"""The class of a kernel."""
+"""The class of a kernel, or another function that makes one."""
 
 COMPUTED_IN_FLOAT32 = ".router"
-"""The end of the name of weights that are converted for each use: packed ones cannot be."""
+"""The end of the names of weights that each use converts to float32, which packed weights cannot be."""
 
 PLAIN = {
     operation.name: frozenset({ROWS}) if operation.matrices else frozenset[str]()
     for operation in OPERATIONS.values()
     if operation.name != "prompt_attention"
 }
-"""The formats of plain weights, by the operations of a decode step."""
+"""The storage formats of plain weights, for each operation of a decode step."""
 
 
 class TorchKernels(Binder):
@@ -60,7 +60,7 @@ class TorchKernels(Binder):
     Attributes:
         table: the kernels; empty until `start`.
         threads: the native kernels, with their threads; None until `start`, and if torch computes everything.
-        front: kernels in front of those that ship for every device.
+        front: kernels of this device, which go before those that ship for every device.
         team: divides experts and blocks of the LM head among the cores; None if products run one after the other,
             each on all cores.
         fused_attention: whether the accelerator has a kernel for attention that stores no scores.
@@ -110,8 +110,8 @@ class TorchKernels(Binder):
         """Start the threads and fill the table.
 
         Args:
-            rows_an_expert: the mean number of an expert's rows in a decode step, for which resident weights are
-                arranged.
+            rows_an_expert: the mean number of an expert's rows in a decode step: it decides whether resident weights
+                are packed.
             device, indices, upload, captured: as for `Resources`.
         """
         if self._packs and rows_an_expert <= self._rows(packed=True):
@@ -159,7 +159,7 @@ class TorchKernels(Binder):
 
     @property
     def all_native(self) -> bool:
-        """True if the native kernels compute all products by plain weights, whatever the number of rows."""
+        """True if the native kernels compute all products with plain weights, whatever the number of rows."""
         network = self._config.routed
         by_rows = network.is_usual and not network.transposed_down
         return by_rows and all(self._rows(packed=packed) == ANY_ROWS for packed in {False, self._packs})
@@ -170,7 +170,7 @@ class TorchKernels(Binder):
         return self._packs or self._device != "cpu"
 
     def arranged(self, name: str, tensor: Block, device: torch.device) -> Block:
-        """A copy of a resident tensor on a device, packed for oneDNN where that is faster."""
+        """Copy a resident tensor to a device; pack it for oneDNN where that makes products faster."""
         if isinstance(tensor, Coded):
             return tensor.copied(device)
         if self._packs and tensor.dim() == 2 and not name.endswith(COMPUTED_IN_FLOAT32):
@@ -204,9 +204,9 @@ def guarded(row: type, resources: Resources) -> Guarded:
 
 
 def kernel_rows() -> list[KernelRow]:
-    """All rows of the torch device's table on this machine; of an operation, the first that takes a case computes it.
+    """Describe the kernels of the torch device's table on this machine, by operation and in the table's order.
 
-    Those that cannot be loaded come first, without an operation.
+    Kernels from outside the tree that cannot be loaded come first, without an operation.
     """
     problems = {name: plugins.problem("kernels", name) for name in plugins.names("kernels")}
     own = [cast("type[Kernel]", plugins.find("kernels", name)) for name in problems if not problems[name]]
@@ -216,14 +216,14 @@ def kernel_rows() -> list[KernelRow]:
 
 
 def fill(table: KernelTable, resources: Resources) -> None:
-    """Add all rows for a torch device to a table, with the native library's if it is usable."""
+    """Add the shipped kernels to a table: the native library's if its threads run, those for coded weights, torch's."""
     native = (*NATIVE, *NATIVE_ATTENTION) if resources.threads else ()
     for row in (*native, *CODED_ROWS, *TORCH_ROWS, ExpertOfProducts):
         table.add(row(resources))
 
 
 def rows_for_native(choice: str, dtype: str, shape: Shape, packed: bool) -> int:
-    """The most rows for which the native kernels are used; 0 if they are not used at all.
+    """The most rows for which the native kernels multiply by plain weights; 0 if they never do.
 
     Args:
         choice: `auto`, `torch`, or an instruction set.

@@ -1,4 +1,4 @@
-"""The kernels of torch: they take everything."""
+"""The kernels of torch, which come last in the table: together they take every case."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .seam import CODED, OPERATIONS, Bound, Case, Kernel, Routed
 
 
 class TorchKernel(Kernel):
-    """A kernel of torch, on any device."""
+    """The base of kernels in torch, for any device."""
 
     name = "torch"
     takes = "everything"
@@ -34,7 +34,7 @@ class TorchKernel(Kernel):
         return ""
 
     def _product(self, case: Case, weights: Weights) -> Bound:
-        """The bound product of a case's rows with its single matrix."""
+        """Bind the product of a case's rows with the single matrix in these weights, by the table."""
         formats = weights.formats(OPERATIONS["product"])
         inner = case._replace(operation="product", formats=formats)
         return self._resources.table.bind(inner, weights)
@@ -43,7 +43,7 @@ class TorchKernel(Kernel):
 class Inferring:
     """Calls a bound kernel in torch's inference mode.
 
-    Verbs that may be a native call do so here instead of entering it for all calls, which takes longer than the rest.
+    Native kernels for the same verbs do without it: entering the mode would take longer than the rest of their call.
     """
 
     __slots__ = ("_call",)
@@ -57,7 +57,7 @@ class Inferring:
 
 
 class PlainKernel(TorchKernel):
-    """A kernel of torch for plain weights, on any device."""
+    """The base of torch's kernels for plain weights, on any device."""
 
     takes = "plain weights"
 
@@ -67,7 +67,7 @@ class PlainKernel(TorchKernel):
 
 
 class TorchEmbed(PlainKernel):
-    """Embeddings and angles."""
+    """The embeddings of tokens, and the angles of the rotary embedding."""
 
     operation = "embed"
 
@@ -76,7 +76,7 @@ class TorchEmbed(PlainKernel):
         return self._bound(partial(functions.embed, embedding_VD=weights["embedding"][0]))
 
     def _bound(self, look_up: Callable[[Tensor], Tensor]) -> Bound:
-        """The call, given one that looks embeddings up."""
+        """The bound call, given a function that looks up the embeddings of tokens."""
         return Inferring(partial(self._embed, look_up))
 
     def _embed(
@@ -90,7 +90,7 @@ class TorchEmbed(PlainKernel):
 
 
 class TorchAttentionInputs(TorchKernel):
-    """Norm, projection and rotation."""
+    """Norm before attention, projection to queries, keys and values, and their rotation."""
 
     operation = "attention_inputs"
 
@@ -117,7 +117,7 @@ class TorchAttentionInputs(TorchKernel):
 
 
 class TorchAttention(TorchKernel):
-    """Attention over views of the KV cache."""
+    """Attention over the KV cache, by the kernel for the operation prompt_attention."""
 
     operation = "attention"
 
@@ -156,7 +156,7 @@ class TorchPromptAttention(TorchKernel):
 
 
 class TorchOutputProjection(TorchKernel):
-    """Output projection and residual."""
+    """The output projection of attention, plus the residual."""
 
     operation = "output_projection"
     made_of = ("product",)
@@ -174,7 +174,7 @@ class TorchOutputProjection(TorchKernel):
 
 
 class TorchRoute(TorchKernel):
-    """Norm and router."""
+    """Norm before the experts, router, and the choice of experts."""
 
     operation = "route"
 
@@ -197,7 +197,7 @@ class TorchRoute(TorchKernel):
 
 
 def _route_to_all(experts: int, norm: Callable[[Tensor], Tensor], hidden_TD: Tensor) -> Routed:
-    """Choose the only expert, or none."""
+    """Normalise, and choose the only expert, or none in a layer without experts."""
     x_TD = norm(hidden_TD)
     ones_Tk = x_TD.new_ones((len(x_TD), experts), dtype=torch.float32)
     return Routed(x_TD, x_TD.new_zeros((len(x_TD), experts), dtype=torch.int64), ones_Tk, ones_Tk)
@@ -215,13 +215,13 @@ def _route(
 
 
 class TorchExpert(PlainKernel):
-    """One expert as three products."""
+    """One expert of three matrices with SiLU."""
 
     operation = "expert"
     takes = "plain weights of experts without biases"
 
     def refusal(self, case: Case) -> str:
-        """Refuse experts other than three matrices with SiLU, too."""
+        """A reason to refuse coded weights, and experts other than three matrices with SiLU; empty for other cases."""
         assert case.layer is not None, "it is in a layer"
         usual = case.layer.feed_forward.is_usual
         return super().refusal(case) or ("" if usual else "it runs experts of three matrices")
@@ -236,7 +236,7 @@ def _apply_expert(gate: Blocks, up: Blocks, down: Blocks, x_nD: Tensor, y_nD: Te
 
 
 class TorchCombine(TorchKernel):
-    """Weighted sum of the experts' outputs."""
+    """The weighted sum of each token's expert outputs, plus the residual."""
 
     operation = "combine"
 
@@ -251,7 +251,7 @@ def _combine(y_nD: Tensor, rows_Tk: Tensor, weights_Tk: Tensor, residual_TD: Ten
 
 
 class TorchLogits(TorchKernel):
-    """Last norm and LM head; on the CPU, cores compute different blocks of the head."""
+    """The last norm and the LM head; on the CPU, cores may compute different blocks of the head at once."""
 
     operation = "logits"
 
@@ -297,13 +297,13 @@ def _multiply_block(x_TD: Tensor, product: Bound, into: dict[int, Tensor], numbe
 
 
 class TorchGreedy(TorchKernel):
-    """Logits, and the token with the largest one, found on the logits' own device."""
+    """The logits, and the likeliest token of each row, which is found on the GPU."""
 
     operation = "greedy"
     takes = "everything on GPUs"
 
     def refusal(self, case: Case) -> str:
-        """A reason to refuse logits on the CPU, where `sample` finds the largest; empty for other cases."""
+        """A reason to refuse the CPU, where the verb `sample` finds the likeliest token; empty for other cases."""
         return "it is for logits that are not on the host" if case.device == "cpu" else ""
 
     def bind(self, case: Case, weights: Weights, memory: Any) -> Bound:
@@ -318,7 +318,7 @@ def _likeliest(logits: Bound, hidden_TD: Tensor, rows: Sequence[int]) -> tuple[T
 
 
 class TorchProduct(PlainKernel):
-    """A product with each block of a matrix, plain or packed."""
+    """A product with a matrix whose blocks are plain or packed."""
 
     operation = "product"
 

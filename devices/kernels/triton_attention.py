@@ -1,4 +1,7 @@
-"""The first half of a layer in Triton: projections with norm and rotation, attention over the KV cache."""
+"""The first half of a layer in Triton: projections with norm and rotation, attention over the KV cache.
+
+Each docstring says what one program of a kernel computes.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from .triton_tiles import dot, group_of, normed, rounded, statistics, tile_of, t
 
 @triton.jit
 def norm(hidden_TD, norm_D, x_TD, width, eps, LAYER: tl.constexpr, WIDTH: tl.constexpr):
-    """One token, normalised."""
+    """Normalise one token."""
     row = tl.program_id(0).to(tl.int64) * width
     mean, scale = statistics(hidden_TD + row, width, eps, LAYER, WIDTH)
     d = tl.arange(0, WIDTH)
@@ -43,7 +46,10 @@ def attention_inputs(
     OUTPUTS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Projection and rotation of some pairs of one head: rows i and i + d/2 of its matrix, or 2i and 2i + 1."""
+    """Project some tokens to some pairs of numbers of one head, and rotate the pairs.
+
+    A pair is made by rows i and i + d/2 of the head's matrix; by rows 2i and 2i + 1 if they are interleaved.
+    """
     dtype: tl.constexpr = x_TD.dtype.element_ty
     parts: tl.constexpr = (HALF + OUTPUTS - 1) // OUTPUTS
     tile, part = tile_of(tl.program_id(0), tl.cdiv(tokens, ROWS), (HEADS + 2 * KV_HEADS) * parts)
@@ -108,7 +114,10 @@ def attention_inputs(
 
 @triton.jit
 def added(scores, value, peak, total, attended):
-    """The largest score of each query, the sum of powers of e and that of weighted values, with more tokens added."""
+    """Add more tokens to the running softmax of some queries.
+
+    Returns each query's largest score (peak), the sum of exp(score - peak), and that of exp(score - peak) * value.
+    """
     higher = tl.maximum(peak, tl.max(scores, 1))
     powers = tl.exp(scores - tl.where(higher == float("-inf"), 0.0, higher)[:, None])
     shrink = tl.exp(peak - tl.where(higher == float("-inf"), 0.0, higher))
@@ -120,7 +129,7 @@ def added(scores, value, peak, total, attended):
 def cached(
     keys_NKd, values_NKd, blocks, token, wanted, head, block, i, KV_HEADS: tl.constexpr, HEAD: tl.constexpr
 ):
-    """The keys and values of some tokens of a sequence, for one head; zeros for those that are not wanted.
+    """Load the keys and values of some tokens of a sequence, for one head; zeros for tokens that are not wanted.
 
     Args:
         blocks: the sequence's blocks, of `block` tokens each.
@@ -155,9 +164,10 @@ def attend(
     SPLIT: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """Partial attention of one new token over a split of its sequence, for the query heads of a key-value head.
+    """Attend from one new token over one part of its sequence, for the query heads that share a key-value head.
 
-    Stores the token's key and value. Splits begin at multiples of SPLIT, so that bits depend on the sequence alone.
+    The program for the last part stores the token's key and value. Parts begin at multiples of SPLIT, so that bits
+    depend on the sequence alone.
     """
     group: tl.constexpr = HEADS // KV_HEADS
     sequence, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -219,7 +229,7 @@ def attend_prompts(
     QUERIES: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """Attention of some new tokens of one sequence, for one head, over its cached tokens, which include them.
+    """Attend from some new tokens of one sequence, for one head, over its cached tokens, which include the new ones.
 
     Tiles of cached tokens begin at multiples of TOKENS, and those that a query does not see add nothing to it.
     """
@@ -263,7 +273,7 @@ def join_parts(
     HEAD_TILE: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
-    """The attention of one head over all parts of a sequence, added in their order."""
+    """Join the results of `attend` for one head over all parts of a sequence, in their order."""
     sequence, head = tl.program_id(0), tl.program_id(1)
     i = tl.arange(0, HEAD_TILE)
     first = (sequence * HEADS + head) * most_parts

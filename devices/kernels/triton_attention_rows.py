@@ -1,4 +1,4 @@
-"""Rows of the table by kernels in Triton: projections of a layer's attention, and attention over keys and values."""
+"""The kernels of the table that Triton computes before the experts: projections, and attention over the KV cache."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from .triton_kernel import TritonKernel, power_of_two
 
 
 class TritonAttentionInputs(TritonKernel):
-    """Norm, projection and rotation."""
+    """Norm before attention, projection to queries, keys and values, and their rotation."""
 
     operation = "attention_inputs"
 
     def refusal(self, case: Case) -> str:
-        """Refuses norms of whole projections, heads that rotate in part, and biases as well."""
+        """A reason to refuse what the base does, norms of whole projections, partial rotation, biases; else empty."""
         assert case.layer is not None, "it is in a layer"
         attention = case.layer.grouped
         refusals = {
@@ -103,7 +103,7 @@ class TritonAttention(TritonKernel):
 
         @lru_cache(maxsize=1)
         def parts(count: int) -> list[Tensor]:
-            """Memory for the sums, peaks and values of that many parts."""
+            """Memory for the results of `operators.attend` in `count` parts: sums, peaks and weighted values."""
             return [
                 self._scratch(memory, name, case.rows, heads, count, *width, dtype=torch.float32)
                 for name, width in (("sums", ()), ("peaks", ()), ("parts", (head_dim,)))
@@ -124,19 +124,19 @@ class TritonAttention(TritonKernel):
         return attend
 
     def _uploaded(self, memory: Memory, numbers: Sequence[int]) -> Tensor:
-        """The numbers on the accelerator, in memory that lasts while sequences grow."""
+        """Copy numbers to the accelerator, into memory that stays the same while sequences grow."""
         table = self._result(memory, "blocks", power_of_two(len(numbers)), dtype=torch.int64)
         self._upload(numbers, table)
         return table
 
 
 def parts_of(step: Any) -> int:
-    """The number of parts that the longest sequence of a step is attended in, rounded up to a power of two."""
+    """The number of parts that attention cuts the longest sequence of a step into, rounded up to a power of two."""
     return power_of_two(-(-max(step.in_blocks.lengths) // PART_TOKENS))
 
 
 class TritonPromptAttention(TritonKernel):
-    """Attention of new tokens over views of keys and values, with the bits that it has over a KV cache."""
+    """Attention of new tokens over views of keys and values; its bits are those of attention over a KV cache."""
 
     operation = "prompt_attention"
     takes = "GPUs of compute capability 8.0 and above"
@@ -157,7 +157,7 @@ class TritonPromptAttention(TritonKernel):
     def _attend_view(
         self, window: int, view: attention_functions.KVView, q_THd: Tensor, out_TX: Tensor
     ) -> None:
-        """Attend over a view as over a cache in which each sequence has one block."""
+        """Attend over a view, which is treated as a cache in which each sequence has one block."""
         sequences, length, kv_heads, head_dim = view.keys_SLKd.shape
         block = view.keys_SLKd.stride(0) // (kv_heads * head_dim) if sequences > 1 else length
         slots = (sequences - 1) * block + length

@@ -1,4 +1,7 @@
-"""The ends of a step in Triton: embeddings and angles before the layers, logits and the likeliest tokens after them."""
+"""The ends of a step in Triton: embeddings and angles before the layers, logits and the likeliest tokens after them.
+
+Each docstring says what one program of a kernel computes.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ def embed(
     HALF_TILE: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Some columns of one token's embedding, and the angles of its position."""
+    """Copy some columns of one token's embedding; the first program of a token computes its position's angles, too."""
     t = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     row = tl.load(embedding_VD + tl.load(ids_T + t) * width + d, d < width)
@@ -51,7 +54,7 @@ def logits(
     OUTPUTS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Some columns of the LM head, rounded to the type of x."""
+    """Compute the logits of some rows for some tokens of the vocabulary, rounded to the dtype of x."""
     tile, part = tile_of(tl.program_id(0), tl.cdiv(sequences, ROWS), tl.cdiv(vocabulary, OUTPUTS))
     s = tile * ROWS + tl.arange(0, ROWS)
     v = part * OUTPUTS + tl.arange(0, OUTPUTS)
@@ -65,7 +68,7 @@ def logits(
 
 @triton.jit
 def likeliest(logits_SV, tokens_S, vocabulary, COLUMNS: tl.constexpr):
-    """The first of the largest logits of one row; -1 if one is NaN or the largest is not finite."""
+    """Find the likeliest token of one row, the first of equals; -1 if a logit is NaN or the largest is not finite."""
     s = tl.program_id(0).to(tl.int64)
     largest = tl.full((COLUMNS,), float("-inf"), dtype=tl.float32)
     first = tl.full((COLUMNS,), 0, dtype=tl.int32)

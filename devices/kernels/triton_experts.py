@@ -1,4 +1,7 @@
-"""The second half of a layer in Triton: output projection, router, experts and their weighted sum."""
+"""The second half of a layer in Triton: output projection, router, experts and their weighted sum.
+
+Each docstring says what one program of a kernel computes.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ def output_projection(
     OUTPUTS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """The product with a matrix (D, X), and the residual."""
+    """Multiply some rows by some outputs of a matrix (D, X), and add the residual."""
     tile, part = tile_of(tl.program_id(0), tl.cdiv(tokens, ROWS), tl.cdiv(width, OUTPUTS))
     t = tile * ROWS + tl.arange(0, ROWS)
     n = part * OUTPUTS + tl.arange(0, OUTPUTS)
@@ -63,7 +66,7 @@ def route(
     OUTPUTS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Norm of a token, the router's logits in float32, and the token's experts, ascending, with their weights."""
+    """Normalise one token, compute its router's logits, float32, and choose its experts, ascending, with weights."""
     dtype: tl.constexpr = hidden_TD.dtype.element_ty
     t = tl.program_id(0).to(tl.int64)
     row_D = hidden_TD + t * width
@@ -104,9 +107,10 @@ def sort_rows(
     READ: tl.constexpr,
     EXPERTS: tl.constexpr,
 ):
-    """The row of each of some pairs of token and expert, sorted by expert, and the first row of each expert.
+    """Find the rows of PAIRS pairs of token and expert in the order by expert; the first program stores `starts_E`.
 
-    A program counts all pairs, those before its own, and its own that stand before each other.
+    A pair's row is the number of pairs of lower experts, plus that of earlier pairs of its expert: those before the
+    program's own, which are counted by a histogram, and those among its own, which are compared one by one.
     """
     own = tl.program_id(0) * PAIRS
     total = tl.zeros((EXPERTS,), dtype=tl.int32)
@@ -153,7 +157,7 @@ def gate_and_up(
     OUTPUTS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """silu(gate x) * up x of some rows of one expert, for some of its outputs, and silu(gate x) if it is observed."""
+    """Compute silu(gate x) * up x for some rows and outputs of one expert, and store silu(gate x) if it is observed."""
     tile, part = tile_of(tl.program_id(0), row_tiles, tl.cdiv(intermediate, OUTPUTS))
     expert, row, stop = group_of(starts_E, tile, experts, ROWS, EXPERTS)
     if row >= stop:
@@ -203,7 +207,7 @@ def down(
     OUTPUTS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """The product of some rows of one expert with its matrix down, for some outputs."""
+    """Multiply some rows of one expert by some outputs of its matrix down."""
     tile, part = tile_of(tl.program_id(0), row_tiles, tl.cdiv(width, OUTPUTS))
     expert, row, stop = group_of(starts_E, tile, experts, ROWS, EXPERTS)
     if row >= stop:
@@ -222,7 +226,7 @@ def down(
 def combine(
     y_nD, rows_Tk, weights_Tk, residual_TD, out_TD, width, TOP_K: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """The weighted sum of one token's experts by ascending expert, and the residual, rounded once."""
+    """Add one token's weighted expert outputs, by ascending expert, and the residual, for some columns; round once."""
     t = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros((COLUMNS,), dtype=tl.float32)

@@ -1,4 +1,4 @@
-"""The base of rows by kernels in Triton: the cases that they take, their memory, and tables of row blocks."""
+"""The base of the table's kernels in Triton: the cases that they take, their memory, and tables of row blocks."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from .resources import Resources
 from .seam import ROWS, Bound, Case, Kernel
 
 ALIGNED_BYTES = 16
-"""Rows of matrices begin at multiples of this, so that a GPU reads them in its widest loads."""
+"""Alignment of the rows of matrices, so that a GPU reads them in its widest loads."""
 DTYPES = {"bfloat16": 2, "float16": 2, "float32": 4}
 """The dtypes of weights and hidden states that the kernels take, with their bytes."""
 
 
 class Matrix(NamedTuple):
-    """A matrix, or a stack of one for each expert, as operators take it: its table and its row blocks."""
+    """A matrix, or a stack of one for each expert, as operators take it: see `operators.py`."""
 
     table: Tensor
     blocks: list[Tensor]
 
 
 class TritonKernel(Kernel):
-    """A kernel whose rows depend on no others: every sum has one order."""
+    """The base of kernels in Triton. A row's bits depend on no other row, as every sum has one order."""
 
     name = "triton"
     takes = "plain weights on GPUs of compute capability 8.0 and above"
@@ -49,7 +49,7 @@ class TritonKernel(Kernel):
         self._tables: dict[tuple[int, ...], Tensor] = {}
 
     def refusal(self, case: Case) -> str:
-        """Refuses the CPU, other formats than row blocks, and rows that are not aligned."""
+        """A reason to refuse the CPU, formats but row blocks, unaligned rows, and features that few models have."""
         if case.device == "cpu":
             return "it is for GPUs"
         if not case.formats <= {ROWS}:
@@ -70,19 +70,19 @@ class TritonKernel(Kernel):
         return ""
 
     def _captured(self, run: Bound, memory: Memory) -> Bound:
-        """The call as a GPU replays it."""
+        """Wrap a call so that a GPU replays it as a graph, where it can."""
         return self._capture(run, self.operation, memory)
 
     def _result(self, memory: Memory, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """The memory for a result, by default of the hidden states' dtype."""
+        """The tensor of this name in the memory for results, by default of the hidden states' dtype."""
         return memory.tensor(name, *shape, dtype=dtype or self._dtype, device=self._device)
 
     def _scratch(self, memory: Memory, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """The memory for an intermediate result, by default of the hidden states' dtype."""
+        """The tensor of this name in the memory for intermediate results, by default of the hidden states' dtype."""
         return memory.scratch.tensor(name, *shape, dtype=dtype or self._dtype, device=self._device)
 
     def _normed(self, norm_D: Tensor, rows: int, memory: Memory) -> Callable[[Tensor], Tensor]:
-        """Bind a norm, whose result no other task reads."""
+        """Bind a norm: (hidden_TD) -> x_TD; x is an intermediate result, which later calls overwrite."""
         x_TD = self._scratch(memory, "normed", rows, self._config.hidden)
         settings = self._config.norm_eps, self._layer_norm
 
@@ -93,7 +93,7 @@ class TritonKernel(Kernel):
         return normed
 
     def _matrix(self, *matrices: Blocks) -> Matrix:
-        """Describe a matrix or a stack for the operators."""
+        """Describe a matrix, given as row blocks, or a stack of several, for the operators."""
         most = max(map(len, matrices))
         numbers: list[int] = []
         for blocks in matrices:
@@ -122,5 +122,5 @@ def _is_usual(layer: Layer) -> bool:
 
 
 def power_of_two(least: int) -> int:
-    """The smallest power of two that is not less."""
+    """The smallest power of two that is at least `least`."""
     return 1 << (least - 1).bit_length()

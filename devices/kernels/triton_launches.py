@@ -1,4 +1,7 @@
-"""The operators of a step on a GPU: each launches its kernel in Triton, and waits for nothing."""
+"""The operators of a step on a GPU: each launches its kernel in Triton, and does not wait for it.
+
+Their arguments are explained in `operators.py`.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +19,13 @@ from .triton_sizes import Tile, tile_for
 Tensor = torch.Tensor
 
 TOKENS = 64
-"""Tokens of the cache that a program reads at once."""
+"""Cached tokens that a program of attention reads at once."""
 LEAST_HEADS = 16
-"""Heads of a tile, at least: the fewest that tensor cores take."""
+"""Fewest heads in a tile: tensor cores take no fewer."""
 PAIRS, READ = 128, 1024
-"""Pairs of token and expert that a program sorts, and that it counts at once."""
+"""Pairs of token and expert that a program sorts, and pairs that it counts at once."""
 COPIED_AT_ONCE = 1024
-"""Entries of a row that a program adds or copies, or reads at once."""
+"""Numbers of a row that a program copies, adds or reads at once."""
 ROUTED_AT_ONCE = 8192
 """Weights of a router that a program reads at once."""
 
@@ -37,7 +40,7 @@ def embed(
     cosines_T1d: Tensor,
     sines_T1d: Tensor,
 ) -> None:
-    """Launch embeddings and angles."""
+    """Launch the lookup of embeddings, and the angles of positions."""
     tokens, width = hidden_TD.shape
     half = len(frequencies_h)
     ends.embed[tokens, triton.cdiv(width, COPIED_AT_ONCE)](
@@ -79,7 +82,7 @@ def attention_inputs(
     k_TKd: Tensor,
     v_TKd: Tensor,
 ) -> None:
-    """Launch projection and rotation."""
+    """Launch the projection to queries, keys and values, and their rotation."""
     tokens, width = x_TD.shape
     heads, kv_heads, half = q_THd.shape[1], k_TKd.shape[1], q_THd.shape[2] // 2
     tile = tile_for("attention_inputs", tokens, x_TD.dtype)
@@ -125,7 +128,7 @@ def attend(
     peaks_SHP: Tensor,
     parts_SHPd: Tensor,
 ) -> None:
-    """Launch attention over parts of sequences."""
+    """Launch the attention of decode steps over parts of sequences."""
     (sequences, heads, head_dim), kv_heads = q_SHd.shape, k_SKd.shape[1]
     attention.attend[sequences, kv_heads, sums_SHP.shape[2]](
         q_SHd,
@@ -160,7 +163,7 @@ def attend_prompts(
     values_NKd: Tensor,
     out_TX: Tensor,
 ) -> None:
-    """Launch attention of prompts."""
+    """Launch the attention of all new tokens of sequences."""
     heads, head_dim = q_THd.shape[1:]
     sequences = len(starts_S) - 1
     attention.attend_prompts[heads, tiles](
@@ -188,7 +191,7 @@ def attend_prompts(
 def join_parts(
     sums_SHP: Tensor, peaks_SHP: Tensor, parts_SHPd: Tensor, table: Tensor, split: int, out_SX: Tensor
 ) -> None:
-    """Launch the sum over the parts of each sequence."""
+    """Launch the joining of attention over the parts of each sequence."""
     sequences, heads, most_parts, head_dim = parts_SHPd.shape
     attention.join_parts[sequences, heads](
         sums_SHP, peaks_SHP, parts_SHPd, table, out_SX, most_parts, **_heads(heads, head_dim, split)
@@ -199,7 +202,7 @@ def join_parts(
 def output_projection(
     x_TX: Tensor, table: Tensor, blocks: list[Tensor], residual_TD: Tensor, out_TD: Tensor
 ) -> None:
-    """Launch the output projection with the residual."""
+    """Launch the output projection plus the residual."""
     tokens, width = out_TD.shape
     tile = tile_for("output_projection", tokens, x_TX.dtype)
     experts.output_projection[(_programs(tile, tokens, width),)](
@@ -257,7 +260,7 @@ def route(
 
 @on_gpu
 def sort_rows(experts_Tk: Tensor, rows_Tk: Tensor, pairs_n: Tensor, starts_E: Tensor) -> None:
-    """Launch the sort of the experts' rows; the host does not look at them."""
+    """Launch the sorting of pairs of token and expert by expert."""
     experts.sort_rows[(triton.cdiv(len(pairs_n), PAIRS),)](
         experts_Tk,
         rows_Tk,
@@ -283,7 +286,7 @@ def gate_and_up(
     inner_nI: Tensor,
     gated_nI: Tensor | None,
 ) -> None:
-    """Launch gate and up of all experts."""
+    """Launch the products with gate and up of all experts, and their activation."""
     rows, intermediate = inner_nI.shape
     tile, tiles, sizes = _experts("gate_and_up", inner_nI, starts_E)
     experts.gate_and_up[(tiles * triton.cdiv(intermediate, tile.outputs),)](
@@ -309,7 +312,7 @@ def gate_and_up(
 
 @on_gpu
 def down(inner_nI: Tensor, starts_E: Tensor, table: Tensor, blocks: list[Tensor], y_nD: Tensor) -> None:
-    """Launch down of all experts."""
+    """Launch the products with down of all experts."""
     width = y_nD.shape[1]
     tile, tiles, sizes = _experts("down", inner_nI, starts_E)
     experts.down[(tiles * triton.cdiv(width, tile.outputs),)](
@@ -328,7 +331,7 @@ def down(inner_nI: Tensor, starts_E: Tensor, table: Tensor, blocks: list[Tensor]
 
 @on_gpu
 def combine(y_nD: Tensor, rows_Tk: Tensor, weights_Tk: Tensor, residual_TD: Tensor, out_TD: Tensor) -> None:
-    """Launch the weighted sum of the experts' outputs."""
+    """Launch the weighted sum of the experts' outputs plus the residual."""
     tokens, width = out_TD.shape
     experts.combine[tokens, triton.cdiv(width, COPIED_AT_ONCE)](
         y_nD,
@@ -367,14 +370,14 @@ def likeliest(logits_SV: Tensor, tokens_S: Tensor) -> None:
 
 
 def _programs(tile: Tile, rows: int, outputs: int) -> int:
-    """The number of a product's programs."""
+    """The number of programs for a product of `rows` rows and `outputs` outputs."""
     return -(-rows // tile.rows) * -(-outputs // tile.outputs)
 
 
 def _experts(product: str, inner_nI: Tensor, starts_E: Tensor) -> tuple[Tile, int, dict[str, Any]]:
-    """The tile of the experts' rows, the most tiles that they make, and the sizes of a launch.
+    """The tile for a product of experts, the most tiles that their rows need, and the sizes to launch the kernel with.
 
-    An expert may have twice the average of rows in one tile.
+    The host does not know the rows of each expert: a tile is chosen that holds twice their mean.
     """
     rows, count = len(inner_nI), len(starts_E) - 1
     tile = tile_for(product, min(rows, -(-2 * rows // count)), inner_nI.dtype)
@@ -384,6 +387,6 @@ def _experts(product: str, inner_nI: Tensor, starts_E: Tensor) -> tuple[Tile, in
 
 
 def _heads(heads: int, head_dim: int, split: int) -> dict[str, Any]:
-    """The sizes of a launch of attention."""
+    """The sizes to launch a kernel of decode attention with."""
     tile = triton.next_power_of_2(max(head_dim, 16))
     return {"HEADS": heads, "HEAD": head_dim, "HEAD_TILE": tile, "SPLIT": split}

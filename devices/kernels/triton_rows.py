@@ -1,4 +1,4 @@
-"""The operators of a step as rows of the table: on GPUs by kernels in Triton, whose rows depend on no others.
+"""The kernels of the table that call the operators of a step, which kernels in Triton compute on GPUs.
 
 Results stay in the memory of the micro-batch, which later layers and steps use again.
 """
@@ -34,11 +34,11 @@ from .triton_kernel import DTYPES, TritonKernel, power_of_two
 T = TypeVar("T")
 
 GROUPED_BYTES = 1 << 13
-"""Bytes of one column of the experts' rows in a grouped call: their results fit into the plan's workspace."""
+"""Most bytes of one column of the experts' rows in a call, so that their results fit into the plan's workspace."""
 
 
 class TritonEmbed(TritonKernel):
-    """Embeddings and angles."""
+    """The embeddings of tokens, and the angles of the rotary embedding."""
 
     operation = "embed"
 
@@ -48,7 +48,7 @@ class TritonEmbed(TritonKernel):
         return qkv_functions.rotary_frequencies(self._config.attention, self._device)
 
     def refusal(self, case: Case) -> str:
-        """Refuses angles with a magnitude as well."""
+        """A reason to refuse what the base does, and angles whose sines have a factor; empty for other cases."""
         plain = self._config.attention.rotary.magnitude == 1
         return super().refusal(case) or ("" if plain else "its cosines and sines have magnitude 1")
 
@@ -69,7 +69,7 @@ class TritonEmbed(TritonKernel):
 
         @lru_cache(maxsize=1)
         def places(*lengths: int) -> tuple[Tensor, tuple[Tensor, ...]]:
-            """Memory for numbers, and its parts of these lengths."""
+            """A tensor on the GPU for numbers of the step, and its parts of these lengths."""
             numbers = self._result(memory, "numbers", sum(lengths), dtype=torch.int64)
             return numbers, numbers.split(lengths)
 
@@ -93,7 +93,7 @@ class TritonEmbed(TritonKernel):
 
 
 class TritonOutputProjection(TritonKernel):
-    """Output projection and residual."""
+    """The output projection of attention, plus the residual."""
 
     operation = "output_projection"
 
@@ -110,12 +110,12 @@ class TritonOutputProjection(TritonKernel):
 
 
 class TritonRoute(TritonKernel):
-    """Norm, router, and the choice of experts."""
+    """Norm before the experts, router, and the choice of experts."""
 
     operation = "route"
 
     def refusal(self, case: Case) -> str:
-        """Refuses a network without a router as well."""
+        """A reason to refuse what the base does, a missing router, sigmoid, and groups; empty for other cases."""
         assert case.layer is not None, "it is in a layer"
         network = case.layer.feed_forward
         router = network.router
@@ -165,7 +165,7 @@ class TritonExpert(TritonKernel):
 
 
 class TritonCombine(TritonKernel):
-    """Weighted sum of the experts' outputs, and the residual."""
+    """The weighted sum of each token's expert outputs, plus the residual."""
 
     operation = "combine"
 
@@ -181,9 +181,9 @@ class TritonCombine(TritonKernel):
 
 
 class TritonMoELayer(TritonKernel):
-    """All that follows attention, in six launches; the host need not know the routing before its end.
+    """All of a layer after attention, in six launches, without waiting for the router's choices.
 
-    The experts of many tokens are computed for one part of the tokens after the other, as memory is limited.
+    With many tokens, the experts are computed for one part of the tokens after the other, which bounds the memory.
     """
 
     operation = "moe_layer"
@@ -195,7 +195,7 @@ class TritonMoELayer(TritonKernel):
         self._route = TritonRoute(parts)
 
     def refusal(self, case: Case) -> str:
-        """Refuses what the router's kernel does, and networks that every token uses."""
+        """A reason to refuse what the router's kernel does, and shared experts; empty for other cases."""
         assert case.layer is not None, "it is in a layer"
         shared = "it runs routed experts" if case.layer.feed_forward.shared else ""
         return self._route.refusal(case) or shared
@@ -224,7 +224,7 @@ class TritonMoELayer(TritonKernel):
         return self._captured(run, memory)
 
     def _gated(self, rows: int, intermediate: int, memory: Memory) -> Tensor | None:
-        """Memory for activations; None if nobody observes them."""
+        """Memory for activations (rows, I), float32; None in a kernel that does not report them."""
         return None
 
     def _experts(
@@ -260,12 +260,12 @@ class TritonMoELayer(TritonKernel):
 
 
 class TritonObservedLayer(TritonMoELayer):
-    """All that follows attention, with the activations of experts, for few tokens."""
+    """All of a layer after attention for few tokens, with the experts' activations as a result."""
 
     operation = "observed_moe_layer"
 
     def refusal(self, case: Case) -> str:
-        """Refuses more tokens than a micro-batch keeps memory for as well."""
+        """A reason to refuse what the base does, and more tokens than a micro-batch keeps memory for; else empty."""
         few = case.rows <= KEPT_ROWS and case.rows * DTYPES[case.dtype] <= GROUPED_BYTES // _top_k(case)
         return super().refusal(case) or ("" if few else f"it takes up to {KEPT_ROWS} rows in one part")
 
@@ -274,7 +274,7 @@ class TritonObservedLayer(TritonMoELayer):
 
 
 class TritonLogits(TritonKernel):
-    """Last norm and LM head."""
+    """The last norm and the LM head."""
 
     operation = "logits"
 
@@ -300,7 +300,7 @@ class TritonLogits(TritonKernel):
 
 
 class TritonGreedy(TritonLogits):
-    """Logits, and the token with the largest one."""
+    """The logits, and the likeliest token of each row, which is found on the GPU."""
 
     operation = "greedy"
 
@@ -345,5 +345,8 @@ def _top_k(case: Case) -> int:
 
 
 def _padded(table: array[int], *others: array[int]) -> list[array[int]]:
-    """Numbers of a step; the table has zeros up to a power of two, so that it keeps its place while sequences grow."""
+    """The numbers of a step for the GPU, with zeros after the table up to a power of two entries.
+
+    So the numbers keep their places while sequences grow, and a graph that reads them can be replayed.
+    """
     return [table + array("q", [0]) * (power_of_two(len(table)) - len(table)), *others]

@@ -1,4 +1,4 @@
-"""Sizes of the tiles of products in Triton, by the number of rows."""
+"""The sizes of tiles for products in Triton, by the number of rows."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ import torch
 
 
 class Tile(NamedTuple):
-    """The tile of a program.
+    """The part of a product that one program of a kernel computes.
 
     Attributes:
         rows: rows of x, at least 16: tensor cores take no fewer.
-        outputs: rows of the matrix; Hopper's tensor cores take multiples of 64 from memory that threads share.
-        inputs: inputs that are read at once.
-        warps, stages: warps of a program, and reads that are under way at once.
+        outputs: rows of the matrix; Hopper's tensor cores take multiples of 64 from shared memory.
+        inputs: numbers of a row that are read at once.
+        warps: warps of a program.
+        stages: reads that are under way at once.
     """
 
     rows: int
@@ -26,7 +27,7 @@ class Tile(NamedTuple):
 
     @property
     def launch(self) -> dict[str, Any]:
-        """The arguments of a launch."""
+        """The keyword arguments to launch a kernel with this tile."""
         return {
             "ROWS": self.rows,
             "OUTPUTS": self.outputs,
@@ -51,16 +52,18 @@ TILES: dict[str, Sequence[Tile]] = {
     "down": _ONE,
     "logits": _ONE,
 }
-"""The tiles of each product by ascending number of rows, chosen by what the compiler says of registers and memory: no
-GPU has timed them. Projections have few outputs, and narrow tiles keep more processors busy with few rows.
-`python -m benchmarks.gpu.tile_sweep` finds the fastest of a GPU.
+"""The tiles of each product by ascending number of rows.
+
+The compiler's reports of registers and memory chose them; no GPU has timed them. Projections have few
+outputs, so narrow tiles keep more processors busy with few rows. `python -m benchmarks.gpu.tile_sweep` finds the
+fastest tiles of a GPU.
 """
 
 
 def tile_for(product: str, rows: int, dtype: torch.dtype) -> Tile:
-    """The tile of a matrix product with this many rows: the smallest that holds all of them, or the largest.
+    """The tile for a product with this many rows: the smallest that holds all of them, or the largest there is.
 
-    Float32 has no tensor cores and twice the bytes: at most 32 rows, and half as many inputs at a time.
+    Float32 has no tensor cores and twice the bytes, so its tiles have at most 32 rows, and half as many inputs.
     """
     tiles = TILES[product]
     if dtype == torch.float32:

@@ -1,11 +1,11 @@
 """Norms, and products of tiles, in Triton, in a fixed order of sums.
 
-A product's tile has some rows of x, as its columns, and some rows of a matrix. An element of it is a sum over the
-inputs in their order, whatever the tile's rows and outputs are: a row's bits depend on no other row, and on no cut of
-a matrix into pages. Shapes in names are those of `functions.py`. All tensors are contiguous.
+A tile of a product is (some rows of a matrix, some rows of x). Each of its elements is a sum over the inputs in their
+order, whatever the tile's size is: a row's bits depend neither on other rows nor on the cut of a matrix into pages.
+Shapes in names are those of `functions.py`. All tensors are contiguous.
 
-A matrix of N rows may be in several row blocks. A table of int64 has the first row and the address of each. A tile has
-one address in a block, and its rows have 32-bit offsets; a tile that two blocks share is read in two passes.
+A matrix may be in several row blocks; a table of int64 has the first row and the address of each block. A tile has one
+address in a block, and its rows have 32-bit offsets from it; a tile in two blocks is read in two passes.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import triton.language as tl
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 """True if Triton's interpreter runs the kernels, on the CPU."""
 GROUP = tl.constexpr(16)
-"""Tiles of rows whose programs run beside each other."""
+"""Tiles of rows whose programs run one after the other, for the same outputs, so that they share them in the cache."""
 
 
 @triton.jit
 def dot(a, b, total):
-    """The total plus a product (M, K) by (K, N), without the rounding of tensor cores in float32."""
+    """The total plus the product of a (M, K) and b (K, N); float32 is not rounded to TF32 as tensor cores do."""
     if INTERPRETED:  # numpy's order of sums depends on the shape of a tile, which float64 hides
         wide = tl.dot(a.to(tl.float64), b.to(tl.float64), out_dtype=tl.float64)
         return total + wide.to(tl.float32)
@@ -32,7 +32,7 @@ def dot(a, b, total):
 
 @triton.jit
 def rounded(x, DTYPE: tl.constexpr):
-    """Float32 rounded to the nearest number of a type; of two to the even one."""
+    """Float32 numbers rounded to the nearest of a dtype; ties go to the even one."""
     if INTERPRETED and tl.bfloat16 == DTYPE:  # the interpreter cuts bits off
         bits = x.to(tl.int32, bitcast=True)
         x = (bits + 0x7FFF + ((bits >> 16) & 1)).to(tl.float32, bitcast=True)
@@ -41,7 +41,7 @@ def rounded(x, DTYPE: tl.constexpr):
 
 @triton.jit
 def tile_of(program, row_tiles, output_tiles):
-    """The tile of rows and that of outputs of a program: programs in sequence share tiles of both in the cache."""
+    """The indices of a program's tile of rows and of its tile of outputs; successive programs share both in caches."""
     group = GROUP * output_tiles
     first = program // group * GROUP
     height = tl.minimum(row_tiles - first, GROUP)
@@ -50,9 +50,9 @@ def tile_of(program, row_tiles, output_tiles):
 
 @triton.jit
 def group_of(starts, tile, groups, ROWS: tl.constexpr, GROUPS: tl.constexpr):
-    """The group of a tile of rows, the tile's first row, and the end of the group's rows; zeros if there is none.
+    """The group that a tile of rows is in, the tile's first row, and the end of the group; zeros beyond the last.
 
-    Groups are an expert's rows, or those of a sequence; `starts` has the first row of each, and the number of rows.
+    A group is the rows of an expert or of a sequence. `starts` has the first row of each, and then the number of rows.
     """
     g = tl.arange(0, GROUPS)
     first = tl.load(starts + g, g < groups, 0).to(tl.int32)
@@ -70,7 +70,7 @@ def group_of(starts, tile, groups, ROWS: tl.constexpr, GROUPS: tl.constexpr):
 
 @triton.jit
 def statistics(row_D, width, eps, LAYER: tl.constexpr, WIDTH: tl.constexpr):
-    """The mean of a row, 0 for a root mean square, and the reciprocal of its deviation."""
+    """The mean of a row and 1 / its standard deviation; for RMS norm, 0 and 1 / its root mean square."""
     d = tl.arange(0, WIDTH)
     x = tl.load(row_D + d, d < width, 0.0).to(tl.float32)
     mean = tl.sum(x, 0) / width if LAYER else 0.0
@@ -80,7 +80,7 @@ def statistics(row_D, width, eps, LAYER: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def normed(row_D, norm_D, d, width, mean, scale):
-    """Some entries of a row, normalised and rounded to their type."""
+    """Entries d of a row, normalised, times the norm's weight, and rounded to the row's dtype."""
     x = tl.load(row_D + d, d < width, 0.0).to(tl.float32)
     weight = tl.load(norm_D + d, d < width, 0.0).to(tl.float32)
     return rounded((x - mean) * scale * weight, row_D.dtype.element_ty)
@@ -88,7 +88,7 @@ def normed(row_D, norm_D, d, width, mean, scale):
 
 @triton.jit
 def block_of(table, row, BLOCKS: tl.constexpr):
-    """The row block that has a row of a matrix."""
+    """The index of the row block that has a row of a matrix."""
     block = 0
     for later in tl.static_range(1, BLOCKS):
         block += (row >= tl.load(table + 2 * later)).to(tl.int32)
@@ -113,7 +113,7 @@ def rows_in(
     DTYPE: tl.constexpr,
     STEP: tl.constexpr = 1,
 ):
-    """Pointers to a tile's rows of a matrix, every STEP-th from `first` to `stop`, and which of them a block has."""
+    """Pointers to the rows of a tile, every STEP-th row from `first` to `stop`, and a mask of those in this block."""
     begin = tl.load(table + 2 * block, block < BLOCKS, stop)
     end = tl.load(table + 2 * block + 2, block + 1 < BLOCKS, stop)
     address = tl.load(table + 2 * block + 1, block < BLOCKS, 0).to(tl.pointer_type(DTYPE), bitcast=True)
@@ -125,7 +125,7 @@ def rows_in(
 
 @triton.jit
 def x_tile(x_TD, t, wanted, d, width):
-    """Some inputs of rows t of x, (inputs, rows); zeros for rows that are not wanted."""
+    """Load entries d of rows t of x, (inputs, rows); zeros for rows that are not wanted."""
     return tl.load(
         x_TD + t.to(tl.int64)[None, :] * width + d[:, None], wanted[None, :] & (d[:, None] < width), 0.0
     )
@@ -145,7 +145,10 @@ def product(
     OUTPUTS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """A matrix's rows from `first` on by rows t of x, (outputs, rows), float32; the matrix has some number of rows."""
+    """A tile of a product, (outputs, rows), float32: OUTPUTS rows of a matrix from `first` on by rows t of x.
+
+    rows: the number of rows of the matrix. width: the number of its inputs.
+    """
     total = tl.zeros((OUTPUTS, ROWS), dtype=tl.float32)
     stop = tl.minimum(first + OUTPUTS, rows)
     block = block_of(table, first, BLOCKS)
@@ -180,7 +183,7 @@ def two_products(
     OUTPUTS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """The products of every STEP-th row of two matrices with the same rows of x, which are read once."""
+    """Tiles of two products with the same rows of x, which are read once: every STEP-th row of matrix a, and of b."""
     dtype: tl.constexpr = x_TD.dtype.element_ty
     a_total = tl.zeros((OUTPUTS, ROWS), dtype=tl.float32)
     b_total = tl.zeros((OUTPUTS, ROWS), dtype=tl.float32)

@@ -1,1 +1,1 @@
-"""Kernels in C for few rows on the CPU; plain shared library, called through ctypes."""
+"""The native library: kernels in C for the CPU, compiled to a shared library that is called through ctypes."""

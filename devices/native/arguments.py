@@ -1,4 +1,4 @@
-"""Arguments of the native calls, as C reads them."""
+"""The arguments of native calls: structs as C reads them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _NUMBER, _POINTER, _REAL = ctypes.c_int64, ctypes.c_void_p, ctypes.c_double
 
 
 class Norm(ctypes.Structure):
-    """A norm of rows: its kind, weight and epsilon (`Norm` of norm.h)."""
+    """A norm of rows: its weight, epsilon, and whether it subtracts the mean (`Norm` of norm.h)."""
 
     _fields_ = (
         ("weight", _POINTER),
@@ -19,7 +19,7 @@ class Norm(ctypes.Structure):
 
 
 class Tokens(ctypes.Structure):
-    """Tokens to look up, and where their embeddings and angles go (`Tokens` of embedding.c)."""
+    """Tokens to look up, and addresses for their embeddings and angles (`Tokens` of embedding.c)."""
 
     _fields_ = (
         *((name, _NUMBER) for name in ("tokens", "hidden", "turning")),
@@ -32,7 +32,7 @@ class Tokens(ctypes.Structure):
 
 
 class Inputs(ctypes.Structure):
-    """Norm, projection and rotation of some rows (`Inputs` of attention_inputs.c)."""
+    """Norm, projection to queries, keys and values, and rotation of some tokens (`Inputs` of attention_inputs.c)."""
 
     _fields_ = (
         *((name, _NUMBER) for name in ("tokens", "hidden", "heads", "kv_heads", "head_dim")),
@@ -65,7 +65,7 @@ class Attend(ctypes.Structure):
 
 
 class NewRows(ctypes.Structure):
-    """Keys and values of new tokens, and their slots in a KV cache to copy them to (`NewRows` of kv_rows.c)."""
+    """Keys and values of new tokens, and the slots of a KV cache to copy them to (`NewRows` of kv_rows.c)."""
 
     _fields_ = (
         *((name, _NUMBER) for name in ("tokens", "row_bytes")),
@@ -74,7 +74,7 @@ class NewRows(ctypes.Structure):
 
 
 class Prompts(ctypes.Structure):
-    """Attention of all new tokens of prompts of one length (`Prompts` of prompt_attention.c)."""
+    """Attention of all new tokens of prompts that are equally long (`Prompts` of prompt_attention.c)."""
 
     _fields_ = (
         *((name, _NUMBER) for name in ("sequences", "queries", "length", "heads", "kv_heads", "head_dim")),
@@ -85,7 +85,7 @@ class Prompts(ctypes.Structure):
 
 
 class Layer(ctypes.Structure):
-    """All that follows attention in a layer (`Layer` of moe_layer.c)."""
+    """Output projection, router, experts and their sum in a layer (`Layer` of moe_layer.c)."""
 
     _fields_ = (
         *((name, _NUMBER) for name in ("tokens", "hidden", "attended_width", "experts", "top_k", "width")),
@@ -102,7 +102,7 @@ class Layer(ctypes.Structure):
 
 
 class Head(ctypes.Structure):
-    """Last norm, LM head and the choice of the likeliest tokens (`Head` of logits.c)."""
+    """The last norm, the LM head and the choice of the likeliest tokens (`Head` of logits.c)."""
 
     _fields_ = (
         *((name, _NUMBER) for name in ("rows", "hidden", "vocabulary")),

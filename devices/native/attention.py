@@ -1,6 +1,6 @@
-"""Attention as native calls: of a decode step over a KV cache in blocks, and of prompts.
+"""Attention by the native library: of a decode step over a KV cache in blocks, and of prompts.
 
-Shapes in names as in `devices/kernels/functions.py`.
+Shapes in names are those of `devices/kernels/functions.py`.
 """
 
 from __future__ import annotations
@@ -16,21 +16,22 @@ from .compiled import library
 from .kernels import NativeKernels, Tensor, address, check
 
 DTYPES = (torch.float32, torch.bfloat16)
-"""Types of numbers that it attends in; elsewhere torch does it."""
+"""Dtypes of queries, keys and values that the library takes."""
 
 PROMPT_INSTRUCTIONS = "avx512_bf16"
+"""The instruction set whose kernels attend to prompts."""
 HEAD_MULTIPLE, MOST_HEAD, MOST_GROUP = 32, 256, 246
-"""Sizes of heads, and heads that share keys, of which prompt_attention.c attends to prompts."""
+"""Limits of prompt_attention.c: sizes of heads are multiples up to a most; most query heads that share a key head."""
 
 _LENGTHS, _BLOCKS = Attend.lengths.offset // 8, Attend.blocks.offset // 8
 
 
 class LayerAddresses(NamedTuple):
-    """A layer's cached keys and values, (slots, K, d) each, as arguments for C.
+    """The addresses of a layer's cached keys and values, (slots, K, d) each, as arguments for C.
 
     Attributes:
-        keys, values: addresses of their first elements.
-        block_size: tokens of a block.
+        keys, values: addresses of their first numbers.
+        block_size: tokens in a block.
         window: tokens that a query sees, itself included; None for all.
     """
 
@@ -41,14 +42,14 @@ class LayerAddresses(NamedTuple):
 
 
 class SequencesInBlocks(NamedTuple):
-    """The tokens of each sequence, new ones included, and the blocks that hold them, one sequence after the other."""
+    """The number of each sequence's tokens, new ones included, and the numbers of all their blocks, by sequence."""
 
     lengths: array[int]
     blocks: array[int]
 
 
 class AttentionCall:
-    """A bound call of attention: its tensors stay where they are, and the number of sequences stays the same."""
+    """A native call of attention with fixed tensors and a fixed number of sequences, for their lengths and blocks."""
 
     __slots__ = ("_fields", "_run")
 
@@ -63,10 +64,10 @@ class AttentionCall:
 
 
 class NativeAttention:
-    """Attention of one new token per sequence, and of prompts.
+    """Computes attention of one new token of each sequence, and of prompts.
 
-    A token's bits depend on the instruction set alone: not on the other sequences, the blocks that hold its tokens, the
-    cuts of prompts into chunks, or the number of threads.
+    A token's bits depend on its sequence and the instruction set: not on other sequences, blocks, cuts of prompts into
+    chunks, or the number of threads.
     """
 
     def __init__(self, kernels: NativeKernels) -> None:
@@ -83,12 +84,12 @@ class NativeAttention:
         sinks_H: Tensor | None = None,
         scale: float | None = None,
     ) -> Tensor:
-        """Store the new tokens' keys and values in the cache, and attend over it: (S, H * d).
+        """Store the keys and values of one new token of each sequence, and attend over its cache: (S, H * d).
 
-        All tensors are contiguous, on the CPU, and of the cache's type, which is one of `DTYPES`.
+        All tensors are contiguous, on the CPU, and of the cache's dtype, which is one of `DTYPES`.
 
-        sinks_H: a score of each head, float32, that no token has.
-        scale: multiplies products of queries and keys; by default one over the square root of d.
+        sinks_H: the score of each head's attention sink, float32; None without sinks.
+        scale: factor on the scores; by default one over the square root of d.
         """
         count, heads, head_dim = q_SHd.shape
         out_SX = torch.empty(count, heads * head_dim, dtype=q_SHd.dtype)
@@ -105,7 +106,7 @@ class NativeAttention:
         sinks_H: Tensor | None = None,
         scale: float | None = None,
     ) -> AttentionCall:
-        """A bound call of `attend`: each call reads and writes these tensors, so they must live as long as it does."""
+        """Prepare calls of `attend`: each reads and writes these tensors, which must live as long as the result."""
         count, heads, head_dim = q_SHd.shape
         kv_heads = k_SKd.shape[1]
         arguments = Attend(
@@ -137,9 +138,9 @@ class NativeAttention:
         sinks_H: Tensor | None = None,
         scale: float | None = None,
     ) -> Tensor:
-        """Attention of new tokens over keys and values that already contain theirs: (T, H * d).
+        """Attend from new tokens over keys and values that include their own: (T, H * d).
 
-        Call it only where `refuses_prompts` gives no reason.
+        Call it only where `refuses_prompts` returns no reason.
 
         Args:
             q_THd: bfloat16, contiguous, on the CPU.

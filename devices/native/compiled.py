@@ -1,7 +1,7 @@
-"""The library of kernels, and the instruction sets that it can use here.
+"""The loading of the native library, and the instruction sets and formats that it has here.
 
-It is compiled when the package is installed, if there is a C compiler; otherwise torch does its work. It is called with
-pointers through ctypes, which lets other Python threads run meanwhile.
+It is compiled when the package is installed, if there is a C compiler; without it, torch computes everything. It is
+called through ctypes, which lets other Python threads run meanwhile.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from moesched.errors import BadInput
 
 AUTO, TORCH = "auto", "torch"
 VERSION = 13
-"""Of the functions' signatures, as the library returns it."""
+"""The version of the functions' signatures, which the library returns."""
 
 _CALLS = tuple(
     f"moesched_{name}"
@@ -26,14 +26,14 @@ _CALLS = tuple(
         *("store", "route", "moe_layer", "logits"),
     )
 )
-"""Functions that take the threads and a pointer to their arguments."""
+"""Names of the functions that take the threads and a pointer to their arguments."""
 
 _WHERE = Path(__file__).parent
 _REMEDY = "install GCC or Clang, then moesched again"
 
 
 class Library(ctypes.CDLL):
-    """The functions of the library; calls let other Python threads run, except those named here."""
+    """The functions of the library; calls let other Python threads run, except of those that are declared here."""
 
     moesched_embed: Any
 
@@ -44,7 +44,7 @@ def _built() -> list[Path]:
 
 @cache
 def build() -> str:
-    """The checksum of the compiled library; empty if it was not compiled."""
+    """A checksum of the compiled library's file; empty if it was not compiled."""
     return "".join(f"{crc32(path.read_bytes()):08x}" for path in _built()[:1])
 
 
@@ -54,7 +54,7 @@ def _loaded() -> Library | str:
 
 
 def load(paths: Sequence[Path]) -> Library | str:
-    """Load the first of these libraries; returns it, or the reason why it cannot be used."""
+    """Load the library from the first of these files; returns it, or the reason why it cannot be used."""
     for path in paths:
         try:
             library = Library(str(path))
@@ -97,7 +97,7 @@ def _declare(library: Library) -> None:
 
 
 def library() -> Library:
-    """The loaded library; call it only if there are `instruction_sets`."""
+    """The loaded library; call this only if there are `instruction_sets`."""
     loaded = _loaded()
     assert isinstance(loaded, Library), loaded
     return loaded
@@ -112,7 +112,7 @@ def instruction_sets() -> tuple[str, ...]:
 
 @cache
 def formats() -> tuple[str, ...]:
-    """The storage formats of matrices that the kernels read, in the order of their numbers in C."""
+    """The storage formats of matrices that the kernels read; a format's index is its number in C."""
     return tuple(library().moesched_formats().decode().split())
 
 
@@ -123,7 +123,7 @@ def why_unusable() -> str:
 
 
 def availability() -> str:
-    """A sentence on whether the kernels are installed."""
+    """A sentence for users that says which kernels are used here, or why none are."""
     here = instruction_sets()
     return (
         f"CPU kernels: {here[0]}" if here else f"no CPU kernels, torch does without: {_loaded()}: {_REMEDY}"

@@ -1,4 +1,4 @@
-"""Copies within the host's memory on several threads: one thread has a fraction of the memory's rate."""
+"""The copying of bytes within the host's memory on several threads, since one does not reach the memory's rate."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from .kernels import address
 
 Tensor = torch.Tensor
 Pair = tuple[Tensor, Tensor]
-"""Target and source of a copy: bytes (uint8) that lie together, of one size."""
+"""The target and the source of a copy: contiguous uint8 tensors of one size."""
 
 PIECE_BYTES = 1 << 20
-"""Bytes that a thread copies at a time where nothing is compiled."""
+"""Bytes that a thread copies at a time without the native library."""
 
 
 class CopyTeam:
-    """Threads that copy bytes. Other Python threads run meanwhile; a second caller at a time copies on its own thread.
+    """A team of threads that copy bytes. While they are busy for one caller, another copies on its own thread alone.
 
     Args:
         threads: number of threads, the caller included.
-        native: use the compiled library where there is one.
+        native: whether to use the native library where there is one.
     """
 
     def __init__(self, threads: int, *, native: bool = True) -> None:

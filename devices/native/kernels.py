@@ -1,4 +1,4 @@
-"""Products by bfloat16 and coded matrices: of few rows at the speed of memory, of many in cache blocks."""
+"""The native library's threads and products: bfloat16 rows by bfloat16 and coded matrices."""
 
 from __future__ import annotations
 
@@ -23,17 +23,16 @@ Blocks = Sequence[Block]
 class NativeKernels:
     """The kernels of one instruction set, with threads of their own.
 
-    An output's float32 sum runs in an order that depends only on the instruction set: not on the other rows of the
-    call, the row blocks or the number of threads. Outputs are rounded to bfloat16, and so is the input of `expert`'s
-    down projection.
+    The order of an output's float32 sum depends only on the instruction set: not on the other rows of the call, the row
+    blocks or the number of threads. Outputs are rounded to bfloat16, and so is the input of an expert's matrix down.
 
     Args:
         most_rows: the largest number of rows for which callers use these kernels.
         instruction_set: by default the best one of this processor.
         threads: number of threads, the caller included.
-        pin: pin each helper to a core of its own. The caller is never pinned: threads that torch later starts from it
-            would stay on the same core.
-        left: number of cores that no helper runs on, where the system allows that.
+        pin: whether each thread but the caller is pinned to a core of its own. The caller never is: threads that torch
+            later starts from it would stay on the same core.
+        left: number of cores on which only the caller may run, where the system allows that.
     """
 
     def __init__(
@@ -62,7 +61,7 @@ class NativeKernels:
         self._team = None
 
     def linear(self, x_TD: Tensor, blocks: Blocks) -> Tensor:
-        """x @ W.T, W as row blocks: (T, N)."""
+        """x @ W.T, (T, N); W comes as row blocks."""
         x_TD = _with_plain_rows(x_TD)
         y_TN = x_TD.new_empty(len(x_TD), _outputs(blocks))
         shape = (len(x_TD), x_TD.shape[1], y_TN.shape[1], x_TD.data_ptr(), x_TD.stride(0))
@@ -71,7 +70,7 @@ class NativeKernels:
         return y_TN
 
     def linear_by_columns(self, x_TD: Tensor, blocks: Sequence[Tensor]) -> Tensor:
-        """x @ W.T, W as blocks (N, some of D) that lie transposed, left to right: (T, N)."""
+        """x @ W.T, (T, N); W comes as column blocks (N, some of D), left to right, each stored transposed."""
         x_TD = _with_plain_rows(x_TD)
         y_TN = x_TD.new_empty(len(x_TD), len(blocks[0]))
         shape = (len(x_TD), x_TD.shape[1], y_TN.shape[1], x_TD.data_ptr(), x_TD.stride(0))
@@ -80,20 +79,20 @@ class NativeKernels:
         return y_TN
 
     def expert(self, x_nD: Tensor, gate: Blocks, up: Blocks, down: Blocks) -> Tensor:
-        """One expert on its rows: down @ (silu(gate @ x) * (up @ x)), (n, D)."""
+        """Run one expert on its rows: down @ (silu(gate @ x) * (up @ x)), (n, D)."""
         y_nD = x_nD.new_empty(x_nD.shape)
         self.prepared_expert(gate, up, down)(x_nD, y_nD)
         return y_nD
 
     def prepared_expert(self, gate: Blocks, up: Blocks, down: Blocks) -> Callable[[Tensor, Tensor], None]:
-        """A function of inputs and outputs that runs an expert; the outputs (n, D) have to be contiguous."""
+        """Prepare an expert: (x_nD, y_nD) -> None, which writes the outputs to y, which must be contiguous."""
         width, matrices = _outputs(gate), [matrix_of(blocks) for blocks in (gate, up, down)]
         return partial(self._run_expert, matrices, array("q", map(address, matrices)), width)
 
     def _run_expert(
         self, matrices: Sequence[array[int]], weights: array[int], width: int, x_nD: Tensor, y_nD: Tensor
     ) -> None:
-        """Run an expert's kernel, which writes `y_nD`; `weights` has addresses in `matrices`, which live as long."""
+        """Run an expert's kernel, which writes y; `weights` has the addresses of `matrices`, which must stay alive."""
         x_nD = _with_plain_rows(x_nD)
         shape = (*x_nD.shape, width, x_nD.data_ptr(), x_nD.stride(0))
         check(self._library.moesched_expert(self._team, *shape, address(weights), y_nD.data_ptr()))
@@ -103,7 +102,7 @@ class NativeKernels:
         check(function(self._team, ctypes.byref(arguments)))
 
     def bound(self, function: Callable[..., int], arguments: ctypes.Structure) -> Callable[[], int]:
-        """A bound `call`; each call returns the library's status, for `check`."""
+        """Prepare a `call`, to be made often: a function that returns the library's status, for `check`."""
         return bound_call(function, self._team, arguments)
 
 
@@ -116,7 +115,7 @@ def _outputs(blocks: Blocks) -> int:
 
 
 def matrix_of(blocks: Blocks) -> array[int]:
-    """The number of a matrix's format, then addresses and sizes of its row blocks, as C reads them (`Matrix`)."""
+    """Describe a matrix for C (`Matrix`): the number of its format, then the address and the rows of each row block."""
     [stored] = {_format(block) for block in blocks}
     addresses = ((rows_of(block).data_ptr(), len(block)) for block in blocks)
     return array("q", [formats().index(stored), *chain(*addresses)])
@@ -129,7 +128,8 @@ def _format(block: Block) -> str:
 def numbers(count: int) -> array[int]:
     """An array of 64-bit zeros, whose address stays the same as long as no item is added.
 
-    Arrays of ctypes would do, but run its code, which a layer's weights push out of the processor's caches.
+    It is no array of ctypes: the code of those would have to be read from memory in each layer, as weights fill the
+    processor's caches.
     """
     return array("q", bytes(8 * count))
 
@@ -140,6 +140,6 @@ def address(numbers: array[int] | array[float]) -> int:
 
 
 def check(result: int) -> None:
-    """Raise MemoryError if the status of a native call says that memory is exhausted."""
+    """Raise MemoryError if the status that a native call returned says so."""
     if result:
         raise MemoryError("no memory for the rows that the CPU kernels multiply")

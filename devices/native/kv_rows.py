@@ -1,6 +1,6 @@
-"""Writing new tokens' keys and values to a KV cache in blocks, as one native call.
+"""The storing of new tokens' keys and values in a KV cache in blocks, by one native call.
 
-Shapes in names as in `devices/kernels/functions.py`.
+Shapes in names are those of `devices/kernels/functions.py`.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ def store(
     slots: array[int],
     start: int = 0,
 ) -> None:
-    """Write keys and values of T tokens, contiguous and on the CPU, to their slots in a layer's cache.
+    """Copy the keys and values of T tokens, contiguous and on the CPU, to their slots in a layer's cache.
 
     Args:
-        slots: slots of the tokens, from the index `start` on.
+        slots: numbers of slots; those of the tokens begin at index `start`.
     """
     arguments = NewRows(
         tokens=len(k_TKd),

@@ -1,4 +1,4 @@
-"""Rows in MXFP4 as kernels read them, from files that have codes and scales apart, by a native call."""
+"""The joining of MXFP4 codes and scales, which some files keep apart, by a native call."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from .compiled import library, why_unusable
 
 
 def fastest_join() -> Join:
-    """The fastest way here to join codes and scales."""
+    """The function that joins codes and scales the fastest here."""
     return join_by_arrays if why_unusable() else join_by_library
 
 
 def join_by_library(codes: Bytes, scales_G: Bytes, joined_GB: Bytes) -> None:
-    """Do the same as `join_by_arrays`, about eight times as fast."""
+    """Join codes and scales as `join_by_arrays` does, about eight times as fast."""
     addresses = (each.ctypes.data for each in (codes, scales_G, joined_GB))
     library().moesched_join_mxfp4(len(scales_G), *addresses)

@@ -1,1 +1,1 @@
-"""Matrix products by weights in blocks, by torch or by the CPU expert kernel."""
+"""Matrix products by weights in blocks with torch: plain, packed and coded ones, and how many cores they run on."""

@@ -1,4 +1,4 @@
-"""Detection of instructions that multiply bfloat16 numbers."""
+"""The detection of instructions that multiply bfloat16 numbers."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 
 @cache
 def has_bfloat16() -> bool:
-    """Test whether oneDNN, with which torch was built, uses bfloat16 instructions on this processor.
+    """Test whether torch's oneDNN multiplies by bfloat16 instructions of this processor.
 
-    With AVX512 but without AVX512_BF16, it says yes and imitates them. Such products are slow for many rows, and their
-    bits depend on the number of cores.
+    On processors with AVX512 but without AVX512_BF16, where oneDNN says yes but imitates them, this is False: products
+    are slow there for many rows, and their bits depend on the number of cores.
     """
     try:
         if platform.machine() in ("x86_64", "AMD64") and not torch.cpu._is_avx512_bf16_supported():

@@ -1,13 +1,14 @@
-"""Products with coded matrices: by exact sums on the CPU, by unpacked rows on GPUs.
+"""Products with coded matrices: by exact sums on the CPU, by decoded rows on GPUs.
 
-T rows, D inputs of G groups with g weights each, N outputs.
+Shapes in names: T rows of x, D inputs in G groups of g, N outputs.
 
-On the CPU, the inputs of a group are rounded to multiples of one unit, a power of two 24 bits below the largest of
-them, or 14 bits where they are bfloat16 numbers, which have 8. Each is divided into two pieces of half as many bits.
-Codes have at most 8 bits and groups at most 32 weights, so a sum of codes times pieces has at most 24 bits: float32
-holds it exactly, in any order of the terms. The sums of both pieces are added and multiplied by the scale, and groups
-are added one after the other. So the bits of an output depend on nothing but its row of weights and its inputs: no
-number of rows, cores or row blocks, nor the library that multiplies. The native kernels give the same ones.
+On the CPU, the inputs of a group are rounded to multiples of one unit. The unit is a power of two, 24 bits below the
+largest input; 14 bits if the inputs are bfloat16 numbers, which have 8 bits. Each input is divided into two pieces of
+half as many bits. Codes have at most 8 bits and groups at most 32 weights, so a sum of codes times pieces has at most
+24 bits: float32 holds it exactly, in any order of the terms. The sums of both pieces are added and multiplied by the
+scale, and groups are added one after the other. So the bits of an output depend on its row of weights and its inputs
+alone, not on the number of rows or cores, on row blocks, or on the library that multiplies. The native kernels give the
+same bits.
 """
 
 from __future__ import annotations
@@ -23,19 +24,19 @@ from .team import one_core
 Tensor = torch.Tensor
 
 BITS = {torch.bfloat16: 14}
-"""Bits of a multiple, by the dtype of inputs; two pieces of 7 bits fit into bytes with a sign."""
+"""Bits of an input in units, by dtype of the inputs; two pieces of 7 bits fit into signed bytes."""
 MOST_BITS = 24
-"""Of a multiple; float32 holds whole numbers of as many bits exactly."""
+"""Bits of an input in units, for other dtypes; float32 holds integers of 24 bits exactly."""
 LEAST_EXPONENT = -100
-"""Of the largest input of a group; smaller ones have this unit, so that it stays a normal number."""
+"""Least exponent by which a group's unit is chosen, so that the unit is a normal number."""
 
 
 class Pieces:
-    """Inputs in two pieces, whose sum is the input rounded to its group's unit.
+    """The inputs in two pieces, whose sum is the input rounded to its group's unit.
 
     Attributes:
-        pieces_GRg: the upper half of the bits of all rows, then the lower one; float32.
-        sums_GT1: the sums of each group's inputs.
+        pieces_GRg: the upper pieces of all T rows, then the lower ones: R = 2 T rows, float32.
+        sums_GT1: the sum of each group's inputs.
     """
 
     def __init__(self, x_TD: Tensor, group: int) -> None:
@@ -54,13 +55,13 @@ class Pieces:
         self.sums_GT1 = upper_GT1 + lower_GT1
 
     def times(self, codes_GgN: Tensor) -> Tensor:
-        """The sums of codes times inputs of each group, (G, T, N)."""
+        """The sum of codes times inputs of each group, (G, T, N), float32."""
         upper_GTN, lower_GTN = torch.bmm(self.pieces_GRg, codes_GgN).chunk(2, dim=1)
         return upper_GTN.add_(lower_GTN)
 
 
 def coded_linear(x_TD: Tensor, block: Coded) -> Tensor:
-    """x @ W.T, rounded once to the dtype of x: (T, N)."""
+    """x @ W.T by exact sums, rounded once to the dtype of x: (T, N)."""
     y_TN = x_TD.new_empty(len(x_TD), len(block))
     group = block.format.group
     with one_core():
@@ -73,7 +74,7 @@ def coded_linear(x_TD: Tensor, block: Coded) -> Tensor:
 
 
 def unpacked_linear(x_TD: Tensor, block: Coded) -> Tensor:
-    """x @ W.T by weights that are rounded to the dtype of x: (T, N)."""
+    """x @ W.T by weights that are decoded and rounded to the dtype of x, some rows at a time: (T, N)."""
     rows = max(1, UNPACKED_TILE // x_TD.shape[1])
     parts = [plain_linear(x_TD, tile.plain(x_TD.dtype)) for tile in block.split(rows)]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)

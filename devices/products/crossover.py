@@ -33,35 +33,39 @@ from .team import use_cores
 
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512)
 LEAST, MOST_WEIGHTS = 512, 1 << 24
-"""Of a matrix: the fewest rows and columns, and the most weights. Others take as long per weight."""
+"""Fewest rows and columns, and most weights, of a measured matrix; others take as long for each weight."""
 COLD_BYTES = 96 << 20
 """Bytes of all matrices together, so that no cache still holds one when it is used again."""
 TURNS = 7
+"""Times that each of the two products is measured."""
 MANY_ROWS, MANY_ROWS_TURNS = 256, 3
-"""From that many rows on, fewer turns will do, as they take longer."""
+"""Number of rows from which on the products are measured fewer times, as they take longer, and these times."""
 LOST = 2
-"""After two ratios beyond this one, no more rows are tried."""
+"""Ratio of the kernel's time to torch's after which, seen twice, larger numbers of rows are not tried."""
 ANY_ROWS = 1 << 40
-"""More than any number of rows."""
+"""A number larger than any number of rows."""
 TIE_WITH_PACKED, TIE_WITH_PLAIN = 1.15, 1.3
-"""Up to this ratio the kernel is used, since it makes whole tasks one call, and all cores read each matrix. Where torch
-was equally fast on one core, decode steps of 1 to 128 requests took it 1.2 to 1.9 times as long by packed weights, and
-one of 64 requests 1.4 times by plain ones."""
+"""Ratio of the kernel's time to torch's up to which the kernel is used, with packed and with plain weights.
+
+It is above 1 because whole tasks are one call of the kernel, and all cores read each matrix. Where torch was equally
+fast on one core, its decode steps of 1 to 128 requests took 1.2 to 1.9 times as long by packed weights, and one of 64
+requests 1.4 times by plain ones.
+"""
 MOST_BYTES = 1_000_000
-"""Limit of the file of results."""
+"""Most bytes of the file of results."""
 
 Rows = Annotated[int, Meta(ge=0, le=ROWS[-1])]
 
 
 class Shape(NamedTuple):
-    """The shape of a matrix, or of the power-of-two matrix that is measured in its place."""
+    """The shape of a matrix: its outputs (rows) and inputs (columns)."""
 
     outputs: int
     inputs: int
 
     @property
     def measured(self) -> Shape:
-        """The shape to measure in place of this one: its sizes as powers of two."""
+        """The shape that is measured in place of this one, whose sizes are powers of two."""
         inputs = _power_of_two(self.inputs, MOST_WEIGHTS // LEAST)
         return Shape(_power_of_two(self.outputs, MOST_WEIGHTS // inputs), inputs)
 
@@ -98,8 +102,8 @@ def forget() -> None:
 def measure_most_rows(instruction_set: str, shape: Shape, packed: bool) -> int:
     """Measure the number of ROWS up to which the native kernel saves the most time in total; 0 if it saves none.
 
-    Kernel and torch take turns on one core, and the fastest turn of each counts. Other processes hardly change the time
-    that a thread gets of its core; they do change the time that threads wait for each other.
+    Kernel and torch take turns on one core, the thread's processor time is measured, and the fastest turn of each
+    counts: other processes hardly disturb that, while they would make several threads wait for each other.
     """
     # On a thread of its own, as the number of cores that torch uses is the thread's.
     with ThreadPoolExecutor(1, "crossover") as thread:
@@ -124,9 +128,9 @@ def _tie(packed: bool) -> float:
 
 
 def most_saved(ratios: Mapping[int, float], tie: float = 1) -> int:
-    """The number of rows up to which the product of all ratios is smallest; 0 if it is never below that of ratios of 1.
+    """The number of rows up to which to use the kernel: that with the smallest product of the ratios so far, or 0.
 
-    One ratio that another process spoiled does not cut off the larger numbers of rows.
+    A single ratio that another process spoiled does not decide about all larger numbers of rows.
 
     Args:
         ratios: the kernel's time divided by torch's, by number of rows, ascending.
@@ -140,7 +144,7 @@ Call = Callable[[], object]
 
 
 def _contests(kernel: NativeKernels, shape: Shape, packed: bool) -> Iterator[tuple[int, Call, Call]]:
-    """Pairs of calls to be timed: for each number of rows, the same product by the kernel and by torch."""
+    """Yield a number of rows, and two functions to time: the same product by the kernel and by torch."""
     count = max(2, COLD_BYTES // (2 * shape.outputs * shape.inputs))
     matrices = [_matrix(shape) for _ in range(count)]
     plain = cycle(matrices)
@@ -187,7 +191,7 @@ def _file() -> Path:
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """A context that only one process can be in: two that measured could choose different kernels for the same rows."""
+    """Wait until no other process measures: two at once could choose different kernels for the same rows."""
     try:
         _file().parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(_file().with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o600)

@@ -21,15 +21,15 @@ from .plain_weights import plain_linear
 Tensor = torch.Tensor
 Blocks = Sequence[Tensor]
 NamedBlocks = dict[str, list[Any]]
-"""Tensors by name, each as its blocks: tensors, or `Coded` in a model that has coded weights."""
+"""Tensors by name, each as a list of blocks; a block is a torch tensor, or `Coded` in a coded format."""
 Linear = Callable[[Tensor, Blocks], Tensor]
 
 
 def joined(blocks: Sequence[Any]) -> list[Any]:
-    """The row blocks of a matrix, with plain neighbours in memory joined into one.
+    """Join row blocks of a matrix that follow each other in memory into one block, without a copy.
 
-    Only a block of a multiple of 128 rows is joined with the next one: products then had the same bits as with the
-    parts, in all types and shapes that were tried on CPUs. With other numbers of rows, float32 products had not.
+    A block is joined with the next one only if its rows are a multiple of 128: products then had the same bits as with
+    separate blocks, in all dtypes and shapes that were tried on CPUs. With other numbers of rows, float32 had not.
     """
     found: list[Any] = []
     for block in blocks:
@@ -56,7 +56,7 @@ def _follows(block: Tensor, above: Tensor) -> bool:
 
 
 def linear(x_TD: Tensor, blocks: Blocks) -> Tensor:
-    """x @ W.T, W as row blocks: (T, N)."""
+    """x @ W.T, (T, N); W comes as row blocks, or as column blocks (N, some of D)."""
     if len(blocks) == 1:
         return _linear(x_TD, blocks[0])
     if blocks[0].shape[1] < x_TD.shape[1]:
@@ -69,7 +69,7 @@ def _linear(x_TD: Tensor, block_ND: Tensor) -> Tensor:
 
 
 def _sum_of_products(x_TD: Tensor, blocks: Blocks) -> Tensor:
-    """x @ W.T, W as column blocks, summed in float32 and rounded once: (T, N)."""
+    """x @ W.T, (T, N), for W as column blocks: the blocks' products, summed in float32 and rounded once."""
     total_TN = x_TD.new_zeros(len(x_TD), blocks[0].shape[0], dtype=torch.float32)
     start = 0
     for block in blocks:
@@ -80,10 +80,10 @@ def _sum_of_products(x_TD: Tensor, blocks: Blocks) -> Tensor:
 
 
 def expert_ffn(x_nD: Tensor, gate: Blocks, up: Blocks, down: Blocks) -> Tensor:
-    """One expert on its rows: down @ (silu(gate @ x) * (up @ x)), (n, D)."""
+    """Run one expert on its rows: down @ (silu(gate @ x) * (up @ x)), (n, D)."""
     return linear(gated(x_nD, gate).mul_(linear(x_nD, up)), down)
 
 
 def gated(x_nD: Tensor, gate: Blocks) -> Tensor:
-    """The gate's activations of an expert: silu(gate @ x), (n, I)."""
+    """The activations of an expert: silu(gate @ x), (n, I)."""
     return F.silu(linear(x_nD, gate), inplace=True)

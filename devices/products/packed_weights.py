@@ -1,4 +1,7 @@
-"""Weights that stay in memory, rearranged once for oneDNN: products have the same bits and are faster."""
+"""Packed weights: matrices that stay in memory, copied once to oneDNN's own layout, with which products are faster.
+
+oneDNN copies a plain matrix to that layout in every product, which for few tokens takes longer than the product itself.
+"""
 
 from __future__ import annotations
 
@@ -11,23 +14,20 @@ from .bfloat16_support import has_bfloat16
 from .plain_weights import plain_linear
 from .row_tiles import in_tiles
 
-# oneDNN rearranges a plain matrix in every product; with few tokens that costs more than the product.
-
-
 TRIED = ((256, 192), (96, 4096), (33, 40), (1024, 3584))
-"""Outputs and inputs of the matrices whose bits are tried; of the last one several cores share a row's sum, if ever."""
+"""Outputs and inputs of the matrices whose bits are compared; in the last one, cores may share the sum of an output."""
 
 
 @cache
 def packing_pays(transposed: bool = False, cores: int = 1) -> bool:
-    """Test whether packed bfloat16 weights are faster on this processor, with the same bits.
+    """Test whether to pack bfloat16 weights: this processor has the instructions, and products have the same bits.
 
-    The bits are tested, since one policy may keep weights packed that another one streams, and results must not depend
-    on the schedule. Matrices packed whole are compared with their row blocks.
+    Bits must be the same because one policy may keep weights packed that another one streams, and results must not
+    depend on the schedule. Packed whole matrices are compared with plain row blocks.
 
     Args:
-        transposed: also for matrices that are transposed in memory.
-        cores: the most cores that a product runs on; bits are compared on one core and on all of them.
+        transposed: whether to compare matrices that are stored transposed, too.
+        cores: most cores that a product runs on; bits are compared on one core and on all of them.
     """
     if not has_bfloat16():
         return False
@@ -68,12 +68,12 @@ def _same_bits_transposed(outputs: int, inputs: int) -> bool:
 
 @cache
 def cores_keep_bits(dtype: torch.dtype, cores: int, transposed: bool = False) -> bool:
-    """Test by trying whether a product of this dtype has the same bits on one core as on `cores`, packed or not.
+    """Test whether products in a dtype have the same bits on one core as on `cores`, by computing some both ways.
 
-    If not, a product must run on the same number of cores under every policy.
+    If they have not, a product must run on the same number of cores under every policy.
 
     Args:
-        transposed: also for matrices that are transposed in memory.
+        transposed: whether to try matrices that are stored transposed, too.
     """
     if dtype != torch.bfloat16:
         return False  # float32 products of five rows were seen to differ
@@ -92,7 +92,7 @@ Product = Callable[[torch.Tensor], torch.Tensor]
 
 
 def _products(outputs: int, inputs: int, transposed: bool, cores: int) -> Iterator[Product]:
-    """The ways in which a matrix may be multiplied: plain, transposed and packed, as far as they are used."""
+    """Yield functions that multiply by a random matrix in each way that is used: plain, transposed, packed."""
     weight_ND = _random(outputs, inputs)
     yield partial(plain_linear, weight_ND=weight_ND)
     if transposed:
@@ -118,16 +118,16 @@ def _random(rows: int, columns: int) -> torch.Tensor:
 
 
 def pack(weight_ND: torch.Tensor) -> torch.Tensor:
-    """A copy of the matrix in oneDNN's own layout; `linear` takes it like a plain one.
+    """Copy a matrix to oneDNN's own layout; `linear` takes the copy like a plain matrix.
 
-    weight_ND: bfloat16, on the CPU. Pack only where `packing_pays`.
+    weight_ND: bfloat16, on the CPU. Call it only where `packing_pays`.
     """
     packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight_ND.contiguous())
     return packed
 
 
 def packed_bytes(packed: torch.Tensor) -> int:
-    """The bytes that a packed matrix takes: a little more than the plain one where its sizes are odd."""
+    """The bytes of a packed matrix: a little more than those of the plain one where its sizes are odd."""
     return int(torch.ops.mkldnn._nbytes(packed))
 
 

@@ -17,7 +17,7 @@ from .row_tiles import in_tiles
 from .team import one_core
 
 PIECE = 256
-"""Rows or columns of a matrix that are converted at a time: more would leave the cache."""
+"""Rows or columns of a matrix that are converted at a time, so few that they stay in the cache."""
 
 
 def plain_linear(x_TD: torch.Tensor, weight_ND: torch.Tensor) -> torch.Tensor:
@@ -36,7 +36,10 @@ def _in_float32(
     weight_ND: torch.Tensor,
     multiply: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None],
 ) -> torch.Tensor:
-    """The product in float32, piece by piece and rounded once, on one core: on several its bits might differ."""
+    """Compute x @ W.T in float32, piece by piece and rounded once; on one core, as bits on several might differ.
+
+    multiply: writes the product to its first argument, zeros before, given x in float32 and W.
+    """
     y_TN = torch.zeros(len(x_TD), len(weight_ND))
     with one_core():
         multiply(y_TN, x_TD.float(), weight_ND)

@@ -1,6 +1,6 @@
-"""Products of many rows in whole tiles of rows, so that oneDNN meets few shapes.
+"""The filling up of rows to whole tiles, so that oneDNN meets few shapes of products.
 
-It compiles code for each new number of rows: with bfloat16 instructions that was measured to take two to three
+It generates code for each new number of rows: with bfloat16 instructions that was measured to take two to three
 milliseconds and half a megabyte each, and prompts have hundreds of lengths. In whole tiles, a matrix and its row
 blocks, packed or not, also gave the same bits in tests, which they do not in partial tiles.
 """
@@ -14,7 +14,7 @@ import torch
 from .bfloat16_support import has_bfloat16
 
 TILE = 16
-"""Rows of an AMX tile. Below this number there are few shapes."""
+"""Rows of an AMX tile. Fewer rows are not filled up, since they have few shapes."""
 CODE_BYTES = 56_000_000
 """Measured bytes of oneDNN's code for the shapes of a run, on processors with bfloat16 instructions."""
 

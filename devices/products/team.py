@@ -1,4 +1,4 @@
-"""Threads that share out the independent pieces of one task, each on cores of its own."""
+"""A team of threads for the independent jobs of one task, and the number of cores that torch uses on each thread."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def use_cores(count: int) -> None:
 
 @contextmanager
 def one_core() -> Iterator[None]:
-    """A context in which torch uses one core, for operations whose bits might depend on the number of cores."""
+    """Make torch use one core while the context lasts, for operations whose bits might depend on that number."""
     before = torch.get_num_threads()
     if before == 1:
         yield
@@ -37,11 +37,11 @@ def one_core() -> Iterator[None]:
 
 
 class Team:
-    """The calling thread and helper threads, which take jobs from a list until none is left.
+    """A team of threads, the caller's included, that take jobs from a list until none is left.
 
-    Torch itself cuts every product into as many parts as there are cores and waits for all of them: dozens of times in
-    a layer, each time for the slowest core. Where other lanes keep a core busy, such a wait was measured to take
-    several milliseconds. Jobs of whole experts need one wait per layer.
+    Torch itself cuts every product into as many parts as there are cores, and waits for the slowest: dozens of times in
+    a layer. Where other lanes keep a core busy, such a wait was measured to take several milliseconds. With whole
+    experts as jobs there is one wait in a layer.
 
     cores: number of cores that the jobs may use together.
     """
@@ -52,9 +52,9 @@ class Team:
         self._free = threading.Lock()
 
     def run(self, jobs: Sequence[Job]) -> None:
-        """Run all jobs, in any order; raises the first error after all have ended.
+        """Run all jobs, in any order; after an error the jobs that have not begun are dropped, and it is raised.
 
-        The cores are divided evenly among the jobs. If the helpers are busy for another lane, the caller runs its jobs
+        The cores are divided evenly among the jobs. If the team is busy for another lane, the caller runs its jobs
         alone.
         """
         use_cores(max(1, self.cores // max(1, len(jobs))))
@@ -84,7 +84,7 @@ class Team:
 
 
 class _Helper:
-    """A thread that runs lists of jobs, one after the other; raw locks are the cheapest way to wake it."""
+    """A thread of a team, which is woken by raw locks, the cheapest way."""
 
     def __init__(self) -> None:
         self._pending: deque[Job] | None = None

@@ -1,1 +1,1 @@
-"""The verbs of a model on kernels of a table: shared by torch and MLX, and knowing neither."""
+"""The runner: runs the verb of a task by kernels of the table. Devices of torch and MLX share it."""

@@ -13,22 +13,23 @@ from ..kernels.memory import Scratch
 from .micro_batch import MicroBatchState
 
 WeightsOf = Callable[[Any], KernelWeights[Any]]
-"""Returns the tensors that a view shows."""
+"""A function that returns the weights in a view of pages: the operands of a task."""
 
 
 def itself(hidden_TD: Any) -> Any:
-    """Return the hidden states themselves: the residual on a device that has the whole sum."""
+    """Return the hidden states unchanged: they are the residual, except on ranks that hold a part of a sum."""
     return hidden_TD
 
 
 class Attention:
-    """Runs the verbs before the experts, for KV caches in the memory where the kernels run.
+    """Runs the verbs of a layer before its experts; the KV cache is in the memory where the kernels run.
 
     Args:
-        weights: returns the tensors that a view shows.
-        embedding: empty on a node that does not attend.
-        residual_of: returns the tensor to add to a sum for given hidden states; zeros on all ranks but the first.
-        keeps_attended: whether to keep attention's output of decode steps until the next layer's.
+        states: the micro-batches, by number.
+        weights: returns the weights in a task's view of pages.
+        embedding: the weights of `embed`; empty on a node that does not attend.
+        residual_of: returns the residual for given hidden states: these, or zeros on all ranks but the first.
+        keeps_attended: whether attention's output stays until the next layer's overwrites it, in decode steps.
     """
 
     def __init__(
@@ -82,10 +83,10 @@ class Attention:
         self.drop_attended(task)
 
     def drop_attended(self, task: Task) -> None:
-        """Free attention's output after its last use; in decode steps it may stay until the next layer's."""
+        """Free attention's output after its last use, unless this is a decode step and `keeps_attended` is set."""
         if not (self._keeps_attended and task.phase == "decode"):
             del self._states[task.micro_batch].attended_TX
 
     def residual(self, state: MicroBatchState) -> Any:
-        """The tensor that is added to a sum of hidden states: these states, or zeros on all ranks but the first."""
+        """The residual of a micro-batch: its hidden states, or zeros on all ranks but the first."""
         return self._residual_of(state.hidden_TD)

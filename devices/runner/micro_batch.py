@@ -1,4 +1,4 @@
-"""The tensors of one micro-batch between its kernels."""
+"""The state of a micro-batch: its tensors between kernels, the tokens of its next step, its KV caches."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..kernels.memory import Memory, Scratch
 
 
 class MicroBatchState:
-    """The tensors of one micro-batch between its kernels, and its place in the KV cache.
+    """The tensors of one micro-batch between its kernels, and its sequences in the KV cache.
 
     Args:
         new: each sequence's tokens for the first step: its prompt, or a chunk of that.
@@ -25,20 +25,19 @@ class MicroBatchState:
         new: each sequence's tokens for the next step.
         chunk_of: the micro-batch that a chunk of prefill is part of; None if it is no chunk.
         before: the chunk that this one continues, if any.
-        ends: the places of the sequences that tokens are sampled for; None for all of them.
-        samplings: the way that each of these tokens is chosen, each by its own seed; None if they have the batch's.
-        logprobs: the log probabilities that are wanted of each of these tokens; None if none are.
-        following: each sequence's next token of its prompt, where that is scored and goes on; empty if no logprobs are
-            wanted.
+        ends: the indices of the sequences that a token is sampled for in this step; None for all of them.
+        samplings: the sampling settings of each of these tokens; None if all have the batch's.
+        logprobs: for each of these tokens the log probabilities that its request wants; None if none are wanted.
+        following: for each sequence the token of its prompt after the step's, if the prompt is scored and goes on; else
+            None. Empty if no log probabilities are wanted.
         memory: memory for results of the step's kernels; None if the step has many tokens.
-        ends_alone: whether logits that are not finite end their own request; else the run.
-        most_memories: numbers of tokens whose memory is kept; the oldest makes room.
+        ends_alone: whether logits that are not finite end only their own request; otherwise they end the run.
+        most_memories: most memories that are kept, one for each number of tokens; the oldest makes room.
         decodes: whether each sequence has one new token in the step, after its prompt.
-        caches: the KV caches that have its requests: one of all layers, or two of some layers each. A cache has
-            `places`, its layers; `extend`, which makes room for tokens and returns a step; and `at`, which returns a
-            layer's keys and values, as kernels take them together with the step. Where requests join and leave, it has
-            `open` and `close`, which begin and end a sequence.
-        steps: the step's new tokens in each of the caches.
+        caches: the KV caches of its requests: one for all layers, or two that share the layers. A cache has `places`,
+            its layers; `extend`, which makes room for tokens and returns a step; and `at`, which returns a layer's keys
+            and values for kernels. While serving, it also has `open` and `close`, which begin and end a sequence.
+        steps: the step as each cache returned it from `extend`: the new tokens and their places.
         rows: the rows of the layer's experts, from `route` to `combine`; its `outputs()` are the first operands of the
             operation combine.
     """
@@ -78,12 +77,12 @@ class MicroBatchState:
         self.new = [self.new[place] for place in places]
 
     def begin(self, operands: Any) -> None:
-        """Begin a step with the operands of `embed`: the requests that are left; none in a warm-up."""
+        """Begin a step with the operands of `embed`: the requests that have not ended; empty in a warm-up."""
         if operands and len(operands) < len(self.requests):
             self.keep(operands)
 
     def hand_on(self, tokens: Sequence[int]) -> None:
-        """Set each sequence's sampled token as its input of the next step."""
+        """Make each sequence's sampled token its input of the next step; `tokens` are in the order of `ends`."""
         if self.ends is None and self.chunk_of is None:
             self.new = [[token] for token in tokens]
             return
@@ -107,18 +106,18 @@ class MicroBatchState:
         return memory
 
     def extend(self) -> None:
-        """Begin the next step: make room in the caches for its tokens."""
+        """Make room in the caches for the step's new tokens, and set `steps`."""
         new = [len(tokens) for tokens in self.new]
         self.steps = [cache.extend(self.sequences, new) for cache in self.caches]
 
     @property
     def step(self) -> Any:
-        """The step in the first cache: each sequence's tokens before it (`past`) and in it (`new`), and positions."""
+        """The step in the first cache; it has each sequence's number of tokens before it (`past`) and in it (`new`)."""
         return self.steps[0]
 
     @property
     def results(self) -> Memory:
-        """Memory for the results of a kernel: the step's, or new each time if the step has many tokens."""
+        """Memory for the results of a kernel: the step's own, or a new one at each call if the step has many tokens."""
         return self.memory or Memory(len(self.hidden_TD))
 
     def add_cache(self, cache: Any) -> None:
@@ -127,13 +126,13 @@ class MicroBatchState:
         self.caches += (cache,)
 
     def cached(self, layer: int) -> tuple[Any, Any]:
-        """The keys and values of a layer, and the cache's step with the places of the new tokens."""
+        """The keys and values of a layer, and the step of their cache, which has the places of the new tokens."""
         cached, number = self._cached[layer]
         return cached, self.steps[number]
 
     @property
     def whole(self) -> MicroBatchState:
-        """The micro-batch of decode steps that a chunk is a part of; itself if it is no chunk."""
+        """The micro-batch that a chunk of prefill is a part of; itself if it is no chunk."""
         return self.chunk_of or self
 
     @property
@@ -143,7 +142,7 @@ class MicroBatchState:
 
     @property
     def last(self) -> list[int]:
-        """For each sequence that tokens are sampled for, the index of its last token among the T."""
+        """For each sequence that a token is sampled for, the row of its last token in `hidden_TD`."""
         last = self.step.last
         return last if self.ends is None else [last[end] for end in self.ends]
 
@@ -151,7 +150,10 @@ class MicroBatchState:
 def wholes_of(
     micro_batches: Sequence[Sequence[int]], prompts: Sequence[Sequence[int]], beams: int
 ) -> list[MicroBatchState]:
-    """Make the micro-batches of decode steps, given each one's requests; their first step has the prompts."""
+    """Make the micro-batches, given the requests of each; their first step has the prompts.
+
+    prompts: the tokens of each request, by request. beams: sequences of each request while decoding.
+    """
     return [
         MicroBatchState(requests, [prompts[request] for request in requests], beams)
         for requests in micro_batches
@@ -161,7 +163,10 @@ def wholes_of(
 def chunks_of(
     chunks: Mapping[int, Chunk], wholes: Sequence[MicroBatchState], prompts: Sequence[Sequence[int]]
 ) -> list[MicroBatchState]:
-    """Make the chunks of prefill in their order; they share the caches of the micro-batches that they are parts of."""
+    """Make the states of prefill's chunks, in order; each shares the caches of the micro-batch that it is a part of.
+
+    chunks: the chunks by their number. wholes: the micro-batches, by number. prompts: each request's tokens.
+    """
     states: dict[int, MicroBatchState] = {}
     for number, chunk in chunks.items():
         whole = wholes[chunk.micro_batch]

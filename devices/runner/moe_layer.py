@@ -27,13 +27,14 @@ Choices = npt.NDArray[Any]
 
 
 class MoELayer:
-    """Runs router, experts and combine on the accelerator.
+    """Runs the verbs of a layer after attention: router, experts and combine, on the accelerator.
 
     Args:
-        weights: returns the tensors that a view shows.
+        states: the micro-batches, by number.
+        weights: returns the weights in a task's view of pages.
         attention: runs the output projection, and gives the residual to add to the sum of the experts.
-        observers: receive the chosen experts, before they run.
-        scores: whether `route` and `preview_route` give router scores.
+        observers: get the experts that tokens chose.
+        scores: whether the values of `route` and `preview_route` have router scores, too.
     """
 
     def __init__(
@@ -60,7 +61,10 @@ class MoELayer:
         self._observers = observers
 
     def post_attention(self, task: Task) -> Any:
-        """Run output projection, router, experts and combine; returns each expert's number of rows, now or later."""
+        """Run output projection, router, experts and combine.
+
+        Returns the task's value, as `Library.value` does: it maps each expert that has rows to their number.
+        """
         state, weights = self._states[task.micro_batch], self._weights(task.operands)
         observers = self._observers
         if observers.activations:
@@ -83,7 +87,7 @@ class MoELayer:
             return self.run_all(task)
 
     def _observed(self, task: Task) -> Any:
-        """`post_attention` that reports activations."""
+        """Run `post_attention` and report the experts' activations."""
         state, weights = self._states[task.micro_batch], self._weights(task.operands)
         whole = self._kernels.fused("observed_moe_layer", weights, state.results)
         if whole is None:
@@ -101,7 +105,7 @@ class MoELayer:
         return self._library.value(task, read, experts_Tk, gated_nI)
 
     def run_all(self, task: Task) -> dict[int, int]:
-        """Run router, experts and combine; returns each expert's number of rows."""
+        """Run router, experts and combine; returns the number of rows of each expert that has any."""
         counts, weights = self.group(task, self.route(task)), self._weights(task.operands)
         self._experts.run_shared(task, weights)
         self._experts.run_all(task, counts, weights)
@@ -110,9 +114,10 @@ class MoELayer:
         return counts
 
     def choose_experts(self, task: Task) -> Any:
-        """Run norm and router, and the network that every token uses.
+        """Run norm, router and the shared expert.
 
-        Returns each expert's number of rows, with router scores if the plan requests them.
+        Returns the task's value, as `Library.value` does: the number of rows of each expert that has any, with router
+        scores if the plan requests them.
         """
         routed = self.route(task)
         value = self._experts.group(task, routed, self._reader(task), *self._scores_of(routed))
@@ -125,7 +130,7 @@ class MoELayer:
         return self._route(state.hidden_TD, self._weights(task.operands), state.results)
 
     def group(self, task: Task, routed: Routed, *, reports: bool = True) -> dict[int, int]:
-        """Keep the rows of each expert; returns the number of rows of each that has any.
+        """Sort and keep the rows of each expert; returns the number of rows of each expert that has any.
 
         reports: whether to report the choices to an observer, if there is one.
         """
@@ -134,7 +139,10 @@ class MoELayer:
         return counts
 
     def preview_route(self, task: Task) -> Any:
-        """Apply another layer's norm and router to the hidden state; returns the rows that each expert would have."""
+        """Apply the norm and router of a later layer, given by the task's view, to the present hidden states.
+
+        Returns the task's value, as `Library.value` does: the number of rows that each expert would have.
+        """
         state, weights = self._states[task.micro_batch], self._weights(task.operands)
         routed = self._route(state.hidden_TD, weights, Memory(len(state.hidden_TD)))
         assert weights.layer is not None, "a view shows a layer"
@@ -149,7 +157,7 @@ class MoELayer:
         del state.rows
 
     def _reader(self, task: Task) -> Callable[..., Mapping[int, int]]:
-        """A function that reports a router's choices, and makes the value of the router's task of them."""
+        """A function for `Library.value`: reports a router's choices, and returns the number of rows by expert."""
         spans = self._observers.spans(self._states[task.micro_batch])
         experts = self._experts_of(task)
         report = partial(self._observers.routed, task.layer, spans) if experts else _ignore

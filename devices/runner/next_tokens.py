@@ -1,4 +1,4 @@
-"""The end of a step: logits of the last tokens, and the next tokens, by sampling or by beam search."""
+"""The end of a step: logits of each sequence's last token, and its next token by sampling or beam search."""
 
 from __future__ import annotations
 
@@ -31,14 +31,17 @@ class Beams(Protocol):
     """The beam searches of a batch."""
 
     def advance(self, state: MicroBatchState, places: Sequence[int], logits_SV: Logits) -> list[Standing]:
-        """Extend the beams of a micro-batch's requests at these indices by a token; returns each search's standing."""
+        """Extend the beams of some requests of a micro-batch by a token; returns the standing of each search.
+
+        places: indices of these requests in the micro-batch. logits_SV: logits of each of their beams.
+        """
 
 
 class Choice(NamedTuple):
-    """The way that tokens are chosen from logits.
+    """The way that a batch chooses tokens from logits.
 
     Attributes:
-        first_request: the number of requests in the earlier batches.
+        first_request: the number of requests in the earlier batches of the run.
         keep: receives sequences and their logits (S, V), float32; None to drop them.
     """
 
@@ -48,10 +51,11 @@ class Choice(NamedTuple):
 
 
 class NextTokens:
-    """Runs the verb that ends a step.
+    """Runs `sample`, the verb that ends a step of a micro-batch.
 
     Args:
         head: the last norm and the LM head.
+        states: the micro-batches, by number.
         choice: the way that tokens are chosen without beam search.
         first_bad: names the first tensor of a micro-batch's step that is not finite.
         beams: the beam searches; None without beam search.
@@ -84,10 +88,10 @@ class NextTokens:
     def draw(self, task: Task, logits_SV: Any) -> list[int] | list[Standing]:
         """Choose the next token of each sequence, or advance each request's beam search and return its standing.
 
-        Where requests end alone, one whose logits are not finite gets NO_TOKEN.
+        While serving, a request whose logits are not finite gets NO_TOKEN.
 
         Raises:
-            NotFinite: a logit is not finite, and no request ends alone; the message names the step and the first
+            NotFinite: a logit is not finite, and the run is not serving; the message names the step and the first
                 tensor that was bad.
         """
         state = self._states[task.micro_batch]
@@ -137,7 +141,10 @@ class NextTokens:
         return scored
 
     def _of_prompt(self, state: MicroBatchState, place: int, likeliest: int) -> list[Logprob | None]:
-        """The log probabilities of the prompt's tokens that the step's logits give; the prompt's first has none."""
+        """The log probabilities of the prompt's tokens that the step's logits give; None for the prompt's first token.
+
+        place: index of the prompt's sequence in the micro-batch. likeliest: number of likeliest tokens beside each.
+        """
         following = state.following[place]
         ids = state.new[place] if following is None else [*state.new[place], following]
         first = sum(map(len, state.new[:place]))
@@ -165,7 +172,7 @@ class NextTokens:
         return not any(each.temperature for each in state.samplings or [self._choice.sampling])
 
     def likeliest(self, state: MicroBatchState) -> list[int] | None:
-        """The likeliest token of each row, NO_TOKEN if its logits are not finite; None if no kernel finds them."""
+        """The likeliest next token of each sequence, NO_TOKEN if its logits are not finite; None without a kernel."""
         memory, rows = self._last_rows(state)
         greedy = self._kernels.fused("greedy", self._head, memory)
         if greedy is None:
@@ -175,7 +182,7 @@ class NextTokens:
         return tokens
 
     def _last_rows(self, state: MicroBatchState) -> tuple[Memory, Sequence[int]]:
-        """The rows that tokens are sampled from, and memory for logits: the step's if these are all of its rows."""
+        """Memory for the logits, and the rows to sample from: the step's memory if it samples from all its rows."""
         memory, sampled = state.memory, state.sampled
         if memory is not None and memory.rows == sampled:
             return memory, range(sampled)

@@ -17,7 +17,9 @@ class DeviceObservers:
     """Reports routers' choices and experts' activations to observers, if there are any.
 
     Attributes:
-        first_request: the number of requests in the earlier batches.
+        routing: gets the experts that tokens chose; None for nobody.
+        activations: gets the activations of experts; None for nobody.
+        first_request: the number of requests in the earlier batches of the run.
     """
 
     def __init__(self) -> None:
@@ -26,7 +28,7 @@ class DeviceObservers:
         self.first_request = 0
 
     def spans(self, state: MicroBatchState) -> list[TokenSpan]:
-        """The tokens of a micro-batch's step, for an observer of routing; empty without one."""
+        """The requests and positions of the tokens in a micro-batch's step; empty if nobody observes routing."""
         if self.routing is None:
             return []
         step = state.step
@@ -36,12 +38,12 @@ class DeviceObservers:
         ]
 
     def activated(self, layer: int, values: Iterable[npt.NDArray[np.float32]]) -> None:
-        """Report activations of some experts, each on rows (n, I) of its own."""
+        """Report the activations of some experts of a layer: for each expert those of its rows, (n, I)."""
         if self.activations is not None:
             for values_nI in values:
                 self.activations.activated(layer, values_nI)
 
     def routed(self, layer: int, spans: Sequence[TokenSpan], experts_Tk: npt.NDArray[Any]) -> None:
-        """Report a router's choices for these tokens."""
+        """Report the experts that a router chose for tokens: `experts_Tk` for the tokens that `spans` describe."""
         if self.routing is not None:
             self.routing.routed(layer, spans, experts_Tk.astype(np.int64))

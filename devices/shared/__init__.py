@@ -1,1 +1,1 @@
-"""Parts that several devices use: reading pages from files, exchanges between nodes, checks of prompts."""
+"""What several devices use: reading pages from files, coded weights, exchanges between nodes, checks of prompts."""

@@ -1,4 +1,4 @@
-"""One large allocation, made once and cut into equal slots that weight pages are read into."""
+"""Arenas: large allocations that are cut into equal slots for weight pages."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def round_down(nbytes: int) -> int:
 
 
 class Arena:
-    """One allocation of `slots` slots of `slot_bytes` bytes each, rounded up to 4096, that is backed at once.
+    """One allocation that is cut into `slots` slots of `slot_bytes` bytes each, rounded up to multiples of 4096.
 
     allocate: returns a uint8 tensor of a number of bytes at a multiple of 4096; by default ordinary host memory.
     """
@@ -53,27 +53,27 @@ class Arena:
         return self.slots
 
     def slot(self, index: int) -> torch.Tensor:
-        """A slot's bytes: a uint8 tensor of slot_bytes that starts at a multiple of 4096."""
+        """The bytes of a slot: a uint8 tensor of `slot_bytes` that starts at a multiple of 4096."""
         if not 0 <= index < self.slots:
             raise IndexError(f"slot {index} of an arena of {self.slots}")
         return self._memory[index * self.slot_bytes : (index + 1) * self.slot_bytes]
 
     def view(self, index: int, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor of `shape` over a slot's bytes from `offset` on, a multiple of the item's size."""
+        """A tensor over the bytes of a slot from `offset` on, which is a multiple of the dtype's size; no copy."""
         return typed_view(self.slot(index), offset, shape, dtype)
 
 
 def typed_view(slot: torch.Tensor, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor of `shape` over the bytes of `slot` from `offset` on; no copy."""
+    """A tensor of a shape over the bytes of `slot` from `offset` on; no copy."""
     return slot[offset : offset + math.prod(shape) * dtype.itemsize].view(dtype).view(torch.Size(shape))
 
 
 def copy_placed_alike(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A copy with the original's strides; on the CPU also with its offset within a cache line.
+    """Copy a tensor to a device with its strides; on the CPU also with its offset within a cache line.
 
     The last bits of a float32 product depend on that offset, and must be the same for resident and streamed weights. A
-    large copy is in huge pages, which products read a tenth to a quarter faster. On other devices all weights start at
-    multiples of a cache line.
+    large copy is in huge pages, which products read a tenth to a quarter faster. On other devices the copy starts at a
+    multiple of a cache line, as all weights do there.
     """
     if device.type != "cpu":
         memory = torch.empty(tensor.numel(), dtype=tensor.dtype, device=device)
@@ -88,10 +88,10 @@ def copy_placed_alike(tensor: torch.Tensor, device: torch.device) -> torch.Tenso
 
 
 def aligned_bytes(nbytes: int) -> torch.Tensor:
-    """A zeroed uint8 tensor of `nbytes` that starts at a multiple of 4096, in huge pages where there are any.
+    """A zeroed uint8 tensor of `nbytes` bytes that starts at a multiple of 4096, in huge pages where there are any.
 
-    A direct read pins every page that it writes to and passes each to the disk: in huge pages it was measured
-    at 3.9 GB/s and 2 % of a core, in small ones at 3.0 GB/s and 10 %. Shared memory gets no huge pages.
+    A direct read pins each page of memory that it writes to and passes it to the disk: in huge pages it was measured at
+    3.9 GB/s and 2 % of a core, in small ones at 3.0 GB/s and 10 %. Shared memory gets no huge pages.
     """
     tensor = torch.frombuffer(new_memory(nbytes), dtype=torch.uint8)[:nbytes]
     # Writing to each page takes the memory now: the first touch during a read would be measured as the read.

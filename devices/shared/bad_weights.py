@@ -1,4 +1,4 @@
-"""The first weight of a checkpoint in which a number is not finite."""
+"""The search for the first weight of a checkpoint that has a number that is not finite."""
 
 from __future__ import annotations
 
@@ -14,15 +14,18 @@ from .page_reader import PageReader
 
 
 def describe_first_bad_weight(reader: PageReader, layout: WeightLayout) -> str:
-    """Read all weights and describe the first that is not finite, for an error message.
+    """Read all weights and name the first that is not finite, for an error message.
 
-    It needs memory for one page, or for one tensor that is in no page.
+    It needs memory for one page, or for one tensor outside the layers.
     """
     return first_bad(_weights(reader, layout)) or "none of the weights, so an activation"
 
 
 def first_bad(tensors: Iterable[tuple[str, torch.Tensor]]) -> str | None:
-    """The name of the first tensor with a number that is not finite."""
+    """The name of the first tensor with a number that is not finite; None if there is none.
+
+    tensors: pairs of a name and a tensor.
+    """
     return next((name for name, tensor in tensors if not bool(torch.isfinite(tensor).all())), None)
 
 

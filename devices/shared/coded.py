@@ -1,4 +1,4 @@
-"""Row blocks of matrices in a coded storage format: their bytes, and what the bytes say."""
+"""Row blocks of matrices in a coded storage format: their bytes, and the decoding of these."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Tensor = torch.Tensor
 
 
 class Groups(NamedTuple):
-    """The groups of some rows: N rows, G groups of a row, g weights of a group; all float32.
+    """The decoded groups of N rows, G groups of g weights in each, float32; a weight is code * scale + minimum.
 
     Attributes:
-        minimums_NG: None in a format without minimums.
+        minimums_NG: what is added to each weight of a group; None in a format without minimums.
     """
 
     codes_NGg: Tensor
@@ -28,10 +28,11 @@ class Groups(NamedTuple):
 
 
 class Coded:
-    """Rows as they are stored.
+    """Rows of a matrix in a coded format, as they are stored.
 
     Args:
-        raw_NB: their bytes, uint8.
+        raw_NB: the bytes of the rows, uint8.
+        stored: the format.
     """
 
     __slots__ = ("format", "raw_NB")
@@ -49,27 +50,27 @@ class Coded:
         return self.raw_NB.nbytes
 
     def copied(self, device: torch.device) -> Coded:
-        """The rows in memory of their own on a device."""
+        """Copy the rows to memory of their own on a device."""
         return Coded(self.raw_NB.to(device, copy=True), self.format)
 
     def to(self, device: torch.device) -> Coded:
-        """The rows on a device; no copy if they are there."""
+        """Return the rows on a device; they are not copied if they are there already."""
         return Coded(self.raw_NB.to(device), self.format)
 
     def chunk(self, count: int) -> Sequence[Coded]:
-        """The rows in at most `count` equal parts."""
+        """Cut the rows into at most `count` equal parts."""
         return [Coded(part, self.format) for part in self.raw_NB.chunk(count)]
 
     def split(self, rows: int) -> Sequence[Coded]:
-        """The rows in parts of that many, the last of which may have fewer."""
+        """Cut the rows into parts of `rows` rows; the last part may have fewer."""
         return [Coded(part, self.format) for part in self.raw_NB.split(rows)]
 
     def take(self, rows_N: Tensor) -> Coded:
-        """The rows of these numbers."""
+        """Copy the rows with these indices."""
         return Coded(self.raw_NB.index_select(0, rows_N), self.format)
 
     def groups(self) -> Groups:
-        """Read codes, scales and minimums."""
+        """Decode the codes, scales and minimums of all groups."""
         stored = self.format
         assert stored.codes is not None, "the format is coded"
         blocks_NBb = self.raw_NB.view(len(self), -1, stored.block_bytes)
@@ -89,7 +90,7 @@ class Coded:
         return Groups(codes_NGg, (scales_NB1 * of_scales_NBf).flatten(1), minimums_NBf.flatten(1))
 
     def plain(self, dtype: torch.dtype) -> Tensor:
-        """The weights (N, D), rounded to a dtype."""
+        """Decode the weights (N, D), rounded to a dtype."""
         codes_NGg, scales_NG, minimums_NG = self.groups()
         weights_NGg = codes_NGg * scales_NG[..., None]
         if minimums_NG is not None:
@@ -107,7 +108,7 @@ def rows_of(block: Block) -> Tensor:
 
 
 def plain_block(block: Block, dtype: torch.dtype) -> Tensor:
-    """The weights of a block; a plain one is returned as it is."""
+    """The weights of a block: decoded to a dtype if it is coded; a plain block is returned unchanged."""
     return block.plain(dtype) if isinstance(block, Coded) else block
 
 
@@ -134,12 +135,12 @@ def _codes(blocks_NBb: Tensor, codes: Codes, count: int) -> Tensor:
 
 @cache
 def _on(device: torch.device, values: tuple[int, ...]) -> Tensor:
-    """A table of values on a device, float32; it is brought there once."""
+    """The values of codes as a float32 table on a device, which is copied there once."""
     return torch.tensor(values, dtype=torch.float32, device=device)
 
 
 def _pieces(blocks_NBb: Tensor, packed: Bits, count: int) -> Tensor:
-    """The bits of each weight: (N, B, count), uint8."""
+    """Unpack some bits of each of the `count` codes of a block: (N, B, count), uint8."""
     raw_NBb = _bytes_at(blocks_NBb, packed.offset, count * packed.bits // 8)
     if packed.bits == 8:
         return raw_NBb
@@ -150,11 +151,11 @@ def _pieces(blocks_NBb: Tensor, packed: Bits, count: int) -> Tensor:
 
 
 def _six_bits(raw_NBb: Tensor) -> tuple[Tensor, Tensor]:
-    """The factors of scales and those of minimums, (N, B, 8) each.
+    """Unpack the 6-bit factors of scales and those of minimums of eight groups from 12 bytes: (N, B, 8) each.
 
-    Of the first four groups, scales are in four bytes and minimums in the next four. The last four bytes have the
-    lower halves of the other scales, and above them of the other minimums, whose last two bits are the highest ones of
-    the first eight bytes.
+    Those of the first four groups are the lower six bits of a byte: scales in bytes 0 to 3, minimums in bytes 4 to 7.
+    Of the other four groups, bytes 8 to 11 have the lower four bits of a scale and, above them, of a minimum; their
+    upper two bits are the upper two bits of bytes 0 to 7.
     """
     scales, minimums, lower = raw_NBb.split(4, dim=-1)
     others = (lower & 15 | scales >> 6 << 4, lower >> 4 | minimums >> 6 << 4)
@@ -165,7 +166,7 @@ def _six_bits(raw_NBb: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _numbers(blocks_NBb: Tensor, offset: int, stored: StoredFormat) -> Tensor:
-    """The number at an offset of each block, float32: (N, B, 1). The exponent 255 is none (OCP MX, E8M0)."""
+    """Read the number at an offset of each block, float32: (N, B, 1); NaN for the exponent 255 (OCP MX, E8M0)."""
     if stored.number == "exponent":
         exponents_NB1 = _bytes_at(blocks_NBb, offset, 1).int()
         numbers_NB1 = torch.ldexp(torch.ones_like(exponents_NB1, dtype=torch.float32), exponents_NB1 - 128)

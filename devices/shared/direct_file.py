@@ -16,10 +16,10 @@ from moesched.errors import BadInput, MoeschedError
 from .arena import ALIGNMENT, round_down
 
 MOST_AT_ONCE = 1 << 30
-"""Bytes of one read; macOS refuses reads of 2 GiB and more."""
+"""Most bytes of one read; macOS refuses reads of 2 GiB and more."""
 
 MOST_BYTES = 1 << 20
-"""Of a part of a read that several threads share out."""
+"""Most bytes of the parts into which a read is cut for several threads."""
 
 _F_NOCACHE: int | None = getattr(fcntl, "F_NOCACHE", None)
 
@@ -36,13 +36,13 @@ def _drop(descriptor: int, offset: int, nbytes: int) -> None:
 
 
 class Ways(NamedTuple):
-    """The system's functions and flags for reading files; macOS has fewer than Linux.
+    """The system's functions and flags for reading files.
 
     Attributes:
         preadv: reads into buffers from an offset on, as `os.preadv`.
-        direct: the flag that opens a file past the page cache; None on macOS.
-        no_cache: keeps what a descriptor reads out of the page cache, but reads what is cached; None on Linux.
-        drop: drops a range of a descriptor from the page cache; None on macOS.
+        direct: the flag that opens a file for reads past the page cache; None on macOS.
+        no_cache: makes reads by a descriptor leave nothing in the page cache; None on Linux.
+        drop: drops a range of a descriptor's file from the page cache; None on macOS.
     """
 
     preadv: Callable[..., int] = os.preadv
@@ -52,16 +52,19 @@ class Ways(NamedTuple):
 
 
 HERE = Ways()
-"""Those of this system."""
+"""The ways of this system."""
 
 
 class DirectFile:
-    """Positional reads of one file, from any thread; it is opened once.
+    """A file that is opened once for positional reads, past the page cache if possible; any thread may read.
 
-    `caching` is the effect on the page cache: "bypassed" (O_DIRECT, or F_NOCACHE on macOS), "dropped" (the system
-    refuses to bypass it, so each read is dropped from it afterwards) or "kept" (direct=False).
+    Args:
+        direct: whether to read past the page cache.
+        ways: the system's functions for reading files.
 
-    ways: the system's functions for reading files.
+    Attributes:
+        caching: the effect of reads on the page cache: "bypassed" (O_DIRECT, or F_NOCACHE on macOS); "dropped", if the
+            system refuses that: what a read left there is dropped afterwards; or "kept".
 
     Raises:
         BadInput: the file cannot be opened.
@@ -70,19 +73,22 @@ class DirectFile:
     def __init__(self, path: Path, *, direct: bool = True, ways: Ways = HERE) -> None:
         self.path = path
         self._ways = ways
+        self._descriptor = self._buffered = -1
         try:
             self._descriptor, self.caching = _open(path, direct, ways)
-            reads_cached = self.caching == "bypassed" and hasattr(os, "RWF_NOWAIT")
-            self._buffered = os.open(path, os.O_RDONLY) if reads_cached else -1
+            if self.caching == "bypassed" and hasattr(os, "RWF_NOWAIT"):
+                self._buffered = os.open(path, os.O_RDONLY)
         except OSError as error:
+            self.close()
             raise BadInput(f"cannot open {path}: {error.strerror}; restore it or its permissions") from error
 
     def read(self, into: memoryview, offset: int, needed: int, *, cached: bool = False) -> int:
-        """Fill `into` from `offset` on; returns the bytes read, at least `needed`, since the file may end before.
+        """Fill `into` with the file's bytes from `offset` on; returns the number of bytes read.
 
-        The offset, the length and the address of `into` are multiples of 4096. Releases the interpreter lock.
+        That is at least `needed`, and less than the length of `into` only where the file ends. The offset, the length
+        and the address of `into` are multiples of 4096. Other Python threads run meanwhile.
 
-        cached: read what is in the page cache from there: a copy in memory is several times as fast as a disk.
+        cached: whether to take from the page cache what it has, which is several times as fast as a disk.
 
         Raises:
             MoeschedError: the disk failed, or the file ends early.
@@ -102,19 +108,14 @@ class DirectFile:
         return done
 
     def _read_cached(self, into: memoryview, offset: int) -> int:
-        """Fill the beginning of `into` from the page cache, up to the first block that it lacks; returns the bytes."""
+        """Fill `into` from the page cache, up to the first block that it lacks; returns the number of bytes."""
         done = 0
         if self._buffered < 0:
             return done
-        with suppress(
-            OSError
-        ):  # BlockingIOError where the cache has nothing, others where the system refuses
+        with suppress(OSError):  # BlockingIOError if the cache has nothing, others if the system refuses
             while done < len(into):
-                count = round_down(
-                    os.preadv(
-                        self._buffered, [into[done : done + MOST_AT_ONCE]], offset + done, os.RWF_NOWAIT
-                    )
-                )
+                buffers = [into[done : done + MOST_AT_ONCE]]
+                count = round_down(os.preadv(self._buffered, buffers, offset + done, os.RWF_NOWAIT))
                 if not count:
                     break
                 done += count
@@ -141,14 +142,14 @@ class DirectFile:
 
 
 def parts_of(into: memoryview, offset: int, needed: int) -> Iterator[tuple[memoryview, int, int]]:
-    """The arguments of the reads that together do one `read`, each of MOST_BYTES or fewer."""
+    """Cut a `DirectFile.read` into reads of at most MOST_BYTES; yields the arguments of each."""
     for start in range(0, len(into), MOST_BYTES):
         part = into[start : start + MOST_BYTES]
         yield part, offset + start, min(needed - start, len(part))
 
 
 class AbsentFile:
-    """A file of which only the header is here; plans that would read it are refused earlier."""
+    """A stand-in for a file of which only the header is on this machine; every read of it fails."""
 
     caching: Caching = "bypassed"
 
@@ -182,7 +183,7 @@ def _open(path: Path, direct: bool, ways: Ways) -> tuple[int, Caching]:
 
 
 def _open_direct(path: Path, flag: int) -> int | None:
-    """Open a file for direct reads of 4096-aligned blocks; None if the file system refuses."""
+    """Open a file for direct reads of blocks of 4096 bytes; None if the file system refuses."""
     try:
         descriptor = os.open(path, os.O_RDONLY | flag)
     except OSError as error:

@@ -1,7 +1,7 @@
-"""Rows in MXFP4 whose codes and scales are apart in the files: they are joined as they are read.
+"""The reading of MXFP4 rows from files that keep codes and scales apart, as safetensors of gpt-oss do.
 
-A group is then its scale and 16 bytes, which is what kernels read: the first half of the codes in the lower halves of
-the bytes, the others in the upper ones. Files have neighbours in one byte.
+Kernels read a group as one scale byte and 16 bytes of codes, with the first 16 codes in the lower halves of the bytes
+and the other 16 in the upper halves. The files have neighbouring codes in one byte.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from .arena import aligned_bytes, round_down, round_up
 
 Bytes = npt.NDArray[np.uint8]
 Join = Callable[[Bytes, Bytes, Bytes], None]
-"""Writes codes and scales (G) as groups (G, 17)."""
+"""A function that writes groups (G, 17) to its third argument, given their codes and their scales (G)."""
 READ_BYTES = 4 << 20
-"""Of codes, at once."""
+"""Bytes of codes that are read at once."""
 
 
 def read_joined(
@@ -35,9 +35,9 @@ def read_joined(
     *,
     cached: bool,
 ) -> int:
-    """Read rows of a tensor into `out` (uint8, 1-D) as kernels read them; returns the bytes read.
+    """Read a range of rows of a tensor into `out` (uint8, 1-D), joined as kernels read them; returns the bytes read.
 
-    cached: read what is in the page cache from there.
+    files: the open files, by path. cached: whether to take from the page cache what it has.
     """
     first, last = (row * (stored.shape[1] // MXFP4.group) for row in rows)
     joined_GB = out.numpy().reshape(-1, MXFP4.block_bytes)
@@ -54,7 +54,7 @@ def read_joined(
 
 
 def _read(file: Blocks, offset: int, nbytes: int, cached: bool) -> tuple[Bytes, int]:
-    """Bytes of a file, and the number of bytes that were read for them, in whole blocks."""
+    """Read a range of a file; returns its bytes, and the number of bytes that were read for it, in whole blocks."""
     begin = round_down(offset)
     memory = aligned_bytes(round_up(offset + nbytes) - begin)
     read = file.read(memory.numpy().data, begin, offset + nbytes - begin, cached=cached)
@@ -62,7 +62,7 @@ def _read(file: Blocks, offset: int, nbytes: int, cached: bool) -> tuple[Bytes, 
 
 
 def join_by_arrays(codes: Bytes, scales_G: Bytes, joined_GB: Bytes) -> None:
-    """Write groups of a scale and 16 bytes of codes: (G, 17)."""
+    """Join codes and scales (G) to groups of a scale byte and 16 bytes of codes, which are written to `joined_GB`."""
     first_G8, last_G8 = codes.reshape(-1, 2, CODE_BYTES // 2).swapaxes(0, 1)
     joined_GB[:, 0] = scales_G
     joined_GB[:, 1::2] = first_G8 & 15 | last_G8 << 4

@@ -1,4 +1,4 @@
-"""The verbs of a node of several: exchanges between the nodes as numpy arrays, and the kernels around them."""
+"""The verbs of a node that shares a model's experts with others: exchanges of numpy arrays, and their parts."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ FIRST = 0
 
 
 def exchange_of(task: Collective) -> Exchange:
-    """Make the `Exchange` of a collective task, as transports take it."""
+    """Make the `Exchange` that describes a collective task to a transport."""
     return Exchange(task.ticket, task.signature, task.step, task.layer)
 
 
 @contextmanager
 def making_part(transport: Transport, rank: int, task: Collective) -> Iterator[None]:
-    """A context in which a rank computes its part in an exchange; if that fails, the others are told, if possible."""
+    """Tell the other ranks if the computation of this rank's part in an exchange, within the context, fails."""
     try:
         yield
     except Exception as error:
@@ -41,7 +41,7 @@ def making_part(transport: Transport, rank: int, task: Collective) -> Iterator[N
 
 
 class NodeKernels(Protocol):
-    """A device's kernels around the exchanges between nodes."""
+    """A device's computations around the exchanges between nodes."""
 
     def partial_sum(self, task: Task) -> Any:
         """The weighted sum (T, D), float32, of the outputs of this node's own experts: a tensor of the device."""
@@ -50,22 +50,23 @@ class NodeKernels(Protocol):
         """Copy a tensor of the device to the host's memory; called on the network's lane."""
 
     def combine(self, task: Task, total_TD: Array) -> None:
-        """Add the residual to the sum over all nodes, and round once, as a single machine does."""
+        """Add the residual to the sum (T, D) over all nodes, and round once, as a single machine does."""
 
     def route(self, task: Task) -> tuple[dict[int, int], Array]:
-        """Run the router; returns the number of rows of each expert, and what the other nodes' `take_rows` need."""
+        """Run the router; returns the number of rows of each expert that has any, and an array for `take_rows`."""
 
     def take_rows(self, task: Task, routed_TX: Array) -> dict[int, int]:
-        """Take the rows that the first node routed; returns the number of rows of each expert that has any."""
+        """Take over the first node's result of `route`; returns the number of rows of each expert that has any."""
 
 
 class NodeVerbs:
     """Runs the verbs that exist only where several nodes share a model's experts.
 
-    Kernels store the data to exchange by micro-batch and operand, and read the results by the same key.
+    Data to exchange, and the results of exchanges, are kept by micro-batch and by what they are: rows, sum or tokens.
 
     Args:
-        sample: chooses a micro-batch's tokens, where the node attends.
+        kernels: the device's computations.
+        sample: chooses a micro-batch's tokens; None on a node that does not attend.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The location of a page's tensors in the files of a checkpoint and in a slot; computed, nothing is read."""
+"""The computation of the location of a page's tensors, in the files of a checkpoint and in a slot."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .arena import round_down, round_up
 
 
 class Placement(NamedTuple):
-    """The place of a tensor's rows in the slot that holds their page."""
+    """The place of some rows of a tensor in the slot that holds their page."""
 
     tensor: str
     rows: tuple[int, int]
@@ -26,7 +26,7 @@ class Placement(NamedTuple):
 
 
 class Run(NamedTuple):
-    """One read: consecutive blocks of a file that contain neighbouring extents, and the offset in the slot, `at`."""
+    """A read of consecutive blocks of a file, which contain neighbouring extents of a page, into a slot."""
 
     file: Blocks
     offset: int
@@ -39,9 +39,9 @@ class PageLocation(NamedTuple):
     """The blocks of the files that contain a page, and the places of its tensors in a slot.
 
     A tensor starts anywhere in its file, but a disk is read in blocks of 4096 bytes. So the blocks that cover a page
-    are read into the slot, with the tensors at their offsets within these blocks. A page is converted instead, and has
-    the layout's offsets, if one of its tensors is stored in another dtype or at an offset where no view of its dtype
-    can start.
+    are read into the slot, with the tensors at their offsets within these blocks. A page must be converted if one of
+    its tensors is stored in another format, or at an offset where no view of its dtype can start; its tensors are then
+    written to the offsets of the layout.
 
     Attributes:
         placements: the place of each extent, in the page's order.
@@ -57,7 +57,7 @@ class PageLocation(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Bytes of a page that are consecutive both where they were read to and in the layout's order."""
+    """Bytes of a page that are consecutive both in a slot, from `source` on, and in the layout, from `target` on."""
 
     source: int
     target: int
@@ -65,7 +65,7 @@ class Piece(NamedTuple):
 
 
 def pieces_of(page: Page, location: PageLocation) -> tuple[Piece, ...]:
-    """The copies that bring a page to the layout's offsets after it was read; few, where gaps are equal."""
+    """The copies that move a page from where it was read to in a slot to the layout's offsets, as few as possible."""
     pieces: list[Piece] = []
     for extent, placement in zip(page.extents, location.placements, strict=True):
         last = pieces[-1] if pieces else None
@@ -82,9 +82,10 @@ def locate(
     tensors: Mapping[str, StoredTensor],
     files: Mapping[Path, Blocks],
 ) -> PageLocation:
-    """Find the location of a page.
+    """Compute the location of a page.
 
-    format_of: returns the format in which kernels need a tensor, by its canonical name.
+    format_of: returns the format in which kernels need a tensor, by its canonical name. tensors: the stored tensors, by
+    the same name. files: the open files, by path.
     """
     stored = [tensors[extent.tensor] for extent in page.extents]
     formats = [format_of(extent.tensor) for extent in page.extents]
@@ -100,13 +101,13 @@ def locate(
 
 
 def byte_range(stored: StoredTensor, rows: tuple[int, int]) -> tuple[int, int]:
-    """The range of bytes in the file of these rows: whole rows, even if only some columns are needed."""
+    """The range of bytes in the file that has these rows: whole rows, even if only some columns are needed."""
     first, end = rows
     return stored.offset + first * stored.row_bytes, stored.offset + end * stored.row_bytes
 
 
 def scales_range(stored: StoredTensor, rows: tuple[int, int]) -> tuple[int, int]:
-    """The range of bytes in the file of the scales of these rows; empty where rows have none of their own."""
+    """The range of bytes in the file that has the scales of these rows; empty if scales are not stored apart."""
     if stored.scales is None:
         return 0, 0
     groups = stored.shape[1] // stored.format.group
@@ -122,7 +123,7 @@ def _must_convert(stored: StoredTensor, needed: StoredFormat, start: int) -> boo
 def _runs(
     spans: list[tuple[Path, int, int]], files: Mapping[Path, Blocks]
 ) -> tuple[tuple[Run, ...], list[int]]:
-    """The reads of these spans of files, neighbours merged, and the offset of each span in the slot."""
+    """The reads that cover spans (path, start, end) of files, neighbours merged, and each span's offset in the slot."""
     runs: list[Run] = []
     offsets = [0] * len(spans)
     for index, (path, start, end) in sorted(enumerate(spans), key=itemgetter(1)):

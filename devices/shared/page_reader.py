@@ -1,4 +1,4 @@
-"""Reads the pages of a weight layout from the files of a checkpoint into slots of an arena."""
+"""The reading of a weight layout's pages from the files of a checkpoint into slots."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _log = Log(__name__)
 
 
 class Part(NamedTuple):
-    """Consecutive bytes of a page in memory (uint8), and their offset `at` in a slot."""
+    """Consecutive bytes of a page in memory (uint8), and the offset `at` that they have in a slot."""
 
     at: int
     memory: torch.Tensor
@@ -49,13 +49,13 @@ class PageReader:
     Several threads may read at once, each into its own slot.
 
     Args:
-        join: joins codes and scales that are apart in the files.
+        join: joins MXFP4 codes and scales that are apart in the files.
 
     Attributes:
-        dtype: the layout's dtype, that of plain tensors but for those that keep float32.
+        dtype: the layout's dtype, in which plain tensors are read, except those that stay in float32.
         slot_bytes: bytes of the largest page in a slot.
-        converts: whether there are pages whose bytes in the files must be converted.
-        buffer_bytes: size of each reading thread's buffer for conversions.
+        converts: whether some pages must be converted, as their bytes in the files are not what kernels read.
+        buffer_bytes: bytes of each reading thread's buffer for conversions.
         bytes_read: bytes read from the files so far, in whole blocks.
         ahead: memory that was allocated early, used first for resident weights.
 
@@ -111,7 +111,7 @@ class PageReader:
             file.close()
 
     def format_of(self, name: str) -> StoredFormat:
-        """The format in memory of the tensor of a canonical name."""
+        """The format in which a tensor is read into memory, by its canonical name."""
         return self._config.kept_format(name) or self._plain
 
     def location(self, page: Page) -> PageLocation:
@@ -123,10 +123,10 @@ class PageReader:
         return round_up(max(self._locations[page.id].nbytes, page.nbytes))
 
     def pieces(self, page: Page, parts: Sequence[Part]) -> Iterator[tuple[torch.Tensor, int]]:
-        """The bytes of a page in ascending order of their offsets in the layout, with these offsets.
+        """Yield the bytes of a page in pieces, each with its offset in the layout, ascending.
 
-        Layout offsets are multiples of a cache line. Products on GPUs are slower with weights that are at no multiple
-        of 16 bytes, as they may be in files.
+        Offsets in the layout are multiples of a cache line, while weights in files may start anywhere: products on GPUs
+        are slower with weights that do not start at a multiple of 16 bytes.
 
         parts: the page's bytes as `read` leaves them.
         """
@@ -137,9 +137,9 @@ class PageReader:
                     yield part.memory[start - part.at : end - part.at], target + start - source
 
     def views(self, slot: torch.Tensor, page: Page, *, aligned: bool = False) -> dict[str, list[Any]]:
-        """The page's tensors over the slot's bytes, by canonical name: row blocks, top to bottom; no copy.
+        """The page's tensors as views of a slot's bytes, by canonical name, each as row blocks from top to bottom.
 
-        Blocks are tensors, those of coded weights `Coded`. Those of a matrix that the files hold transposed are
+        A block is a tensor, or `Coded` in a coded format. The blocks of a matrix that the files hold transposed are
         (outputs, some of the inputs), left to right.
 
         Args:
@@ -164,9 +164,9 @@ class PageReader:
         return blocks
 
     def read(self, page: Page, slot: torch.Tensor, *, cached: bool = False) -> int:
-        """Read the page into the slot (uint8, CPU, at a multiple of 4096); returns the bytes read.
+        """Read a page into a slot (uint8, CPU, at a multiple of 4096); returns the number of bytes read.
 
-        cached: read what is in the page cache from there.
+        cached: whether to take from the page cache what it has.
 
         Raises:
             MoeschedError: the disk failed, the file ends early, or the slot is too small or not aligned.
@@ -174,9 +174,9 @@ class PageReader:
         return sum(read() for read in self.reads(page, slot, cached=cached))
 
     def reads(self, page: Page, slot: torch.Tensor, *, cached: bool = False) -> list[Callable[[], int]]:
-        """The reads that bring the page into the slot, as in `read`, for threads that share them out.
+        """Cut the `read` of a page into functions that several threads may call at once.
 
-        Each fills bytes of its own, and returns the bytes read.
+        Each reads bytes of its own, and returns their number.
 
         Raises:
             MoeschedError: the slot is too small or not aligned.
@@ -193,19 +193,19 @@ class PageReader:
         ]
 
     def read_tensor(self, name: str) -> Any:
-        """Read the whole tensor of a canonical name into new memory, in its format there (`format_of`)."""
+        """Read a whole tensor, given its canonical name, into new memory; its format there is `format_of` it."""
         shape, stored = self._tensors[name].shape, self.format_of(name)
         raw = self.new_memory(math.prod(shape[:-1]) * stored.row_bytes(shape[-1]))
         self.read_tensor_into(name, raw)
         return block_of(raw, shape, stored)
 
     def new_memory(self, nbytes: int) -> torch.Tensor:
-        """A uint8 tensor at a multiple of 4096, for resident weights; made of `ahead` as far as it goes."""
+        """Allocate memory for resident weights: a uint8 tensor at a multiple of 4096, from `ahead` while that lasts."""
         taken = self.ahead.use(nbytes)
         return aligned_bytes(nbytes) if taken is None else torch.frombuffer(taken, dtype=torch.uint8)[:nbytes]
 
     def read_tensor_into(self, name: str, raw: torch.Tensor) -> None:
-        """Read a whole tensor into its bytes in memory (uint8, 1-D). What the page cache has comes from there."""
+        """Read a whole tensor, given its canonical name, into `raw` (uint8, 1-D), from the page cache what that has."""
         stored = self._tensors[name]
         out = raw.view(_dtype_of(self.format_of(name)))
         buffer = aligned_bytes(_BUFFER_BYTES)
@@ -263,7 +263,7 @@ def _convert(
     *,
     cached: bool = False,
 ) -> int:
-    """Read rows of a tensor through the buffer into `out` (1-D); returns the bytes read."""
+    """Read rows of a tensor through a buffer into `out` (1-D), converted to its dtype; returns the bytes read."""
     start, end = byte_range(stored, rows)
     chunk = CHUNK_BYTES if stored.columns is None else _whole_rows(stored)
     nbytes = done = 0
@@ -279,31 +279,31 @@ def _convert(
 
 
 def block_of(raw: torch.Tensor, shape: Shape, stored: StoredFormat) -> Block:
-    """A tensor over its bytes (uint8, 1-D)."""
+    """View the bytes of a tensor (uint8, 1-D) as a tensor of this shape, or as `Coded` rows."""
     if stored.codes is not None:
         return Coded(raw.view(shape[0], -1), stored)
     return raw.view(DTYPES[stored.name]).view(shape)
 
 
 def _dtype_of(stored: StoredFormat) -> torch.dtype:
-    """The dtype of a format's numbers; those of a coded one are bytes."""
+    """The dtype of a plain format's numbers; uint8 for a coded format."""
     return DTYPES.get(stored.name, torch.uint8)
 
 
 def _typed(raw: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The bytes as items of dtype; a copy where they start at no multiple of the item's size."""
+    """View bytes as numbers of a dtype; a copy where they do not start at a multiple of its size."""
     if raw.data_ptr() % dtype.itemsize:
         raw = torch.from_numpy(raw.numpy().copy())
     return raw.view(dtype)
 
 
 def _whole_rows(stored: StoredTensor) -> int:
-    """Bytes of a buffer for the whole rows that are read at once, if only some columns are wanted."""
+    """The bytes of the whole rows that are read at once where only some columns are wanted."""
     return CHUNK_BYTES // stored.row_bytes * stored.row_bytes
 
 
 def _wanted(raw: torch.Tensor, stored: StoredTensor) -> torch.Tensor:
-    """Cut the tensor's columns out of whole rows as read; 1-D."""
+    """Cut the wanted columns of a tensor out of whole rows as they were read; 1-D."""
     if stored.columns is None:
         return raw
     first, count = (stored.format.row_bytes(each) for each in (stored.columns.first, stored.shape[1]))

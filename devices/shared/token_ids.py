@@ -1,4 +1,4 @@
-"""Token ids that a device is given."""
+"""A check of the token ids that a device is given."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Implementations of verbs."""
+"""Verbs as functions that run tasks."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 from moesched.tasks import Task
 
 Verb = Callable[[Any], Any]
-"""Runs a task of one verb, and returns its value."""
+"""A function that runs a task of one verb, and returns the task's value."""
 
 
 def after(first: Callable[[Any], object], then: Verb) -> Verb:
-    """A verb that runs `first`, then `then`, and returns the value of `then`."""
+    """Make a verb that runs `first`, then `then`, and returns the value of `then`."""
 
     def both(task: Task) -> Any:
         first(task)

@@ -1,4 +1,4 @@
-"""The accelerator's memory for pages that stay: those of an expert, or of a layer's dense part, lie together."""
+"""The accelerator's memory for resident pages: the pages of an expert, or of a layer's dense part, lie together."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from .compute import Compute
 
 
 class AdjacentPages:
-    """Memory for pages: those of an expert, or of a layer's dense part, are one after the other in one allocation.
+    """Allocates memory for resident pages: one allocation for all pages of an expert or of a layer's dense part.
 
-    The parts of a resident matrix are then one block for `joined`.
+    The row blocks of a matrix that spans several pages then follow each other, and `joined` makes them one block.
     """
 
     def __init__(self, reader: PageReader, compute: Compute) -> None:
@@ -29,14 +29,14 @@ class AdjacentPages:
         """The ids of the pages in each allocation."""
 
     def retain(self, pages: Iterable[Page]) -> set[int]:
-        """Free each allocation unless exactly its pages are among these; returns the ids of the pages that are kept."""
+        """Free the allocations whose pages are not those of a group in `pages`; returns the ids of the kept pages."""
         self._together &= {_ids(group) for group in _groups(pages)}
         staying = {page for group in self._together for page in group}
         self._slots = {page: slot for page, slot in self._slots.items() if page in staying}
         return staying
 
     def allocate(self, pages: Iterable[Page]) -> None:
-        """Allocate memory for those of the pages that have none; the same pages were passed to `retain` before."""
+        """Allocate memory for the pages that have none; call `retain` with the same pages first."""
         for group in _groups(pages):
             if _ids(group) not in self._together:
                 self._together.add(_ids(group))
@@ -49,7 +49,7 @@ class AdjacentPages:
         return self._slots.get(page.id, elsewhere)
 
     def copied(self, page: Page, staging: Tensor) -> NamedBlocks:
-        """Copy a page to its memory, and return its tensors there; threads may do so with different pages.
+        """Copy a page to its memory, and return its tensors there; several threads may copy different pages.
 
         staging: the page's bytes as they were read.
         """

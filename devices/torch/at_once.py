@@ -1,4 +1,4 @@
-"""Tensors of torch between kernels and the host: computed at once on the CPU, or in the order of a stream."""
+"""The runner's `Library` for torch: on the CPU, where results are there at once, and on the stream of a GPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .read_back import ReadBack
 
 
 class AtOnce:
-    """The `Library` of torch on the CPU: tensors are computed when a kernel is called."""
+    """The `Library` of torch on the CPU: a kernel's results are there when its call returns."""
 
     computing: type[AbstractContextManager[object]] = torch.inference_mode
 
@@ -32,16 +32,16 @@ class AtOnce:
     def value(
         self, task: Task, read: Callable[..., Any], *tensors: Tensor, beside: Sequence[Tensor] = ()
     ) -> Any:
-        """The value of a task, which `read` makes of tensors on the host."""
+        """Copy tensors to the host and call `read` with them; returns its result, the value of a task."""
         return read(*map(self.on_host, tensors))
 
     def settled(self, value: Any) -> Any:
-        """The value itself."""
+        """Return the value unchanged: it has been read."""
         return value
 
 
 class OnStream(AtOnce):
-    """The `Library` of torch on a stream: tensors are computed in its order, and copied to the host behind them."""
+    """The `Library` of torch on a GPU: results are copied to the host on the stream, and read when a task has ended."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -50,20 +50,21 @@ class OnStream(AtOnce):
     def value(
         self, task: Task, read: Callable[..., Any], *tensors: Tensor, beside: Sequence[Tensor] = ()
     ) -> Any:
-        """A `Later`; the copies are asynchronous, to page-locked memory."""
+        """Start to copy tensors to the host's page-locked memory; returns a `Later`, which calls `read` with them."""
         return Later(read, self._read_back, tensors)
 
     def settled(self, value: Any) -> Any:
-        """The value, once the current stream has done all its work."""
+        """Wait until the current stream has done all its work, then read the value."""
         wait_for_copies(self._device)
         return settled(value)
 
 
 class Later:
-    """A value that is read when the stream has run its task; it begins the copies to the host.
+    """The value of a task that the stream has yet to run; the constructor starts the copies to the host.
 
     Args:
-        read: makes the value of arrays on the host, and keeps none of them.
+        read: makes the value from arrays on the host, and keeps none of them.
+        read_back: gives the host's memory for the copies.
         tensors: results on the accelerator.
     """
 
@@ -73,7 +74,7 @@ class Later:
         self._copies = [read_back.copied(tensor) for tensor in tensors]
 
     def get(self) -> Any:
-        """The value; the task's stream must have run the task."""
+        """Read the value; the stream must have run the task."""
         value = self._read(*(copy.numpy() for copy, _ in self._copies))
         for _, memory in self._copies:
             if memory is not None:
@@ -82,10 +83,10 @@ class Later:
 
 
 def settled(value: Any) -> Any:
-    """The value of a task that has ended."""
+    """The value of a task that has ended: that of a `Later`, or the value itself."""
     return value.get() if isinstance(value, Later) else value
 
 
 def library_of(accelerator: torch.device) -> AtOnce:
-    """The library for kernels on this device."""
+    """The runner's library for an accelerator."""
     return AtOnce() if accelerator.type == "cpu" else OnStream(accelerator)

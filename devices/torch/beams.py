@@ -1,4 +1,4 @@
-"""Beam search on the device: the searches of a batch, and the updates of their sequences in the KV cache."""
+"""Beam search on torch: the searches of a batch, and the reordering of their sequences in the KV cache."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from ..runner.micro_batch import MicroBatchState
 
 
 class BeamSearches:
-    """Advances the beam searches of a batch, and updates their sequences in the KV cache.
+    """Advances the beam searches of a batch, and reorders their sequences in the KV cache.
 
     Args:
-        searches: one search for each request.
+        searches: the search of each request, by request.
+        states: the micro-batches, by number.
     """
 
     def __init__(self, searches: Mapping[int, BeamSearch], states: Sequence[MicroBatchState]) -> None:
@@ -29,7 +30,10 @@ class BeamSearches:
     def advance(
         self, state: MicroBatchState, places: Sequence[int], logits_SV: npt.NDArray[np.float32]
     ) -> list[Standing]:
-        """Extend the beams of a micro-batch's requests at these indices by a token; returns each search's standing."""
+        """Extend the beams of some requests of a micro-batch by a token; returns the standing of each search.
+
+        places: indices of these requests in the micro-batch. logits_SV: logits of each of their beams.
+        """
         count = len(state.requests) * state.beams
         if len(state.new) != count:  # after prefill: one entry per prompt
             state.new = [[]] * count
@@ -41,7 +45,7 @@ class BeamSearches:
         return [search.standing for search in searches]
 
     def reorder(self, task: Task) -> None:
-        """Replace the sequences of beams by those of their parents."""
+        """Have each beam of a micro-batch continue its parent's cached sequence, as the last `advance` chose."""
         use_cores(1)
         state = self._states[task.micro_batch]
         before = len(state.sequences) // len(state.requests)

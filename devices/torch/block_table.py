@@ -1,4 +1,4 @@
-"""The blocks of a KV cache: those of each sequence, and the free ones."""
+"""The block table of a KV cache: the blocks of each sequence, and the free blocks."""
 
 from __future__ import annotations
 
@@ -18,19 +18,21 @@ class OutOfBlocks(OverBudget):
 
 
 class Held(NamedTuple):
-    """Blocks with a sequence's tokens, in order, from the token number `first` on."""
+    """The blocks that hold a sequence's tokens, in order; `first` is the number of the first block's first token."""
 
     first: int
     blocks: list[int]
 
 
 class Growth(NamedTuple):
-    """A sequence that gets new tokens.
+    """The growth of a sequence by new tokens.
 
     Attributes:
-        past, new: number of its tokens before them, and of them.
-        seen: the blocks of tokens that the new ones see; their own too, if nothing is `kept` apart.
-        kept: the blocks of tokens that later ones see, where the new ones overwrite some of `seen`; else None.
+        past: number of its tokens before.
+        new: number of new tokens.
+        seen: the blocks with the tokens that the new ones see; with the new ones too, unless `kept` has them.
+        kept: the blocks with the tokens that later ones will see, where storing the new tokens overwrites some of
+            `seen`: within a window; otherwise None.
     """
 
     past: int
@@ -40,12 +42,12 @@ class Growth(NamedTuple):
 
     @property
     def length(self) -> int:
-        """The number of its tokens from the first block on, new ones included."""
+        """The number of its tokens that are in the blocks `seen`, new ones included."""
         return self.past + self.new - self.seen.first
 
 
 class SequenceBlocks(msgspec.Struct):
-    """The number of a sequence's tokens, and its blocks in order; the first one begins with the token `first`."""
+    """A sequence's number of tokens, and its blocks in order; `first` is the number of the first token in them."""
 
     length: int
     blocks: list[int]
@@ -58,7 +60,7 @@ class SequenceBlocks(msgspec.Struct):
 
 
 class BlockCopy(NamedTuple):
-    """A block to be copied to another."""
+    """The copy of a block to another, by their numbers."""
 
     source: int
     target: int
@@ -70,8 +72,10 @@ class BlockTable:
     Sequences that `reorder` made share full blocks. Several threads may grow and reorder different sequences.
 
     Args:
-        window: most tokens that a token sees, itself included. A block that has left the window is the sequence's next
-            one, unless others share it. None keeps all tokens.
+        blocks: number of blocks.
+        block_size: tokens in a block.
+        window: most tokens that a token sees, itself included. A sequence uses a block that has left the window again,
+            unless others share it. None keeps all tokens.
     """
 
     def __init__(self, blocks: int, block_size: int, window: int | None = None) -> None:
@@ -90,7 +94,12 @@ class BlockTable:
         return self._sequences[sequence]
 
     def open(self, sequence: int, tokens: int = 0) -> None:
-        """Begin a sequence, and reserve blocks for `tokens` tokens; raises OutOfBlocks if too few are free."""
+        """Begin a sequence, and reserve blocks for `tokens` tokens.
+
+        Raises:
+            OutOfBlocks: too few blocks are free.
+            ValueError: the sequence is open already.
+        """
         if sequence in self._sequences:
             raise ValueError(f"sequence {sequence} is open already")
         blocks = self._free.take(self.most_blocks(tokens))
@@ -105,7 +114,7 @@ class BlockTable:
         return -(-tokens // self._block_size)
 
     def most_blocks(self, tokens: int) -> int:
-        """Most blocks that a sequence of `tokens` tokens has at once: the window before a token, and one more."""
+        """Most blocks that a sequence of `tokens` tokens has at once; a window needs its blocks and one more."""
         blocks = self.blocks_for(tokens)
         return blocks if self._window is None else min(blocks, self.blocks_for(self._window - 1) + 1)
 
@@ -128,11 +137,14 @@ class BlockTable:
             return list(map(Growth, past, new, seen, map(self._held, states)))
 
     def _held(self, state: SequenceBlocks) -> Held:
-        """The blocks that have tokens of a sequence."""
+        """The blocks of a sequence that have tokens, without those that are only reserved."""
         return Held(state.first, state.blocks[: self.blocks_for(max(0, state.length - state.first))])
 
     def _leave(self, states: Iterable[SequenceBlocks], positions: Iterable[int]) -> None:
-        """Give back each sequence's blocks whose tokens none from its position on sees."""
+        """Take from each sequence the blocks that have left the window of the token at its position.
+
+        They go to the end of its blocks, to be used again; those that others share are given up.
+        """
         if self._window is None:
             return
         for state, position in zip(states, positions, strict=True):
@@ -142,7 +154,7 @@ class BlockTable:
                 state.first += left * self._block_size
 
     def _lengthen(self, states: Sequence[SequenceBlocks], new: Sequence[int]) -> None:
-        """Take the blocks that new tokens need."""
+        """Lengthen sequences by new tokens, and take the blocks that these need."""
         lengths = [state.length + tokens for state, tokens in zip(states, new, strict=True)]
         missing = [
             max(0, self.blocks_for(length - state.first) - len(state.blocks))
@@ -188,7 +200,7 @@ class BlockTable:
             return self._copied(partly_filled)
 
     def _copied(self, partly_filled: Sequence[tuple[int, SequenceBlocks]]) -> list[BlockCopy]:
-        """Give each of these sequences a new last block; returns the copies that fill them."""
+        """Give each sequence a last block of its own; returns the copies of partly filled blocks into these."""
         self._free.require(len(partly_filled))
         for _, state in partly_filled:
             state.blocks += self._free.take(1, after=state.last)
@@ -196,7 +208,7 @@ class BlockTable:
 
 
 class _FreeBlocks:
-    """The free blocks; a sequence gets neighbouring ones if possible."""
+    """Keeps the free blocks, and counts the users of shared ones; a sequence gets neighbouring blocks if possible."""
 
     def __init__(self, blocks: int) -> None:
         self.count = self.total = blocks
@@ -204,6 +216,7 @@ class _FreeBlocks:
         self._further_users: Counter[int] = Counter()
 
     def require(self, blocks: int) -> None:
+        """Raise OutOfBlocks if fewer blocks are free."""
         if blocks > self.count:
             what = f"the KV cache has {self.count} free blocks of {self.total}, {blocks} are needed"
             raise OutOfBlocks(f"{what}; make it larger, or run fewer or shorter sequences at once")
@@ -229,13 +242,13 @@ class _FreeBlocks:
         self._further_users.update(blocks)
 
     def release(self, blocks: list[int]) -> list[int]:
-        """Remove a user from blocks that others have too; returns the blocks that nobody else has."""
-        shared = [block for block in blocks if self._further_users[block]]
+        """Remove a user from the blocks that others use, too; returns the other blocks."""
+        shared = {block for block in blocks if self._further_users[block]}
         self._further_users.subtract(shared)
         return [block for block in blocks if block not in shared]
 
     def give_back(self, blocks: list[int]) -> None:
-        """Remove a user from blocks; those without another one are free."""
+        """Remove a user from blocks; those without another user become free."""
         for block in self.release(blocks):
             self._is_free[block] = 1
             self.count += 1

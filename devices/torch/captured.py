@@ -1,8 +1,8 @@
 """Captured kernels: a bound kernel whose calls repeat is captured as a CUDA graph, and replayed from then on.
 
-A graph has the addresses and numbers that its kernel was called with. So a call is replayed if its own are the same.
-What differs from step to step, such as the lengths of sequences, is in memory of the accelerator, and is copied there
-ahead of the call, on the same stream.
+A graph contains the addresses and numbers of the call that was captured, so it stands for calls with the same ones.
+Numbers that differ from step to step, such as the lengths of sequences, are in the accelerator's memory, copied
+there ahead of the call on the same stream.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from moesched.system.logs import Log
 from ..kernels.seam import Bound
 
 WARM_CALLS = 2
-"""Calls that run before one is captured: they load kernels, and allocate the memory that later calls use again."""
+"""Equal calls that run before one is captured: they load kernels, and allocate memory that later calls use again."""
 
 _log = Log(__name__)
 
@@ -29,7 +29,7 @@ class Graphs:
     """The CUDA graphs of a device, which share memory for what their kernels allocate.
 
     Args:
-        most: number of graphs at a time; other calls are launched.
+        most: most graphs at a time; calls beyond them are launched kernel by kernel.
 
     Attributes:
         count: number of calls that were captured.
@@ -43,24 +43,24 @@ class Graphs:
         self._module: Any = torch.get_device_module(device)
         self._pool: Any = None
         self._stream: Any = None
-        """Of captures alone: other threads, too, use the streams that calls run on."""
+        """The stream for captures, since other threads use the streams that calls run on."""
         self._first: Any = None
-        """Kept for its memory: torch shares that of graphs only while one of them is left."""
+        """The first graph, kept alive because torch shares memory among graphs only while one of them is left."""
         self._ways: list[str] = []
         self.count = 0
         self.refusal = ""
 
     @property
     def used(self) -> Mapping[str, Sequence[str]]:
-        """The way in which calls repeat, by the word `replay`; empty if none was captured."""
+        """For reports: the key "replay" with the ways in which calls are repeated; empty if none was captured."""
         if self.refusal:
             return {"replay": [f"launches, as a capture failed: {self.refusal}"]}
         return {"replay": self._ways} if self._ways else {}
 
     def capture(self, owner: Captured, run: Callable[[], Any]) -> tuple[Any, Any] | None:
-        """Capture a kernel's call, which does not run it; returns the graph and the call's result.
+        """Capture a call of a kernel, which records it without running it; returns the graph and the call's result.
 
-        None if a capture failed, now or before, or if there are too many graphs.
+        Returns None if a capture failed, now or before, or if there are too many graphs.
         """
         if self.refusal or len(self._live) >= self._most:
             return None
@@ -86,7 +86,7 @@ class Graphs:
         return graph, result
 
     def drop(self, owner: Captured) -> None:
-        """Note that a kernel has no graph any more."""
+        """Count a kernel's graph no longer: it has been dropped."""
         self._live.discard(owner)
 
     def _refuse(self, error: Exception) -> None:
@@ -95,12 +95,12 @@ class Graphs:
 
 
 class Captured:
-    """A bound kernel made of one: runs it, captures it when its calls repeat, and then replays it.
+    """A bound kernel that wraps another: runs it, captures a call that has been repeated, and then replays its graph.
 
-    After a graph that was hardly replayed, the next one takes twice as many equal calls.
+    After a graph that was replayed only a few times, the next one is captured after twice as many equal calls.
 
     Attributes:
-        way: the way in which calls repeat, for reports.
+        way: the name of this way to repeat calls, for reports.
     """
 
     __slots__ = (
@@ -138,7 +138,7 @@ class Captured:
         return self._result
 
     def _begin(self, identity: list[Any]) -> None:
-        """Begin with other arguments."""
+        """Drop the graph, if there is one, and count calls with other arguments from 0."""
         if self._graph is not None:
             self._graphs.drop(self)
             if self._calls < 4 * self._warm:
@@ -158,7 +158,7 @@ class Captured:
 
 
 def identities(arguments: Iterable[Any]) -> list[Any]:
-    """The addresses of tensors, and all other arguments as they are."""
+    """The identity of a call's arguments: addresses of tensors, in sequences too, and all others as they are."""
     found: list[Any] = []
     for each in arguments:
         if isinstance(each, torch.Tensor):

@@ -1,4 +1,4 @@
-"""The accelerator of the torch device, with its kernels and the number of cores that torch uses."""
+"""The accelerator of the torch device with its kernels, and the division of the host's cores."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from ..kernels.resources import Indices, Upload, as_it_is
 from ..kernels.torch_kernels import TorchKernels
 from ..products.bfloat16_support import has_bfloat16
 from ..products.row_tiles import CODE_BYTES
+from ..products.team import use_cores
 from ..shared.page_reader import DTYPES
 from .captured import Graphs
 from .copies import NumberRing, host_indices, host_upload
@@ -34,7 +35,7 @@ class Compute:
         use_cores_for: sets the number of cores for a product, given its numbers of rows and weights.
         kernels: the kernels of the operations.
         indices: makes an int64 tensor on the accelerator from numbers.
-        replays: has kernels replayed on the accelerator; None on the CPU.
+        replays: wraps bound kernels so that a GPU replays them; None on the CPU.
     """
 
     def __init__(
@@ -77,12 +78,15 @@ class Compute:
 
     @property
     def own_bytes(self) -> int:
-        """Bytes that oneDNN's code for the shapes of products takes."""
+        """Bytes of the code that oneDNN generates for products of bfloat16; 0 if it computes none."""
         bfloat16 = self.on_cpu and self.dtype == torch.bfloat16 and has_bfloat16()
         return CODE_BYTES if bfloat16 and not self.kernels.all_native else 0
 
     def start(self, rows_an_expert: float) -> None:
-        """Start kernels and threads for a mean of `rows_an_expert` rows in a decode step; later calls do nothing."""
+        """Start threads and fill the table of kernels; later calls do nothing.
+
+        rows_an_expert: mean number of an expert's rows in a decode step.
+        """
         if self._threads_before is not None:
             return
         self._threads_before = torch.get_num_threads()
@@ -98,4 +102,4 @@ class Compute:
         self.kernels.close()
         self.indices = host_indices
         if self._threads_before is not None:
-            torch.set_num_threads(self._threads_before)
+            use_cores(self._threads_before)

@@ -1,6 +1,6 @@
-"""Copies between the host and an accelerator, and a ring of page-locked memory for numbers that go there.
+"""Copies of numbers from the host to an accelerator, through a ring of page-locked memory.
 
-A copy from or to ordinary memory blocks its thread until the stream has reached it.
+Ordinary memory would not do: a copy from it blocks the calling thread until the stream has reached the copy.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ Tensor = torch.Tensor
 HOST = torch.device("cpu")
 
 Indices = Callable[[Sequence[int]], Tensor]
-"""Makes an int64 tensor of numbers, on some device."""
+"""A function that makes an int64 tensor of numbers on some device."""
 
 host_indices: Indices = partial(torch.tensor, dtype=torch.int64)
-"""On the host."""
+"""The `Indices` of the host."""
 
 
 def host_upload(numbers: Sequence[int], into: Tensor) -> None:
-    """Copy numbers to the first places of a tensor on the host."""
+    """Copy numbers to the first entries of an int64 tensor on the host."""
     into.view(-1)[: len(numbers)] = host_indices(numbers)
 
 
 MOST_NUMBERS = NUMBER_RING_BYTES // (2 * NUMBER_BYTES)
-"""Numbers in a half of the ring."""
+"""Numbers that fit in half of the ring."""
 
 
 class NumberRing:
-    """Copies numbers to an accelerator through page-locked memory of two halves, which are used in turn.
+    """Copies numbers to an accelerator through page-locked memory in two halves, which are filled in turn.
 
-    A half is filled again only after the copies from it have ended. All copies are on one stream at a time. The memory
-    is allocated at the first use.
+    A half is filled again only after the copies from it have ended. All copies must be on one stream at a time. The
+    memory is allocated at the first use.
 
     Args:
-        numbers: size of a half.
+        numbers: how many numbers a half holds.
     """
 
     def __init__(self, device: torch.device, numbers: int = MOST_NUMBERS) -> None:
@@ -51,26 +51,26 @@ class NumberRing:
         self._device = device
         self._most = numbers
         self._halves: deque[Tensor] = deque()
-        """The one that is being filled, and the other."""
+        """The half that is being filled, then the other one."""
         self._filled = 0
         self._other_copied: Any = None
         """The event behind the copies from the other half; None while there are none."""
 
     def indices(self, numbers: Sequence[int]) -> Tensor:
-        """The numbers as an int64 tensor on the accelerator, by asynchronous copies on the current stream."""
+        """Make an int64 tensor of numbers on the accelerator, by asynchronous copies on the current stream."""
         there = torch.empty(len(numbers), dtype=torch.int64, device=self._device)
         self.upload(numbers, there)
         return there
 
     def upload(self, numbers: Sequence[int], into: Tensor) -> None:
-        """Copy the numbers to the first places of a tensor there, as `indices` does."""
+        """Copy numbers to the first entries of an int64 tensor there, asynchronously on the current stream."""
         flat = into.view(-1)
         for start in range(0, len(numbers), self._most):
             piece = numbers[start : start + self._most]
             flat[start : start + len(piece)].copy_(self._held(piece), non_blocking=True)
 
     def _held(self, numbers: Sequence[int]) -> Tensor:
-        """Copy the numbers into page-locked memory."""
+        """Write numbers into the ring; returns the tensor of them there."""
         if not self._halves:
             nbytes = 2 * self._most * NUMBER_BYTES
             memory = locked_if_possible(nbytes, self._device, "memory for indices")
@@ -83,7 +83,7 @@ class NumberRing:
         return held
 
     def _turn(self) -> None:
-        """Change to the other half, once the copies from it have ended."""
+        """Wait for the copies from the other half, and fill that one from now on."""
         if self._other_copied is not None and not self._other_copied.query():
             self._other_copied.synchronize()
         self._other_copied = self._module.Event(blocking=True)

@@ -25,7 +25,7 @@ from .gpu_memory import let_segments_grow, usable_bytes, with_usable_memory
 from .inspection import cuda_facts
 
 FIRST_WITH_TRITON = (8, 0)
-"""The compute capability from which on the kernels in Triton compile."""
+"""The least compute capability that the kernels in Triton compile for."""
 
 ASSUMED_FLOPS = {"float32": 1e13, "bfloat16": 1e14, "float16": 1e14}
 
@@ -40,7 +40,7 @@ class CudaDevice(TorchDevice):
     Args:
         threads: threads for attention and experts on the host; by default one for each core that is not needed to issue
             tasks and wait for them (`divided_cores`).
-        triton: whether kernels in Triton stand in front of all others but `own_kernels`.
+        triton: whether the kernels in Triton go before all others but `own_kernels` in the table.
         own_kernels: as for `TorchDevice`.
     """
 
@@ -82,7 +82,7 @@ class CudaDevice(TorchDevice):
         """Become one of several ranks, each with its own GPU, or a node, with the first GPU of its machine.
 
         Raises:
-            BadInput: there are fewer GPUs.
+            BadInput: there are fewer GPUs than ranks, or the model has parts that only a device alone computes.
         """
         ranks = self.layout.config.ranks
         self._compute.accelerator = torch.device("cuda", gpu_of(rank, ranks, torch.cuda.device_count()))
@@ -168,12 +168,12 @@ def assumed_flops(capability: tuple[int, int]) -> dict[str, float]:
 
 
 def with_float16(flops: Mapping[str, float]) -> dict[str, float]:
-    """Add float16 to a processor's FLOP/s by dtype: it computes float16 in float32."""
+    """Add float16 to a processor's FLOP/s by dtype, at the rate of float32, in which it computes float16."""
     return {**({"float16": flops["float32"]} if "float32" in flops else {}), **flops}
 
 
 def gpu_of(rank: int, ranks: int, gpus: int) -> int:
-    """The number of a rank's GPU: its own if the model is cut over ranks, the machine's first one on a node.
+    """The number of a rank's GPU: the rank's number if the model is cut over ranks, and 0 on a node.
 
     Args:
         ranks: number of ranks that the model is cut over; 1 where nodes share its experts.
@@ -206,7 +206,7 @@ def refusal(cuda: CudaFacts) -> str | None:
 
 
 def kernels_in_triton() -> Sequence[Row]:
-    """The kernels in Triton.
+    """The kernels in Triton, whose launches this registers as operators.
 
     Raises:
         BadInput: Triton is not installed, or the GPU is too old for it.

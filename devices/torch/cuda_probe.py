@@ -1,4 +1,4 @@
-"""The first CUDA device, its host, and a small model on both, as `moesched calibrate --device cuda` times them."""
+"""The operations and small runs on the first CUDA device that `moesched calibrate --device cuda` times."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .gpu_operations import GpuOperations
 
 
 class CudaProbe(GpuOperations):
-    """Operations on the first CUDA device and on the CPU, and runs of models on both.
+    """Runs operations on the first CUDA device and on the CPU, and models on both.
 
     Args:
         cores: the division of the host's cores.
@@ -54,7 +54,10 @@ class CudaProbe(GpuOperations):
         steps: int,
         machine: Machine,
     ) -> list[Task]:
-        """Run a small random model on the GPU, and return its tasks in the order of their ends."""
+        """Run a small random model on the GPU, and return its tasks in the order in which they ended.
+
+        groups: lengths of the prompts of each micro-batch, in tokens. steps: number of steps.
+        """
         checkpoint = self._folder / model.name
         if not checkpoint.exists():
             write_random_model(model, checkpoint)

@@ -1,8 +1,7 @@
-"""CUDA streams as lanes: one stream a lane, events for edges between them.
+"""CUDA streams as lanes: a stream for each lane, and events where a task waits for one of another lane.
 
-Memory needs no `record_stream`: torch reuses a tensor's bytes on the stream that allocated it, and a task of that
-stream drops the tensor. It is the task that overwrites the tensor's block after waiting for all its users, or the last
-user.
+Memory needs no `record_stream`: torch reuses a tensor's bytes on the stream that allocated it. The tensor is dropped by
+a task of that stream: the last that uses it, or the one that overwrites its block after waiting for all its users.
 """
 
 from __future__ import annotations
@@ -87,7 +86,7 @@ class CudaStreams:
         return issued
 
     def span_of(self, issued: CudaTask) -> tuple[int, int]:
-        """Start and end of a task that has ended, on the host's clock; its events may then be reused."""
+        """The start and end of a task that has ended, in nanoseconds of the host's clock; frees its events."""
         with self._lock:
             start, end = (self._time_of(event, issued.zero) for event in (issued.start, issued.end))
             del self._issued[issued.number]
@@ -95,7 +94,7 @@ class CudaStreams:
         return start, end
 
     def _time_of(self, event: torch.cuda.Event, zero: Zero) -> int:
-        """The time of an event on the host's clock, bounded by now and by the times at which tasks were issued."""
+        """The time of an event on the host's clock, which is not after now, nor after the issue of any later task."""
         device = self._clock.on_device(event, zero)
         reckoned = self._clock.reckoned(device)
         for other in reversed(self._issued.values()):
@@ -120,9 +119,9 @@ class CudaTask:
 
     Attributes:
         number: the task's id.
-        start, end: events around the task.
+        start, end: events before and after the task.
         zero: the event from which their times are measured.
-        issued_at: time at which it was issued, on the host's clock.
+        issued_at: time at which it was issued, in nanoseconds of the host's clock.
         result: the task's value, or a `Later` of it.
     """
 
@@ -149,9 +148,9 @@ class CudaTask:
 
     @property
     def value(self) -> Any:
-        """The task's value; asked for once, after `wait`."""
+        """The task's value; may be read once, after `wait`."""
         return settled(self.result)
 
     def span(self) -> tuple[int, int]:
-        """Start and end on the host's clock; may be called once, after `wait`."""
+        """The start and end in nanoseconds of the host's clock; may be called once, after `wait`."""
         return self._streams.span_of(self)

@@ -58,28 +58,28 @@ from .weights import WeightStore
 MOST_THREADS = 1024
 
 CUDA_LANES = ("accelerator", "host->gpu", "gpu->host")
-"""The lanes of a CUDA machine that are streams; the paths between memories in its profile have these names.
+"""The lanes of a CUDA machine that are streams; the links in its profile have these names.
 
-Lanes of other names are threads, whose copies have ended when they return.
+Other lanes are worker threads, whose copies have ended when a task returns.
 """
 
 
 class TorchDevice(ChoosesDtype):
     """Runs batches of one model on torch, one after the other.
 
-    Weights are read from the checkpoint's files into slots of an arena, page by page; resident weights are rearranged
-    for oneDNN where that is faster, and are kept for the next batch.
+    Weights are read from the checkpoint's files into slots, page by page. Resident weights are packed for oneDNN where
+    that is faster, and stay for the next batch.
 
     Args:
         accelerator: torch device of the accelerator's tensors, such as "cuda". With "cpu", both memories of a machine
             with two are in the host's.
-        keep_logits: store every step's logits (S, V) by micro-batch, in `logits`.
-        direct: read past the page cache where the system allows it. Otherwise streamed pages are used in the page cache
-            itself if the system and the files allow that, and else copied from it.
-        kernel: the kernel for few rows by bfloat16 weights on the CPU: `auto` for the expert kernel with the best
-            instruction set here, the name of another instruction set, or `torch`.
+        keep_logits: append the logits (S, V) of each step of a micro-batch to `logits`, with their sequences.
+        direct: read past the page cache where the system allows it. Otherwise kernels read streamed pages in the page
+            cache itself where the system and the files allow that, and elsewhere a copy.
+        kernel: the kernels for few rows by bfloat16 weights on the CPU: "auto" for the native ones with the best
+            instruction set here, the name of another instruction set, or "torch".
         map_files: have a GPU copy streamed weights from the page cache where that is possible.
-        pin: pin each helper of the native kernels to a core of its own.
+        pin: pin each thread of the native kernels to a core of its own.
         own_kernels: kernels from outside the tree, in front of all others: classes, or names such as `file.py:Class`.
         threads: threads of the kernels; by default one for each core that this process may use.
     """
@@ -128,10 +128,10 @@ class TorchDevice(ChoosesDtype):
 
     @staticmethod
     def check_machine(machine: Machine) -> None:
-        """Check that this machine can run as a given machine.
+        """Check that this processor can run as a given machine.
 
         Raises:
-            BadInput: that is a shipped profile, or its accelerator has a memory of its own.
+            BadInput: the machine is a shipped profile, or its accelerator has a memory of its own.
         """
         if machine.name in machine_names() or not machine.unified:
             raise BadInput(
@@ -140,7 +140,7 @@ class TorchDevice(ChoosesDtype):
             )
 
     def rows_apart(self, rows: int) -> bool:
-        """True if all kernels of a decode step compute each row independently of other rows."""
+        """Test whether no row's bits depend on another row, in decode steps of up to `rows` rows."""
         return self._compute.kernels.rows_apart(rows)
 
     @property
@@ -150,7 +150,7 @@ class TorchDevice(ChoosesDtype):
 
     @property
     def streams(self) -> Streams | None:
-        """The issuer of tasks to CUDA streams; the same in all runs, since torch allocates memory by stream."""
+        """The issuer of tasks to CUDA streams; None on the CPU. All runs share it, as torch allocates by stream."""
         if self._compute.on_cpu:
             return None
         if self._cuda is None:
@@ -162,18 +162,18 @@ class TorchDevice(ChoosesDtype):
 
     @staticmethod
     def kernel_rows() -> list[KernelRow]:
-        """The rows of torch's table of kernels."""
+        """Describe the kernels in the table of the torch device."""
         return kernel_rows()
 
     @property
     def kernels(self) -> Mapping[str, Sequence[str]]:
-        """The names of the kernels that ran in batches so far, by operation, and the way in which calls repeat."""
+        """The names of the kernels that batches used so far, by operation; with "replay", how a GPU repeats calls."""
         replays = self._compute.replays
         return {**self._compute.kernels.table.used, **(replays.graphs.used if replays else {})}
 
     @property
     def own_bytes(self) -> int:
-        """Bytes beyond the plan: oneDNN's code for the shapes of products."""
+        """Bytes that the device takes beyond the plan: code that oneDNN generates for products."""
         return self._compute.own_bytes
 
     @property
@@ -190,10 +190,10 @@ class TorchDevice(ChoosesDtype):
         return self._store.reader.bytes_in_slot(page)
 
     def join(self, rank: int, transport: Transport, first: Any) -> None:
-        """Become one of several ranks or nodes, with exchanges over a transport.
+        """Become one of several devices that run a model together, and exchange data over a transport.
 
-        They are ranks, each with its share of every matrix, if the model was cut; otherwise nodes, each with the
-        experts that a batch's plan gives it.
+        Each is a rank, with its share of every matrix, if the model was cut; otherwise a node, with the experts that
+        a batch's plan gives it.
 
         Raises:
             BadInput: the model has parts that only a device alone computes.
@@ -203,17 +203,17 @@ class TorchDevice(ChoosesDtype):
         self._transport = transport
 
     def observe_routing(self, observer: RoutingObserver) -> None:
-        """Report which experts the routers choose, from now on."""
+        """Report the experts that routers choose to an observer, from now on."""
         self._observers.routing = observer
 
     def observe_activations(self, observer: ActivationObserver) -> None:
-        """Report the experts' activations after SiLU, from now on; they are computed a second time for that."""
+        """Report the experts' activations after SiLU to an observer; most kernels have to compute them once more."""
         self._observers.activations = observer
 
     def begin(self, plan: Plan, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
-        """Allocate all that the plan says, and store the prompts' token ids.
+        """Begin a batch: free the memory of the last one, and allocate what the plan says.
 
-        The previous batch's memory is freed first, except weights that are resident in both batches.
+        Weights that are resident in both batches stay.
 
         Raises:
             BadInput: a token id is outside the vocabulary.
@@ -224,7 +224,7 @@ class TorchDevice(ChoosesDtype):
         self._open(plan, states_of(plan, prompts, self._compute), sampling)
 
     def serve(self, plan: Plan) -> None:
-        """Allocate all that the plan says, for requests that join and leave.
+        """Begin to serve requests that join and leave: free the memory of the last batch, allocate what the plan says.
 
         Raises:
             OutOfMemory: the plan takes more of a GPU than it has.
@@ -233,7 +233,7 @@ class TorchDevice(ChoosesDtype):
         self._open(plan, places_of(plan, self._compute), Sampling())
 
     def _start(self, plan: Plan) -> None:
-        """Free the previous batch's memory, and make the weights ready."""
+        """Free the last batch's memory, start the kernels, and prepare for the loading of weights."""
         config = self.layout.config
         self._warm_ups.forget()
         wait_for_device(self._compute.accelerator)  # a run that failed may have left copies
@@ -295,7 +295,7 @@ class TorchDevice(ChoosesDtype):
         return topology.rank(self._global_weights, self._rank, self._transport)
 
     def execute(self, task: Task) -> Any:
-        """Run one task on the calling thread; on CUDA, its copies have ended on return."""
+        """Run one task on the calling thread; on a GPU, its copies have ended on return."""
         if self._cuda is None or isinstance(task, HostKernel):
             return self._verbs[task.verb](task)
         return self._cuda.run(task)
@@ -315,5 +315,5 @@ class TorchDevice(ChoosesDtype):
 
 
 def listed(kernels: str | type | Sequence[str | type]) -> Sequence[str | type]:
-    """Kernels from outside the tree: one, or several, as a list."""
+    """The kernels from outside the tree as a sequence, where a single one may be given alone."""
     return [kernels] if isinstance(kernels, str | type) else kernels

@@ -1,4 +1,4 @@
-"""A layer's keys and values on the accelerator, of prompts in chunks whose KV cache is on the host."""
+"""Memory on the accelerator for keys and values of chunked prompts whose KV cache is on the host."""
 
 from __future__ import annotations
 
@@ -17,9 +17,12 @@ from .compute import Compute
 
 
 class DeviceKV:
-    """Keys and values on the accelerator, of one layer at a time, of prompts whose KV cache is on the host.
+    """Keeps the keys and values of prompts in one layer at a time on the accelerator, while their cache is on the host.
 
-    Each sequence begins with a block of its own, as in the cache.
+    Each sequence begins with a block of its own, as in the cache, for the same bits.
+
+    Args:
+        lengths: the number of a prompt's tokens, by sequence.
     """
 
     def __init__(
@@ -49,7 +52,7 @@ class DeviceKV:
 
 
 def device_kv_of(plan: Plan, states: Sequence[MicroBatchState], compute: Compute) -> dict[int, DeviceKV]:
-    """One for each micro-batch of chunked prompts whose KV cache is on the host, by the numbers of its chunks."""
+    """Make a `DeviceKV` for each micro-batch of chunked prompts whose KV cache is on the host; by number of chunk."""
     of_wholes: dict[int, DeviceKV] = {}
     of_chunks: dict[int, DeviceKV] = {}
     for number, chunk in plan.chunks.items():

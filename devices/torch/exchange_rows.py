@@ -1,10 +1,10 @@
-"""The host's memory for rows that micro-batches exchange with the accelerator: page-locked beside a GPU.
+"""The host's memory for rows that micro-batches exchange with the accelerator; it is page-locked for a GPU.
 
-Each micro-batch has memory of its own for its decode steps, allocated once. A verb writes there again only in the next
-layer, and its task waits for all that read the rows of this one. Prompts have many more rows, once: their memory comes
-from torch and is given back with the layer.
+Each micro-batch has memory of its own for its decode steps, allocated once. A verb overwrites it only in the next
+layer, where its task waits for all that read the rows of this one. Prompts have many more rows, and only once: their
+memory comes from torch and is given back after the layer.
 
-Shapes in names as in `kernels.py`.
+Shapes in names are those of `functions.py`.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from .locked_memory import locked_if_possible
 
 
 class Shape(NamedTuple):
-    """Size and dtype of a tensor."""
+    """The shape and the dtype of a tensor."""
 
     size: tuple[int, ...]
     dtype: torch.dtype
 
     @property
     def nbytes(self) -> int:
-        """The tensor's bytes, up to the next cache line: a product's last bits may depend on where a line begins."""
+        """The tensor's bytes, rounded up to whole cache lines, as the last bits of products depend on alignment."""
         nbytes = math.prod(self.size) * self.dtype.itemsize
         return -(-nbytes // CACHE_LINE) * CACHE_LINE
 
 
 class AttentionRows:
-    """Rows of a micro-batch for attention on the host.
+    """The host's memory for the rows of a micro-batch in attention on the host.
 
     Attributes:
         qkv: queries (T, H, d), keys and values (T, K, d).
         attended_TX: attention's output (T, H * d).
-        memory: contains the output, and keeps the kernels that are bound to these rows.
+        memory: has the output as its tensor, and keeps the kernels that are bound to it.
     """
 
     def __init__(self, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, attended_TX: Tensor) -> None:
@@ -55,9 +55,9 @@ class AttentionRows:
 
 
 class RoutedRows(NamedTuple):
-    """Rows of a micro-batch for experts on the host.
+    """The host's memory for the rows of a micro-batch in experts on the host.
 
-    x_TD: hidden states. tokens_n: the token of each row. x_nD: the experts' inputs. y_nD: their outputs.
+    x_TD: the experts' input, by token. tokens_n: the token of each row. x_nD: the input rows. y_nD: the output rows.
     """
 
     x_TD: Tensor
@@ -67,7 +67,7 @@ class RoutedRows(NamedTuple):
 
 
 class ExchangeRows:
-    """Gives each micro-batch the memory for its rows."""
+    """Gives each micro-batch the host's memory for its rows."""
 
     def __init__(self, plan: Plan, compute: Compute) -> None:
         config, batch = plan.layout.config, plan.batch
@@ -90,14 +90,14 @@ class ExchangeRows:
         self._routed = {number: RoutedRows(*(next(tensors) for _ in range(4))) for number in routed}
 
     def attention(self, micro_batch: int, tokens: int) -> AttentionRows:
-        """The memory for attention on the host of that many tokens of a micro-batch."""
+        """The memory for attention of `tokens` tokens of a micro-batch on the host."""
         own = self._attention.get(micro_batch)
         if own is not None and len(own.attended_TX) == tokens:
             return own
         return AttentionRows(*map(self._allocate, self._shapes.attention(tokens)))
 
     def routed(self, micro_batch: int, tokens: int) -> RoutedRows:
-        """The memory for experts on the host of that many tokens of a micro-batch."""
+        """The memory for the experts of `tokens` tokens of a micro-batch on the host."""
         own = self._routed.get(micro_batch)
         if own is not None and len(own.x_TD) == tokens:
             return own
@@ -108,7 +108,7 @@ class ExchangeRows:
 
 
 class _Shapes:
-    """The shapes of tensors for the rows of a number of tokens."""
+    """The shapes of the tensors in `AttentionRows` and `RoutedRows`, for a number of tokens."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
         self._config = config
@@ -133,7 +133,7 @@ class _Shapes:
 
 
 def _cut(memory: Tensor, shapes: Iterable[Shape]) -> Iterator[Tensor]:
-    """Tensors of these shapes, one after the other in `memory`."""
+    """Yield tensors of these shapes, one after the other in `memory`."""
     start = 0
     for shape in shapes:
         yield typed_view(memory, start, shape.size, shape.dtype)

@@ -1,4 +1,4 @@
-"""One expert on rows of one or several micro-batches, with the bits that each micro-batch's rows have by themselves."""
+"""The running of one expert on rows of several micro-batches, with the bits that each micro-batch has alone."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Part(NamedTuple):
 
     Attributes:
         x_nD, y_nD: the micro-batch's input and output rows, of all experts.
-        rows: the rows of the expert.
-        wanted: those of the expert's rows that the task computes.
+        rows: the range of the expert's rows in these.
+        wanted: the range of rows that the task computes, a part of the expert's rows.
     """
 
     x_nD: Tensor
@@ -37,9 +37,9 @@ class Part(NamedTuple):
 
 
 def tiles_of(rows: range, wanted: range) -> Iterator[tuple[slice, slice | None]]:
-    """The tiles with wanted rows of an expert, each with the place of these rows in it; None for all of its rows.
+    """Yield the tiles of an expert's rows that contain wanted rows, and the slice of wanted rows in each; None for all.
 
-    Tiles are computed whole: the last bits of a product depend on how many rows it has, and where.
+    Tiles are computed whole, because the last bits of a product may depend on its number of rows.
     """
     for start in rows[::EXPERT_TILE]:
         stop = min(start + EXPERT_TILE, rows.stop)
@@ -72,11 +72,11 @@ class ExpertRunner:
         self._on_host = on_host
 
     def apply(self, parts: Sequence[Part], expert: int | None, weights: Weights) -> None:
-        """Run an expert on parts of one micro-batch, or on all rows of several, each as if it ran alone.
+        """Run an expert on parts of one micro-batch, or on its rows of several; each part has the bits it has alone.
 
-        expert: its number; None for the network that every token uses.
+        A kernel whose rows are independent computes several parts in one call, which reads the weights once.
 
-        A kernel whose rows are independent computes all of them in one call, which reads the weights once.
+        expert: the expert's number; None for the shared expert.
         """
         few: list[Part] = []
         for part in parts:
@@ -114,7 +114,7 @@ class ExpertRunner:
                 y_nD[tile][kept] = whole_nD[kept]
 
     def _size(self, expert: int | None, weights: Weights) -> int:
-        """Number of elements of one of the expert's matrices."""
+        """The number of entries of one of the expert's matrices."""
         assert weights.layer is not None, "an expert is in a layer"
         network = weights.layer.feed_forward
         return self._hidden * (network.shared if expert is None else network.intermediate)
@@ -126,7 +126,7 @@ class ExpertRunner:
         return self._bound(expert, rows, weights)[0]
 
     def _groups(self, parts: Sequence[Part], expert: int | None, weights: Weights) -> Iterator[list[Part]]:
-        """Groups of parts, in their order, that one call of the kernel computes together."""
+        """Yield groups of successive parts that one call of a kernel can compute together."""
         group: list[Part] = []
         for part in parts:
             rows = sum(len(each.rows) for each in [*group, part])

@@ -16,7 +16,7 @@ from .expert_parts import Part
 
 
 class HostRows:
-    """The input and output rows of experts on the host.
+    """The input and output rows of a micro-batch's experts on the host.
 
     Attributes:
         y_nD: the output rows.
@@ -39,13 +39,13 @@ class ExpertRows:
     Args:
         x_TD: the experts' input.
         experts_Tk, weights_Tk: the experts of each token, and their weights.
-        network: its part that every token uses, if it has one, has outputs behind those of the experts.
+        network: the layer's description; the outputs of its shared expert, if it has one, follow those of the experts.
 
     Attributes:
         order: the token of each row, and the row of each pair of token and expert.
         x_nD, y_nD: the experts' input and output rows.
-        shared: rows of the network that every token uses; None if there is none.
-        on_host: rows of experts on the host; None if none were copied there.
+        shared: the rows of the shared expert; None if there is none.
+        on_host: the rows on the host; None if none were copied there.
     """
 
     def __init__(self, x_TD: Tensor, experts_Tk: Tensor, weights_Tk: Tensor, network: FeedForward) -> None:
@@ -63,7 +63,10 @@ class ExpertRows:
         self._rows: dict[int, range] = {}
 
     def outputs(self) -> tuple[Tensor, Tensor, Tensor]:
-        """All outputs, the row of each token's choices, and their weights; the network of every token comes last."""
+        """All output rows (n, D), the row of each token's experts and their weights, both (T, k).
+
+        A shared expert counts as a further expert of every token, the last one.
+        """
         rows_Tk, weights_Tk = self.order.rows_Tk, self.weights_Tk
         if self.shared is not None:
             first, last = len(self.y_nD), len(self._outputs)
@@ -74,7 +77,7 @@ class ExpertRows:
         return self._outputs, rows_Tk, weights_Tk
 
     def count(self, counts: Mapping[int, int]) -> None:
-        """Take the number of rows of each expert that has any, ascending, once the host knows them."""
+        """Set the number of rows of each expert that has any, in ascending order, once the host knows it."""
         start = 0
         for expert, rows in counts.items():
             self._rows[expert] = range(start, start + rows)

@@ -1,4 +1,4 @@
-"""The experts of a layer on torch: rows grouped by expert, and experts run on them."""
+"""The runner's `Experts` for torch: sorts rows by expert, and runs experts on them."""
 
 from __future__ import annotations
 
@@ -29,9 +29,10 @@ class TorchExperts:
     """Runs experts on the accelerator.
 
     Args:
-        weights: returns the tensors that a view shows.
-        library: brings values of tasks to the host.
-        observers: receive the activations of experts, before they run.
+        states: the micro-batches, by number.
+        weights: returns the weights in a task's view of pages.
+        library: reads the values of tasks.
+        observers: get the activations of experts.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class TorchExperts:
         self._observers = observers
 
     def group(self, task: Task, routed: Routed, read: Callable[..., Any], *tensors: Tensor) -> Any:
-        """Keep the rows of each expert in the micro-batch's state; returns the task's value, as `read` makes it."""
+        """Sort a micro-batch's rows by expert and keep them in its state; returns the task's value, made by `read`."""
         network = self._config.layer(task.layer).feed_forward
         rows = ExpertRows(routed.x_TD, routed.experts_Tk, routed.weights_Tk, network)
         self._states[task.micro_batch].rows = rows
@@ -65,14 +66,17 @@ class TorchExperts:
         return expert_functions.scores(logits_TE)
 
     def before_preview(self, task: Task) -> None:
-        """Set the number of cores for the router of another layer."""
+        """Set torch's number of cores for `preview_route`, which runs the router of a later layer."""
         weights = self._weights(task.operands)
         assert weights.layer is not None, "a view shows a layer"
         tokens = len(self._states[task.micro_batch].hidden_TD)
         self._use_cores_for(tokens, self._config.hidden * weights.layer.feed_forward.experts)
 
     def run_all(self, task: Task, counts: Mapping[int, int], weights: Weights) -> None:
-        """Run all experts that have rows: each on a core where that is faster, the others one after the other."""
+        """Run all experts that have rows: those by torch at once, each on a core; the others one after the other.
+
+        counts: the number of rows of each expert that has any.
+        """
         rows: ExpertRows = self._states[task.micro_batch].rows
         activated: list[Tensor] = []
         if self._observers.activations:
@@ -90,15 +94,15 @@ class TorchExperts:
             self._library.settled(self._library.value(task, self._reader(task.layer), *activated))
 
     def run_shared(self, task: Task, weights: Weights) -> None:
-        """Run the network that every token uses."""
+        """Run the layer's shared expert, if it has one."""
         rows: ExpertRows = self._states[task.micro_batch].rows
         if rows.shared is not None:
             self._runner.apply([rows.shared], None, weights)
 
     def run_expert(self, task: Task) -> Any:
-        """Run one expert on its rows of one or several micro-batches, each as if it ran alone.
+        """Run one expert on its rows of one or several micro-batches; each has the results that it would have alone.
 
-        Returns the task's value, which reports its activations where they are observed.
+        Returns the task's value: None, or, where activations are observed, a value whose reading reports them.
         """
         weights = self._weights(task.operands)
         parts: list[Part] = [
@@ -112,7 +116,7 @@ class TorchExperts:
         return None
 
     def _reader(self, layer: int) -> Callable[..., None]:
-        """A function that reports activations."""
+        """A function for `Library.value` that reports activations in a layer."""
 
         def read(*activated: npt.NDArray[Any]) -> None:
             self._observers.activated(layer, (values_nI.copy() for values_nI in activated))
@@ -126,19 +130,19 @@ class TorchExperts:
         self._runner.apply([part], task.expert, self._weights(task.operands))
 
     def _is_shared_out(self, weights: Weights, expert: int, rows: int) -> bool:
-        """Test whether an expert is to run on one core, beside others; False for kernels with threads of their own."""
+        """Test whether an expert runs on one core, beside others; False for kernels with threads of their own."""
         return self._team is not None and not self._kernels.expert(weights, expert, rows)[0].has_threads
 
 
 def _counting(rows: ExpertRows, read: Callable[..., Mapping[int, int]], *arrays: Any) -> Mapping[int, int]:
-    """The value of a router's task, whose counts the rows take."""
+    """Read the value of a router's task, and set the number of rows of each expert by it."""
     counts = read(*arrays)
     rows.count(counts)
     return counts
 
 
 def activations(parts: Iterable[Part], expert: int, weights: Weights) -> list[Tensor]:
-    """The activations (n, I) of an expert, float32; they are computed a second time, for an observer."""
+    """Compute an expert's activations SiLU(gate x) for an observer: float32 (n, I), a tensor for each tile of rows."""
     found = []
     for part in parts:
         gate = [plain_block(block, part.x_nD.dtype) for block in weights[f"experts.{expert}.gate"]]

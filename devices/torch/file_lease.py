@@ -1,4 +1,4 @@
-"""Leases on files, by which Linux holds up whoever wants to write to a file that is in use."""
+"""Leases on files, by which Linux delays processes that want to write to a file in use."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from moesched.errors import MoeschedError
 class FileLease:
     """A lease on a file that is only read: it delays processes that want to write to the file.
 
-    While it is held, a process that opens the file to write to it, or truncates it, waits: until the lease is given up,
-    or by force after the seconds in /proc/sys/fs/lease-break-time, 45 by default. Only the file's owner and privileged
-    processes get one, of a local file that nobody has open to write to.
+    A process that opens the file for writing or truncates it waits until the lease is given up, or at most the seconds
+    in /proc/sys/fs/lease-break-time, 45 by default. Only the file's owner and privileged processes get a lease, on a
+    local file that no process has open for writing.
 
     remedy: advice for a user who has to write to the file.
 

@@ -1,4 +1,4 @@
-"""The origin of values that are not finite: runs a step again and checks every tensor."""
+"""The search for the origin of numbers that are not finite: runs a step again and checks every tensor."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .expert_rows import ExpertRows
 from .prompt_views import prompt_views
 
 PlainBlocks = dict[str, list[Tensor]]
-"""Tensors by name, as row blocks, of which coded ones were brought to the dtype of the computation."""
+"""Tensors by name, as row blocks; coded ones are decoded to the dtype of the computation."""
 
 
 class FirstBadTensor:
@@ -66,7 +66,7 @@ class FirstBadTensor:
         yield from self._step(state)
 
     def _step(self, state: MicroBatchState) -> Iterator[tuple[str, Tensor]]:
-        """The tensors of a step, by name, in the order of computation; a layer's weights come before its results."""
+        """Yield the name and the values of each tensor of a step, in the order of computation, weights included."""
         config = self._config
         embedding = self._global("embedding")
         ids_T = torch.tensor([token for tokens in state.new for token in tokens]).to(self._accelerator)
@@ -117,7 +117,7 @@ class FirstBadTensor:
     def _experts(
         self, layer: int, network: FeedForward, experts_Tk: Tensor, rows: ExpertRows
     ) -> Iterator[tuple[str, Tensor]]:
-        """The weights and outputs of the experts that have rows; the outputs are kept in these."""
+        """Yield the weights and outputs of each expert that has rows, by name, and keep the outputs in `rows`."""
         counts = with_rows(experts_Tk.view(-1).bincount(minlength=network.experts).tolist())
         rows.count(counts)
         for expert in counts:
@@ -131,9 +131,9 @@ class FirstBadTensor:
             yield f"the output of expert {expert} of layer {layer}", rows.y_nD[span.start : span.stop]
 
     def _cached(self, state: MicroBatchState, layer: int, k_TKd: Tensor, v_TKd: Tensor) -> Sequence[KVView]:
-        """Copies of the cached keys and values of the step's sequences, with the new tokens' ones added.
+        """Copies of the cached keys and values of the step's sequences, with those of the new tokens.
 
-        A cache on the host may lack the new ones.
+        The new ones are not taken from the cache, since one on the host may lack them.
         """
         views = []
         start = 0

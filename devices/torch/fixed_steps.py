@@ -1,8 +1,9 @@
 """Fixed decode steps: one graph launches a whole step ahead of its tasks, which find their results ready.
 
-The first task launches the calls of the step before, which is right if all tasks make the same calls again. Each task
-compares its own. A task that makes another call first launches those before it once more, one by one: they read numbers
-and a KV cache that no later call of the step changes, so that all results are again as that task needs them.
+The first task of a step launches all calls of the step before, in the expectation that the tasks repeat them. Each task
+compares its call with the one that was launched for it. If a task makes another call, the calls before it are launched
+once more, one by one, and the step goes on task by task. That restores the results that the task needs: the calls read
+only numbers and a KV cache that no later call of the step changes.
 """
 
 from __future__ import annotations
@@ -15,11 +16,16 @@ from ..kernels.seam import Bound
 from .captured import Captured, Graphs, identities
 
 FIRST, OF_A_LAYER, LAST = "embed", ("attention_inputs", "attention", "moe_layer"), "greedy"
-"""Operations of a fixed step. Nothing else may compute between them; a step whose tokens are drawn has no last one."""
+"""The operations of a fixed step, in order; a step whose tokens are sampled on the host has no last one."""
 
 
 class Call:
-    """A call of a bound kernel."""
+    """A call of a bound kernel.
+
+    Args:
+        run: the bound kernel.
+        alone: the same kernel with a graph of its own.
+    """
 
     __slots__ = ("_alone", "_arguments", "_identity", "_run", "operation")
 
@@ -31,20 +37,20 @@ class Call:
         self._identity = identities(arguments)
 
     def repeats(self, other: Call) -> bool:
-        """Test whether it is the same call, with the same addresses and numbers."""
+        """Test whether this call is the same as another: the same kernel, addresses and numbers."""
         return self._alone is other._alone and self._identity == other._identity
 
     def launch(self) -> Any:
-        """Launch its kernels."""
+        """Launch its kernels one by one; returns its result."""
         return self._run(*self._arguments)
 
     def replay(self) -> Any:
-        """Launch its kernels, or replay its own graph."""
+        """Replay its own graph, or launch its kernels until it has one; returns its result."""
         return self._alone(*self._arguments)
 
 
 class Calls:
-    """The calls of one step, in order; other objects are other steps."""
+    """The calls of one step, in order. Two objects never compare equal, so each has a graph of its own."""
 
     def __init__(self, calls: Sequence[Call] = ()) -> None:
         self.made = list(calls)
@@ -55,7 +61,7 @@ class Calls:
 
 
 class FixedStep:
-    """The decode step of a micro-batch, while its memory and its requests' number stay.
+    """The decode steps of a micro-batch with one number of rows, which are launched ahead while their calls repeat.
 
     Args:
         layers: number of layers that a step has.
@@ -65,14 +71,14 @@ class FixedStep:
         self._operations = [FIRST, *OF_A_LAYER * layers]
         self._whole = Captured(Calls.launch, graphs, "CUDA graphs of steps")
         self._calls = Calls()
-        """Those of this step so far, or, while it is launched ahead, of the whole step."""
+        """The calls of this step so far; of the whole step if it was launched ahead."""
         self._results: Sequence[Any] = ()
-        """Those of all calls that were launched ahead."""
+        """The results of all calls that were launched ahead; empty if the step runs task by task."""
         self._asked = 0
-        """Number of these calls that tasks have made."""
+        """Number of the calls launched ahead that tasks have made by now."""
 
     def call(self, call: Call) -> Any:
-        """The result of a call, which is launched now, or was launched with the whole step."""
+        """Make a call of this step; returns its result, which is there already if the step was launched ahead."""
         if call.operation == FIRST:
             self._begin(call)
         if self._results:
@@ -84,7 +90,7 @@ class FixedStep:
         return call.replay()
 
     def _begin(self, call: Call) -> None:
-        """Begin a step, and launch all of it if the step before was whole and began alike."""
+        """Begin a step, and launch all of it ahead if the step before was complete and began with the same call."""
         self._asked = 0
         if self._is_whole() and call.repeats(self._calls.made[0]):
             self._results = self._whole(self._calls)
@@ -92,7 +98,7 @@ class FixedStep:
             self._record_only(0)
 
     def _go_on_alone(self) -> None:
-        """Launch once more what tasks have asked for, if other calls followed, and nothing ahead of the next tasks."""
+        """Go on task by task; first restore the results of the calls made so far, if later ones were launched ahead."""
         too_far = self._asked < len(self._results)
         self._record_only(self._asked)
         if too_far:
@@ -103,13 +109,13 @@ class FixedStep:
         return made in (self._operations, [*self._operations, LAST])
 
     def _record_only(self, calls: int) -> None:
-        """Record the step from now on, after its first calls."""
+        """Keep the first calls of the recorded step, and record this step from there on, task by task."""
         self._calls = Calls(self._calls.made[:calls])
         self._results = ()
 
 
 class InStep:
-    """A bound kernel whose calls may be part of a fixed step."""
+    """A bound kernel whose calls are part of the decode step of a micro-batch."""
 
     def __init__(self, operation: str, run: Bound, graphs: Graphs, step: FixedStep) -> None:
         self._of = operation, run, Captured(run, graphs)
@@ -120,11 +126,11 @@ class InStep:
 
 
 class Replays:
-    """Has kernels of one device replayed, in a graph of their own or in that of a fixed step.
+    """Wraps bound kernels of one device so that they are replayed, in graphs of their own or in that of a fixed step.
 
     Attributes:
         graphs: the device's graphs.
-        layers: number of layers of a step, if nothing but the accelerator's own tasks computes it; otherwise 0.
+        layers: number of layers, if decode steps are fixed: only the accelerator's own tasks compute them; otherwise 0.
     """
 
     def __init__(self, graphs: Graphs) -> None:
@@ -132,9 +138,9 @@ class Replays:
         self.layers = 0
 
     def captured(self, run: Bound, operation: str, memory: Memory) -> Bound:
-        """Return a bound kernel that is replayed where its calls repeat.
+        """Wrap a bound kernel so that it is replayed where its calls repeat; see `Capture`.
 
-        run: launches kernels alone; equal arguments give results in the same memory.
+        run: only launches kernels; with equal arguments its results are in the same memory.
         """
         if not (self.layers and memory.kept):
             return Captured(run, self.graphs)

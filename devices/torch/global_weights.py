@@ -1,4 +1,4 @@
-"""The weights that are in no page: the embedding, the last norm, the LM head."""
+"""The weights outside the layers, which are in no page: the embedding, the last norm, the LM head."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from .copies import HOST
 
 
 class GlobalWeights(NamedTuple):
-    """The weights that are in no page, on the accelerator.
+    """The weights outside the layers, on the accelerator.
 
     Attributes:
+        embedding: the embedding.
         head: the last norm, and the LM head in row blocks, one for each core that computes logits.
     """
 
@@ -29,9 +30,9 @@ class GlobalWeights(NamedTuple):
 def read_global_weights(
     config: ModelConfig, reader: PageReader, compute: Compute, rank: int
 ) -> GlobalWeights:
-    """Read the weights that are in no page, and attention's sinks, which are in pages as well.
+    """Read the weights outside the layers; attention's sinks, too, as attention reads no page.
 
-    Of an LM head that is also the embedding, only this rank's rows are read.
+    Where the embedding is also the LM head, the head has only this rank's rows of it.
     """
 
     def read(name: str) -> Block:

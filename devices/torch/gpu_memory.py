@@ -1,4 +1,4 @@
-"""Memory of a GPU: the bytes that plans may use of it, and how torch's allocator takes them."""
+"""The memory of a GPU: the bytes that a plan may use, and settings of torch's allocator."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from moesched.steps.plan import Plan
 from moesched.units import format_bytes
 
 WORKSPACE_BYTES = 512_000_000
-"""Bytes of the GPU for workspaces of its libraries and what the allocator rounds up, beside a twentieth of all."""
+"""Bytes that plans leave, beside a twentieth of the free ones, to libraries' workspaces and the allocator."""
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""Variables of the environment by which users set torch's allocator."""
+"""Environment variables that set torch's allocator."""
 
 
 def usable_bytes(free: int) -> int:
-    """Bytes of a GPU that a plan may use, if `free` are free; workspaces and the allocator's rounding need the rest.
+    """The bytes that a plan may use of a GPU with `free` free bytes; libraries and the allocator need the rest.
 
     Raises:
         BadInput: too few bytes are free.
@@ -68,6 +68,6 @@ def require_room(plan: Plan, device: torch.device) -> None:
 
 
 def let_segments_grow(environment: Mapping[str, str] = os.environ) -> None:
-    """Have torch's allocator use expandable segments, which leave no unusable gaps; a user's own setting is kept."""
+    """Set torch's allocator to expandable segments, which leave no unusable gaps, unless the user has set it."""
     if not any(name in environment for name in ALLOCATOR_VARIABLES):
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")

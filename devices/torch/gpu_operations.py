@@ -1,4 +1,4 @@
-"""Operations of an accelerator and its host, as the device does them, to be timed alone and beside each other."""
+"""The operations of an accelerator and its host that calibration times, alone and beside each other."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ from .probe import TorchProbe
 Call = Callable[[], object]
 
 SECONDS = 0.02
-"""Time that an operation is repeated for."""
+"""Seconds for which an operation is repeated."""
 LEAST, MOST = 3, 200
 """Fewest and most repetitions."""
 LONGER = 3
-"""Factor of the time for which operations beside it are repeated."""
+"""Factor by which operations beside the timed one are repeated longer."""
 COLD_BYTES = 512 << 20
-"""Bytes of matrices or of buffers that take turns, more than any cache holds."""
+"""Total bytes of the matrices or buffers that are used in turn, more than any cache holds."""
 MOST_BUFFERS = 64
 
 
 class GpuOperations:
-    """Operations on an accelerator, on streams of their own, and on the CPU.
+    """Times operations of an accelerator, on streams of their own, and of the CPU.
 
     Kernels and page-locked copies are timed by events on their stream, all else by the host's clock.
 
@@ -76,7 +76,7 @@ class GpuOperations:
         self._module.empty_cache()
 
     def seconds(self, operation: Operation, *beside: Operation) -> float:
-        """Seconds that one call of an operation takes, repeated while the operations `beside` are repeated, too."""
+        """Time an operation while the operations `beside` run, too; returns the mean seconds of a call."""
         with torch.inference_mode(), ExitStack() as running:
             call, others = self._call(operation), [(other, self._call(other)) for other in beside]
             running.callback(self._module.synchronize)
@@ -92,13 +92,13 @@ class GpuOperations:
             return self._timed(call, times, alone=not beside)
 
     def _enqueue(self, call: Call, times: int) -> None:
-        """Enqueue a call `times` times on a stream of its own."""
+        """Make a call `times` times on a new stream."""
         with self._module.stream(self._module.Stream(self._device)):
             for _ in range(times):
                 call()
 
     def _enqueued(self, call: Call, times: int) -> float:
-        """Seconds of one of `times` enqueued calls on one stream, measured by events around them."""
+        """Make a call `times` times on a new stream; returns the mean seconds of one, by events around them."""
         start, end = self._module.Event(enable_timing=True), self._module.Event(enable_timing=True)
         with self._module.stream(self._module.Stream(self._device)):
             start.record()
@@ -110,10 +110,9 @@ class GpuOperations:
         return milliseconds / 1e3 / times
 
     def _timed(self, call: Call, times: int, *, alone: bool = True) -> float:
-        """Seconds of one of `times` calls, measured by the host's clock.
+        """Make a call `times` times; returns the mean seconds of one, by the host's clock.
 
-        alone: whether to wait until the accelerator is idle, before and after; otherwise other operations continue
-        there.
+        alone: whether to wait until the accelerator is idle, before and after; False while others run there.
         """
         if alone:
             self._module.synchronize()
@@ -125,12 +124,12 @@ class GpuOperations:
         return (perf_counter() - start) / times
 
     def _repetitions(self, call: Call, seconds: float) -> int:
-        """The number of repetitions of a call that take about `seconds`, within limits."""
+        """The number of repetitions of a call that take about `seconds`, from LEAST to MOST."""
         self._timed(call, 1)  # may prepare its kernel
         return min(MOST, max(LEAST, round(seconds / max(self._timed(call, 1), 1e-9))))
 
     def _call(self, operation: Operation) -> Call:
-        """Make data for an operation; returns a function that starts it on the current stream."""
+        """Make data for an operation; returns a function that starts it on the current stream or on the CPU."""
         match operation:
             case Product():
                 return self._product(operation)
@@ -162,7 +161,7 @@ class GpuOperations:
         return lambda: unpacked_linear(x_TD, Coded(next(coded), row.format))
 
     def _copies_of(self, row_1D: torch.Tensor, outputs: int) -> Iterator[torch.Tensor]:
-        """Matrices of equal rows on the accelerator, in turn."""
+        """An endless iterator over matrices on the accelerator, used in turn, each with `outputs` copies of a row."""
         count = self._buffers(outputs * row_1D.nbytes)
         row_1D = row_1D.to(self._device)
         return cycle([row_1D.repeat(outputs, 1) for _ in range(count)])
@@ -184,7 +183,7 @@ class GpuOperations:
         self._copies.copy([(target, source)])
 
     def _rooms(self, memory: str, copy: Copy) -> list[torch.Tensor]:
-        """Buffers in a memory that copies use in turn; page-locked if the accelerator copies from or to the host's."""
+        """The buffers that successive copies use in a memory in turn; page-locked if the GPU copies from or to them."""
         count, ends = self._buffers(copy.nbytes), (copy.source, copy.destination)
         if memory == GPU:
             return [torch.ones(copy.nbytes, dtype=torch.uint8, device=self._device) for _ in range(count)]
@@ -210,7 +209,7 @@ def is_enqueued(operation: Operation) -> bool:
 
 @contextmanager
 def _in_a_thread(call: Call) -> Iterator[None]:
-    """A context in which another thread repeats a call."""
+    """Repeat a call on another thread while the context lasts."""
     ended = Event()
 
     def repeat() -> None:

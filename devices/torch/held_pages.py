@@ -1,4 +1,4 @@
-"""Pages that are read into the host's memory, locked or not; those that stay from batch to batch are read once."""
+"""Pages in the host's memory, page-locked or not; pages of successive batches are read once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class HeldPage(NamedTuple):
     """A page in the host's memory.
 
     Attributes:
-        parts: its bytes, as `PageReader.read` leaves them in a slot.
+        parts: pieces of memory with its bytes, each with its offset in a slot, as `PageReader.read` fills slots.
         locked: whether the memory is page-locked, so that a GPU copies from it directly.
     """
 
@@ -28,19 +28,19 @@ class HeldPage(NamedTuple):
 
     @classmethod
     def whole(cls, memory: Tensor, *, locked: bool) -> HeldPage:
-        """A page in a single piece of memory."""
+        """Make a page that is in a single piece of memory."""
         return cls((Part(0, memory),), locked)
 
 
 class Refused(MoeschedError):
-    """The system refuses a way to hold pages; the message has the reason and the remedy."""
+    """The system refuses to hold pages in some way, such as locked; the message has the reason and the remedy."""
 
 
 class HeldPages:
-    """Pages, each read into memory of its own.
+    """Holds pages in the host's memory, each in an allocation of its own.
 
     Args:
-        allocate: returns a uint8 tensor of a number of bytes at a multiple of 4096.
+        allocate: returns a uint8 tensor of a number of bytes, at an address that is a multiple of 4096.
         locked: whether that memory is page-locked, so that a GPU copies from it directly.
         threads: number of threads that read pages.
     """
@@ -55,7 +55,7 @@ class HeldPages:
         self._pages: dict[int, HeldPage] = {}
 
     def hold(self, pages: Sequence[Page], tell: Progress) -> None:
-        """Read these pages if they are not in memory, and free all others; after an error, none is in memory.
+        """Hold exactly these pages: free all others, and read those that are missing; after an error, none is held.
 
         Raises:
             Refused: the system locks no more memory.
@@ -73,7 +73,7 @@ class HeldPages:
         self._pages = kept | {page.id: held for page, held in zip(missing, read, strict=True)}
 
     def get(self, page: Page) -> HeldPage | None:
-        """A page that is in memory; None if it is not."""
+        """The held page; None if it is not held."""
         return self._pages.get(page.id)
 
     def _read(self, page: Page) -> HeldPage:
@@ -88,9 +88,9 @@ def read_page(
     *,
     cached: bool = False,
 ) -> Tensor:
-    """Read a page into new memory; returns its bytes.
+    """Read a page into new memory; returns that memory.
 
-    cached: read what is in the page cache from there.
+    allocate: returns a uint8 tensor of a number of bytes. cached: whether to read from the page cache what it has.
     """
     memory = allocate(reader.bytes_in_slot(page))
     reader.read(page, memory, cached=cached)

@@ -1,4 +1,4 @@
-"""Pages at home in the host's memory, where the accelerator has a memory of its own."""
+"""Pages at home in the host's memory: the memory from which a GPU with a memory of its own gets its weights."""
 
 from __future__ import annotations
 
@@ -23,16 +23,20 @@ _log = Log(__name__)
 
 
 class _Way(Protocol):
+    """A way to hold pages in the host's memory, as `HeldPages` is."""
+
     def hold(self, pages: Sequence[Page], tell: Progress) -> None: ...
 
     def get(self, page: Page) -> HeldPage | None: ...
 
 
 class HomePages:
-    """Pages in the host's memory, held in the fastest way that the system allows; kept from batch to batch.
+    """Holds pages in the host's memory, in the fastest way that the system allows; they stay from batch to batch.
+
+    The ways, from the fastest: files mapped in the page cache, memory registered with CUDA, ordinary memory.
 
     Args:
-        map_files: use the files in the page cache where that is possible.
+        map_files: whether to map files where that is possible.
 
     Attributes:
         chosen: the way of the last batch, and the reason why no faster one is used; None if no page is at home.
@@ -59,11 +63,11 @@ class HomePages:
 
     @property
     def locked(self) -> bool:
-        """True if a GPU copies all pages at home directly."""
+        """True if a GPU copies all pages at home directly, as their memory is page-locked."""
         return self.chosen is None or self.chosen.way != "ordinary memory"
 
     def get(self, page: Page) -> HeldPage | None:
-        """A page that is about to be read; None if it is not at home.
+        """The page in the host's memory, to be read now; None if it is not at home.
 
         Raises:
             MoeschedError: another process writes to its file.
@@ -109,7 +113,7 @@ class HomePages:
 
 
 def _unfit(way: str, plan: Plan) -> str:
-    """The reason why a way to hold pages does not suit a plan; empty if it does."""
+    """The reason why a way to hold pages, by its name, does not suit a plan; empty if it does."""
     limit = plan.machine.roles.pinned
     if limit is not None and way != "ordinary memory":
         return f"the machine limits page-locked memory: it has the memory {limit}"
@@ -119,7 +123,7 @@ def _unfit(way: str, plan: Plan) -> str:
 
 
 def _at_home(plan: Plan) -> Sequence[Page]:
-    """The pages that the host's memory holds: all streamed pages if weights come from there, else those kept there."""
+    """The pages at home on the host: all that are streamed, if weights come from there, else those kept there."""
     fast, host = plan.memory("accelerator"), plan.memory("host")
     if plan.weights.home is not None:
         return plan.weights.home.pages()

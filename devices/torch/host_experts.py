@@ -1,4 +1,4 @@
-"""Experts on the host, where the accelerator has a memory of its own: rows go there, outputs come back."""
+"""The verbs of experts that run on the host, beside an accelerator with a memory of its own."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ from .experts import TorchExperts, activations
 
 
 class HostExperts:
-    """Runs the verbs that experts on the host need.
+    """Runs experts on the host, and copies their rows there and their outputs back.
 
     The rows and tensors of an expert have the same layout as on the accelerator, since the last bits of a product
     depend on the position of its operands in memory.
 
     Args:
-        weights: returns the tensors that a view shows.
-        exchanged: memory for the rows.
+        states: the micro-batches, by number.
+        weights: returns the weights in a task's view of pages.
+        exchanged: the host's memory for the rows.
         there: runs the experts on the accelerator.
-        observers: receive the activations of experts, before they run.
+        observers: get the activations of experts.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class HostExperts:
         self._observers = observers
 
     def offload_routed(self, task: Task) -> None:
-        """Copy each token's hidden state to the host once, and the token of each of the experts' rows."""
+        """Copy the experts' input to the host, a row for each token, and the token of each row of the experts."""
         rows = self._states[task.micro_batch].rows
         if not len(rows.x_nD):  # the layer has no experts
             return
@@ -60,6 +61,7 @@ class HostExperts:
         rows.on_host = HostRows(on_host)
 
     def run_expert(self, task: Task) -> Any:
+        """Run one expert on its rows, on the host if the task is one of the host's; returns the task's value."""
         if not isinstance(task, HostKernel):
             return self._there.run_expert(task)
         weights, parts = self._weights(task.operands), []
@@ -75,7 +77,7 @@ class HostExperts:
         return None
 
     def load_routed(self, task: Task) -> None:
-        """Copy the output rows that the host computed to the accelerator; adjacent ranges are one copy."""
+        """Copy the output rows that the host computed to the accelerator, adjacent ones in one copy."""
         rows = self._states[task.micro_batch].rows
         assert rows.on_host is not None, "the step saw to it that an expert ran here"
         y_nD = rows.on_host.y_nD
@@ -85,7 +87,7 @@ class HostExperts:
 
 
 def _joined(ranges: Sequence[range]) -> list[slice]:
-    """Ascending ranges as slices, with adjacent ranges merged."""
+    """Convert ascending ranges to slices, and merge adjacent ones."""
     slices: list[slice] = []
     for each in ranges:
         if slices and slices[-1].stop == each.start:

@@ -1,4 +1,4 @@
-"""The host's half of a machine whose accelerator has a memory of its own: weights, KV cache and CPU attention."""
+"""The verbs of the host beside an accelerator with a memory of its own: copies of pages, KV cache, CPU attention."""
 
 from __future__ import annotations
 
@@ -28,9 +28,11 @@ class HostSide:
     """Runs the verbs that exist only where accelerator and host have memories of their own.
 
     Args:
-        attention: runs attention of micro-batches whose KV cache is on the accelerator, or over views of other memory.
-        exchanged: memory for the rows of attention on the host.
-        kv_slots: buffers on the accelerator into which one layer's keys and values of a micro-batch are loaded.
+        states: the micro-batches, by number.
+        store: the weights.
+        attention: runs attention of micro-batches whose KV cache is on the accelerator.
+        exchanged: the host's memory for the rows of attention.
+        kv_slots: buffers on the accelerator, into each of which a micro-batch's keys and values of a layer are loaded.
     """
 
     def __init__(
@@ -49,7 +51,7 @@ class HostSide:
         self._loaded: dict[int, LoadedKV] = {}
         self._exchanged = exchanged
         self._rows: dict[int, AttentionRows] = {}
-        """Of micro-batches from `offload_qkv` to `load_hidden`."""
+        """The rows on the host of each micro-batch, from `offload_qkv` to `load_hidden`."""
         self._states = states
         self._cached_here = _cached_on_host(plan)
         self._kv_offload: KVOffload | None = None
@@ -60,7 +62,7 @@ class HostSide:
         self._there = attention
 
     def bring(self, task: PageTransfer) -> None:
-        """Copy pages into slots: from the slots that the task reads, from their home, or from the files."""
+        """Copy pages into slots: from other slots that the task names, from the host's memory, or from the files."""
         store = self._store
         sources: Sequence[Slot | None] = task.operands or [None] * len(task.pages)
         for page, source, slot in zip(task.pages, sources, task.slots, strict=True):
@@ -75,7 +77,7 @@ class HostSide:
                 store.copies.to_accelerator(page, held, target)
 
     def _held(self, page: Page, source: Slot | None) -> HeldPage | None:
-        """A page in a slot of a pool, or at home in the host's memory; None if it is in neither."""
+        """The page in the host's memory: in this slot of a pool, or at home there; None if it is in neither."""
         if source is None or source.fixed:
             return self._store.home.get(page)
         return HeldPage.whole(self._store.bytes(source), locked=self._accelerator.type != "cpu")
@@ -86,6 +88,7 @@ class HostSide:
         self._loaded[task.operands] = LoadedKV(cached, step, self._kv_slots[task.operands])
 
     def attention(self, task: Task) -> None:
+        """Run attention on the accelerator, over a cache there or one that is on the host."""
         if task.layer not in self._cached_here.get(task.micro_batch, ()):
             self._there.attention(task)
         elif task.operands is None:
@@ -94,14 +97,14 @@ class HostSide:
             self._attend_to_loaded(task)
 
     def _attend_to_loaded(self, task: Task) -> None:
-        """Run attention over loaded keys and values, and over the new tokens' own."""
+        """Run attention of a decode step over keys and values that `load_kv` copied, and the new tokens' own."""
         state = self._states[task.micro_batch]
         attend = self._kernels.attention(task.layer, state.results, decodes=state.decodes)
         loaded = self._loaded[task.operands]
         state.attended_TX = attend(state.qkv, loaded, loaded.step)
 
     def _attend_to_prompt(self, task: Task) -> None:
-        """Run attention within the prompts, over keys and values on the accelerator, while the cache is on the host."""
+        """Run attention of prompts whose cache is on the host, over keys and values on the accelerator."""
         state = self._states[task.micro_batch]
         q_THd, k_TKd, v_TKd = state.qkv
         device_kv = self._device_kv.get(task.micro_batch)
@@ -114,6 +117,7 @@ class HostSide:
         state.attended_TX = attend(q_THd, views)
 
     def offload_qkv(self, task: Task) -> None:
+        """Copy a micro-batch's queries, keys and values to the host, for attention there."""
         state = self._states[task.micro_batch]
         rows = self._exchanged.attention(task.micro_batch, len(state.hidden_TD))
         self._rows[task.micro_batch] = rows
@@ -123,7 +127,7 @@ class HostSide:
             del state.qkv  # on CUDA the copy may not have happened yet
 
     def cpu_attention(self, task: Task) -> None:
-        """Run attention on the host, on the rows that were copied there, and keep its output for the copy back."""
+        """Run attention on the host, on the rows that `offload_qkv` copied there; its output stays in these rows."""
         state, rows = self._states[task.micro_batch], self._rows[task.micro_batch]
         attend = self._kernels.attention(task.layer, rows.memory, decodes=state.decodes, on_host=True)
         attended_TX = attend(rows.qkv, *state.cached(task.layer))
@@ -132,6 +136,7 @@ class HostSide:
                 rows.attended_TX.copy_(attended_TX)
 
     def load_hidden(self, task: Task) -> None:
+        """Copy the output of attention on the host to the accelerator."""
         attended_TX = self._rows.pop(task.micro_batch).attended_TX
         state = self._states[task.micro_batch]
         state.attended_TX = state.results.tensor(
@@ -140,6 +145,7 @@ class HostSide:
         state.attended_TX.copy_(attended_TX, non_blocking=True)
 
     def offload_kv(self, task: Task) -> None:
+        """Store a micro-batch's new keys and values in the KV cache on the host."""
         state = self._states[task.micro_batch]
         _, k_TKd, v_TKd = state.qkv
         cached, step = state.cached(task.layer)
@@ -152,7 +158,7 @@ class HostSide:
 
 
 def kv_slots_of(plan: Plan, compute: Compute) -> list[Tensor]:
-    """Allocate the buffers for keys and values that are loaded from the host's KV cache."""
+    """Allocate the buffers on the accelerator into which keys and values are loaded from the host's KV cache."""
     elements = plan.kv.slot_bytes // compute.dtype.itemsize
     return [
         torch.empty(elements, dtype=compute.dtype, device=compute.accelerator) for _ in range(plan.kv.slots)
@@ -160,7 +166,7 @@ def kv_slots_of(plan: Plan, compute: Compute) -> list[Tensor]:
 
 
 def _cached_on_host(plan: Plan) -> dict[int, frozenset[int]]:
-    """The layers whose KV cache is on the host, by micro-batch, including chunks of prefill."""
+    """The layers whose KV cache is on the host, by number of a micro-batch or of a chunk of prefill."""
     kv = plan.kv
     if not plan.nodes.attends:
         return {}

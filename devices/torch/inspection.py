@@ -1,4 +1,4 @@
-"""Facts about this machine that torch, the CPU kernels and the reader of files know, for `moesched doctor`."""
+"""Facts about this machine for `moesched doctor`: torch, GPUs, native kernels, reads of files."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from .locked_memory import locked_bytes
 from .registered_files import RegisteredFiles, spans_of
 
 SMALLEST_LARGE = (1 << 20) + 1
-"""Bytes from which on torch's allocator takes a tensor from a large segment."""
+"""Least bytes of a tensor that torch's allocator takes from a large segment."""
 LEAST_LOCKED = 1 << 20
-"""Bytes of the smallest piece of memory that is tried."""
+"""Least bytes that `lockable_bytes` tries to lock."""
 
 
 def caching_of(file: Path) -> Caching:
-    """The effect of direct reads of a file on the page cache.
+    """Find out whether direct reads of a file leave it out of the page cache.
 
     Raises:
         OSError: the file cannot be opened.
@@ -38,14 +38,14 @@ def caching_of(file: Path) -> Caching:
 
 
 def kernel_facts() -> KernelFacts:
-    """Facts about the library of CPU kernels."""
+    """Facts about the native library of CPU kernels: its instruction sets, or why it cannot be used."""
     return KernelFacts(sets=list(instruction_sets()), problem=why_unusable())
 
 
 def cuda_facts(most_gpus: int | None = None) -> CudaFacts:
     """Facts about CUDA, its driver and the GPUs that torch can use.
 
-    most_gpus: the most GPUs to look at, since that takes memory of each; None for all.
+    most_gpus: most GPUs to look at, since a look takes some of a GPU's memory; None for all.
     """
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
@@ -65,7 +65,7 @@ def cuda_facts(most_gpus: int | None = None) -> CudaFacts:
 
 
 def lockable_bytes(wanted: int, device: str = "cuda:0") -> int:
-    """Bytes of host memory that CUDA locks for a GPU in a trial: `wanted`, or the most of it found by halving."""
+    """Try how many bytes of the host's memory CUDA locks for a GPU: `wanted`, or a half, a quarter and so on, or 0."""
     while wanted >= LEAST_LOCKED:
         try:
             locked_bytes(wanted, torch.device(device))
@@ -77,7 +77,7 @@ def lockable_bytes(wanted: int, device: str = "cuda:0") -> int:
 
 
 def library_bytes(device: str = "cuda:0") -> int:
-    """GPU memory that the first product on a new stream takes: cuBLAS's workspace, and the smallest segments; bytes."""
+    """Measure the bytes of a GPU that the first product on a new stream takes, mostly cuBLAS's workspace."""
     place = torch.device(device)
     module: Any = torch.get_device_module(place)
     before: int = module.memory_reserved(place)

@@ -24,11 +24,11 @@ Tensor = torch.Tensor
 
 
 class BlockedKV:
-    """Keys and values of all layers or of some with the same window, (layers, 2, slots, K, d), in blocks of slots.
+    """The keys and values of layers with one window, in an arena (layers, 2, slots, K, d); blocks of slots by sequence.
 
-    A sequence may reserve blocks for its final length when it is opened, which keeps them contiguous and its views free
-    of copies, or take them as it grows. `append` and `views` may run concurrently with everything else, for steps that
-    `extend` returned.
+    A sequence may reserve the blocks for its final length when it is opened, which makes them contiguous, so that its
+    views need no copies; or it takes blocks as it grows. `append` and `views` for steps that `extend` returned may run
+    concurrently with everything else.
 
     Args:
         layers: numbers of the layers that it has; all by default.
@@ -75,11 +75,11 @@ class BlockedKV:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the arena, as `kv_bytes` of the layout gives them."""
+        """Bytes of the arena."""
         return self.slots.nbytes
 
     def open(self, sequence: int, tokens: int = 0) -> None:
-        """Begin a sequence, with blocks for `tokens` tokens; it takes more as it grows.
+        """Begin a sequence, and reserve blocks for `tokens` tokens; it takes more as it grows.
 
         Raises:
             OutOfBlocks: there are not enough free blocks; nothing has changed.
@@ -87,11 +87,11 @@ class BlockedKV:
         self.table.open(sequence, tokens)
 
     def close(self, sequence: int) -> None:
-        """End a sequence: its blocks are free."""
+        """End a sequence, and free its blocks."""
         self.table.close(sequence)
 
     def extend(self, sequences: Sequence[int], new: Sequence[int]) -> KVStep:
-        """Make room for new[i] tokens of sequences[i], which count as cached from now on.
+        """Make room for new[i] more tokens of sequences[i]; returns the step with the places of the new tokens.
 
         Raises:
             OutOfBlocks: there are not enough free blocks; nothing has changed.
@@ -112,14 +112,17 @@ class BlockedKV:
             self.slots.index_copy_(2, targets, self.slots.index_select(2, sources))
 
     def append(self, layer: int, step: KVStep, keys_TKd: Tensor, values_TKd: Tensor) -> None:
-        """Store the keys and values of one layer, given those of all new tokens."""
+        """Store the keys and values of one layer for a step, given those of all its new tokens."""
         for half, new_TKd in zip(self.slots[self.places[layer]], (keys_TKd, values_TKd), strict=True):
             if not step.in_place:
                 new_TKd = torch.cat([new_TKd[span.start : span.stop] for span in step.kept])
             half.index_copy_(0, step.slots_T, new_TKd)
 
     def store(self, layer: int, step: KVStep, keys_TKd: Tensor, values_TKd: Tensor, start: int = 0) -> None:
-        """Store keys and values of one layer, contiguous and on the host, for the kept tokens from `start` on."""
+        """Store some keys and values of one layer for a step, in a cache on the host.
+
+        The tensors are contiguous and on the host, and belong to the step's kept tokens from number `start` on.
+        """
         if self._kernels is not None:
             store(self._kernels, keys_TKd, values_TKd, self.layer(layer), step.slots, start)
             return
@@ -129,14 +132,14 @@ class BlockedKV:
             half.index_copy_(0, slots_T, new_TKd)
 
     def views(self, layer: int, step: KVStep) -> list[KVView]:
-        """The cached keys and values of the step's sequences, in the step's order, new tokens included.
+        """The cached keys and values of a step's sequences, in order, new tokens included; the step must be `in_place`.
 
-        They are views of the arena where a sequence's blocks are contiguous, otherwise copies. The step is `in_place`.
+        They are views of the arena where a sequence's blocks are contiguous, and copies elsewhere.
         """
         return [self._view(self.slots[self.places[layer]], part) for part in step.parts]
 
     def at(self, layer: int) -> CachedLayer:
-        """The keys and values of a layer, as attention kernels take them."""
+        """The keys and values of a layer, for attention kernels."""
         return CachedLayer(self, layer)
 
     def layer(self, layer: int) -> LayerAddresses:
@@ -161,7 +164,7 @@ class BlockedKV:
 
 
 class CachedLayer:
-    """One layer of a KV cache, as attention kernels take it.
+    """One layer of a KV cache, for attention kernels.
 
     Attributes:
         keys, values: all slots (slots, K, d).
@@ -180,11 +183,11 @@ class CachedLayer:
         return self.cache.layer(self.layer)
 
     def append(self, step: KVStep, keys_TKd: Tensor, values_TKd: Tensor) -> None:
-        """Store the keys and values, given those of all new tokens."""
+        """Store the keys and values of a step, given those of all its new tokens."""
         self.cache.append(self.layer, step, keys_TKd, values_TKd)
 
     def extended(self, step: KVStep, keys_TKd: Tensor, values_TKd: Tensor) -> list[KVView]:
-        """Store the new tokens' keys and values; returns all that the step's tokens see, theirs included."""
+        """Store the keys and values of a step's new tokens; returns all that these tokens see, their own included."""
         if step.in_place:
             self.append(step, keys_TKd, values_TKd)
             return self.views(step)

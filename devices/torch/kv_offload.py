@@ -1,4 +1,4 @@
-"""New keys and values on their way from the accelerator to the host's KV cache."""
+"""The copying of new keys and values from the accelerator to the host's KV cache."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .locked_memory import locked_if_possible
 
 
 class KVOffload:
-    """Copies keys and values to the host through two page-locked buffers, one for copies while the other is emptied.
+    """Copies keys and values to the host's KV cache, through two page-locked buffers that are filled in turn.
 
     Only one task at a time may use it.
 
@@ -37,7 +37,10 @@ class KVOffload:
         self._buffers = memory.view(compute.dtype).view(shape)
 
     def write(self, cached: CachedLayer, step: KVStep, k_TKd: Tensor, v_TKd: Tensor) -> None:
-        """Write a layer's keys and values, given those of all new tokens, to the host; returns when they are there."""
+        """Store a layer's keys and values of a step in the host's cache; returns when they are there.
+
+        k_TKd, v_TKd: the keys and values of all new tokens, on the accelerator.
+        """
         pieces = [
             range(start, min(start + self._tokens, span.stop))
             for span in step.kept
@@ -55,6 +58,6 @@ class KVOffload:
             stored += len(piece)
 
     def _copy(self, number: int, piece: range, k_TKd: Tensor, v_TKd: Tensor) -> None:
-        """Start the copy of the piece `number`, some of the new tokens, to its buffer."""
+        """Start to copy piece `number`, a range of the new tokens, to the buffer whose turn it is."""
         for buffer, new_TKd in zip(self._buffers[number % 2], (k_TKd, v_TKd), strict=True):
             buffer[: len(piece)].copy_(new_TKd[piece.start : piece.stop], non_blocking=True)

@@ -1,4 +1,4 @@
-"""The new tokens of some sequences, with their places in a KV cache in blocks."""
+"""A step in a KV cache: the new tokens of some sequences, and their places in its blocks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Tensor = torch.Tensor
 
 
 class Run(NamedTuple):
-    """Sequences of one length whose slots are evenly spaced, so that one strided view shows them all."""
+    """Sequences of one length whose slots are evenly spaced in the cache, so that one strided view shows them all."""
 
     queries: int
     length: int
@@ -28,9 +28,12 @@ class Run(NamedTuple):
 
 
 class Gather(NamedTuple):
-    """Sequences of one length in scattered blocks; `slots`, once made, are those blocks' slots, to be copied together.
+    """Sequences of one length in scattered blocks, whose keys and values are copied together.
 
-    Each begins with a block of its own, as in the cache, for the same bits as from there.
+    Each copy begins with a block of its own, as in the cache, for the same bits as from there.
+
+    Attributes:
+        slots: the numbers of all slots in the blocks; None until they are made.
     """
 
     queries: int
@@ -41,14 +44,15 @@ class Gather(NamedTuple):
 
 
 class KVStep:
-    """The new tokens of some sequences, with their places in the cache. Tensors are made when torch first needs them.
+    """The new tokens of some sequences, and their places in a KV cache. Tensors are made when they are first needed.
+
+    A cache with a window keeps only the tokens that later ones see: of many new tokens only the last.
 
     Attributes:
         past, new: number of tokens of each sequence before the step, and in it.
         one_each: whether each sequence has one new token.
-        in_place: whether the cache can hold all that the new tokens see at once; else they overwrite some of it.
-        in_blocks: lengths and blocks of the sequences, from the first token in a block on, new tokens included.
-        slots: the slots in the arena of the new tokens that are kept.
+        in_place: whether the cache holds all tokens that the new ones see, after these were stored; otherwise storing
+            them overwrites some.
     """
 
     def __init__(
@@ -66,7 +70,7 @@ class KVStep:
 
     @cached_property
     def in_blocks(self) -> SequencesInBlocks:
-        """The lengths and blocks of the sequences, from the first token in a block on, new tokens included."""
+        """Each sequence's number of tokens in blocks, new ones included, and its blocks."""
         lengths, blocks = array("q"), array("q")
         for growth in self._growths:
             lengths.append(growth.length)
@@ -75,31 +79,31 @@ class KVStep:
 
     @property
     def on_host(self) -> bool:
-        """Whether the cache is in the host's memory."""
+        """True if the cache is in the host's memory."""
         return self._indices is host_indices
 
     @property
     def listed(self) -> array[int]:
-        """The lengths of the sequences, the places of their first blocks in the list of blocks, and that list."""
+        """The numbers for GPU kernels: each sequence's length, its first index in the list of blocks, and that list."""
         lengths, blocks = self.in_blocks
         counts = (len(growth.seen.blocks) for growth in self._growths[:-1])
         return lengths + array("q", accumulate(counts, initial=0)) + blocks
 
     @property
     def numbers(self) -> list[array[int]]:
-        """Numbers for attention on the accelerator: `listed`, and for several new tokens of a sequence all others."""
+        """All numbers that attention on a GPU needs: `listed`, and with several new tokens of a sequence two more."""
         return [self.listed] if self.one_each else [self.listed, self.slots, self._firsts]
 
     def keep(self, table: Tensor, slots_T: Tensor | None = None, starts: Tensor | None = None) -> None:
-        """Keep the tensors that `numbers` were copied to."""
+        """Keep the tensors on the accelerator that `numbers` were copied to."""
         self._table = table
         if slots_T is not None and starts is not None:
             self.slots_T, self.starts = slots_T, starts
 
     def table(self, upload: Indices) -> Tensor:
-        """`listed` on the accelerator.
+        """The numbers `listed` as a tensor on the accelerator.
 
-        upload: makes the tensor; called once, and only if none was kept.
+        upload: makes the tensor; called at most once, and only if none was kept.
         """
         if self._table is None:
             self._table = upload(self.listed)
@@ -112,12 +116,12 @@ class KVStep:
 
     @property
     def last(self) -> list[int]:
-        """The index of each sequence's last token among the new ones."""
+        """The index of each sequence's last token among all new tokens."""
         return [stop - 1 for stop in accumulate(self.new)]
 
     @cached_property
     def slots(self) -> array[int]:
-        """The slots in the arena of the new tokens that are kept."""
+        """The slots in the arena for the new tokens that the cache keeps."""
         slots = array("q")
         for growth in self._growths:
             first, blocks = growth.kept or growth.seen
@@ -129,7 +133,7 @@ class KVStep:
 
     @cached_property
     def kept(self) -> list[range]:
-        """The numbers, among the new tokens, of those that are kept: of a window the last ones of each sequence."""
+        """The ranges of indices, among all new tokens, of those that the cache keeps."""
         if self.in_place:
             return [range(sum(self.new))]
         kept = []
@@ -145,7 +149,7 @@ class KVStep:
 
     @cached_property
     def starts(self) -> Tensor:
-        """The first of each sequence's new tokens among all of them, and their number, on the cache's device."""
+        """The index of each sequence's first new token among all new ones, then their number, on the cache's device."""
         return self._indices(self._firsts)
 
     @property
@@ -154,7 +158,7 @@ class KVStep:
 
     @cached_property
     def parts(self) -> list[Run | Gather]:
-        """The step's sequences in order, grouped where one view or one copy shows several."""
+        """The step's sequences in order, in groups that one view or one copy can show together."""
         parts: list[Run | Gather] = []
         for growth in self._growths:
             alone = self._alone(growth.seen.blocks, growth.length, growth.new)
@@ -167,7 +171,7 @@ class KVStep:
 
     @property
     def before(self) -> Iterator[list[range]]:
-        """For each sequence, the slots of its tokens before the step, from the first in a block on, as few ranges."""
+        """For each sequence, the slots of its cached tokens before the step, as few ranges."""
         for growth in self._growths:
             tokens = range(growth.past - growth.seen.first)
             yield _ranges(growth.seen.blocks, tokens, self._block_size)
@@ -195,7 +199,7 @@ class KVStep:
 
 
 def _ranges(blocks: Sequence[int], tokens: range, block_size: int) -> list[range]:
-    """The slots of some of a sequence's tokens, given its blocks; consecutive ones as one range."""
+    """The slots of a range of a sequence's tokens, given its blocks, as few ranges."""
     ranges: list[range] = []
     for number in range(tokens.start // block_size, -(-tokens.stop // block_size)):
         shift = (blocks[number] - number) * block_size
@@ -214,7 +218,7 @@ def slots_of(blocks: Sequence[int], block_size: int) -> list[int]:
 
 
 def _join(part: Run | Gather, alone: Run | Gather) -> Run | Gather | None:
-    """The part with one more sequence; None if one view or copy cannot show them together."""
+    """Add one more sequence to a part; None if one view or copy cannot show them together."""
     if (part.queries, part.length) != (alone.queries, alone.length):
         return None
     if isinstance(part, Run) and isinstance(alone, Run):
@@ -225,7 +229,7 @@ def _join(part: Run | Gather, alone: Run | Gather) -> Run | Gather | None:
 
 
 def _join_runs(run: Run, alone: Run) -> Run | None:
-    """The run with one more sequence; None if that has another length or distance."""
+    """Add one more sequence to a run; None if its slots are not at the run's distance from the last one's."""
     distance = alone.first_slot - (run.first_slot + (run.sequences - 1) * run.distance)
     if distance <= 0 or run.distance not in (0, distance):
         return None

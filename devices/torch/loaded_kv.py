@@ -1,4 +1,4 @@
-"""One layer's keys and values of a micro-batch, loaded from the host's KV cache into a slot of the accelerator."""
+"""The keys and values of a micro-batch in one layer, copied from the host's KV cache to the accelerator."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ from .prompt_views import carved, copy_slots
 
 
 class LoadedKV:
-    """Copies on the accelerator of the keys and values before a step, with room for each sequence's new tokens.
+    """Copies of a micro-batch's keys and values on the accelerator, with room for each sequence's new tokens.
+
+    The constructor starts the copies. Attention kernels take it like a `CachedLayer`.
 
     Args:
         cached: the layer in the host's cache.
-        slot: memory of the accelerator for keys, then values.
+        step: the new tokens, with their places in that cache.
+        slot: memory of the accelerator, for keys and then values.
 
     Attributes:
         step: the new tokens, with their places in these copies.
@@ -51,7 +54,7 @@ class LoadedKV:
         return self._cached.addresses._replace(keys=keys, values=values)
 
     def extended(self, step: KVStep, keys_TKd: Tensor, values_TKd: Tensor) -> list[KVView]:
-        """Store the new tokens' keys and values at the ends of their sequences; returns the views of all."""
+        """Store the new tokens' keys and values at the ends of their sequences; returns views of all."""
         start = 0
         for keys_SLKd, values_SLKd, new in self._views:
             end = start + len(keys_SLKd) * new
@@ -65,7 +68,7 @@ class LoadedKV:
 def _loaded(memory: Tensor, cached_NKd: Tensor, step: KVStep) -> Iterator[Tensor]:
     """Copy the keys or values before a step into flat memory; yields those of each of the step's parts, (S, L, K, d).
 
-    Only whole pieces of both memories are copied: anything else takes memory of the GPU beside the plan's.
+    Only contiguous pieces are copied, since other copies would take memory of the GPU beside the plan's.
     """
     before = step.before
     for part in step.parts:

@@ -1,4 +1,4 @@
-"""Loading on several threads, with progress."""
+"""The loading of many items on several threads, with progress."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TypeVar
 from moesched.seams import Progress
 
 THREADS = 8
-"""Most threads that load at a time: one copies a fraction of what the page cache gives."""
+"""Most threads that load at a time; a single one does not reach the rate of the page cache."""
 
 Item = TypeVar("Item")
 Loaded = TypeVar("Loaded")
@@ -22,9 +22,13 @@ def load_each(
     threads: int,
     tell: Progress,
 ) -> list[Loaded]:
-    """Load items of these sizes, in bytes, on several threads; returns the results in order.
+    """Load items on several threads; returns the results in order.
 
-    After an error or Ctrl-C no further item is started; it is raised when the started ones have ended.
+    After an error or Ctrl-C no further item is started; the error is raised when the started ones have ended.
+
+    Args:
+        sizes: bytes of each item, for the progress.
+        tell: called with (what is done, bytes so far, all bytes).
     """
     loaded: list[Loaded] = []
     done, total = 0, sum(sizes)

@@ -1,7 +1,7 @@
 """Page-locked memory of the host for large buffers, which a GPU copies from and to by itself.
 
-It is ordinary memory that is registered with CUDA. Torch would round page-locked memory up to a power of two, and the
-system may refuse direct reads into it.
+It is ordinary memory that is registered with CUDA. Torch's own page-locked memory is rounded up to a power of two, and
+the system may refuse direct reads into it.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from moesched.units import format_bytes
 from ..shared.arena import aligned_bytes, round_up
 
 PORTABLE, READ_ONLY = 1, 8
-"""Flags of CUDA: locked for all GPUs; only read by them, as memory has to be that the process may not write to."""
+"""Flags of CUDA: memory is locked for all GPUs; GPUs only read it, as they must where the process may not write."""
 
 _log = Log(__name__)
 
 
 def locked_bytes(nbytes: int, device: torch.device) -> torch.Tensor:
-    """A zeroed, page-locked uint8 tensor at a multiple of 4096; unlocked when nothing refers to it.
+    """A zeroed, page-locked uint8 tensor at a multiple of 4096; it is unlocked when nothing refers to it any more.
 
     Raises:
         OutOfMemory: the system locked no more memory.
@@ -51,7 +51,7 @@ def locked_bytes(nbytes: int, device: torch.device) -> torch.Tensor:
 
 
 def locked_if_possible(nbytes: int, device: torch.device, what: str) -> torch.Tensor:
-    """Memory as `locked_bytes` returns it; with a warning ordinary memory, whose copies are slow, if that fails.
+    """Page-locked memory as by `locked_bytes`; if that fails, a warning and ordinary memory, whose copies are slow.
 
     what: the purpose of the memory, for the warning.
     """
@@ -63,7 +63,7 @@ def locked_if_possible(nbytes: int, device: torch.device, what: str) -> torch.Te
 
 
 class NotLocked(Exception):
-    """CUDA does not lock memory; the message has the number of its error."""
+    """An error: CUDA does not lock memory; the message has the number of CUDA's error."""
 
 
 def lock(address: int, nbytes: int, device: torch.device, flags: int) -> Callable[[], None]:
@@ -84,7 +84,7 @@ def lock(address: int, nbytes: int, device: torch.device, flags: int) -> Callabl
 
 
 def wait_for_device(device: torch.device) -> None:
-    """Block until a GPU has ended all its work, so that locked memory may be released; does nothing on the CPU."""
+    """Block until a GPU has ended all its work, so that locked memory may be unlocked; does nothing on the CPU."""
     if device.type != "cpu":
         with suppress(RuntimeError):  # a GPU that failed has ended
             torch.get_device_module(device).synchronize(device)

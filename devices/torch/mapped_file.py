@@ -1,4 +1,4 @@
-"""A file in the page cache, mapped into the process, to which no process writes meanwhile."""
+"""A file that is mapped into the process from the page cache, with a lease against writers."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ DONT_NEED = 4
 
 
 class MappedFile:
-    """A file that is mapped as a whole; the system reads parts when `advise` asks for it, or when they are used.
+    """A file that is mapped as a whole; the system reads a part when `advise` asks for it, or when it is used.
 
-    The system ends a process that reads a mapped part of a file after that was cut off. So a lease delays processes
-    that want to write to the file, and `require` reports them. The system lets them write after 45 seconds.
+    The system kills a process that reads a mapped part that has been cut off the file. So a lease delays processes that
+    want to write to the file, and `require` reports them. The system lets them write after 45 seconds.
 
     Args:
         remedy: advice for a user who has to write to the file, or has too little memory to map it.
@@ -53,7 +53,7 @@ class MappedFile:
         self._lease.require()
 
     def advise(self, offset: int, nbytes: int, advice: int) -> None:
-        """Give the system advice (`madvise`) about a part of the mapping, in whole blocks; other threads run meanwhile.
+        """Call `madvise` for a part of the mapping, in whole blocks; other threads run meanwhile.
 
         Raises:
             OutOfMemory: the system has no memory for it.
@@ -77,7 +77,7 @@ class MappedFile:
 
 @cache
 def system_takes(advice: int) -> bool:
-    """Test whether the system accepts an advice about memory, by its number on Linux."""
+    """Test whether the system accepts an advice of `madvise`, given by its number on Linux."""
     if sys.platform != "linux":
         return False
     page = torch.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), dtype=torch.uint8)
@@ -85,7 +85,7 @@ def system_takes(advice: int) -> bool:
 
 
 def _mapped(path: Path) -> torch.Tensor:
-    """Map a file, as uint8. The mapping is shared: the system copies pinned pages of private ones."""
+    """Map a file, as uint8. The mapping is shared, since the system copies pinned pages of private mappings."""
     try:
         with path.open("rb") as file:
             mapping = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)

@@ -1,4 +1,4 @@
-"""Pages at home in the page cache, from where a GPU copies them: they are neither loaded nor copied in memory."""
+"""Pages at home in the page cache, from where a GPU copies them directly."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from .registered_files import RegisteredFiles, spans_of
 
 
 class MappedHome:
-    """Pages in files that are registered with CUDA, so that a GPU copies them directly from the page cache.
+    """Holds pages in files that are registered with CUDA, so that a GPU copies them directly from the page cache.
 
-    Neighbouring pages are in one registration: no copy crosses from one to another, and no block is in two. The leases
-    on a page's files are checked each time that the page is copied.
+    Neighbouring pages are in one registration, so that no copy needs two, and no block is in two. The leases on a
+    page's files are checked each time that the page is copied.
 
-    threads: number of threads that have the system read what the page cache lacks.
+    threads: number of threads that make the system read what the page cache lacks.
 
     Attributes:
         bytes_mapped: bytes of all pages that were registered here so far, in whole blocks.
@@ -34,13 +34,15 @@ class MappedHome:
 
     @staticmethod
     def obstacle(reader: PageReader) -> str:
-        """The reason why pages cannot be used in the form that the files have; empty if they can."""
+        """The reason why pages cannot be used as they are in the files; empty if they can."""
         if reader.converts:
             return "the files have the weights in another form than the kernels"
         return "" if RegisteredFiles.possible() else "mapped files need Linux 5.14 or later"
 
     def hold(self, pages: Sequence[Page], tell: Progress) -> None:
-        """Register these pages, and undo other registrations; none is left after an error. No page may be in a copy.
+        """Hold exactly these pages: register them, and undo all other registrations; after an error, none is left.
+
+        No copy of a page may be under way.
 
         Raises:
             Refused: the system gives no lease on a file, or CUDA does not register it.
@@ -63,7 +65,7 @@ class MappedHome:
         )
 
     def get(self, page: Page) -> HeldPage | None:
-        """A registered page that is about to be copied; None if the page is not registered.
+        """The held page, to be copied now; None if it is not held.
 
         Raises:
             MoeschedError: another process writes to one of its files.

@@ -1,4 +1,4 @@
-"""Pages in the system's page cache: mapped into the process while they are needed, never copied."""
+"""Pages in the system's page cache, which are mapped into the process instead of copied."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from ..shared.page_reader import PageReader, block_of
 from .mapped_file import DONT_NEED, POPULATE_READ, MappedFile, system_takes
 
 REMEDY = "run with --device-set direct=true"
-"""A way for users who have to write to a file meanwhile."""
+"""Advice for users who have to write to a file during a run."""
 
 
 class MappedPages:
-    """Pages of a checkpoint that the page cache is expected to have, for example since they were just read.
+    """The pages of a checkpoint, mapped from the page cache, for when that is expected to have them.
 
-    A slot maps a part of a file instead of holding a copy of it, until it gets another page. So the process has mapped
-    at most as much as the slots may hold, rounded up to the system's pages. A kernel that still reads a page that its
-    slot has dropped gets the same bytes, a little later.
+    A slot maps a part of a file, until it gets another page, instead of holding a copy. So the process maps at most as
+    much as the slots hold, rounded up to the system's pages. A kernel that still reads a page that its slot has dropped
+    gets the same bytes, only later.
 
-    The next page that is brought in reports a process that wants to write to a file. This holds as long as pages are
-    brought in more often than every 45 seconds, after which the system lets the process write.
+    When another process wants to write to a file, the next `bring` of a page raises an error. That is in time if pages
+    are brought in at least every 45 seconds, after which the system lets the process write.
 
     Attributes:
         reader: locates the blocks of a page in the files.
@@ -53,7 +53,7 @@ class MappedPages:
         return not reader.converts and system_takes(POPULATE_READ)
 
     def bring(self, page: Page, slot: Slot) -> None:
-        """Map a page into a slot, and have the system read what its cache lacks; one thread at a time per slot.
+        """Map a page into a slot, and make the system read what its cache lacks; one thread at a time for each slot.
 
         Raises:
             MoeschedError: another process writes to a file, or the disk failed.
@@ -71,7 +71,7 @@ class MappedPages:
         )
 
     def views(self, page: Page) -> NamedBlocks:
-        """The page's tensors by their canonical names, as row blocks from top to bottom."""
+        """The page's tensors by their canonical names, each as row blocks from top to bottom."""
         return self._views[page.id]
 
     def hide(self) -> None:

@@ -1,4 +1,4 @@
-"""Kernels around the exchanges between nodes: sums of the node's own experts, rows routed by the first node."""
+"""The computations around exchanges between nodes: sums of the node's own experts, rows that the first node routed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class NodeSide:
-    """Runs the kernels that exist only where several nodes share a model's experts.
+    """Runs the computations that exist only where several nodes share a model's experts.
 
     Args:
         project_output: runs the output projection, before a layer's norm and router.
@@ -46,7 +46,7 @@ class NodeSide:
         self._project_output = project_output
 
     def partial_sum(self, task: Task) -> Tensor:
-        """The weighted sum (T, D), float32, of the outputs of this node's own experts."""
+        """The weighted sum (T, D), float32, of the outputs of this node's own experts, on the accelerator."""
         use_cores(1)
         state = self._states[task.micro_batch]
         for expert, node in task.operands.items():
@@ -63,12 +63,15 @@ class NodeSide:
         return array
 
     def combine(self, task: Task, total_TD: Array) -> None:
-        """Add the residual to the sum over all nodes, and round once, as a single machine does."""
+        """Add the residual to the sum (T, D) over all nodes, and round once, as a single machine does."""
         state = self._states[task.micro_batch]
         state.hidden_TD = self._on_device(total_TD).add_(state.hidden_TD).to(self._dtype)
 
     def route(self, task: Task) -> tuple[dict[int, int], Array]:
-        """Run the router; returns each expert's number of rows, and the result for all tokens, float32 on the host."""
+        """Run the router; returns the number of rows of each expert that has any, and its result for `take_rows`.
+
+        The result is float32 (T, D + 2 k) on the host: the experts' input, each token's experts and their weights.
+        """
         self._project_output(task)
         routed = self._moe.route(task)
         parts = (routed.x_TD, routed.experts_Tk, routed.weights_Tk)
@@ -76,7 +79,7 @@ class NodeSide:
         return self._moe.group(task, routed), routed_TX
 
     def take_rows(self, task: Task, routed_TX: Array) -> dict[int, int]:
-        """Take the rows that the first node routed; returns the number of rows of each expert that has any."""
+        """Take over the first node's result of `route`; returns the number of rows of each expert that has any."""
         ends = (-2 * self._top_k, -self._top_k)
         x_TD, experts_Tk, weights_Tk = self._on_device(routed_TX).tensor_split(ends, dim=-1)
         routed = Routed(x_TD.to(self._dtype), experts_Tk.long(), weights_Tk)

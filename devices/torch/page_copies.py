@@ -1,4 +1,4 @@
-"""Copies of pages from the host's memory into slots, in each at the rate of memory or link."""
+"""The copying of pages from the host's memory into slots, on the host or on a GPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _log = Log(__name__)
 
 
 class PageCopies:
-    """Copies pages between the memories of a machine.
+    """Copies pages from the host's memory into slots of the host's or of the accelerator's memory.
 
     Attributes:
         ring: staging buffers for copies from ordinary memory to a GPU; None if not needed, or if CUDA locks no memory.
@@ -45,7 +45,7 @@ class PageCopies:
                 _log.warning("copies of weights to the GPU are slow", reason=str(error))
 
     def to_accelerator(self, page: Page, held: HeldPage, slot: Tensor) -> None:
-        """Copy a page to the layout's offsets in a slot of the accelerator's memory, on the current stream."""
+        """Copy a page to a slot of the accelerator's memory, in the layout that kernels read, on the current stream."""
         pieces = self._reader.pieces(page, held.parts)
         if self.ring is not None and not held.locked:
             self.ring.copy(pieces, slot)

@@ -1,4 +1,4 @@
-"""The operations that `moesched calibrate` times: the torch device's own kernels and reads, on made-up data."""
+"""The operations that `moesched calibrate` times: kernels and reads of the torch device, on made-up data."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ MOST_COPIES = 128
 
 
 class TorchProbe:
-    """Operations for a calibration to time. Each method returns a callable that performs one operation.
+    """The operations of the torch device on the CPU. Each method returns a function that performs one operation.
 
-    Weights and caches are cold, as they are in a model: every call takes another copy of them.
+    Successive calls use different copies of the weights in turn, so that none is in a cache, as in a model.
 
     Attributes:
         dtypes: the dtypes that can be computed in on this machine.
@@ -55,7 +55,7 @@ class TorchProbe:
             file.close()
 
     def ready(self) -> AbstractContextManager[object]:
-        """The context in which a thread must call operations, the same as for the device's lanes."""
+        """The context manager in which a thread must call operations, as the device's lanes do."""
         return torch.inference_mode()
 
     def packs(self, dtype: str) -> bool:
@@ -65,12 +65,12 @@ class TorchProbe:
     def product(
         self, dtype: str, outputs: int, inputs: int, *, stored: str = "", packed: bool = False
     ) -> Callable[[int], Call]:
-        """A function that returns the call for a number of rows: a product with cold matrices of (outputs, inputs).
+        """Products with matrices (outputs, inputs): a function from a number of rows to the function for one product.
 
         Args:
             dtype: dtype of rows and of plain matrices.
-            stored: coded storage format of the matrices; `COLUMNS` for plain ones that lie transposed, else empty.
-            packed: use packed matrices, except for as few rows as the expert kernel takes, which multiplies plain ones.
+            stored: coded storage format of the matrices; `COLUMNS` for plain ones that are stored transposed; else "".
+            packed: whether torch multiplies by packed matrices; the native kernels, for few rows, take plain ones.
         """
         kind = DTYPES[dtype]
         if stored == COLUMNS:
@@ -84,7 +84,7 @@ class TorchProbe:
         return self._products.of_rows(_cold_matrices(row_1D, outputs), packed=packed)
 
     def read(self, path: Path, nbytes: int, pieces: int) -> Call:
-        """Concurrent reads of `pieces` pieces of a file, as in a transfer of pages, into slots of a pool."""
+        """Concurrent reads of `pieces` pieces of a file, `nbytes` bytes each, into slots, as in a transfer of pages."""
         if path not in self._files:
             self._files[path] = DirectFile(path)
         file = self._files[path]
@@ -96,7 +96,7 @@ class TorchProbe:
         )
 
     def stream(self, nbytes: int) -> Call:
-        """One pass over `nbytes` bytes of memory."""
+        """A pass over `nbytes` bytes of memory, which reads them once."""
         numbers = torch.ones(nbytes // 8, dtype=torch.float64)
         return lambda: numbers.sum()
 
@@ -108,7 +108,7 @@ class TorchProbe:
 
 
 def _cold_matrices(row_1D: torch.Tensor, outputs: int) -> list[torch.Tensor]:
-    """Matrices of equal rows in huge pages, like a model's weights; too many for the caches."""
+    """Matrices with `outputs` copies of a row, in huge pages like a model's weights; too many for the caches."""
     nbytes = outputs * row_1D.nbytes
     shape = outputs, row_1D.shape[1]
     return [

@@ -1,4 +1,4 @@
-"""The keys and values that prompts see, in memory beside the KV cache: those before them, and their own."""
+"""The keys and values that new tokens of prompts see, in memory beside the KV cache."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ CACHE_LINE = 64
 
 
 def prompt_views(step: KVStep, cached: Iterable[Tensor], new: Iterable[Tensor]) -> list[KVView]:
-    """Views of keys and values that a step's tokens see, in the step's order.
+    """Views of the keys and values that a step's tokens see, in the order of the step's sequences.
 
-    They have the same layout as in a cache that keeps all tokens, with neighbours of one length as one view, so that
-    the bits are equal. Tokens before the window are zeros.
+    They have the layout of a cache that keeps all tokens, so that the bits are equal: neighbouring sequences of one
+    length are one view, and tokens before the window are zeros.
 
     Args:
         cached: keys and values of a layer (slots, K, d), without those of the new tokens.
@@ -30,13 +30,13 @@ def prompt_views(step: KVStep, cached: Iterable[Tensor], new: Iterable[Tensor]) 
 
 
 def _runs(step: KVStep) -> Iterator[tuple[tuple[int, int], int]]:
-    """Neighbours with as many new and earlier tokens: these numbers, and the number of sequences."""
+    """Group neighbouring sequences with equal numbers: yields (new tokens, earlier tokens) and how many sequences."""
     pairs = zip(step.new, step.past, strict=True)
     return ((pair, len([*neighbours])) for pair, neighbours in groupby(pairs))
 
 
 def _joined(step: KVStep, cached_NKd: Tensor, new_TKd: Tensor) -> Iterator[Tensor]:
-    """The keys or values of each run, (S, L, K, d)."""
+    """Yield the keys or values of each group of `_runs`, (S, L, K, d)."""
     start, before = 0, step.before
     for (new, past), sequences in _runs(step):
         stop = start + new * sequences
@@ -47,13 +47,13 @@ def _joined(step: KVStep, cached_NKd: Tensor, new_TKd: Tensor) -> Iterator[Tenso
 
 
 def _is_aligned(own_SNKd: Tensor) -> bool:
-    """Whether each sequence begins with a cache line, as in the cache."""
+    """Test whether each sequence's keys or values begin with a cache line, as in the KV cache."""
     places = own_SNKd.storage_offset(), *(own_SNKd.stride()[:1] if len(own_SNKd) > 1 else ())
     return all(place * own_SNKd.itemsize % CACHE_LINE == 0 for place in places)
 
 
 def _beside(earlier: Sequence[Sequence[range]], past: int, cached_NKd: Tensor, own_SNKd: Tensor) -> Tensor:
-    """Keys or values of some sequences: zeros, those in slots of the cache, and the new ones, each after the other."""
+    """Join the keys or values of some sequences, (S, L, K, d): zeros, then those in the cache, then the new ones."""
     sequences, new, *head = own_SNKd.shape
     held = sum(map(len, earlier[0]))
     zeros = (past - held) % PROMPT_TILE
@@ -69,7 +69,7 @@ def _beside(earlier: Sequence[Sequence[range]], past: int, cached_NKd: Tensor, o
 
 
 def copy_slots(there_LKd: Tensor, cached_NKd: Tensor, spans: Iterable[range]) -> None:
-    """Copy slots of a cache to the first places of a sequence's memory."""
+    """Copy ranges of slots of a cache, one after the other, to the beginning of a sequence's memory."""
     start = 0
     for span in spans:
         stop = start + len(span)
@@ -78,7 +78,7 @@ def copy_slots(there_LKd: Tensor, cached_NKd: Tensor, spans: Iterable[range]) ->
 
 
 def carved(memory: Tensor, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """A tensor (S, L, K, d) of keys or values at the start of flat memory, and the rest of that memory.
+    """Cut a tensor of this shape (S, L, K, d) from the start of flat memory; returns it and the rest of the memory.
 
     Each sequence begins with a block of its own, as in the cache, for the same bits as from there.
     """

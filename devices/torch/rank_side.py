@@ -1,4 +1,4 @@
-"""Operations that exist only in tensor-parallel runs: all-reduces, and logits of the rank's rows of the LM head."""
+"""The verbs that exist only in tensor-parallel runs: all-reduces, and logits by the rank's rows of the LM head."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class RankSide:
         self._logits_SV: dict[int, Tensor] = {}
 
     def all_reduce(self, task: Collective) -> None:
-        """Sum the ranks' parts of the hidden states, or of the logits."""
+        """Replace the rank's part of a micro-batch's hidden states, or of its logits, by the sum over all ranks."""
         if task.operands == LOGITS:
             self._logits_SV[task.micro_batch] = self._sum(task, self._logits_SV[task.micro_batch])
         else:
@@ -51,7 +51,7 @@ class RankSide:
             state.hidden_TD = self._sum(task, state.hidden_TD)
 
     def logits(self, task: Task) -> None:
-        """Compute logits over the whole vocabulary, which are zero where other ranks have the rows."""
+        """Compute logits over the whole vocabulary: zeros where other ranks have the rows of the LM head."""
         part_SV = self._head(self._states[task.micro_batch])
         rows = part_SV.shape[1]
         logits_SV = part_SV.new_zeros(len(part_SV), self._vocabulary)
@@ -59,10 +59,11 @@ class RankSide:
         self._logits_SV[task.micro_batch] = logits_SV
 
     def sample(self, task: Task) -> Any:
+        """Choose the next tokens from the summed logits."""
         return self._draw(task, self._logits_SV[task.micro_batch])
 
     def _sum(self, task: Collective, part: Tensor) -> Tensor:
-        """Sum the ranks' parts in float32, through host memory; returns the sum on the accelerator."""
+        """Sum the ranks' parts in float32, through the host's memory; returns the sum on the accelerator."""
         with making_part(self._transport, self._rank, task):
             mine = part.float().cpu().numpy()
         total = self._transport.all_reduce(self._rank, exchange_of(task), mine)

@@ -9,23 +9,23 @@ import torch
 Tensor = torch.Tensor
 
 LEAST_READ_BACK, MOST_READ_BACK = 64, 1 << 16
-"""Bytes of the least and of the largest memory for a result."""
+"""Bytes of the smallest and of the largest piece of memory for a result."""
 UNREAD = 16
-"""Results of a size that are not read yet: a stream has fewer tasks in its queue, so that no more memory is needed."""
+"""Pieces of one size that are allocated at once: more than the tasks in a stream's queue, whose results are unread."""
 
 
 class ReadBack:
     """Copies results of an accelerator to page-locked memory of the host, which is used again once they were read.
 
-    Only tensors of up to `MOST_READ_BACK` bytes, as those of decode steps are; others get memory of their own.
+    Tensors of more than `MOST_READ_BACK` bytes, which decode steps do not have, get memory of their own.
     """
 
     def __init__(self) -> None:
         self._free: defaultdict[int, list[Tensor]] = defaultdict(list)
-        """Unused memory, by its bytes."""
+        """The unused pieces of memory, by their bytes."""
 
     def copied(self, tensor: Tensor) -> tuple[Tensor, Tensor | None]:
-        """An asynchronous copy on the current stream, and the memory to return with `free` if it is used again."""
+        """Start a copy of a tensor on the current stream; returns the copy, and its memory to `free` later, or None."""
         if tensor.nbytes > MOST_READ_BACK:
             return tensor.to("cpu", non_blocking=True), None
         nbytes = max(LEAST_READ_BACK, 1 << (tensor.nbytes - 1).bit_length())
@@ -39,5 +39,5 @@ class ReadBack:
         return copy.copy_(tensor, non_blocking=True), memory
 
     def free(self, memory: Tensor) -> None:
-        """Take memory back whose copy was read."""
+        """Take back the memory of a copy that was read."""
         self._free[memory.nbytes].append(memory)

@@ -1,4 +1,4 @@
-"""Parts of files in the page cache that are registered with CUDA, so that a GPU copies from there by itself."""
+"""The registration of parts of files with CUDA, so that a GPU copies from the page cache by itself."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from .locked_memory import PORTABLE, READ_ONLY, NotLocked, lock
 from .mapped_file import POPULATE_READ, MappedFile, system_takes
 
 BLOCK = max(ALIGNMENT, mmap.PAGESIZE)
-"""Parts begin and end at multiples of this."""
+"""Bytes of a block; registered parts are whole blocks."""
 
 PIECE_BYTES = 32 << 20
-"""Bytes that a thread has the system read at a time."""
+"""Bytes that a thread makes the system read at a time."""
 
 REMEDY = "run with --device-set map_files=false"
-"""A way for users who have to write to a file meanwhile."""
+"""Advice for users who have to write to a file during a run."""
 
 
 class Span(NamedTuple):
@@ -38,12 +38,12 @@ class Span(NamedTuple):
 
 
 class RegisteredFiles:
-    """Files that are mapped read-only, held by leases, and registered with CUDA in parts.
+    """Files that are mapped read-only, protected by leases, and registered with CUDA in parts.
 
     A registered part is pinned, and the process itself does not read it. So neither process nor GPU fails if a file is
-    cut off in spite of its lease.
+    truncated in spite of its lease.
 
-    threads: number of threads that have the system read what the page cache lacks.
+    threads: number of threads that make the system read what the page cache lacks.
     """
 
     def __init__(self, threads: int, device: torch.device) -> None:
@@ -51,7 +51,7 @@ class RegisteredFiles:
         self._device = device
         self._files: dict[Path, MappedFile] = {}
         self._registered: dict[Span, Callable[[], None]] = {}
-        """Calls that undo each registration."""
+        """The function that undoes each registration."""
 
     @staticmethod
     def possible() -> bool:
@@ -62,7 +62,7 @@ class RegisteredFiles:
         return self._files[path]
 
     def keep(self, spans: Sequence[Span]) -> None:
-        """Open the files of these spans; undo all other registrations, and close all other files.
+        """Open the files of these spans; undo the registrations of all other spans, and close all other files.
 
         Raises:
             Refused: the system gives no lease on a file.
@@ -82,7 +82,7 @@ class RegisteredFiles:
                 ) from error
 
     def register(self, spans: Sequence[Span], tell: Progress) -> None:
-        """Read and register those spans of open files that are not registered yet; no two may have a block in common.
+        """Register the spans that are not registered yet, after reading them; no two may have a block in common.
 
         Raises:
             Refused: the system does not map a file or has no memory for it, or CUDA does not register it.
@@ -121,7 +121,10 @@ class RegisteredFiles:
 
 
 def spans_of(ranges: Iterable[tuple[Path, int, int]]) -> list[Span]:
-    """The fewest spans that cover ranges of files (offset and number of bytes); they do not touch each other."""
+    """The fewest spans of whole blocks that cover ranges of files; they do not touch each other.
+
+    ranges: for each its path, its offset and its number of bytes.
+    """
     spans: list[Span] = []
     for path, offset, nbytes in sorted(ranges):
         start, end = offset // BLOCK * BLOCK, -(-(offset + nbytes) // BLOCK) * BLOCK

@@ -1,4 +1,4 @@
-"""The pages that stay for the whole run: as they were read, or rearranged for oneDNN or another device."""
+"""The resident pages, which stay for the whole run: as they were read, packed for oneDNN, or copied to a GPU."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from .adjacent_pages import AdjacentPages
 from .compute import Compute
 
 READERS = 2
-"""Threads that read pages in place; one waits for the system to clear memory while the other reads."""
+"""Threads that read pages in place: while one waits for the system to clear memory, the other reads."""
 
 
 class ResidentPages:
-    """Reads resident pages one after the other, on threads of its own.
+    """Loads resident pages on threads of its own, and keeps them.
 
     Args:
         compute: packs weights, or has the accelerator's memory that they are copied to, after pages were read to
@@ -43,10 +43,9 @@ class ResidentPages:
         self._threads = ThreadPoolExecutor(1)
 
     def retain(self, pages: Sequence[Page]) -> int:
-        """Free all pages but these; returns how many of these are still to be loaded.
+        """Free all pages but these; returns how many of these are missing, so that they have to be loaded.
 
-        On an accelerator, pages that share an allocation are kept or freed together, and memory for missing ones is
-        allocated.
+        On a GPU, pages that share an allocation are kept or freed together, and the missing ones get memory.
         """
         kept = self._adjacent.retain(pages) if self._adjacent else {page.id for page in pages}
         self._pages = {number: weights for number, weights in self._pages.items() if number in kept}
@@ -57,8 +56,8 @@ class ResidentPages:
     def expect(self, count: int, staging: Sequence[torch.Tensor] = ()) -> None:
         """Prepare to load `count` pages; the last `load` returns when all of them are there.
 
-        staging: buffers for reading pages that are then rearranged, one thread for each. Without any, pages stay where
-            they are read to.
+        staging: buffers that pages are read to before they are packed or copied to a GPU; each has a thread. Without
+            any, pages stay in the memory that they are read to.
         """
         self.awaited = count
         self._in_place = not staging
@@ -84,14 +83,14 @@ class ResidentPages:
             self.close()
 
     def close(self) -> None:
-        """Free the staging memory and the threads; pages that are being loaded are lost."""
+        """Free the staging buffers, and end the threads; pages that are being loaded are dropped."""
         self.awaited = 0
         self._threads.shutdown(cancel_futures=True)
         self._free.clear()
         self._busy.clear()
 
     def __getitem__(self, page: Page) -> NamedBlocks:
-        """The tensors of a page by their canonical names, as row blocks from top to bottom."""
+        """The tensors of a page by their canonical names, each as row blocks from top to bottom."""
         return self._pages[page.id]
 
     def memory(self, page: Page, elsewhere: torch.Tensor | None) -> torch.Tensor | None:

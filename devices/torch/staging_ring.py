@@ -1,4 +1,4 @@
-"""A ring of page-locked slots, through which weights go from ordinary memory to a GPU at the rate of its link."""
+"""A ring of page-locked buffers, through which weights go from ordinary memory to a GPU at the rate of its link."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from .locked_memory import locked_bytes
 
 Tensor = torch.Tensor
 Pieces = Iterable[tuple[Tensor, int]]
-"""Bytes of the host's memory, and their offsets in a target, ascending."""
+"""Pieces of the host's memory, each with its offset in a target, ascending."""
 
 
 class CopiesBytes(Protocol):
-    """Copies bytes within the host's memory."""
+    """A copier of bytes within the host's memory."""
 
     def copy(self, pairs: Sequence[Pair]) -> None:
         """Copy each source into its target; all are copied on return."""
 
 
 class StagingRing:
-    """Slots that a team of threads fills in turn, while the GPU copies from earlier ones.
+    """A ring of buffers that a team of threads fills in turn, while the GPU copies from the ones filled before.
 
     most: bytes of the largest copy.
 
@@ -44,7 +44,7 @@ class StagingRing:
         self._lock = threading.Lock()
 
     def copy(self, pieces: Pieces, target: Tensor) -> None:
-        """Copy pieces to their places in a target on the GPU, on the current stream; on return all pieces were read."""
+        """Copy pieces to their offsets in a target on the GPU, on the current stream; returns when all were read."""
         with self._lock:
             for first, group in _grouped(pieces, self._size):
                 number = self._filled % RING_SLOTS
@@ -59,7 +59,7 @@ class StagingRing:
 
 
 def _grouped(pieces: Pieces, most: int) -> Iterator[tuple[int, Sequence[tuple[Tensor, int]]]]:
-    """Groups of neighbouring pieces that span at most `most` bytes of the target, each with its first offset."""
+    """Yield groups of neighbouring pieces that span at most `most` bytes of the target, each after its first offset."""
     group: list[tuple[Tensor, int]] = []
     first = 0
     for piece, at in pieces:

@@ -1,4 +1,4 @@
-"""The states of a batch's micro-batches, with room in KV caches."""
+"""The making of the states of a plan's micro-batches, with their KV caches."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ from .locked_memory import locked_if_possible
 
 
 def states_of(plan: Plan, prompts: Sequence[Sequence[int]], compute: Compute) -> list[MicroBatchState]:
-    """Make the states of decode micro-batches, then those of prefill chunks if prompts are cut."""
+    """Make the states of a batch: of its micro-batches, then of prefill's chunks if prompts are cut.
+
+    prompts: the tokens of each request, by request.
+    """
     states = wholes_of(plan.batch.micro_batches, prompts, plan.batch.beams)
     _with_caches(plan, states, compute)
     for state in states:
@@ -34,11 +37,12 @@ def states_of(plan: Plan, prompts: Sequence[Sequence[int]], compute: Compute) ->
 
 
 def places_of(plan: Plan, compute: Compute) -> list[MicroBatchState]:
-    """Make the states of empty places, with caches that have room for the fullest batch."""
+    """Make the states of micro-batches for serving: without requests, with caches for the fullest batch."""
     return _with_caches(plan, [ServedState() for _ in plan.micro_batches], compute)
 
 
 def _with_caches(plan: Plan, states: list[MicroBatchState], compute: Compute) -> list[MicroBatchState]:
+    """Add the KV caches that a plan declares to the states; returns the states."""
     for role in KV_ROLES if plan.nodes.attends else ():
         device = compute.accelerator if role == "accelerator" else HOST
         for layers, numbers in held_alike(plan.kv.roles, role).items():
@@ -55,7 +59,7 @@ def _add_cache(
     compute: Compute,
     device: torch.device,
 ) -> None:
-    """Add one KV cache of these layers to these micro-batches, with room for all tokens that it keeps.
+    """Add one KV cache of these layers to the micro-batches with these numbers, with room for all tokens that it keeps.
 
     A cache on the host is page-locked for a GPU, which then copies from it directly; native calls write to it.
     """

@@ -1,4 +1,4 @@
-"""Times of events on streams, on the host's clock: CUDA measures in float32 milliseconds, and its clock drifts."""
+"""The translation of times of CUDA events to the host's clock; CUDA has float32 milliseconds and a drifting clock."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from time import perf_counter_ns
 from typing import Any, NamedTuple
 
 PERIOD = 1_000_000_000
-"""Nanoseconds after which an event is recorded to measure from: float32 is exact to 60 ns over a second."""
+"""Nanoseconds after which a new zero is recorded: over a second, float32 is exact to 60 ns."""
 
 KEPT = 64
-"""Number of such events that are remembered; those before were read long ago."""
+"""Number of zeros that are remembered."""
 
 NARROW = 20_000
-"""Nanoseconds within which such an event should happen between two readings of the host's clock."""
+"""Nanoseconds between the readings of the host's clock before and after a zero, for it to count as exact."""
 TRIES = 8
-"""Most recordings of one until it does; the host may be interrupted in between."""
+"""Most recordings of a zero until it is exact; the host may be interrupted between the readings."""
 
 ALIKE = 100
-"""Nanoseconds between times of the device whose order float32 does not tell: they count as one time."""
+"""Nanoseconds up to which times of the device count as one, since float32 does not tell their order."""
 
 REPORTED = 1024
-"""Number of times that are remembered, with which later ones have to agree."""
+"""Number of reported times that are remembered, so that later ones keep the order."""
 
 
 class Zero(NamedTuple):
@@ -30,9 +30,9 @@ class Zero(NamedTuple):
 
     Attributes:
         device: its time on the device's clock, in nanoseconds since the first zero.
-        host: its computed time on the host's clock, in nanoseconds.
-        rate: the host's nanoseconds for each of the device's, from then on.
-        read: its time as it was read from the host's clock.
+        host: its time on the host's clock in nanoseconds, computed from the zero before.
+        rate: nanoseconds of the host's clock for each of the device's, from then on.
+        read: its time in nanoseconds as it was read from the host's clock.
     """
 
     event: Any
@@ -70,18 +70,18 @@ class StreamClock:
         return self._zeros[-1]
 
     def on_device(self, event: Any, zero: Zero) -> float:
-        """The time of an event on the device's clock, in nanoseconds; it was recorded after `zero` was given."""
+        """The time of an event on the device's clock, in nanoseconds; it must have been recorded after `zero`."""
         passed: float = zero.event.elapsed_time(event)
         return zero.device + passed * 1e6
 
     def reckoned(self, device: float) -> int:
-        """Translate a time of the device to the host's clock, by the zero before it and that zero's rate."""
+        """Translate a time of the device to the host's clock, by the last zero before it and that zero's rate."""
         zeros = self._zeros
         last = zeros[max(0, bisect_right(zeros, device, key=lambda each: each.device) - 1)]
         return round(last.host + (device - last.device) * last.rate)
 
     def reported(self, device: float, host: int) -> int:
-        """The host's time to report for a time of the device: near to `host`, and in order with earlier reports."""
+        """The time to report for a time of the device: `host`, moved so far that reports keep the device's order."""
         reported = self._reported
         place = bisect_left(reported, (device,))
         for time, host_time in reported[max(0, place - 1) : place + 1]:
@@ -96,7 +96,7 @@ class StreamClock:
         return host
 
     def _following(self, last: Zero) -> Zero:
-        """The reference event after `last`; its rate makes up for the error of `last` within a period."""
+        """Record the zero after `last`; its rate makes up for the error of the computed time within a period."""
         event, read = self._recorded()
         passed = last.event.elapsed_time(event) * 1e6
         host = last.host + passed * last.rate
@@ -104,7 +104,7 @@ class StreamClock:
         return Zero(event, last.device + passed, host, max(0.5, true_rate - (host - read) / PERIOD), read)
 
     def _recorded(self) -> tuple[Any, int]:
-        """Record an event; returns it and the middle of the interval in which it happened, on the host's clock."""
+        """Record an event, again if it is not exact; returns it and its time as read from the host's clock."""
         width, event, middle = self._recorded_once()
         for _ in range(TRIES - 1):
             if width <= NARROW:
@@ -115,6 +115,7 @@ class StreamClock:
         return event, middle
 
     def _recorded_once(self) -> tuple[int, Any, int]:
+        """Record an event; returns the interval of the host's clock in which it happened: its width, and its middle."""
         event = self._new_event()
         before = self._clock()
         event.record(self._stream)

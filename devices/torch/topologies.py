@@ -1,4 +1,4 @@
-"""The verbs of a batch on torch, by topology: a device alone, a rank or a node of several, with or without a host."""
+"""The verbs of a batch on torch, by topology: one device, a rank or a node of several; with or without a host."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ Verbs = dict[str, Verb]
 
 
 class Topology:
-    """Makes the verbs of one batch.
+    """Makes the verbs of one batch: functions that run a task.
 
-    Verbs that may be a native call enter torch's inference mode themselves, where they use torch: to enter it takes
-    longer than all else that Python does for such a call.
+    Most verbs run in torch's inference mode. Those that may be a native call enter it themselves, and only for torch:
+    entering it takes longer than all else that Python does for such a call.
 
     Attributes:
-        kv_slots: buffers on the accelerator into which a layer's keys and values are loaded from a host.
+        kv_slots: buffers on the accelerator into which keys and values of a layer are loaded from the host.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Topology:
     def _halves(
         self, embedding: Weights, residual_of: Callable[[Tensor], Tensor] = itself
     ) -> tuple[Attention, MoELayer]:
-        """The runners of a layer's first half and of its second half."""
+        """Make the runners of a layer's first half and of its second half."""
         kernels, shown = self._compute.kernels, self._store.weights
         attention = Attention(
             self._states,
@@ -130,7 +130,7 @@ class Topology:
         return attention, moe
 
     def _layers(self, attention: Attention, moe: MoELayer) -> Verbs:
-        """The verbs of the layers, those before them, and those that move pages."""
+        """The verbs of layers, those before them, and those that move pages."""
         store, experts = self._store, self._experts
         verbs: Verbs = {
             "embed": attention.embed,
@@ -155,7 +155,7 @@ class Topology:
         return verbs if self._plan.machine.unified else verbs | self._host(attention)
 
     def _host(self, attention: Attention) -> Verbs:
-        """The verbs of the host, where the accelerator has a memory of its own."""
+        """The verbs that exist where accelerator and host have memories of their own."""
         plan, states, compute, store = self._plan, self._states, self._compute, self._store
         exchanged = ExchangeRows(plan, compute)
         host = HostSide(plan, states, compute, store, attention, exchanged, self.kv_slots)
@@ -203,7 +203,7 @@ class Topology:
 
 
 def inferring(verbs: Mapping[str, Verb]) -> Verbs:
-    """The verbs, each wrapped to run in torch's inference mode."""
+    """Wrap each verb so that it runs in torch's inference mode."""
     return {name: _inferring(verb) for name, verb in verbs.items()}
 
 

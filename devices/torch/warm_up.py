@@ -39,7 +39,7 @@ from .resident_pages import ResidentPages
 from .weights import WeightStore, merged_tensors
 
 MOST_TOKENS = 4096
-"""Tokens of a micro-batch from which on larger ones take the same kernels."""
+"""Tokens of a micro-batch beyond which kernels are the same."""
 
 _PREFILL, _DECODE = (
     Kernel(
@@ -50,7 +50,7 @@ _PREFILL, _DECODE = (
 
 
 class Shapes(NamedTuple):
-    """Sizes of a plan's largest micro-batches, as if all of their sequences had one length.
+    """The sizes of a plan's largest micro-batches, where all sequences count as equally long.
 
     Attributes:
         prompts, length: number of sequences in prefill, and tokens of each.
@@ -78,18 +78,18 @@ def shapes_of(plan: Plan, kv: Tensor | None) -> Shapes:
 
 
 def memory_for_kv(states: Sequence[MicroBatchState], kv_slots: Sequence[Tensor]) -> Tensor | None:
-    """The accelerator's largest memory for keys and values, of KV caches and slots; None if it has none."""
+    """The largest memory for keys and values on the accelerator, a KV cache or a slot; None if there is none."""
     caches = [cache.slots for state in states for cache in state.caches]
     there = (memory for memory in (*caches, *kv_slots) if not memory.is_cpu)
     return max(there, key=torch.Tensor.numel, default=None)
 
 
 class ExpertWarmUp:
-    """Runs the kernels of experts once at a plan's shapes; the results are dropped.
+    """Runs the kernels of experts once at a plan's sizes, and drops the results.
 
     Args:
         config: a model of one layer.
-        weights: the tensors of that layer, in memory with any contents.
+        weights: tensors of that layer, with any contents.
     """
 
     def __init__(self, config: ModelConfig, compute: Compute, weights: Weights) -> None:
@@ -99,16 +99,16 @@ class ExpertWarmUp:
 
     @torch.inference_mode()
     def run(self, shapes: Shapes) -> None:
-        """Have the allocator map the workspace, and run all kernels once, on the current stream."""
+        """Make the allocator map the workspace, and run all kernels once, on the current stream."""
         torch.empty(shapes.workspace, dtype=torch.uint8, device=self._compute.accelerator)
         self._layer(shapes)
         self._expert(max(shapes.prompts * shapes.length, shapes.sequences))
 
     def _layer(self, shapes: Shapes) -> None:
-        """Run the kernels of a layer besides experts; a node with only experts has none."""
+        """Run the kernels of a layer but the experts'; here none, for a node that has only experts."""
 
     def _expert(self, most: int) -> None:
-        """Run an expert on 1, 2, 4, ... up to `most` rows, since the router decides how many it gets."""
+        """Run an expert on 1, 2, 4, ... up to `most` rows, since nobody knows how many it will have."""
         compute, most = self._compute, min(most, EXPERT_TILE)
         x_nD = torch.zeros((most, self._config.hidden), dtype=compute.dtype, device=compute.accelerator)
         y_nD = torch.empty_like(x_nD)
@@ -118,7 +118,7 @@ class ExpertWarmUp:
 
 
 class WarmUp(ExpertWarmUp):
-    """Runs each kernel of a layer, and those of sampling, once at a plan's shapes; the results are dropped.
+    """Runs each kernel of a layer, and those of sampling, once at a plan's sizes, and drops the results.
 
     Args:
         kv: memory of the accelerator for keys and values, which the warm-up overwrites; None without any.
@@ -155,7 +155,7 @@ class WarmUp(ExpertWarmUp):
         self._tokens = NextTokens(global_weights.head, states, kernels, library, choice, lambda _: "")
 
     def _layer(self, shapes: Shapes) -> None:
-        """Run the kernels of a layer besides experts, as in prefill and as in decode."""
+        """Run the kernels of a layer but the experts', as in prefill and as in decode."""
         self._prefill(shapes.prompts, shapes.length)
         self._decode(shapes.sequences, shapes.cached)
         self._states.clear()
@@ -184,7 +184,7 @@ class WarmUp(ExpertWarmUp):
         self._tokens.likeliest(state)
 
     def _state(self, sequences: int, new: int, room: int, device: torch.device) -> MicroBatchState:
-        """The state of a micro-batch: sequences of `new` tokens each, and a one-layer KV cache for `room` tokens."""
+        """Make the state of a micro-batch whose sequences have `new` tokens, with a KV cache for `room` tokens each."""
         state = MicroBatchState(range(sequences), [[0] * new] * sequences)
         blocks = sequences * cached_tokens(room) // KV_BLOCK_TOKENS
         borrowed = device != HOST and self._kv is not None and _blocks_in(self._kv, self._config) >= blocks
@@ -218,9 +218,9 @@ def _blocks_in(kv: Tensor, config: ModelConfig) -> int:
 
 
 class WarmUps:
-    """The warm-ups of a GPU: one for each batch with new shapes, while resident pages are loaded.
+    """Runs a warm-up of a GPU for each batch with new sizes, while resident pages are loaded.
 
-    Each has a thread that ends with it: torch then hands the cuBLAS handle of that thread to the next that multiplies.
+    A warm-up has a thread of its own; when that ends, torch gives its cuBLAS handle to the next thread that multiplies.
 
     Attributes:
         on_thread: called first on that thread.
@@ -239,10 +239,10 @@ class WarmUps:
         return len(self._known) > before
 
     def start(self, work: Callable[[], object], loading: ResidentPages) -> Callable[[PageTransfer], None]:
-        """Start a warm-up on its thread; an earlier one has ended.
+        """Start a warm-up on its thread; an earlier one must have ended.
 
-        Returns a function that waits for its end before the last resident pages are loaded, whose memory it borrowed.
-        If no pages are to be loaded, it ends before this returns.
+        Returns a function to call before each `load`: it waits for the warm-up's end before the last resident pages are
+        loaded, whose memory the warm-up borrows. If no pages are to be loaded, the warm-up ends before this returns.
         """
         self._thread = ThreadPoolExecutor(1, "warm-up", self.on_thread)
         self._seconds = self._thread.submit(_timed, work)
@@ -256,7 +256,7 @@ class WarmUps:
         return end_before_the_last
 
     def end(self) -> None:
-        """Wait until the warm-up has ended, if there is one, and freed its memory."""
+        """Wait until the warm-up, if there is one, has ended and freed its memory."""
         if self._thread is not None:
             self._thread.shutdown()
 
@@ -278,11 +278,10 @@ class WarmUps:
 
 
 def stand_in(layout: WeightLayout, store: WeightStore) -> Weights | None:
-    """The tensors of a layer with experts, with any contents, in memory for pages that are not loaded yet.
+    """Tensors of a layer with experts for a warm-up, with any contents, in memory whose pages are not loaded yet.
 
-    It is None if there is no such memory.
-
-    Resident pages have the memory that they will have, so that their matrices are whole; the others all share one slot.
+    Resident pages are in the memory that they will have, so that their matrices are whole; all others share one slot.
+    Returns None if there is no such memory.
     """
     size = store.reader.slot_bytes
     arenas = (arena for arena in store.arenas.values() if not arena.on_cpu and len(arena))

@@ -1,4 +1,4 @@
-"""Weights on torch: the pages that stay, those in slots of pools, those of the host, and those of mapped files."""
+"""The weights of a model on torch: resident pages, pages in slots of pools, pages of the host, mapped files."""
 
 from __future__ import annotations
 
@@ -32,27 +32,26 @@ from .page_copies import PageCopies
 from .resident_pages import ResidentPages
 
 MOST_ARRANGING = 3
-"""Number of threads that rearrange resident pages while others are read. More do not help: memory is the limit."""
+"""Most threads that pack resident pages while others are read; memory is the limit of more."""
 
 MOST_COPYING = 8
-"""Number of threads that read pages which then go to a GPU: one copies a fraction of what the page cache gives."""
+"""Most threads that read pages for a GPU; a single one does not reach the rate of the page cache."""
 
 READS_IN_FLIGHT = 8
-"""Reads of one transfer at a time: the disk has work while a thread whose read has ended waits for a busy core."""
+"""Reads of one transfer at a time, so that the disk has work while a thread waits for a busy core."""
 
 MOST_PLACES = 4096
-"""Places of streamed weights that are remembered: slots come back in the same combinations."""
+"""Most combinations of slots whose weights are remembered; streamed weights come back to the same ones."""
 
 _log = Log(__name__)
 
 
 class WeightStore:
-    """Weights of one model, batch after batch: pages that are resident in consecutive batches are read once.
+    """The weights of one model, for batch after batch; pages that are resident in successive batches are read once.
 
     Args:
-        compute: the accelerator, which arranges resident pages.
-        direct: read past the page cache where the system allows it. Otherwise streamed pages are used in the page cache
-            itself if the system and the files allow that, and else copied from it.
+        compute: the accelerator; packs resident pages, or has the memory that they are copied to.
+        direct: as for `TorchDevice`.
         map_files: have a GPU copy from the page cache where that is possible.
 
     Attributes:
@@ -83,7 +82,7 @@ class WeightStore:
         self.resident = ResidentPages(self.reader, compute)
         self.arenas: dict[Pool, Arena] = {}
         self._numbers: dict[Hashable, int] = {}
-        """The ids of weights by their places."""
+        """The number of the weights that were first in some combination of slots."""
         self._host = ""
         self._reading: Team | None = None
 
@@ -94,7 +93,11 @@ class WeightStore:
         return self.reader.bytes_read + mapped
 
     def begin(self, plan: Plan, tell: Progress = ignore_progress) -> None:
-        """Allocate memory by a batch's plan, for the pages that `load` and `fetch` bring in."""
+        """Allocate memory by a batch's plan, for the pages that `load` and `fetch` bring in.
+
+        Raises:
+            MoeschedError: a file cannot be read.
+        """
         fast = plan.memory("accelerator")
         missing = self.resident.retain(
             [page for pool in plan.weights.resident if pool.memory is fast for page in pool.pages()]
@@ -145,7 +148,7 @@ class WeightStore:
         self.reader.close()
 
     def load(self, task: PageTransfer) -> None:
-        """Start to load the resident pages of a task."""
+        """Start to load the resident pages of a task; those at home on the host are there already."""
         for page, slot in zip(task.pages, task.slots, strict=True):
             if slot.memory != self._host or self.home.get(page) is None:
                 self.resident.load(page)
@@ -164,7 +167,7 @@ class WeightStore:
         )
 
     def weights(self, view: View[Any]) -> Weights:
-        """The tensors that a view shows, by their names within the layer."""
+        """The weights in a view of pages, by their names within the layer."""
         if view.bound is None:
             view.bound = merged_tensors(
                 (
@@ -180,7 +183,7 @@ class WeightStore:
         return bound
 
     def _number(self, weights: Weights) -> None:
-        """Give weights the id of earlier ones in the same places, so that what is bound to those is used again."""
+        """Give weights the number of earlier ones in the same places, so that kernels bound to those are used again."""
         if len(self._numbers) == MOST_PLACES:
             self._numbers.clear()
         weights.number = self._numbers.setdefault((weights.layer, weights.places()), weights.number)
@@ -190,7 +193,7 @@ class WeightStore:
         return self.arenas[slot.pool].slot(slot.index)
 
     def _map_files(self) -> MappedPages | None:
-        """Map the files' pages in the page cache; None if that is impossible, so that pages are copied from it."""
+        """Map the model's files from the page cache; None, with a warning, if the system refuses leases on them."""
         try:
             return MappedPages(self._checkpoint, self._layout, self.reader)
         except OSError as error:
@@ -203,7 +206,10 @@ class WeightStore:
             return None
 
     def _staging(self, pages: int, most: int) -> list[Tensor]:
-        """Staging buffers for loading resident pages: unused slots of a pool, or memory that is freed afterwards."""
+        """The staging buffers for loading resident pages: unused slots of pools, or memory that is freed afterwards.
+
+        pages: number of pages to load. most: most buffers on the CPU.
+        """
         compute = self._compute
         at_once = min(MOST_ARRANGING + 1, most) if compute.on_cpu else MOST_COPYING
         count = min(pages + 1, compute.cores + 1, at_once)
@@ -244,9 +250,9 @@ class WeightStore:
 
 
 def merged_tensors(pages: Iterable[NamedBlocks], *, joins: bool, layer: Layer) -> Weights:
-    """The tensors of some pages of a layer, by their names within the layer; queries, keys and values are one matrix.
+    """Merge the tensors of some pages of a layer, by their names within the layer; q, k and v become one matrix "qkv".
 
-    joins: whether blocks that follow each other in memory become one block.
+    joins: whether row blocks that follow each other in memory become one block.
     """
     merged = Weights(layer=layer)
     for tensors in pages:

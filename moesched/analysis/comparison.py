@@ -86,10 +86,14 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
         )
         took, replayed = difference.run_seconds, difference.replayed_seconds
         percent = f" ({100 * difference.seconds / took[0]:+.1f} %)" if took[0] else ""
-        lines = [
+        lines = []
+        models = [self.runs[place].model for place in difference.places]
+        if models[0] != models[1]:
+            lines.append(f"The models differ: {first} ran {models[0]}, and {second} {models[1]}.")
+        lines.append(
             f"Without loading, {second} took {format_seconds(took[1])} and {first} {format_seconds(took[0])}: "
             f"{_signed(difference.seconds)}{percent}."
-        ]
+        )
         titles = [self.runs[place].title for place in difference.places]
         lines += [each.sentence(*titles) for each in difference.works]
         if took[1]:
@@ -197,4 +201,4 @@ def _signed(seconds: float) -> str:
 
 
 def _percent(share: float | None) -> str:
-    return "–" if share is None else f"{100 * share:+.0f} %"
+    return "–" if share is None else f"{100 * share:+z.0f} %"

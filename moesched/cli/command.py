@@ -157,12 +157,17 @@ def _options(kind: type[Options], values: Mapping[str, Any]) -> Options:
 
 
 def _value(each: Described, values: Mapping[str, Any]) -> Any:
-    """Return the value of an option, made from the value of its flag."""
+    """Return the value of an option, made from the value of its flag.
+
+    Raises:
+        BadInput: it is out of the option's bounds, or no table.
+    """
     value = values[each.name]
     if each.switches_off:
         return not value
     if each.is_table:
         return read_table(each, value) if value else each.default
+    each.require(value)
     return value
 
 

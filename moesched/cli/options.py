@@ -48,15 +48,15 @@ class ReportArguments(Options):
 
 
 def require_json(report: Path | None, what: str) -> None:
-    """Check that the file of a report is not to be an HTML page.
+    """Check that a report is not to be written as an HTML page.
 
-    what: the thing reported on, of which there are no pages, for the error.
+    what: subject and verb of the error, such as "a reproduction has".
 
     Raises:
         BadInput: the file's name ends in .html.
     """
     if is_html(report):
-        raise BadInput(f"--report {report} would be a page, and {what} has none: end its name in .json")
+        raise BadInput(f"--report {report}: {what} no page to look at: end its name in .json")
 
 
 def paragraphs(*texts: str) -> str:

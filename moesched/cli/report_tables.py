@@ -126,7 +126,7 @@ def _new_tokens(report: JobReport) -> str:
     """Return the number of new tokens per request as text; if some ended early, the sum over all requests."""
     most, tokens = report.plan.new_tokens, report.tokens
     if tokens is None or all(len(each) == most for each in tokens):
-        return f"{most} new tokens"
+        return "1 new token" if most == 1 else f"{most} new tokens"
     return f"{sum(map(len, tokens)):,} new tokens, at most {most} a request"
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from moesched.cli.command import command
 from moesched.cli.generation_options import GenerationArguments
 from moesched.errors import BadInput
-from moesched.jobs.options import AloneOptions, ProcessesOptions
+from moesched.inputs.defaults import POLICY
+from moesched.jobs.options import AloneOptions, BestPolicyOptions, ProcessesOptions
 from moesched.options import flags_given, part_of
 
 EPILOGUE = """Examples:
 
-  moesched run examples/tiny-mixtral --policy resident --prompt "Return the"
+  moesched run examples/tiny-mixtral --prompt "Return the"
   moesched run models/mixtral-0.8b --policy cgopipe --budget host=640MB \\
       --prompt-ids "1,2,3;4,5" --trace out/run.json
   moesched run models/mixtral-0.8b --policy cgopipe --device emulated \\
@@ -21,9 +22,16 @@ EPILOGUE = """Examples:
       --prompts questions.jsonl --json"""
 
 
+class RunArguments(BestPolicyOptions, GenerationArguments):
+    """The options of `run`, in one process or in several."""
+
+
 @command(1, EPILOGUE)
-def run(given: GenerationArguments, alone: AloneOptions, processes: ProcessesOptions) -> int:
+def run(given: RunArguments, alone: AloneOptions, processes: ProcessesOptions) -> int:
     """Generate text on this machine; weights that do not fit into fast memory are streamed.
+
+    Without --policy the planner chooses the one that it predicts to be the fastest of those that fit. The report names
+    it.
 
     Prompts that do not fit into one batch run in successive batches. Ctrl-C ends a run cleanly: the tokens so far are
     printed, and the trace so far is written.
@@ -42,6 +50,10 @@ def run(given: GenerationArguments, alone: AloneOptions, processes: ProcessesOpt
         raise BadInput(
             f"--local {processes.nodes} starts several processes, and {flag} is for one: omit {flag}"
         )
+    if given.policy == POLICY:
+        from moesched.jobs.planners_choice import chooses_for_one_machine
+
+        raise chooses_for_one_machine(processes.nodes)
     from moesched.cluster.cluster_jobs import run_local
 
     return given.generate(run_local, **part_of(processes, ProcessesOptions))

@@ -32,8 +32,8 @@ def print_service(report: ServiceReport) -> None:
     waiting, longest = report.queue
     held, fullest = report.cache_held
     say(
-        f"\n{mean:.3g} requests ran at once, {most} at most, of {capacity.places * capacity.sequences}; "
-        f"{waiting:.3g} waited, {longest} at most"
+        f"\non average {mean:.3g} requests ran at once ({most} at most, of {capacity.places * capacity.sequences}), "
+        f"and {waiting:.3g} waited ({longest} at most)"
     )
     say(f"KV cache: {held:.0%} taken, {fullest:.0%} at most")
     if report.objectives is not None and report.kept is not None:

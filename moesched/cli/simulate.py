@@ -13,7 +13,7 @@ from moesched.errors import BadInput
 from moesched.inputs.defaults import POLICY
 from moesched.jobs.options import ScenarioOptions, SimulationOptions
 from moesched.jobs.served_options import ArrivalsOptions
-from moesched.options import Option, part_of
+from moesched.options import Option, flags_given, part_of
 
 if TYPE_CHECKING:
     from moesched.inputs.chosen_policy import PolicyGiven
@@ -74,6 +74,8 @@ def simulate(given: SimulateOptions, arriving: ArrivalsOptions, shown: options.R
     if arriving.arrivals is not None:
         _simulate_arrivals(given, arriving, shown)
         return 0
+    for flag in flags_given(arriving):
+        raise BadInput(f"{flag} is for requests that arrive over time: give --arrivals as well, or omit it")
     if given.policy == POLICY:
         raise BadInput("no policy: name one with --policy; `moesched plan` ranks them")
     code = 0
@@ -98,7 +100,7 @@ def _simulate_arrivals(
     from moesched.jobs.simulate_arrivals import simulate_arrivals
     from moesched.system.whole_file import write_json
 
-    options.require_json(shown.report, "a simulation of arrivals")
+    options.require_json(shown.report, "requests that arrive over time have")
     with Bar("simulating") as bar:
         report = simulate_arrivals(
             **part_of(given, ScenarioOptions),

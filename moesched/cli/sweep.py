@@ -19,6 +19,7 @@ from moesched.jobs.options import ScenarioOptions
 from moesched.options import Option
 from moesched.system.outputs import Output
 from moesched.system.signals import exit_code_of_signal
+from moesched.units import format_number
 
 if TYPE_CHECKING:
     from moesched.sweeps.axes import Sweep
@@ -219,8 +220,8 @@ def _print_best(best: list[Best], *, dollars: bool) -> None:
             [
                 *("" if value is None else str(value) for value in each.case.values()),
                 each.policy + settings,
-                "" if each.next_best is None else f"{each.next_best[0]} {each.next_best[1]:.3g}",
-                *("" if value is None else f"{value:.3g}" for value in values),
+                "" if each.next_best is None else f"{each.next_best[0]} {format_number(each.next_best[1])}",
+                *("" if value is None else format_number(value) for value in values),
             ]
         )
     header = [*map(title_of, names), "best policy", "next, tokens/s", *figures.values()]

@@ -42,7 +42,7 @@ Port = Annotated[int, Meta(ge=0, le=65535)]
 Seconds = Annotated[float, Meta(gt=0, lt=1e9)]
 
 
-class Seat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class LauncherAddress(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The launcher's address and public key.
 
     Attributes:
@@ -55,7 +55,7 @@ class Seat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     key: str
 
 
-PartT = TypeVar("PartT", Seat, "Host")
+PartT = TypeVar("PartT", LauncherAddress, "Host")
 
 
 class Host(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -104,7 +104,7 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             cores with many others can be silent for more than 5 s.
     """
 
-    launcher: Seat
+    launcher: LauncherAddress
     hosts: list[Host]
     network: str | None = None
     lost_after: Seconds = 15.0
@@ -145,7 +145,9 @@ def parse_cluster(text: bytes, where: str) -> Cluster:
     except msgspec.ValidationError as error:
         message, _, path = str(error).partition(" - at `$")
         at = path.rstrip("`").lstrip(".")
-        raise BadInput(f"{where}: {at}: {message}" if at else f"{where}: {message}") from None
+        raise BadInput(
+            f"{where}: {at}: {message}" if at else f"{where}: not a cluster file: {message}"
+        ) from None
     cluster = _with_plain_addresses(cluster)
     for problem in _problems(cluster):
         raise BadInput(f"{where}: {problem}")

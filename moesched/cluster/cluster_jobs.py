@@ -15,7 +15,7 @@ from moesched import plugins
 from moesched.cluster.cluster_file import (
     Cluster,
     Host,
-    Seat,
+    LauncherAddress,
     cluster_toml,
     load_cluster,
     require_known_hosts,
@@ -151,7 +151,7 @@ def _local_cluster(folder: Path, nodes: int) -> tuple[KeyPair, Cluster]:
             )
         )
     keys = make_keys()
-    return keys, Cluster(launcher=Seat(address=LOOPBACK, port=0, key=keys.public), hosts=hosts)
+    return keys, Cluster(launcher=LauncherAddress(address=LOOPBACK, port=0, key=keys.public), hosts=hosts)
 
 
 def _launch(
@@ -224,11 +224,14 @@ def _start_all(start: Start, cluster: Cluster, cluster_file: Path, model: Path) 
 
 @contextmanager
 def _control(cluster: Cluster, cluster_file: Path, keys: KeyPair) -> Iterator[tuple[Control, Cluster]]:
-    """Yield the control channel, and the cluster with its port, which is written to the file if that left it open."""
+    """Yield the control channel, and the cluster with the channel's port, for which `cluster_file` may have had 0.
+
+    Then the cluster is written to the file anew, with the port.
+    """
     known = {host.key: host.name for host in cluster.hosts}
-    seat = cluster.launcher
-    with closing(Control(seat.address, seat.port, keys, known)) as control:
-        seated = replace(cluster, launcher=replace(seat, port=control.port))
-        if not seat.port:
+    launcher = cluster.launcher
+    with closing(Control(launcher.address, launcher.port, keys, known)) as control:
+        seated = replace(cluster, launcher=replace(launcher, port=control.port))
+        if not launcher.port:
             cluster_file.write_text(cluster_toml(seated))
         yield control, seated

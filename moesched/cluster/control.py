@@ -13,7 +13,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from moesched.cluster.curve.keys import KeyPair
 from moesched.cluster.curve.zap import LOGGED, KeyCheck
-from moesched.cluster.endpoints import endpoint, is_ipv6, listening_at, place
+from moesched.cluster.endpoints import endpoint, is_ipv6, listening_at, not_here, place
 from moesched.cluster.messages import MOST_BYTES, LauncherSays, NodeSays, Serials, Unreadable, pack, read_node
 from moesched.errors import BadInput
 from moesched.system.logs import Log
@@ -152,5 +152,5 @@ def cannot_listen(address: str, port: int, error: zmq.ZMQError) -> str:
             f"port {port} of {address} is in use: end the process that listens there, or choose another port"
         )
     if error.errno in (zmq.EADDRNOTAVAIL, errno.ENODEV):
-        return f"{address} is not an address of this machine: correct the cluster file"
+        return not_here(address)
     return f"cannot listen on {place(address, port)}: {error.strerror}"

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from moesched.cluster.cluster_file import Seat
+from moesched.cluster.cluster_file import LauncherAddress
 from moesched.cluster.curve.keys import KeyPair
 from moesched.cluster.endpoints import endpoint, is_ipv6, place
 from moesched.cluster.messages import (
@@ -37,7 +37,7 @@ _log = Log(__name__)
 
 _POLL_MILLISECONDS = 100
 LINGER_MILLISECONDS = 5_000
-"""Seconds allowed for sending the last messages to the launcher."""
+"""Milliseconds allowed for sending the last messages to the launcher."""
 
 _FAILURES = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 _FAILURES |= zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
@@ -58,20 +58,20 @@ class ControlLink:
 
     def __init__(
         self,
-        seat: Seat,
+        launcher: LauncherAddress,
         keys: KeyPair,
         *,
         on_epoch: Callable[[AllLoaded | Stop], object],
         on_gone: Callable[[], object],
     ) -> None:
-        self._seat = seat
+        self._launcher = launcher
         self._on_epoch, self._on_gone = on_epoch, on_gone
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.linger = 0
         self._socket.sndhwm = 0  # with a limit, the thread would block on a launcher that is gone
         self._socket.maxmsgsize = MOST_BYTES
-        self._socket.curve_serverkey = seat.key.encode()
+        self._socket.curve_serverkey = launcher.key.encode()
         self._socket.curve_secretkey = keys.secret.encode()
         self._socket.curve_publickey = keys.public.encode()
         self._failures = self._socket.get_monitor_socket(_FAILURES)
@@ -95,8 +95,8 @@ class ControlLink:
             BadInput: the launcher refuses and gives its reason, has another key than the cluster file says, does not
                 know this node's key, or does not answer.
         """
-        self._socket.ipv6 = is_ipv6(self._seat.address)
-        self._socket.connect(endpoint(self._seat.address, self._seat.port))
+        self._socket.ipv6 = is_ipv6(self._launcher.address)
+        self._socket.connect(endpoint(self._launcher.address, self._launcher.port))
         self._socket.send(pack(request))
         end = time.monotonic() + patience
         while (left := end - time.monotonic()) > 0:
@@ -148,7 +148,7 @@ class ControlLink:
 
     @property
     def _where(self) -> str:
-        return place(self._seat.address, self._seat.port)
+        return place(self._launcher.address, self._launcher.port)
 
     def _require_handshake(self) -> None:
         while self._failures.poll(0):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import socket
 from ipaddress import ip_address
 
+from moesched.errors import BadInput
+
 ANY = "*"
 """The address to listen at on all interfaces."""
 
@@ -48,10 +50,19 @@ def reserved_port(address: str) -> socket.socket:
     """Return a socket bound to a free port of an interface, which reserves the port until it is closed.
 
     Raises:
-        OSError: the address is not this machine's.
+        BadInput: the address is not this machine's.
     """
     found = socket.socket(socket.AF_INET6 if is_ipv6(address) else socket.AF_INET)
     # Lets another socket bind the port while an earlier connection lingers.
     found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    found.bind(("" if address == ANY else address, 0))
+    try:
+        found.bind(("" if address == ANY else address, 0))
+    except OSError:
+        found.close()
+        raise BadInput(not_here(address)) from None
     return found
+
+
+def not_here(address: str) -> str:
+    """Return the message for an address of the cluster file at which this machine cannot listen."""
+    return f"{address} is not an address of this machine: correct the cluster file"

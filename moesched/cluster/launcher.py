@@ -67,7 +67,7 @@ class Launch:
         roster: the nodes.
         log: the prompts; tokens are added as they arrive.
         sizes: the requested batch sizes.
-        on_loading: called with the number of all nodes' resident pages that are loaded, and of all.
+        on_loading: called with the number of resident pages that are loaded on all nodes, and with their total.
         on_tokens: called with new tokens, by request.
 
     Attributes:
@@ -297,8 +297,8 @@ class Launch:
                 self._failed(node, message)
 
     def _take_tokens(self, node: Node, message: Tokens) -> None:
-        # The nodes generate the same tokens. Those of the first that says them count: whichever is lost, the others' go
-        # on where its tokens ended, though each of them may be ahead of it or behind.
+        # The nodes generate the same tokens, so each message counts once, from the node that sends it first. If that
+        # node is lost, messages of the others continue where its last one ended.
         if (message.order, message.place) == (self._order, self._counted):
             self._counted += 1
             fresh = self.log.add(message.tokens, message.ended)

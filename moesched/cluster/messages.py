@@ -138,7 +138,7 @@ class Tokens(AboutOrder, frozen=True, kw_only=True):
     """New tokens of some requests.
 
     Attributes:
-        place: number of `Tokens` messages that the node sent before for this order; all nodes send equal tokens.
+        place: index of this message among the node's messages with tokens of the order; all nodes send equal tokens.
         tokens: new tokens by request.
         ended: requests that end with these tokens, even without a stop token.
         seconds: time since the previous tokens.

@@ -201,7 +201,7 @@ class _Node:
         )
 
     def _note_tokens(self, fresh: dict[int, list[int]], ended: Sequence[int]) -> None:
-        """Report new tokens, and requests that end with them, to the launcher; raise TransportError after the epoch."""
+        """Report new tokens, and requests that end with them; raise TransportError if the epoch has ended."""
         if self._transport is None or self._is_stopped:
             raise TransportError(LET_GO)
         self._reports.tokens(fresh, ended, self._transport.waited)

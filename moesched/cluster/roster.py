@@ -36,10 +36,11 @@ _log = Log(__name__)
 
 PING_SECONDS = 0.1
 LOADING_SECONDS = 60.0
+"""Seconds of silence, at least, after which a node that opens its device counts as lost."""
 ENDING_SECONDS = 5.0
+"""Seconds after the end of either a node's process or its connection after which the node counts as lost."""
 LEAVING_SECONDS = 0.3
 """Seconds that nodes have to end by themselves after Ctrl-C, once their results have arrived."""
-"""Seconds after the end of either a node's process or its connection after which the node counts as lost."""
 
 OfOrder = Prepared | Loading | Loaded | Tokens | Piece | Done | Failed
 """Message of a node about an order."""
@@ -125,7 +126,7 @@ class Roster:
 
     @property
     def ahead(self) -> dict[int, Callable[[int], int]]:
-        """Functions by rank: from a time on the node's clock to the nanoseconds by which that clock is then ahead."""
+        """Functions by rank: each takes a time on the node's clock, and returns by how many ns the clock was ahead."""
         return {node.host.rank: node.clock.ahead_at for node in self.nodes}
 
     @property

@@ -25,7 +25,11 @@ class SlowNodes:
         self._told: set[int] = set()
 
     def computed(self, rank: int, seconds: float) -> dict[int, float]:
-        """Record a node's seconds in its next step; return newly detected slow nodes, with their time over others'."""
+        """Record how long a node computed in its next step.
+
+        Returns:
+            By rank of each newly detected slow node, its time over the median of the others' times.
+        """
         self._queues[rank].append(seconds)
         found: dict[int, float] = {}
         while all(self._queues.values()):

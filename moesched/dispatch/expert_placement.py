@@ -17,7 +17,7 @@ from moesched.steps.memory import Fixed
 from moesched.steps.plan import Plan
 
 Expert = tuple[int, int]
-"""(layer, index of the expert in it)."""
+"""An expert, by its layer and its index in that layer."""
 Popularity = Sequence[Sequence[float]]
 Routed = Mapping[int, Mapping[int, int]]
 """By micro-batch and expert: the number of the micro-batch's tokens that chose the expert."""
@@ -125,7 +125,7 @@ def tokens_of(routed: Routed) -> Mapping[int, int]:
 
 
 def seconds_of(latency: Callable[[int], float], routed: Routed, experts: Iterable[int]) -> dict[int, float]:
-    """Map each expert to the sum of its latencies, from numbers of tokens, over the micro-batches that chose it."""
+    """Map each expert to its seconds: the sum of `latency` of its tokens, over the micro-batches that chose it."""
     if len(routed) == 1:
         [chosen] = routed.values()
         return {expert: latency(chosen[expert]) for expert in experts}

@@ -25,7 +25,7 @@ class LayerByLayer(ABC):
     """Number of micro-batches that are routed together in a layer; None for all."""
 
     async def prefill(self, step: Step) -> None:
-        """Schedule a step of prefill; `decode` is the same."""
+        """Schedule a step of prompts; `decode` is the same method."""
         for j in step.micro_batches:
             step.embed(j)
         for i in step.layers:

@@ -79,7 +79,9 @@ class LayerDecisions:
 
 
 class _InParts:
-    """Costs of experts whose tokens are split evenly over micro-batches, with a kernel and a copy for each."""
+    """Costs of experts whose tokens are split evenly over micro-batches, each of which has a kernel and a copy of
+    its own.
+    """
 
     def __init__(self, latencies: ExpertLatencies, parts: int) -> None:
         self._latencies = latencies

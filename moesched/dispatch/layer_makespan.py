@@ -123,17 +123,6 @@ class Layer:
         throughout, for_a_time = alone / self._link_rate, alone + (1.0 - self._link_rate) * busy
         return throughout if throughout < for_a_time else for_a_time
 
-    def end_of(self, away: Sequence[int], fetched: Sequence[int]) -> float:
-        """Return the makespan in seconds with resident experts `away` on the host and missing ones `fetched`."""
-        resident, missing = range(len(self.resident)), range(len(self.missing))
-        left = [m for m in missing if m not in fetched]
-        return self.end(
-            sum(self.resident_there[k] for k in away) + sum(self.missing_there[m] for m in left),
-            sum(self.resident_here[k] for k in resident if k not in away),
-            [self.missing_here[m] for m in fetched],
-            sum(self.resident[k] for k in away) + sum(self.missing[m] for m in left),
-        )
-
 
 def decide(layer: Layer) -> LayerDecision:
     """Choose the assignment with the least makespan: within 1 % of it up to `FEW` experts, by heuristic beyond."""
@@ -251,7 +240,7 @@ class _Thresholds:
 
 
 class _Search:
-    """Branch and bound over all choices of a layer: missing experts first, those with many tokens before others."""
+    """Branch and bound over all choices for a layer's experts: missing ones first, in descending order of tokens."""
 
     def __init__(self, layer: Layer, best: LayerDecision) -> None:
         self._layer = layer

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from moesched.errors import BadInput
 
 Placement = tuple[frozenset[int], ...]
-"""The experts that each node holds, by node; the same in all layers."""
+"""For each node, the experts that it holds in every layer."""
 
 Holders = tuple[int, ...]
 """For each expert, a bit mask of the nodes that hold it; sorted if it does not matter which expert is which."""
@@ -27,11 +27,11 @@ MOST_CASES = 50_000
 SAMPLES = 4_000
 SEARCHED_CASES = 5_000
 SEARCHED_SAMPLES = 500
-"""The limits of enumeration and sampling in the optimiser, which evaluates many placements."""
+"""Limits of enumeration and sampling in the optimiser: smaller ones, since it evaluates many placements."""
 MOST_SPREAD = 8
 """Copies of an expert are spread over at most this number of nodes."""
 EFFORT = 6_000_000
-"""The most work of the optimiser: number of evaluated choices times subsets of `top_k` experts."""
+"""Limit of the optimiser's work: it evaluates a choice of `top_k` experts by all of its subsets, and counts these."""
 ROWS_TO_READ = 64
 """Up to about this number of rows, an expert takes as long as for one row: reading its weights dominates."""
 
@@ -114,7 +114,6 @@ def assign(chosen: Iterable[int], placement: Placement) -> dict[int, int]:
 
 def assign_by_rows(rows: Mapping[int, int], placement: Placement) -> dict[int, int]:
     """Assign each expert to one of its holders, so that the busiest node has few of the rows (tokens).
-
 
     An expert counts as at least `ROWS_TO_READ` rows. If all count the same, the result is that of `assign`. Otherwise
     experts, the largest first, go to the holder with the fewest rows, and then move off the busiest node while that
@@ -300,7 +299,7 @@ def _improved(holders: Holders, top_k: int, nodes: int) -> Holders:
 
 
 def _neighbours(holders: Holders) -> Iterator[Holders]:
-    """Yield placements with as many experts per node that differ from this one in the holders of two experts."""
+    """Yield placements with as many experts on each node that differ from this one in who holds two of the experts."""
     sorts = sorted(set(holders))
     for one, other in combinations(sorts, 2):
         only_one, only_other = one & ~other, other & ~one
@@ -340,7 +339,7 @@ def _filled(holders: Holders, nodes: int, per_node: int) -> list[int]:
 
 
 def _spread(experts: int, nodes: int, per_node: int) -> list[int]:
-    """Spread copies evenly: those of an expert go to the least used group of nodes with the most room."""
+    """Spread copies evenly: an expert's copies go to the least used group among the nodes with the most room."""
     room = [per_node] * nodes
     groups: Counter[int] = Counter()
     slots = nodes * per_node

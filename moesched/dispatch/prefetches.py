@@ -11,7 +11,7 @@ from moesched.steps.step import Step
 
 
 class Prefetches:
-    """Experts that were fetched before their layer was routed.
+    """Experts that were fetched before the router of their layer had run.
 
     to: the pool or cache to fetch to; None if all experts are kept, so that none is ever fetched.
     """

@@ -8,7 +8,6 @@ from moesched.errors import BadInput
 def require_at_least(least: int, **settings: int) -> None:
     """Check that settings, by name, are at least `least`.
 
-
     Raises:
         BadInput: a setting is lower.
     """

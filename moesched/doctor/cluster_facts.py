@@ -31,7 +31,8 @@ OF_SSH = 255
 def cluster_facts(cluster: Cluster, seconds: float = SECONDS) -> ClusterFacts:
     """Return ssh's answer for each node, and the state of each port; all are asked at once.
 
-    seconds: the time that ssh has to answer.
+    Args:
+        seconds: the time that ssh has to answer.
     """
     ssh = shutil.which("ssh") is not None
     places = [("the launcher", cluster.launcher.address, cluster.launcher.port)]

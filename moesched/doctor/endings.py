@@ -8,6 +8,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -57,7 +58,7 @@ def check_ledger(model: Path, device: str) -> Finding:
 
 
 def judge_peak(about: str, predicted: int, measured: int) -> Finding:
-    """Return the finding on a measured peak in bytes: within the predicted one and its allowed error, or not."""
+    """Compare a measured peak in bytes with the predicted one; more than the allowed error above it is a trouble."""
     says = f"peak of {measured / 1e6:,.0f} MB, predicted {predicted / 1e6:,.0f} MB"
     if measured > predicted + max(MOST_SLACK * predicted, LEAST_SLACK):
         return Finding(about=about, says=says, remedy=f"lower budgets by the difference, and {REPORT}")
@@ -110,7 +111,7 @@ def check_interrupt(model: Path, device: str, scratch: Path) -> Finding:
         command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment
     ) as process:
         try:
-            began = _begins(process)
+            began = begins(process)
             process.send_signal(signal.SIGINT)
             sent = time.monotonic()
             process.communicate(timeout=PATIENCE_SECONDS)
@@ -123,13 +124,24 @@ def check_interrupt(model: Path, device: str, scratch: Path) -> Finding:
     if began and process.returncode == EXIT_BY_SIGINT and kept and seconds <= INTERRUPTED_SECONDS:
         return Finding(about="Ctrl-C", says=f"ends a run within {seconds:.1f} s, and keeps its results")
     says = f"ends a run with code {process.returncode} after {seconds:.1f} s, results kept: {kept}"
+    if not began:
+        says = f"is not tried: a run ended before its first token, or had none after {PATIENCE_SECONDS:.0f} s"
     return Finding(about="Ctrl-C", says=says, remedy=REPORT)
 
 
-def _begins(process: subprocess.Popen[bytes]) -> bool:
-    """Wait for a run's log line "first token"; return False if the process ends before."""
+def begins(process: subprocess.Popen[bytes], patience: float = PATIENCE_SECONDS) -> bool:
+    """Wait for a run's log line "first token"; return False if the process ends before.
+
+    Args:
+        patience: seconds after which a process without that line is killed.
+    """
     assert process.stderr is not None
-    return any(b"first token" in line for line in process.stderr)
+    watchdog = threading.Timer(patience, process.kill)
+    watchdog.start()
+    try:
+        return any(b"first token" in line for line in process.stderr)
+    finally:
+        watchdog.cancel()
 
 
 def _finished(

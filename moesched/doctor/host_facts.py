@@ -16,7 +16,7 @@ from pathlib import Path
 from moesched.doctor.facts import Caching, ClockFacts, CoreFacts, FolderFacts, MemoryFacts, ProcessorFacts
 from moesched.machines.local import this_processor
 from moesched.models.gguf.parts import gguf_files, is_gguf
-from moesched.system.control_groups import ROOT
+from moesched.system.control_groups import lines_of
 from moesched.system.cores import affinity, cpu_quota
 from moesched.system.memory import available_memory, total_memory
 
@@ -31,43 +31,30 @@ PROBE_BYTES = 8192
 CLOCK_READINGS = 2_000
 
 
-def processor_facts(root: Path = ROOT) -> ProcessorFacts:
-    """Return the facts on this machine's processor.
-
-    root: the folder that holds `proc`.
-    """
+def processor_facts() -> ProcessorFacts:
+    """Return the facts on this machine's processor."""
     name, _, _ = this_processor().rpartition(", ")
-    return ProcessorFacts(name=name, architecture=platform.machine(), flags=_flags(root / "proc/cpuinfo"))
+    return ProcessorFacts(name=name, architecture=platform.machine(), flags=_flags())
 
 
-def _flags(file: Path) -> list[str]:
-    try:
-        lines = file.read_text().splitlines()
-    except OSError:
-        return []
+def _flags() -> list[str]:
+    lines = lines_of(Path("/proc/cpuinfo"))
     return next((line.partition(":")[2].split() for line in lines if line.startswith("flags")), [])
 
 
-def core_facts(quota: int | None = None) -> CoreFacts:
-    """Return the facts on the cores of this process.
-
-    quota: number of cores whose time control groups allow; by default as they say on this machine.
-    """
-    cores = len(affinity())
-    allowed = cpu_quota() if quota is None else quota
-    return CoreFacts(cores=cores, quota=allowed if allowed < (os.cpu_count() or cores) else None)
+def core_facts() -> CoreFacts:
+    """Return the facts on the cores of this process."""
+    cores, quota = len(affinity()), cpu_quota()
+    return CoreFacts(cores=cores, quota=quota if quota < (os.cpu_count() or cores) else None)
 
 
-def memory_facts(root: Path = ROOT) -> MemoryFacts:
-    """Return the facts on this machine's memory and the limits of this process.
-
-    root: the folder that holds `proc` and `sys`.
-    """
+def memory_facts() -> MemoryFacts:
+    """Return the facts on this machine's memory and the limits of this process."""
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return MemoryFacts(
         physical=physical,
-        limit=min(physical, total_memory(root)),
-        available=available_memory(root),
+        limit=min(physical, total_memory()),
+        available=available_memory(),
         locked=_limit(resource.RLIMIT_MEMLOCK),
         address_space=_limit(resource.RLIMIT_AS),
     )

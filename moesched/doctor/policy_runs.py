@@ -37,15 +37,10 @@ class KeepsLogits(Protocol):
 
 
 class PolicyRun(NamedTuple):
-    """Result of one policy's run.
-
-    Attributes:
-        tight: whether the run had less memory than all weights take.
-    """
+    """Result of one policy's run."""
 
     report: JobReport
     logits: Logits
-    tight: bool
 
 
 class PolicyRuns(NamedTuple):
@@ -147,7 +142,7 @@ def _run_within(
         trace=trace,
         listener=keeper,
     )
-    return PolicyRun(report, keeper.logits(), bool(budgets))
+    return PolicyRun(report, keeper.logits())
 
 
 def generate(model: Path, device: str, **options: Any) -> JobReport:

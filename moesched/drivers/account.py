@@ -86,7 +86,7 @@ class Account:
             self._lanes[task.lane].order.append(task)
 
     def issue(self, task: Task) -> list[Task]:
-        """Record a task that was issued to a stream; return the tasks that only the device still lets wait for it."""
+        """Record a task that was issued to a stream; return the tasks that now wait for it on the device alone."""
         self._released[task.id] = []
         released = [number for number in self._later[task.id] if self._on_device(task.id, self.tasks[number])]
         self._released[task.id] = released
@@ -245,7 +245,9 @@ class _LaneAccount:
         return wrong
 
     def _start(self, task: Task, call: int) -> list[str]:
-        """Return the rules that a task's start breaks: it must not overtake tasks that were ready by `call`."""
+        """Return the rules that a task's start breaks: it must not overtake tasks that were ready by `call`, for
+        one.
+        """
         wrong = []
         if self.running is not None:
             wrong.append(f"{task!r} runs beside {self.running!r}")

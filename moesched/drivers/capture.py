@@ -238,7 +238,7 @@ class Edges:
         self._reach: list[int] = []
 
     def needed(self, tasks: Sequence[Task]) -> list[tuple[int, ...]]:
-        """Return, for each task of the next step, how many tasks before it those are that it must wait for.
+        """Return the edges of each task of the next step: how many tasks back each one lies that it must wait for.
 
         The nearest comes first. On an in-order lane, each task also waits for the task before it on that lane.
         """

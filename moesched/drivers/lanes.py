@@ -335,7 +335,7 @@ class StreamRunner:
 
 
 def _value_of(issued: Issued, error: BaseException | None) -> tuple[Any, BaseException | None]:
-    """The value of a task that has ended, and its error or that of reading the value."""
+    """The value of a task that has ended, and its error: the given one, or the one that reading the value raised."""
     if error is not None:
         return None, error
     try:

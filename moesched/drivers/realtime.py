@@ -11,7 +11,7 @@ import gc
 import sys
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from time import perf_counter_ns
 from typing import Any, TypeVar
 
@@ -174,10 +174,10 @@ class RealtimeDriver:
             PolicyRun(main, rank, engine.lanes)
             for rank, (main, engine) in enumerate(zip(mains, self._engines, strict=True))
         ]
-        runners = list(dict.fromkeys(self._runners))
-        with _quiet_interpreter():
-            for runner in runners:
+        with _quiet_interpreter(), ExitStack() as opened:
+            for runner in dict.fromkeys(self._runners):
                 runner.open()
+                opened.callback(runner.close)
             try:
                 for run in self._runs:
                     self._resume(run)
@@ -185,9 +185,6 @@ class RealtimeDriver:
             except asyncio.CancelledError:
                 await self._stop()
                 raise
-            finally:
-                for runner in runners:
-                    runner.close()
         if self._observer_error is not None:
             for run in self._runs:
                 run.error = None

@@ -76,7 +76,7 @@ class Rendezvous:
             self._engines[rank].admit(part)
 
     def _break(self, ticket: int, cause: BaseException) -> None:
-        """Cancel all parts of a collective, those that are there and those that will come."""
+        """Cancel all parts of a collective: those of ranks that have arrived, and those of ranks that arrive later."""
         self._broken[ticket] = cause
         for rank, part in sorted(self._waiting.pop(ticket, {}).items()):
             if part.cause is None:

@@ -52,7 +52,7 @@ def fair_rates(demands: Sequence[Demand]) -> tuple[float, ...]:
 
 
 def _speed_beside(others: Sequence[str], slowed: Mapping[str, float]) -> float:
-    """Return a sort's speed beside others: as measured beside all of them, else the product of those beside each."""
+    """Return a sort's speed beside others: measured beside all of them, or else the product of those beside each."""
     measured = slowed.get(at_once(others))
     return prod(slowed.get(each, 1.0) for each in others) if measured is None else measured
 
@@ -95,6 +95,7 @@ class Shared:
         self._ends = [inf] * lanes
         self._kinds: dict[Work, int] = {}
         self._demands: list[Demand] = []
+        self._numbers: dict[tuple[object, ...], int] = {}
         self._mixes: dict[tuple[int, ...], _Mix] = {}
         self._mix = self._rated = self._mix_of((IDLE,) * lanes)
 
@@ -170,11 +171,10 @@ class Shared:
 
     def _kind(self, demand: Demand) -> int:
         """Return the number of a demand's kind: demands for the same shares are of one kind, whatever their time."""
-        for kind, known in enumerate(self._demands):
-            if known[1:] == demand[1:]:
-                return kind
-        self._demands.append(demand)
-        return len(self._demands) - 1
+        kind = self._numbers.setdefault(demand[1:], len(self._demands))
+        if kind == len(self._demands):
+            self._demands.append(demand)
+        return kind
 
 
 def _slower(before: _Mix, mix: _Mix) -> list[tuple[int, float]]:

@@ -15,7 +15,8 @@ from moesched.system.outputs import Output, require_outputs
 def require_apart(written: Sequence[Output], named: Iterable[str]) -> None:
     """Check that outputs can be written, and differ from each other and from all files that options name.
 
-    named: values of options that may be names of input files.
+    Args:
+        named: values of options that may be names of input files.
 
     Raises:
         BadInput: an output cannot be written, is an input, or is in a model's folder.

@@ -14,9 +14,9 @@ from moesched.system.near_names import with_nearest
 from moesched.system.plain_text import shown
 
 SPACE = "▁"
-"""Stands for a space in SentencePiece."""
+"""The character for a space in SentencePiece."""
 LONGEST_PIECE = 128
-"""Characters of a token; each place where it can be cut is tried."""
+"""The most characters of a token of SentencePiece, since each place where it can be cut is tried."""
 
 
 class WordRule(NamedTuple):
@@ -112,7 +112,7 @@ def _byte_pairs(path: Path, vocabulary: Vocabulary, ids: dict[str, int]) -> Any:
 
 
 def _pair(path: Path, merge: str, ids: Mapping[str, int]) -> tuple[str, str]:
-    """The two tokens of a merge; the first may begin with a space."""
+    """Return the two tokens of a merge; the first may begin with a space."""
     first, _, second = merge[1:].partition(" ")
     first = merge[:1] + first
     if not (first in ids and second in ids and first + second in ids):

@@ -187,7 +187,7 @@ class SizeOptions(Options):
 
     @property
     def sizes(self) -> SizeOptions:
-        """These options alone, if the object has others, too."""
+        """The sizes alone, without other options that the object may have."""
         return SizeOptions(**part_of(self, SizeOptions))
 
 

@@ -117,7 +117,7 @@ def encode_prompts(
     """
     if isinstance(prompts, str):
         raise BadInput(f"prompts are {shown(prompts)}, one text: give a list of texts, [{shown(prompts)}]")
-    if not prompts:
+    if len(prompts) == 0:
         raise BadInput("no prompts were given: give at least one")
     encoded = []
     for number, prompt in enumerate(prompts):
@@ -128,22 +128,23 @@ def encode_prompts(
 
 
 def _encode(number: int, prompt: Prompt, tokenizer: Tokenizer | None, most: int) -> list[int]:
-    if not prompt:
+    given = prompt if isinstance(prompt, str) else _ids(number, prompt)
+    if not given:
         raise BadInput(f"prompt {number} is empty: give at least one token")
-    if not isinstance(prompt, str):
-        return _ids(number, prompt)
+    if not isinstance(given, str):
+        return given
     if tokenizer is None:
         raise BadInput(
             f"prompt {number} is text, but the model has no tokenizer: add {TOKENIZER_NAME} to its folder, "
             'or give ids: --prompt-ids "1,2,3", or {"prompt_ids": [1, 2, 3]} in a file'
         )
     try:
-        ids = tokenizer.encode(prompt, most)
+        ids = tokenizer.encode(given, most)
     except BadInput as error:
         raise BadInput(f"prompt {number}: {error}") from error
     if not ids:
         raise BadInput(
-            f"prompt {number}, {shown(prompt)}, has no tokens: give at least one that the tokenizer knows"
+            f"prompt {number}, {shown(given)}, has no tokens: give at least one that the tokenizer knows"
         )
     return ids
 

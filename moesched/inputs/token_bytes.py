@@ -18,7 +18,7 @@ def stands_for_bytes(tokenizer: Any) -> bool:
 
 
 def token_bytes(name: str, *, in_bytes: bool) -> bytes:
-    """The bytes of a token; special tokens stand for the bytes of their names.
+    """Return the bytes of a token by its name; special tokens stand for the bytes of their names.
 
     Args:
         in_bytes: whether the characters of names stand for bytes; otherwise names are text, with ▁ for a space.
@@ -35,7 +35,7 @@ def token_bytes(name: str, *, in_bytes: bool) -> bytes:
 
 @cache
 def _bytes_by_character() -> Mapping[str, int]:
-    """GPT-2's names of bytes: printable ones are themselves, the others are characters from U+0100 on, in order."""
+    """Return GPT-2's table of bytes: printable ones are themselves, others are characters from U+0100 on, in order."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}

@@ -26,7 +26,7 @@ PIECE = 200_000
 """Characters encoded at once to see whether a prompt is too long; each takes about 400 bytes of memory."""
 
 UNFINISHED = "\ufffd"
-"""Stands for bytes that are no whole character."""
+"""The character that stands for bytes which are no whole character."""
 _CONTEXT_TOKENS = 8
 _RESTORE = "copy it again from where the checkpoint came from"
 
@@ -99,7 +99,7 @@ class Tokenizer:
         return token in self._special
 
     def bytes_of(self, token: int) -> bytes:
-        """The bytes of UTF-8 that a token stands for, special tokens by their names; empty for unknown ids."""
+        """Return the bytes of UTF-8 that a token stands for, special tokens by their names; empty for unknown ids."""
         name: str | None = self._tokenizer.id_to_token(token)
         return b"" if name is None else token_bytes(name, in_bytes=self._in_bytes)
 

@@ -83,7 +83,7 @@ class JobEnding(Ending):
 
 
 def reported(run: Callable[[], T], ending: Ending) -> T:
-    """Return the report of a run; if an error came with the report, `ending` keeps it.
+    """Call `run` and return its report; an error that carries a report is kept in `ending`, to be raised later.
 
     Raises:
         Exception: the error of a run that has no report, since it ended before it began.

@@ -1,4 +1,4 @@
-"""Expectation of a measured run: its plans and expert choices on the virtual clock, at the costs of a calibration.
+"""Prediction of a measured run: the same plans and expert choices on the virtual clock, at a calibration's costs.
 
 Batches are predicted after they ran, so that a prediction disturbs no timing. A prediction uses the run's number of
 steps, the experts that routers chose and the accuracy of router previews, but no measured times. The width of the
@@ -80,7 +80,7 @@ class Expectation:
         return [] if self._obstacle else [self._routing]
 
     def added_to(self, report: JobReport, estimating: RunsProgress | None) -> JobReport:
-        """Return the run's report with its expectation, or with the reason why there is none. No error is raised.
+        """Return the run's report with its prediction, or with the reason why there is none. No error is raised.
 
         A signal ends the prediction, and the report then says that the job was interrupted.
 

@@ -16,12 +16,12 @@ from moesched.trace.recording import About, Recording
 def explained(
     report: JobReport, recording: Recording, about: About, others: Iterable[Help] = ()
 ) -> tuple[JobReport, Explanation | None]:
-    """Return a batch's report with its bottleneck and helps, and the explanation.
+    """Return a batch's report with its bottleneck and the changes that would help most, and the explanation.
 
     If the batch ended early, the report is unchanged and the explanation None.
 
     Args:
-        others: further helps, which do not come from replays of the recording.
+        others: further changes that would help, found otherwise than by replays of the recording.
     """
     if report.interrupted or report.failure is not None or not recording.slices:
         return report, None

@@ -76,7 +76,7 @@ class Job:
         self.splits_kv = chosen.is_class and splits_kv(chosen.cls, self.machine)
 
     def with_policy(self, policy: PolicyGiven) -> Job:
-        """Return a copy of the job with another policy, without settings, that cuts the model as the job's own does."""
+        """Return a copy of the job with another policy, which gets no settings; the model's cut over devices stays."""
         job = copy(self)
         job._take(choose_policy(policy))
         return job
@@ -92,7 +92,9 @@ class Job:
         self.machine = as_used_by(device, self.machine)
 
     def use_process(self, process: Process) -> None:
-        """Set the process whose bytes, apart from plans, count in its budget; call it before `sizes` and `plan`.
+        """Set the process that runs the plans; bytes that it holds beside them count in its budget.
+
+        Call it before `sizes` and `plan`.
 
         Raises:
             BadInput: the budget of the process leaves nothing for plans.
@@ -167,7 +169,7 @@ class Job:
         Raises:
             BadInput: the batch does not fit; with beam search, the message gives the largest width that does.
         """
-        policy = policy or self.make()
+        policy = self.make() if policy is None else policy
         try:
             return self._plan(policy, batch, slot_bytes, node), policy
         except BadInput as error:

@@ -36,7 +36,7 @@ BESIDE = 1 << 30
 def pieces_to_take(
     given: SessionOptions, config: ModelConfig, lengths: Sequence[int], new_tokens: int, beams: int
 ) -> list[int]:
-    """Return the bytes of each page and tensor that will stay in this process, by a rough plan of the first batch.
+    """Return the sizes in bytes of pages and tensors that stay in this process, by a rough plan of the first batch.
 
     The list is empty if the device keeps weights elsewhere or in another form, if the process's memory is limited, or
     if the plan does not fit, which the run itself will report.

@@ -7,10 +7,11 @@ from dataclasses import field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from moesched.inputs.defaults import MACHINE, NEW_TOKENS, PREVIEW_ACCURACY
+from moesched.inputs.defaults import MACHINE, NEW_TOKENS, POLICY, PREVIEW_ACCURACY
 from moesched.inputs.options import (
     BandOptions,
     BudgetOptions,
+    ChoiceOptions,
     CutOptions,
     DeviceOptions,
     DTypeOptions,
@@ -105,6 +106,20 @@ class PlannedOptions(PolicyOptions, SizeOptions, BudgetOptions, DTypeOptions, Cu
     """Options that determine the plans of batches, of runs and of predictions."""
 
 
+class BestPolicyOptions(ChoiceOptions):
+    """Option for the policy, which the planner chooses if none is named."""
+
+    policy: Annotated[
+        PolicyGiven,
+        Option(
+            "A name of `moesched list policies`, file.py:Class, or package.module:Class (also in the current folder). "
+            "By default the planner's choice.",
+            "P",
+            python="As `simulate_model` takes it; auto for the planner's choice.",
+        ),
+    ] = POLICY
+
+
 class CostOptions(Options):
     """Option for a machine's measured costs."""
 
@@ -133,7 +148,14 @@ class GeneratedOptions(
 class SessionOptions(CostOptions, DeviceOptions, PlannedOptions, WeightsOptions):
     """The options of `Session`, which hold for all its calls."""
 
-    policy: PolicyGiven = "resident"
+    policy: Annotated[
+        PolicyGiven,
+        Option(
+            "A name of `moesched list policies`, module:Class, file.py:Class, or a class; auto for the planner's "
+            "choice, which the first call makes and later ones keep.",
+            "P",
+        ),
+    ] = "resident"
 
 
 class CallOptions(HelpsOptions, BandOptions, OutputOptions, GenerationOptions, PromptsOptions):
@@ -208,7 +230,7 @@ class ClusterOptions(TransportOptions, PromptsOptions, GeneratedOptions):
 
 
 class ProbeOptions(DeviceOptions, SizeOptions, BudgetOptions, DTypeOptions, PolicyOptions):
-    """Options of an observed run; by default its policy needs little memory and keeps as many experts as fit."""
+    """Options of a run whose routing or activations are observed; its default policy needs little memory."""
 
     policy: Annotated[
         PolicyGiven,

@@ -15,6 +15,7 @@ from moesched.jobs.report import require_complete
 from moesched.jobs.run_model import run_model
 from moesched.keywords import takes
 from moesched.options import part_of
+from moesched.routing.checks import routed_layers
 from moesched.routing.recorder import RoutingRecorder
 from moesched.routing.trace import RoutingTrace
 from moesched.system.cells import counted_in_cell
@@ -43,7 +44,7 @@ def profile_routing(given: ProfilingOptions) -> Profiled:
         )
     encoded = encode_prompts(given.prompts, tokenizer, config, given.max_new_tokens)
     lengths = list(map(len, encoded))
-    most = config.layers * (sum(lengths) + len(lengths) * (given.max_new_tokens - 1))
+    most = len(routed_layers(config)) * (sum(lengths) + len(lengths) * (given.max_new_tokens - 1))
     recorder = RoutingRecorder(config, given.progress or counted_in_cell("choices of experts"), most)
     report = run_model(
         prompts=encoded,

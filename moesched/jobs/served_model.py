@@ -46,7 +46,7 @@ class ServedModel:
 
     @property
     def ran(self) -> Ran:
-        """The names of what runs, for a report."""
+        """Names of model, machine, policy and dtype, for a report."""
         plan = self.planned.plan
         layout, machine = plan.layout, plan.machine.name
         return Ran(layout.config.name, machine, self.planned.policy_name, layout.dtype, measured=True)

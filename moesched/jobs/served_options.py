@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from moesched.errors import BadInput
-from moesched.inputs.defaults import POLICY
-from moesched.inputs.options import SIZES, ChoiceOptions, DeviceOptions, WeightsOptions
-from moesched.jobs.options import OUTPUT, CostOptions, PlannedOptions
+from moesched.inputs.options import SIZES, DeviceOptions, WeightsOptions
+from moesched.jobs.options import OUTPUT, BestPolicyOptions, CostOptions, PlannedOptions
 from moesched.options import Option, Options
 from moesched.serving.admission import ADMISSIONS, Admission
 from moesched.system.near_names import with_nearest
-
-if TYPE_CHECKING:
-    from moesched.inputs.chosen_policy import PolicyGiven
 
 USERS = 16
 """Requests that run together by default."""
@@ -87,20 +83,6 @@ class ArrivalsOptions(AdmissionOptions, ContextOptions):
             group=SERVING,
         ),
     ] = None
-
-
-class BestPolicyOptions(ChoiceOptions):
-    """Option for the policy, which the planner chooses if none is named."""
-
-    policy: Annotated[
-        PolicyGiven,
-        Option(
-            "A name of `moesched list policies`, file.py:Class, or package.module:Class (also in the current folder). "
-            "By default the planner's choice.",
-            "P",
-            python="As `simulate_model` takes it; auto for the planner's choice.",
-        ),
-    ] = POLICY
 
 
 class ServedTraceOptions(Options):

@@ -1,4 +1,4 @@
-"""The trace of requests that were served."""
+"""Traces of servers: the last tasks that ran, and requests as spans."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ MOST_REQUESTS = 10_000
 
 
 def last_steps_of(plan: Plan) -> LastSteps:
-    """A recorder of a server's last steps, as many as keep its memory within bounds."""
+    """Make a recorder that keeps a server's last steps, about MOST_TASKS tasks in all."""
     return LastSteps(max(2, MOST_TASKS // tasks_of_a_step(plan)))
 
 
 class RequestSpans:
-    """Keeps the spans of the requests that ended last, and passes on what it hears.
+    """Listener that keeps the spans of the requests that ended last, and passes each call on to another listener.
 
     Args:
-        listener: told of everything as well.
+        listener: the listener that gets the same calls; None for none.
 
     Attributes:
         ended: the spans, in the order of their ends.
@@ -43,20 +43,20 @@ class RequestSpans:
         self.ended: deque[RequestSpan] = deque(maxlen=MOST_REQUESTS)
 
     def loaded(self, serving: Serving) -> None:
-        """Note the time from which the times of requests count."""
+        """Keep the time at which weights were loaded, from which the times of requests count."""
         self._loaded = serving.loaded
         if self._listener is not None:
             self._listener.loaded(serving)
 
     def token(self, served: Served) -> None:
-        """Keep the span of a request that ends."""
+        """Keep the span of a request that ends with this token."""
         if served.ending is not None:
             self.ended.append(span_of(served, self._loaded))
         if self._listener is not None:
             self._listener.token(served)
 
     def step(self, serving: Serving) -> None:
-        """Note nothing."""
+        """Pass the call on."""
         if self._listener is not None:
             self._listener.step(serving)
 
@@ -69,7 +69,7 @@ def write_service_trace(
     capacity: Capacity,
     plan: Plan,
 ) -> None:
-    """Write the tasks of a run, and its requests as spans, apart from those that ended before the first task.
+    """Write the recorded tasks of a run, and its requests as spans, without those that ended before the first task.
 
     Raises:
         BadInput: the file cannot be written.
@@ -91,7 +91,11 @@ def write_service_trace(
 
 
 def span_of(served: Served, loaded: int) -> RequestSpan:
-    """A request's span on the clock of a trace, where the weights were loaded at `loaded`."""
+    """Return a request's span, in nanoseconds of a trace's clock.
+
+    Args:
+        loaded: the time on that clock when weights were loaded; times of requests count from there.
+    """
 
     def on_clock(time: int) -> int:
         return time + loaded if time >= 0 else time

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from copy import copy
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -12,11 +11,11 @@ from moesched.inputs.defaults import POLICY
 from moesched.jobs.cut_prompts import with_cut_prompts
 from moesched.jobs.job import Job
 from moesched.jobs.options import PlannedOptions
+from moesched.jobs.planners_choice import choose_policy_of, chooses_for_one_machine, policy_until_chosen
 from moesched.jobs.served_options import USERS
 from moesched.machines import Machine
 from moesched.models.config import ModelConfig
 from moesched.models.layout import Page
-from moesched.planner import FIRST, Look, fastest_policies, require_one_policy
 from moesched.runs.planning import SMALLER
 from moesched.runs.served_parts import require_one_accelerator
 from moesched.seams import Device, Policy
@@ -70,15 +69,9 @@ def serving_job(
     Raises:
         BadInput: an option cannot be used.
     """
-    policy = given.policy
-    if policy == POLICY:
-        require_one_policy(given.settings)
-        if nodes > 1:
-            raise BadInput(
-                f"the planner chooses a policy for one machine: name one for {nodes} with --policy"
-            )
-        policy = FIRST  # until the planner has chosen
-    given = replace(given, policy=policy, batch_size=given.batch_size or USERS)
+    if given.policy == POLICY and nodes > 1:
+        raise chooses_for_one_machine(nodes)
+    given = replace(given, policy=policy_until_chosen(given), batch_size=given.batch_size or USERS)
     return Job(given, config, machine, nodes=nodes, device=device)
 
 
@@ -106,19 +99,15 @@ def plan_serving(
     if not chooses:
         job.use_process(process())
         return _planned(job, context, slot_bytes)
-    looking = copy(job)
-    looking.use_process(process())
-    looks = _looks(looking, context, slot_bytes, on_progress)
-    job.use_process(process())  # the search took memory
-    refusals = []
-    for look in looks:
-        try:
-            found = _planned(job.with_policy(look.policy), context, slot_bytes)
-        except BadInput as error:  # places may hold longer prompts than the look's requests have
-            refusals.append(error)
-        else:
-            return found._replace(predicted=look.throughput)
-    raise refusals[0]
+    found, look = choose_policy_of(
+        job,
+        *_requests(job, context),
+        slot_bytes,
+        process,
+        plan=lambda its_job: _planned(its_job, context, slot_bytes),
+        on_progress=on_progress,
+    )
+    return found._replace(predicted=look.throughput)
 
 
 def _planned(job: Job, context: int, slot_bytes: Callable[[Page], int]) -> ServingPlan:
@@ -135,21 +124,7 @@ def _planned(job: Job, context: int, slot_bytes: Callable[[Page], int]) -> Servi
     return ServingPlan(capacity, plan, policy, job.policy_name)
 
 
-def _looks(
-    job: Job, context: int, slot_bytes: Callable[[Page], int], on_progress: Callable[[str], object]
-) -> list[Look]:
-    """The policies that hold as many requests as there are users, the fastest first; or one that does not."""
-    users, size = _users(job), job.options.micro_batch_size
-    sizes = [min(size, users)] if size else [users, -(-users // 4), 1]
-    looks = fastest_policies(job.setting(*_requests(job, context), slot_bytes), sizes, on_progress)
-    return [look for look in looks if look.throughput] or looks[:1]
-
-
 def _requests(job: Job, context: int) -> tuple[list[int], int]:
     """Prompts and new tokens of the requests that sizes are chosen for: half of the context each."""
-    return [context // 2] * _users(job), context - context // 2
-
-
-def _users(job: Job) -> int:
     assert job.options.batch_size is not None, "serving_job sets it"
-    return job.options.batch_size
+    return [context // 2] * job.options.batch_size, context - context // 2

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from moesched.errors import BadInput
+from moesched.inputs.defaults import POLICY
 from moesched.inputs.lookup import find_machine
 from moesched.inputs.prompts import encode_prompts
 from moesched.inputs.tokenizer import open_model
@@ -18,12 +21,16 @@ from moesched.jobs.expectation import obstacle
 from moesched.jobs.job import Job, require_continuations
 from moesched.jobs.memory_ahead import pieces_to_take
 from moesched.jobs.options import CallOptions, SessionOptions
+from moesched.jobs.planners_choice import choose_policy_of, policy_until_chosen
 from moesched.jobs.report import JobReport
 from moesched.jobs.trace_file import require_outputs_apart
 from moesched.keywords import takes
 from moesched.models.checkpoint import Checkpoint
 from moesched.requests.sampling import Sampling
+from moesched.runs.cell_progress import listener_or_cell
+from moesched.runs.listeners import Listener
 from moesched.runs.ranks import Devices, open_devices, process_of
+from moesched.steps.process import Process
 from moesched.system.memory_ahead import MemoryAhead, UsesMemoryAhead
 from moesched.system.own_loop import interruptible
 
@@ -92,10 +99,8 @@ class Session:
             beams = (given.sampling or Sampling()).beams
             require_continuations(beams, config)
             if self._opened is None:
-                ahead = pieces_to_take(
-                    self._given, config, list(map(len, encoded)), given.max_new_tokens, beams
-                )
-                self._opened = self._resources.enter_context(_open(self._given, checkpoint, ahead))
+                first = _First(list(map(len, encoded)), given.max_new_tokens, beams, given.listener)
+                self._opened = self._resources.enter_context(_open(self._given, checkpoint, first))
             job, devices, reason = self._opened
             call = Call(job.with_beams(beams), devices, checkpoint, self._tokenizer, encoded, given, reason)
             return call.run()
@@ -125,17 +130,28 @@ class _Opened(NamedTuple):
     obstacle: str | None
 
 
-@contextmanager
-def _open(given: SessionOptions, checkpoint: Checkpoint, ahead_bytes: Sequence[int]) -> Iterator[_Opened]:
-    """Open a model's devices, and yield them with the job.
+class _First(NamedTuple):
+    """The first call of a session, for which a policy is chosen unless one is named.
 
-    Args:
-        ahead_bytes: sizes of memory for weights, which is taken while the devices are imported.
+    Attributes:
+        lengths: tokens of each prompt.
     """
-    with MemoryAhead() as ahead:
-        ahead.begin(ahead_bytes)
+
+    lengths: Sequence[int]
+    new_tokens: int
+    beams: int
+    listener: Listener | None
+
+
+@contextmanager
+def _open(given: SessionOptions, checkpoint: Checkpoint, first: _First) -> Iterator[_Opened]:
+    """Open a model's devices, and yield them with the job."""
+    config, policy = checkpoint.config, policy_until_chosen(given)
+    chooses, given = given.policy == POLICY, replace(given, policy=policy)
+    with MemoryAhead() as ahead:  # while the devices are imported
+        ahead.begin(pieces_to_take(given, config, first.lengths, first.new_tokens, first.beams))
         found = find_machine(given.machine, given.device, foreign=given.foreign_machine)
-        job = Job(given, checkpoint.config, found, device=given.device)
+        job = Job(given, config, found, device=given.device)
         with open_devices(given.device, given.device_settings, checkpoint, job.layout) as devices:
             ahead.stop()
             if isinstance(devices.first, UsesMemoryAhead):
@@ -143,5 +159,29 @@ def _open(given: SessionOptions, checkpoint: Checkpoint, ahead_bytes: Sequence[i
             else:
                 ahead.give_back()
             job.use_device(devices.first)
-            job.use_process(process_of(devices.all, job.machine, ahead.nbytes))
+            process = partial(process_of, devices.all, job.machine, ahead.nbytes)
+            if chooses:
+                job = _with_choice(job, devices, process, first)
+            else:
+                job.use_process(process())
             yield _Opened(job, devices, obstacle(given, job, devices))
+
+
+def _with_choice(job: Job, devices: Devices, process: Callable[[], Process], first: _First) -> Job:
+    """The job with the planner's choice of a policy."""
+    listener = listener_or_cell(first.listener)
+
+    def planned(its_job: Job) -> Job:
+        its_job.with_beams(first.beams).sizes(first.lengths, first.new_tokens, devices.slot_bytes)
+        return its_job
+
+    chosen, _ = choose_policy_of(
+        job,
+        first.lengths,
+        first.new_tokens,
+        devices.slot_bytes,
+        process,
+        plan=planned,
+        on_progress=lambda stage: listener.preparing(f"planning: {stage}", 0, 0),
+    )
+    return chosen

@@ -11,9 +11,9 @@ from moesched.errors import BadInput
 from moesched.inputs.budgets import assumed_process
 from moesched.inputs.defaults import POLICY
 from moesched.inputs.files import require_apart
-from moesched.jobs.options import ScenarioOptions, TraceOptions
+from moesched.jobs.options import BestPolicyOptions, ScenarioOptions, TraceOptions
 from moesched.jobs.scenario import Scenario, find_scenario
-from moesched.jobs.served_options import REQUESTS, ArrivalsOptions, BestPolicyOptions
+from moesched.jobs.served_options import REQUESTS, ArrivalsOptions
 from moesched.jobs.service_trace import last_steps_of, span_of, write_service_trace
 from moesched.jobs.serving_plan import context_of, plan_serving, serving_job
 from moesched.jobs.simulate_model import require_context
@@ -32,6 +32,7 @@ from moesched.seams import Routing
 from moesched.serving.arrival_files import POISSON, random_arrivals, read_arrivals
 from moesched.serving.arrivals import ListedArrivals
 from moesched.serving.request import Request
+from moesched.system.input_file import is_file
 from moesched.system.outputs import Output
 from moesched.system.own_loop import interruptible
 
@@ -46,7 +47,7 @@ class ServedScenarioOptions(BestPolicyOptions, TraceOptions, ArrivalsOptions, Sc
 
 
 class _Progress:
-    """Tells how many requests are done."""
+    """Listener that tells how many requests are done, once a step."""
 
     def __init__(self, tell: Callable[[int, int], object], requests: int) -> None:
         self._tell = tell
@@ -54,7 +55,7 @@ class _Progress:
         self._done = 0
 
     def loaded(self, serving: Serving) -> None:
-        """Tell that none is done."""
+        """Tell that no request is done."""
         self._tell(0, self._requests)
 
     def token(self, served: Served) -> None:
@@ -62,7 +63,7 @@ class _Progress:
         self._done += served.ending is not None
 
     def step(self, serving: Serving) -> None:
-        """Tell it once a step."""
+        """Tell the number of requests that are done."""
         self._tell(self._done, self._requests)
 
 
@@ -135,8 +136,10 @@ def _require_servable(given: ServedScenarioOptions) -> None:
 def _requests(scenario: Scenario, given: ServedScenarioOptions) -> list[Request]:
     assert given.arrivals is not None, "that was checked before"
     if not str(given.arrivals).startswith(POISSON):
-        _refuse_other_lengths(given)
-        return read_arrivals(Path(given.arrivals))
+        path = Path(given.arrivals)
+        if is_file(path):
+            _refuse_other_lengths(given)
+        return read_arrivals(path)
     workload = scenario.given_workload()
     new_tokens = workload.new_tokens[0] if given.gen is None else given.gen
     prompts = workload.lengths(given.requests or REQUESTS, given.seed)

@@ -22,6 +22,7 @@ from moesched.keywords import takes
 from moesched.models.config import ModelConfig
 from moesched.models.networks import SILU
 from moesched.options import part_of
+from moesched.routing.checks import layers_without_experts, routed_layers
 from moesched.system.cells import counted_in_cell
 from moesched.system.own_loop import interruptible
 
@@ -68,7 +69,7 @@ def sparsity_of(given: SparsityOptions) -> SparsityReport:
     asked = random_prompts(config, given.seed) if given.prompts is None else given.prompts
     encoded = encode_prompts(asked, tokenizer, config, 1)
     tokens = sum(map(len, encoded))
-    most = tokens * config.layers * config.routed.top_k * config.routed.intermediate
+    most = tokens * len(routed_layers(config)) * config.routed.top_k * config.routed.intermediate
     counter = SparsityCounter(config.layers, given.progress or counted_in_cell("values"), most)
     report = run_model(
         prompts=encoded,
@@ -86,7 +87,7 @@ def sparsity_of(given: SparsityOptions) -> SparsityReport:
         thresholds=THRESHOLDS,
         values=tuple(counter.values),
         below=counter.shares(),
-        dense=tuple(number for number, layer in enumerate(config.pattern) if not layer.feed_forward.experts),
+        dense=tuple(layers_without_experts(config)),
         interrupted=report.interrupted,
     )
 

@@ -1,4 +1,4 @@
-"""Files written from a job's recordings, traces and HTML reports: their names, recorders and metadata."""
+"""Traces and HTML reports of a job: the recorders behind them, their file names and metadata, and their writing."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _recorder_of(plan: Plan) -> Recorder | LastSteps:
 
 
 def tasks_of_a_step(plan: Plan) -> int:
-    """The most tasks of a step, about."""
+    """Estimate the number of tasks of a step, at most."""
     return 8 * len(plan.layers) * len(plan.micro_batches) + 2 * len(plan.layout.pages)
 
 
@@ -116,7 +116,7 @@ def files_named(given: Options | Path) -> Iterator[str]:
 
 
 def roofs_of(machine: Machine, dtype: str) -> dict[str, Roof]:
-    """Return the peak FLOP/s in a dtype, and the memory bandwidth, of each processor of a machine."""
+    """Return peak FLOP/s in a dtype and memory bandwidth in bytes/s of each processor of a machine, by its name."""
     return {
         name: Roof(flops=processor.flops[dtype], bandwidth=machine.memories[processor.memory].bandwidth)
         for name, processor in machine.processors.items()

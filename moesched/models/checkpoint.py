@@ -52,7 +52,7 @@ class StoredTensor(msgspec.Struct, frozen=True, gc=False):
         offset: bytes from the start of the file; with `columns`, up to the first whole row.
         format: the format of its rows.
         columns: the columns that the tensor has of a wider matrix; None for all.
-        scales: where they are apart from the codes, whose place this is; None for all other tensors.
+        scales: the place of the scales, if the file has them apart from the codes, whose place is `offset`; else None.
     """
 
     file: Path
@@ -72,7 +72,7 @@ class StoredTensor(msgspec.Struct, frozen=True, gc=False):
 
 
 class Blocks(Protocol):
-    """A file of weights, or a substitute for one; any thread may read."""
+    """A file of weights that is read in whole blocks, or a substitute for one; any thread may read."""
 
     @property
     def path(self) -> Path:
@@ -205,7 +205,7 @@ def _parts_of(found: Found, published: Published, stored: StoredFormat) -> Itera
 
 
 def _coded_parts_of(codes: Found, scales: Found, published: Published) -> Iterator[tuple[str, StoredTensor]]:
-    """The same of rows whose codes and scales are apart."""
+    """The location of each canonical tensor in a stored tensor whose codes and scales are apart."""
     offset, scales_at = (each.data_start + each.entry.data_offsets[0] for each in (codes, scales))
     for name, part in published.parts:
         groups = math.prod(part) // MXFP4.group
@@ -248,7 +248,7 @@ def _plain_format(found: Found) -> StoredFormat:
 
 
 def _require_rows(found: Found, shape: Shape, kept: StoredFormat) -> None:
-    """Require the rows of a tensor in a format that config.json describes, as bytes where it is coded."""
+    """Check that a tensor has rows in `kept`, the format that config.json describes; coded ones are bytes."""
     rows, entry = kept.shape_in_files(shape), found.entry
     if (entry.dtype, entry.shape) != (kept.in_files, rows):
         raise BadInput(

@@ -18,7 +18,7 @@ from moesched.models.tensors import dense_shapes, expert_shapes, global_shapes, 
 from moesched.system.near_names import with_nearest
 
 METHOD = "moesched"
-"""The `quant_method` in config.json of such a model."""
+"""The `quant_method` in the config.json of a model with coded weights."""
 
 FLOAT32 = STORED_FORMATS["float32"]
 
@@ -27,8 +27,8 @@ class Mix(NamedTuple):
     """Formats of matrices that llama.cpp puts into one file.
 
     Attributes:
-        most: of most matrices.
-        favoured: of the LM head, and of value and down projections in half of the layers.
+        most: the format of most matrices.
+        favoured: the format of the LM head, and of value and down projections in half of the layers.
     """
 
     most: str
@@ -44,7 +44,7 @@ MIXES: Mapping[str, Mix] = MappingProxyType(
 )
 """All mixes, by name: single coded formats, and those of llama.cpp's files."""
 INSTEAD: Mapping[str, str] = MappingProxyType({"q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0"})
-"""The format of matrices whose rows are no multiple of 256, by the one that the others have."""
+"""The format of matrices whose rows are no multiple of 256, by the format of the model's other matrices."""
 
 
 def coded_as(config: ModelConfig, name: str) -> ModelConfig:
@@ -53,7 +53,7 @@ def coded_as(config: ModelConfig, name: str) -> ModelConfig:
     Matrices stay plain that are stored transposed or whose rows are no whole blocks.
 
     Args:
-        name: of a format, or of a mix of formats.
+        name: the name of a format, or of a mix of formats, a key of `MIXES`.
 
     Raises:
         BadInput: there is no such format.
@@ -139,7 +139,7 @@ def _formats(config: ModelConfig, shapes: Mapping[str, Shape], mix: Mix) -> Form
 
 
 def _format(config: ModelConfig, name: str, shape: Shape, mix: Mix) -> StoredFormat | None:
-    """The format that a tensor keeps; None for none."""
+    """The format that a tensor keeps in memory; None if it has the dtype of the computation."""
     role = role_of(name)
     if role == "small":
         return FLOAT32

@@ -97,7 +97,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
         return MappingProxyType(Counter(self.pattern))
 
     def by_window(self, layers: Iterable[int]) -> list[list[int]]:
-        """Numbers of layers in groups with the same window, whose caches so keep the same tokens."""
+        """Group layers, given by number, by their window: the caches of a group keep the same tokens."""
         groups: dict[int | None, list[int]] = {}
         for layer in layers:
             groups.setdefault(self.layer(layer).grouped.window, []).append(layer)
@@ -154,7 +154,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     def kernel_rate(self, name: str, layer: Layer | None = None) -> float:
         """The share of a processor's FLOP/s that products with a tensor reach (see `Format`).
 
-        name: canonical, or in a layer.
+        name: the tensor's canonical name, or its name in a layer.
         """
         kept = self.kept_format(name, layer)
         if kept is not None:

@@ -30,13 +30,13 @@ MOST_ROTARY = 65_536
 """Limit of the entries of a head that turn."""
 MOST_LAYERS = 10_000
 MOST_EXPERTS = 100_000
-"""Limit of the experts of all layers."""
+"""Limit of the number of experts of all layers together."""
 FLOAT32_RANGE = (2.0**-126, 2.0**127)
 """Magnitudes that float32 has in full precision."""
 LEAST = {"rope_theta": 1.0}
-"""Limits of single numbers: with a smaller base, angles of the rotary embedding overflow."""
+"""Lower limits of single numbers, by key. With a smaller `rope_theta`, angles of the rotary embedding overflow."""
 MAY_BE_ZERO = ("unused_weights", "shared")
-"""Numbers of which 0 says that a model lacks a part."""
+"""Numbers that are 0 where a model lacks a part."""
 _KEYS = {
     "window": "sliding_window",
     "clip": "clip_qkv",
@@ -46,7 +46,7 @@ _KEYS = {
     "embedding_factor": "embedding_multiplier",
     "residual_factor": "residual_multiplier",
 }
-"""Names of numbers in config.json, where they differ."""
+"""Keys in config.json of numbers of a configuration that have another name there."""
 RESTORE = "restore the file that came with the checkpoint"
 
 NULL_SAYS_SOMETHING = (
@@ -97,7 +97,7 @@ class _GenerationKeys(msgspec.Struct):
 
 
 class ConfigFile:
-    """The values of a config.json, or what the metadata of a GGUF file say in its keys.
+    """The values of a config.json; or those of a GGUF file's metadata, converted to the keys of config.json.
 
     Args:
         path: the file, for messages.
@@ -196,7 +196,6 @@ class ConfigFile:
             BadInput: a feature is not supported by the kernels, or a value is impossible.
         """
         self._refuse_unknown_features(keys)
-        self.require_size("layers", layers)
         self.require_layers(layers)
         settings: dict[str, Any] = {
             "name": self.name,
@@ -242,7 +241,8 @@ class ConfigFile:
             raise self.impossible(f"{key} is {shown(value)}", f"it may be {MOST:,}")
 
     def require_layers(self, layers: int) -> None:
-        """Raise BadInput if there are more layers than any model has."""
+        """Raise BadInput if there is no layer, or if there are more than any model has."""
+        self.require_size("num_hidden_layers", layers)
         if layers > MOST_LAYERS:
             raise self.impossible(f"num_hidden_layers is {layers:,}", f"it may be {MOST_LAYERS:,}")
 
@@ -264,6 +264,8 @@ class ConfigFile:
         routed = config.routed
         self._require_numbers(routed)
         self._require_numbers(routed.activation)
+        self.require_size("shared_intermediate_size", routed.shared, least=0)
+        self.require_number("routed_scaling_factor", routed.router.scale)
         for layer in config.kinds:
             self._check_attention(layer.attention)
         if config.layers * routed.experts > MOST_EXPERTS:

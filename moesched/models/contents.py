@@ -79,7 +79,7 @@ def without_prefix(name: str) -> str:
 
 
 def by_stored_name(tensors: Mapping[str, Published]) -> dict[str, Published]:
-    """The same tensors, keyed by the names that `Names` looks up."""
+    """Key tensors by the names that `Names` looks up, which have no "model." in front."""
     return {without_prefix(name): stored for name, stored in tensors.items()}
 
 

@@ -19,7 +19,7 @@ MOST_FACTOR = {"bytes": 127, "six bits": 63}
 
 
 def encoded(weights: Floats, stored: StoredFormat) -> Bytes:
-    """The blocks of weights, one after the other, as bytes.
+    """Encode weights as blocks; returns the bytes of the blocks, one after the other.
 
     Args:
         weights: 1-D, whole blocks.
@@ -62,7 +62,7 @@ def _furthest(groups: Floats, *, signed: bool) -> Floats:
 def _write_scales(
     blocks: Bytes, stored: StoredFormat, scales: Floats, lowest: Floats
 ) -> tuple[Floats, Floats]:
-    """Write scales and minimums; returns those that codes are chosen by."""
+    """Write scales and minimums; returns them as they were rounded, which is what codes are chosen by."""
     if stored.factors is None:
         _write_float16(blocks, stored.scale, scales)
         if stored.minimum is not None:
@@ -79,7 +79,11 @@ def _write_scales(
 
 
 def _write_exponents(blocks: Bytes, offset: int, furthest: Floats, largest: int) -> Floats:
-    """Write the powers of two by which the largest code has the exponent of the furthest weight; returns them."""
+    """Write each group's scale, the power of two with which the largest code reaches the furthest weight.
+
+    Returns:
+        the scales.
+    """
     exponents = np.frexp(furthest)[1] - np.frexp(np.float32(largest))[1]
     numbers = np.where(furthest == 0, 0, np.clip(exponents + 128, 0, 255))
     blocks[:, offset] = numbers
@@ -88,7 +92,7 @@ def _write_exponents(blocks: Bytes, offset: int, furthest: Floats, largest: int)
 
 
 def _write_float16(blocks: Bytes, offset: int, numbers: Floats) -> Floats:
-    """Write a number of each block; returns what was written."""
+    """Write a number of each block as float16; returns the numbers as they were rounded."""
     halves = numbers.astype(np.float16)
     blocks[:, offset : offset + 2] = halves.view(np.uint8).reshape(-1, 2)
     return halves.astype(np.float32)
@@ -97,7 +101,7 @@ def _write_float16(blocks: Bytes, offset: int, numbers: Floats) -> Floats:
 def _factored(
     blocks: Bytes, stored: StoredFormat, offset: int, numbers: Floats
 ) -> tuple[Floats, npt.NDArray[Any]]:
-    """Write the unit of each block; returns the groups' multiples of it nearest to `numbers`, and the factors."""
+    """Write a unit for each block; returns its multiples that are nearest to `numbers`, and the factors."""
     assert stored.factors is not None, "it is a format with factors"
     most = MOST_FACTOR[stored.factors.packing]
     of_block = numbers.reshape(len(blocks), -1)
@@ -108,7 +112,7 @@ def _factored(
 
 
 def _six_bits(scales: Bytes, minimums: Bytes) -> Bytes:
-    """Factors of eight scales and of eight minimums, as `Factors` has them."""
+    """Pack factors of eight scales and of eight minimums, in six bits each, as `Factors` describes."""
     first = [each[:, :4] | each[:, 4:] >> 4 << 6 for each in (scales, minimums)]
     packed: Bytes = np.concatenate([*first, scales[:, 4:] & 15 | minimums[:, 4:] << 4], axis=1)
     return packed
@@ -118,7 +122,7 @@ def _six_bits(scales: Bytes, minimums: Bytes) -> Bytes:
 
 
 def _nearest(codes: Codes, multiples: Floats) -> Bytes:
-    """Stored numbers of weights that are these multiples of their scale above the minimum."""
+    """The nearest codes, as stored, of weights that lie `multiples` times their scale above the minimum."""
     stored: Bytes
     if codes.values:
         values, first = np.unique(codes.values, return_index=True)
@@ -137,7 +141,7 @@ def _write_codes(blocks: Bytes, codes: Codes, numbers: Bytes) -> None:
 
 
 def _write_bits(blocks: Bytes, packed: Bits, numbers: Bytes) -> None:
-    """Write the lowest bits of each number, as `Bits` has them."""
+    """Write the lowest bits of each number in the order that `Bits` describes."""
     pieces = 8 // packed.bits
     runs = (numbers & (1 << packed.bits) - 1).reshape(len(blocks), -1, pieces, packed.span)
     raw = np.bitwise_or.reduce([runs[:, :, piece] << piece * packed.bits for piece in range(pieces)])

@@ -12,7 +12,7 @@ from moesched.models.kv_blocks import tokens_beside
 from moesched.models.operations import Operations
 
 KEPT_ROWS = 128
-"""Rows up to which a micro-batch keeps its results' memory from layer to layer: that of a prompt would be too much."""
+"""Most rows of a micro-batch that keeps its results' memory from layer to layer: a prompt's would be too much."""
 TOKEN_TILE = 256
 """Most tokens that a CPU normalises, rotates, or combines at once; bounds the workspace of prompts. A GPU takes them
 all, since each tile would start several kernels."""
@@ -21,13 +21,16 @@ EXPERT_TILE = 512
 EXPERTS_AT_ONCE = 2
 """Tiles of workspace in use at once: devices that run one expert per core share two tiles of rows among the cores."""
 CODED_ROWS = 64
-"""Most rows that are multiplied by coded weights at once."""
+"""Most rows that a kernel multiplies by coded weights at once."""
 CODED_TILE = 1 << 17
-"""Most codes, and most sums of groups, that such a product has in float32 at once: they stay in a core's cache."""
+"""Most codes, and most sums of groups, that a product with coded weights has in float32 at once, to fit a core's cache.
+"""
 UNPACKED_TILE = 1 << 21
 """Most weights that a GPU unpacks at once for a product."""
 _UNPACKING = 14
-"""Bytes for each of them: stored numbers, codes, and weights in float32 and in the dtype of the computation."""
+"""Bytes of workspace for each unpacked weight: stored number, code, and the weight in float32 and in the dtype of the
+computation.
+"""
 QUERY_TILE = 512
 """Most queries that share an attention mask, in a chunk of a prompt whose earlier tokens are cached."""
 _FLOAT = 4
@@ -95,7 +98,7 @@ def unpacked_bytes(operations: Operations) -> int:
 
 
 def _widest(operations: Operations) -> int:
-    """Weights of the longest row."""
+    """The number of weights in the longest row of any matrix."""
     return max(
         max(
             operations.config.hidden,

@@ -54,7 +54,7 @@ class Format(msgspec.Struct, frozen=True):
 
 
 def _format(name: str, each: float, rate: float, why: str, **other: float) -> Format:
-    """A format with `each` byte per weight of matrices, 16 bits for other tensors, and `other` for single roles."""
+    """Make a format with `each` bytes per weight of matrices, 2 of other tensors, and `other` of single roles."""
     weights: dict[Any, float] = dict.fromkeys(("matrix", "down", "value", "expert", "expert_down"), each)
     weights |= dict.fromkeys(("embedding", "head", "small"), _BF16) | other
     return Format(name, weights, weights, rate, why)
@@ -98,7 +98,7 @@ _CONVERTS = "default: kernels convert blocks to 16 bits or 8-bit integers in the
 GROUPS = (32, 64, 128)
 """Weights that share a scale and a zero point in formats of integers."""
 EXPERTS_ONLY = "_experts"
-"""End of the names of formats of experts beside 16-bit weights."""
+"""End of the names of formats that only experts have, beside other weights in 16 bits."""
 
 
 def integer_format(bits: int, group: int) -> str:
@@ -112,7 +112,7 @@ def _integers(bits: int, group: int) -> Format:
 
 
 def _experts_only(each: Format) -> Format:
-    """The format for experts, with 16 bits for all other weights."""
+    """Make a format in which experts have `each`, and all other weights 16 bits."""
     weights: dict[Role, float] = {
         role: size if role in EXPERT_ROLES else _BF16 for role, size in each.weights.items()
     }

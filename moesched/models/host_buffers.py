@@ -10,21 +10,25 @@ from collections.abc import Sequence
 from moesched.models.operations import Operations
 
 CACHE_LINE = 64
-"""Bytes; torch's own tensors start at multiples of it."""
+"""Bytes of a cache line; torch's own tensors start at multiples of it."""
 
 LOCKED_PAGE = 4096
 NUMBER_BYTES = 8
 """Bytes of a number that kernels index by."""
 
 NUMBER_RING_BYTES = 2 << 20
-"""Bytes of the ring for numbers, which are those of many decode steps."""
+"""Bytes of the ring through which numbers go to the accelerator: enough for those of many decode steps."""
 
 KV_PIECE_BYTES = 8 << 20
-"""Most bytes of keys and values that come to the host's KV cache at a time; there are two buffers of them."""
+"""Most bytes of keys and values that are copied to the host's KV cache at a time; two buffers of this size take turns.
+"""
 
 RING_SLOTS = 4
 RING_SLOT_BYTES = 16 << 20
-"""Most bytes of a slot that weights pass from ordinary memory: a copy begins when a page's first ones are there."""
+"""Most bytes of a slot of the ring through which weights pass that are not page-locked.
+
+Slots are smaller than a page, so that its copy begins when its first bytes are there.
+"""
 
 
 def attention_rows_bytes(operations: Operations, tokens: int) -> int:

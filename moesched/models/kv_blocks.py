@@ -1,4 +1,4 @@
-"""The tokens that KV caches hold: in blocks, and of a window no more than its own."""
+"""Numbers of tokens that KV caches hold: in whole blocks, and with a sliding window no more than the window needs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 KV_BLOCK_TOKENS = 16
 PROMPT_TILE = 64
-"""Tokens of the tiles in which prompts attend; the bits depend on where these begin."""
+"""Tokens of the tiles in which prompts attend. The bits depend on the positions at which tiles begin."""
 
 
 def cached_tokens(length: int) -> int:
@@ -29,7 +29,7 @@ def window_tokens(window: int) -> int:
 
 
 def kept_tokens(tokens: int, most: int | None, beams: int = 1) -> int:
-    """Tokens in the cache of a request that has had `tokens` there.
+    """Tokens that a cache still holds of a request after `tokens` of its tokens were cached.
 
     most: as `most_cached` of a kind of attention gives it, for each beam.
     """
@@ -37,7 +37,7 @@ def kept_tokens(tokens: int, most: int | None, beams: int = 1) -> int:
 
 
 def tokens_beside(starts: Iterable[int], tokens: Iterable[int], most: int | None) -> int:
-    """Tokens that a chunk of prompts sees in memory beside the cache of a window, part of which it overwrites.
+    """Tokens whose keys and values a chunk of prompts has beside a window's cache, of which it overwrites a part.
 
     Args:
         starts: each request's tokens before the chunk; those that are still in the cache are copied.

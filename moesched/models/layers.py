@@ -195,7 +195,7 @@ class LatentAttention(msgspec.Struct, frozen=True, kw_only=True):
         return 2.0 * self.heads * (self.plain + self.rotary + self.value)
 
     def shapes_before(self, hidden: int) -> dict[str, Shape]:
-        """Shapes of the tensors that are used before attention, by name; those of the expansion too, even in decode."""
+        """Shapes of the tensors used before attention, by name; those of the expansion are used in decode, too."""
         query = self.heads * (self.plain + self.rotary)
         shapes: dict[str, Shape] = {"q": (query, hidden)}
         if self.query_rank is not None:

@@ -11,7 +11,7 @@ import msgspec
 from msgspec.structs import force_setattr
 
 from moesched.errors import BadInput
-from moesched.models.config import ITEM_BYTES, DType, ModelConfig
+from moesched.models.config import DType, ModelConfig
 from moesched.models.tensor_shapes import Shape
 from moesched.models.tensors import dense_shapes, expert_shapes, global_shapes
 
@@ -21,7 +21,7 @@ LARGEST_DEFAULT_PAGE = 64 << 20  # bytes
 KERNEL_ROWS = 128
 """Rows that kernels of GPUs take at a time; products with an odd number of rows take several times as long."""
 PART_MULTIPLES = (KERNEL_ROWS, 32, 16, 8, 4, 2, 1)
-"""The rows of a part of a matrix are a multiple of the first of these that a page holds."""
+"""Rows of a part of a matrix are a multiple of one of these numbers: the first of them that fits into a page."""
 DENSE = -1
 
 
@@ -58,9 +58,9 @@ class Page(msgspec.Struct, frozen=True):
 
 
 bytes_of: Callable[[Page], int] = attrgetter("nbytes")
-"""The bytes of a page. Planning asks for those of all pages again and again, so this is no Python function."""
+"""The bytes of a page. Planning calls it for all pages again and again, so that it is no function written in Python."""
 room_for: Callable[[Page], int] = attrgetter("room")
-"""`Page.room`, likewise."""
+"""Bytes that a page may take in a slot: `Page.room`. It is no function written in Python either."""
 
 
 class WeightLayout(msgspec.Struct, frozen=True):
@@ -98,7 +98,9 @@ class WeightLayout(msgspec.Struct, frozen=True):
         return self.pages[start : start + self.dense_pages[layer]]
 
     def expert(self, layer: int, expert: int) -> tuple[Page, ...]:
-        """Return the pages of one expert; none in a layer without experts."""
+        """Return the pages of one expert; none if the layer has no such expert."""
+        if expert < 0:  # it would be counted back into the dense part
+            return ()
         count = self.pages_per_expert[layer]
         start = self.layer_starts[layer] + self.dense_pages[layer] + expert * count
         return self.pages[start : min(start + count, self.layer_starts[layer + 1])]
@@ -109,7 +111,7 @@ class WeightLayout(msgspec.Struct, frozen=True):
 
     @property
     def an_expert(self) -> tuple[Page, ...]:
-        """The pages of one expert; where layers differ in their formats, of the first with the most pages."""
+        """The pages of an expert that has the most pages: layers may differ in their formats."""
         layer = max(range(self.config.layers), key=self.pages_per_expert.__getitem__)
         return self.expert(layer, 0)
 
@@ -193,20 +195,6 @@ def _tensor(config: ModelConfig, dtype: str, name: str, shape: Shape) -> _Tensor
     return _Tensor(name, shape[0], row, len(shape) == 1)
 
 
-def kv_bytes(
-    config: ModelConfig, tokens_per_sequence: Iterable[int], block_size: int, dtype: str | None = None
-) -> int:
-    """Bytes of a KV cache for sequences with these numbers of tokens in all layers, in blocks of block_size tokens."""
-    blocks = sum(-(-tokens // block_size) for tokens in tokens_per_sequence)
-    return blocks * kv_block_bytes(config, block_size, dtype)
-
-
-def kv_block_bytes(config: ModelConfig, block_size: int, dtype: str | None = None) -> int:
-    """Bytes of one block of the KV cache: the keys and values of block_size tokens in every layer."""
-    item = ITEM_BYTES[config.dtype if dtype is None else dtype]
-    return block_size * item * sum(layer.attention.cache_width for layer in config.pattern)
-
-
 def _default_page_bytes(tensors: Sequence[_Tensor]) -> int:
     expert = 0
     for tensor in tensors:
@@ -241,7 +229,7 @@ def _cut(tensors: Sequence[_Tensor], page_bytes: int) -> list[list[Extent]]:
 
 
 def _rows_of_a_part(tensor: _Tensor, page_bytes: int) -> int:
-    """The rows of each of the fewest equal parts that fit in a page; the last part may have fewer."""
+    """Rows of a part, if a matrix is cut into the fewest equal parts that fit a page; the last part may have fewer."""
     if tensor.nbytes <= page_bytes:
         return tensor.rows
     most = page_bytes // tensor.row_bytes

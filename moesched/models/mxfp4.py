@@ -15,7 +15,7 @@ MXFP4 = STORED_FORMATS["mxfp4"]
 CODES, SCALES = "_blocks", "_scales"
 """Endings of the names of the two tensors."""
 CODE_BYTES = MXFP4.block_bytes - 1
-"""Of a group: two codes a byte, neighbours in one."""
+"""Bytes of the codes of a group: each byte has two neighbours."""
 REMEDY = "copy the checkpoint again from where it came from"
 
 

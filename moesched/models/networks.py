@@ -91,7 +91,7 @@ class FeedForward(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_usual(self) -> bool:
-        """Whether an expert is three matrices: down @ (silu(gate @ x) * (up @ x))."""
+        """True if an expert is three matrices: down @ (silu(gate @ x) * (up @ x))."""
         return not self.biases and not self.alternating and self.activation == SILU
 
     def expert_shapes(self, hidden: int) -> dict[str, Shape]:

@@ -27,7 +27,7 @@ _ATTENTION = WorkPart("attention", 0)
 
 @cache
 def _calls(count: int) -> WorkPart:
-    """Calls of a kernel for attention."""
+    """Make the part of a work for `count` calls of a kernel for attention."""
     return WorkPart("attention call", 0, times=count)
 
 
@@ -45,7 +45,7 @@ class Amount(NamedTuple):
 
 
 class Product(NamedTuple):
-    """Products of each row with some matrices: elements and bytes of these, and the kernel rate of their format.
+    """Matrices that each row is multiplied with: their elements, their bytes, and the kernel rate of their format.
 
     Attributes:
         coded: bytes of the matrices in coded storage formats.
@@ -75,7 +75,7 @@ class Products(TensorSizes):
     """Products with the matrices of a layer."""
 
     def _product(self, shapes: Mapping[str, Shape]) -> Product:
-        """The matrices among these tensors; vectors are left out, as their costs are small."""
+        """The product of rows with the matrices among these tensors; vectors are left out, as their costs are small."""
         matrices = {name: shape for name, shape in shapes.items() if len(shape) > 1}
         rates = [self.config.kernel_rate(name, self.layer) for name in matrices]
         return Product(
@@ -104,14 +104,14 @@ class AttentionOperations(Products):
         return self._product(self.layer.attention.shapes_after(self.config.hidden))
 
     def pre_attention(self, tokens: int) -> Amount:
-        """Norm, QKV projection and rotary embedding."""
+        """Cost of norm, QKV projection and rotary embedding."""
         product = self.before_attention
         flops, nbytes = self._times(product, tokens, self.config.hidden + self.layer.attention.qkv_width)
         parts = product.parts("pre_attention", tokens, self.resident.dense)
         return Amount(flops, nbytes, parts, product.kernel_rate)
 
     def attention(self, lengths: Sequence[tuple[int, int]]) -> Amount:
-        """Attention of sequences given as pairs (new tokens, tokens in the cache afterwards)."""
+        """Cost of attention, of sequences given as pairs (new tokens, tokens in the cache afterwards)."""
         attention = self.layer.attention
         if isinstance(attention, LinearAttention):
             return self._linear_attention(attention, sum(new for new, _ in lengths), len(lengths))
@@ -146,7 +146,7 @@ class AttentionOperations(Products):
         return Amount(in_prompts + (pairs - prompt_pairs) * attention.step_flops, nbytes, tuple(parts))
 
     def attention_step(self, totals: Sequence[int]) -> Amount:
-        """Attention of one new token per sequence, given all tokens in each cache; like `attention`, but faster."""
+        """Cost of attention of one new token per sequence, given the tokens in each cache; a faster `attention`."""
         attention = self.layer.attention
         if isinstance(attention, LinearAttention):
             return self._linear_attention(attention, len(totals), len(totals))
@@ -162,7 +162,7 @@ class AttentionOperations(Products):
         return Amount(pairs * attention.step_flops, cache + moved, parts)
 
     def _linear_attention(self, attention: LinearAttention, tokens: int, sequences: int) -> Amount:
-        """Linear attention of new tokens: each sequence's state is read and written, whatever its length."""
+        """Cost of linear attention of new tokens: each sequence's state is read and written, whatever its length."""
         states = 2 * sequences * self.state_bytes
         heads = attention.cached_heads
         parts = (
@@ -179,7 +179,7 @@ class AttentionOperations(Products):
         return WorkPart("step attention", seen * self.kv_bytes / sequences / heads, heads, sequences)
 
     def output_projection(self, tokens: int) -> Amount:
-        """Projection of the attention output to the hidden size, and the residual."""
+        """Cost of the projection of the attention output to the hidden size, and of the residual."""
         product = self.after_attention
         flops, nbytes = self._times(product, tokens, self.query_width + self.config.hidden)
         parts = product.parts("route", tokens, self.resident.dense)
@@ -206,7 +206,7 @@ class ExpertOperations(Products):
         return self._product({name: shapes[name] for name in shapes if name.startswith("shared_")})
 
     def router(self, tokens: int) -> Amount:
-        """Norm, router, and the shared experts, which need not wait for the router's choice."""
+        """Cost of norm, router, and the shared experts, which need not wait for the router's choice."""
         feed_forward, hidden = self.layer.feed_forward, self.config.hidden
         flops, nbytes = self._times(self.routing, tokens, hidden + feed_forward.experts)
         if not feed_forward.shared:
@@ -216,25 +216,25 @@ class ExpertOperations(Products):
         return _sum(Amount(flops, nbytes), Amount(more, moved, parts, self.shared_experts.kernel_rate))
 
     def preview_route(self, tokens: int) -> Amount:
-        """Norm and router of a later layer, on their own; priced as a small `route`."""
+        """Cost of norm and router of a later layer, on their own; priced as a small `route`."""
         product = self.routing
         flops, nbytes = self._times(product, tokens, self.config.hidden + self.layer.feed_forward.experts)
         return Amount(flops, nbytes, product.parts("route", tokens, self.resident.dense))
 
     def expert(self, tokens: int) -> Amount:
-        """The feed-forward network of one expert for `tokens` tokens, with the mean share of resident weights."""
+        """Cost of one expert on `tokens` tokens, with the mean share of resident weights."""
         return self._expert(tokens, self.resident.experts)
 
     def resident_expert(self, tokens: int) -> Amount:
-        """The feed-forward network of one expert whose weights are resident, for `tokens` tokens."""
+        """Cost of one expert whose weights are resident, on `tokens` tokens."""
         return self._expert(tokens, 1.0)
 
     def fetched_expert(self, tokens: int) -> Amount:
-        """The feed-forward network of one expert whose weights were fetched, for `tokens` tokens."""
+        """Cost of one expert whose weights were fetched, on `tokens` tokens."""
         return self._expert(tokens, 0.0)
 
     def experts(self, tokens: int) -> Amount:
-        """All experts of a layer for a micro-batch with unknown routing: the expectation under uniform routing."""
+        """Cost of all experts of a layer for a micro-batch with unknown routing: the mean under uniform routing."""
         network = self.layer.feed_forward
         if not network.experts:
             return Amount(0, 0)
@@ -246,18 +246,18 @@ class ExpertOperations(Products):
         return Amount(each.flops, nbytes, parts, each.kernel_rate)
 
     def combine(self, tokens: int) -> Amount:
-        """Weighted sum of the experts' outputs, and the residual."""
+        """Cost of the weighted sum of the experts' outputs, and of the residual."""
         top_k = self.layer.feed_forward.top_k
         moved = (top_k + 2) * tokens * self.hidden_bytes
         return Amount(2.0 * tokens * top_k * self.config.hidden, moved, (WorkPart("combine", moved),))
 
     def add_residual(self, tokens: int) -> Amount:
-        """Addition of the residual to a finished sum of the experts' outputs, after an exchange."""
+        """Cost of adding the residual to a finished sum of the experts' outputs, after an exchange."""
         moved = tokens * (self.sum_bytes + 2 * self.hidden_bytes)
         return Amount(float(tokens * self.config.hidden), moved, (WorkPart("combine", moved),))
 
     def take_rows(self, tokens: int) -> Amount:
-        """Gathering of the rows of each expert."""
+        """Cost of gathering the rows of each expert."""
         moved = 2 * self.layer.feed_forward.top_k * tokens * self.hidden_bytes
         return Amount(0, moved, (WorkPart("combine", moved),))
 
@@ -294,35 +294,35 @@ class Operations(AttentionOperations, ExpertOperations):
         return sum(times * kind.held_bytes(requests, beams) for kind, times in counts.items())
 
     def copy_kv(self, tokens: int) -> Amount:
-        """Copy keys and values of all layers within the KV cache."""
+        """Cost of copying keys and values of all layers within the KV cache."""
         token = sum(times * self.kinds[kind].kv_bytes for kind, times in self.config.kinds.items())
         moved = 2 * tokens * token
         return Amount(0, moved, (WorkPart("embed", moved),))
 
     def embed(self, tokens: int) -> Amount:
-        """Lookup of the embeddings of `tokens` tokens."""
+        """Cost of looking up the embeddings of `tokens` tokens."""
         moved = 2 * tokens * self.hidden_bytes
         return Amount(0, moved, (WorkPart("embed", moved),))
 
     def route(self, tokens: int) -> Amount:
-        """Output projection, norm and router: all operations that precede the choice of experts."""
+        """Cost of output projection, norm and router: all operations that precede the choice of experts."""
         return _sum(self.output_projection(tokens), self.router(tokens))
 
     def post_attention(self, tokens: int) -> Amount:
-        """Output projection, router, all experts and their sum."""
+        """Cost of output projection, router, all experts and their sum."""
         return _sum(self.route(tokens), self.experts(tokens), self.combine(tokens))
 
     def after_projection(self, tokens: int) -> Amount:
-        """`post_attention` without the output projection, for ranks that must first add their partial projections."""
+        """Cost of `post_attention` without the output projection, for ranks that first add their projections."""
         return _sum(self.router(tokens), self.experts(tokens), self.combine(tokens))
 
     def all_reduce(self, nbytes: int) -> Amount:
-        """Ring all-reduce of `nbytes` bytes; the amount's bytes are those that each rank sends."""
+        """Cost of a ring all-reduce of `nbytes` bytes; its bytes are those that each rank sends."""
         ranks = self.config.ranks
         return Amount(0, 2 * (ranks - 1) / ranks * nbytes)
 
     def sample(self, sequences: int) -> Amount:
-        """Final norm, LM head, and the choice of a token."""
+        """Cost of final norm, LM head, and the choice of a token."""
         config = self.config
         rows = config.vocabulary // config.ranks
         head = "embedding" if config.tied_embeddings else "lm_head"
@@ -332,7 +332,7 @@ class Operations(AttentionOperations, ExpertOperations):
         return Amount(flops, nbytes, parts, product.kernel_rate)
 
     def choice(self, sequences: int) -> Amount:
-        """Choice of a token from finished logits."""
+        """Cost of choosing a token from finished logits."""
         return Amount(0, sequences * self.logits_bytes)
 
 

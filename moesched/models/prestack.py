@@ -26,11 +26,11 @@ from moesched.system.new_folder import new_folder, reserve, write_at, write_json
 from moesched.system.own_loop import interruptible
 
 COPIED_BYTES = 8 << 20
-"""Bytes in memory at a time, whatever the sizes of tensors."""
+"""Most bytes in memory at a time, whatever the sizes of tensors."""
 LONGEST_AXIS = 2**31 - 1
-"""MLX counts the items along an axis with 32 bits."""
+"""Most items along an axis of an array: MLX counts them with 32 bits."""
 HEADER_ALIGNMENT = 4096
-"""Aligns tensors of whole disk blocks to the blocks of the file."""
+"""Headers are a multiple of this number of bytes, so that tensors of whole disk blocks begin at blocks of the file."""
 
 
 class Prestacked(NamedTuple):

@@ -104,7 +104,7 @@ def published_config(config: ModelConfig) -> dict[str, Any]:
 
 
 def with_shapes(config: ModelConfig, tensors: Iterable[Stored]) -> dict[str, Published]:
-    """Tensors of files with the shapes that a configuration gives them, by their names; without those it lacks."""
+    """Give tensors of files the shapes that a configuration has for them, by name; leave out those that it lacks."""
     shapes = tensor_shapes(config)
     return {
         name: _published([(part, shapes[part]) for part in parts], stacks)

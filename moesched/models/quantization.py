@@ -16,7 +16,7 @@ from moesched.models.mxfp4 import with_experts_in_mxfp4
 from moesched.system.decoding import convert_value
 
 ATTENTION = re.compile(r"attn(?!.*(norm|kv_a_proj))")
-"""Matches attention's projections by name; its norms, and the small projection of DeepSeek, say nothing of these."""
+"""Matches names of attention's projections, but not of its norms or of DeepSeek's small projection."""
 METHODS = (METHOD, "fp8", "mxfp4", "awq", "gptq", "auto-round", "compressed-tensors", "bitsandbytes")
 BLOCK_OF_NF4 = 64
 """Weights that share a scale in the four-bit formats of bitsandbytes."""
@@ -70,7 +70,7 @@ def in_stored_format(config: ModelConfig, file: ConfigFile, quantization: dict[s
 
 
 def _average_format(file: ConfigFile, keys: _Keys) -> str:
-    """The format's name, a key of `FORMATS`."""
+    """The format's name, a key of `FORMATS`; one for experts only, if attention's projections are left out."""
     name = _format_of_matrices(file, keys)
     left_out = [
         *keys.ignore,

@@ -208,7 +208,7 @@ def _chunks(tensor: WrittenTensor, seed: int) -> Iterator[npt.NDArray[Any]]:
 
 
 def _values(tensor: WrittenTensor, dtype: str, seed: int) -> Iterator[npt.NDArray[Any]]:
-    """Yield a tensor's values in a dtype, likewise."""
+    """Yield a tensor's values in a dtype, a few MB at a time; each array is overwritten by the next."""
     table = _normal_table(dtype)
     count = math.prod(tensor.shape)
     if tensor.is_norm:

@@ -23,12 +23,12 @@ from moesched.models.quantization import in_stored_format
 from moesched.models.shards import stored_names
 
 HEAD = "lm_head.weight"
-"""The LM head in files of all families. Where there is one it is used, whatever config.json says of tied embeddings."""
+"""Name of the LM head in files of all families. If there is one, it is used whatever config.json says of it."""
 
 ALIKE = ("heads", "kv_heads", "head_dim", "rotary")
 """Settings of attention that are the same in all layers of a model that runs."""
 ALIKE_OF_EXPERTS = ("experts", "top_k", "intermediate", "alternating", "transposed_down")
-"""Settings that are the same in all of its layers with experts."""
+"""Settings of experts that are the same in all layers with experts of a model that runs."""
 
 
 def read_config(model: Path | str, stored_as: str | None = None) -> ModelConfig:

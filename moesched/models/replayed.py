@@ -11,20 +11,20 @@ from moesched.models.footprint import KEPT_ROWS
 from moesched.models.operations import Operations
 
 PART_TOKENS = 512
-"""Tokens of a part of a sequence, each of which a program attends over."""
+"""Tokens of the parts into which attention cuts a sequence; each is the work of one program of a GPU kernel."""
 MOST_GRAPHS = 512
-"""Graphs at a time."""
+"""Most graphs that are kept at a time."""
 MOST_TABLES = 1024
-"""Tables of row blocks that are kept on the GPU. Streamed weights come back to the same addresses."""
+"""Most tables of row blocks that are kept on the GPU: few, since streamed weights come back to the same addresses."""
 SERVED_MEMORIES = 4
-"""Numbers of rows whose results a micro-batch keeps where its requests join and leave; otherwise it keeps one."""
+"""Memories for results that a micro-batch keeps where requests join and leave, one a number of rows; elsewhere one."""
 GRAPH_BYTES = 64 << 10
 """Assumed bytes of a graph of a few kernels, which CUDA allocates."""
 _GRAPHS_OF_A_LAYER, _GRAPHS_OF_A_STEP = 4, 2
 _BLOCKS_OF_A_MATRIX, _BLOCK_BYTES = 3, 16
 _NUMBER, _SMALL, _FLOAT = 8, 4, 4
 _GROWING = 2
-"""Memory that grows is there twice until the last layer uses the larger one."""
+"""Factor for memory that grows: the smaller one stays until the last layer uses the larger one."""
 
 
 def kept_bytes(operations: Operations, rows: int, blocks: int, *, loads: bool) -> int:
@@ -49,7 +49,8 @@ def shared_bytes(operations: Operations, kept: Collection[int], decode: int, lon
     """Bytes of memory that kernels of all micro-batches share, and of tables of row blocks.
 
     Args:
-        kept: rows that this memory was made for: it grows, and kernels that are kept have the smaller one.
+        kept: numbers of rows that this memory is made for, one after the other: it grows, and captured kernels still
+            use the smaller ones.
         decode: the most rows of a decode step, once for each time that its memory may be made.
         longest: tokens of the longest sequence at its end.
     """
@@ -80,6 +81,6 @@ def _parts_of_a_row(operations: Operations, longest: int) -> int:
 
 
 def _tables(operations: Operations) -> int:
-    """Bytes of all tables: half of them are of the experts' stacks."""
+    """Bytes of all tables of row blocks; half of the tables are those of stacks of experts."""
     matrices = operations.config.routed.experts + 1
     return MOST_TABLES * matrices * _BLOCKS_OF_A_MATRIX * _BLOCK_BYTES // 2

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import msgspec
 
 SMALLEST_FACTOR = 2.0**-64
-"""Of the factor of a single pair, so that float32 has its angles."""
+"""Least factor of a single pair with which float32 still has the pair's angles."""
 
 
 class Slowing(msgspec.Struct, frozen=True, kw_only=True, tag_field="rope_type"):
@@ -30,7 +30,7 @@ class Slowing(msgspec.Struct, frozen=True, kw_only=True, tag_field="rope_type"):
         return 1.0
 
     def problem(self, pairs: int) -> str:
-        """The reason why these values are impossible for heads of which `pairs` pairs turn; empty if they are not."""
+        """The reason why no head of which `pairs` pairs turn can have this scaling; empty if there is none."""
         return ""
 
 
@@ -38,7 +38,7 @@ class Linear(Slowing, frozen=True, kw_only=True, tag="linear"):
     """Every pair turns `factor` times slower (position interpolation, Chen et al. 2023, arXiv 2306.15595)."""
 
     def slowed(self, frequencies: Sequence[float]) -> list[float]:
-        """The frequency of each pair over the one without scaling."""
+        """The ratio of each pair's frequency to its frequency without scaling."""
         return [1 / self.factor] * len(frequencies)
 
 
@@ -53,14 +53,14 @@ class Llama3(Slowing, frozen=True, kw_only=True, tag="llama3"):
     original_max_position_embeddings: int
 
     def slowed(self, frequencies: Sequence[float]) -> list[float]:
-        """The frequency of each pair over the one without scaling."""
+        """The ratio of each pair's frequency to its frequency without scaling."""
         span = self.high_freq_factor - self.low_freq_factor
         turns = (self.original_max_position_embeddings * each / (2 * math.pi) for each in frequencies)
         kept = (min(1.0, max(0.0, (each - self.low_freq_factor) / span)) for each in turns)
         return [share + (1 - share) / self.factor for share in kept]
 
     def problem(self, pairs: int) -> str:
-        """The reason why these values are impossible; empty if they are not."""
+        """The reason why this scaling is impossible; empty if there is none."""
         low, high = self.low_freq_factor, self.high_freq_factor
         if low < high:
             return ""
@@ -97,7 +97,7 @@ class Yarn(Slowing, frozen=True, kw_only=True, tag="yarn"):
         return self._growth(1.0)
 
     def slowed(self, frequencies: Sequence[float]) -> list[float]:
-        """The frequency of each pair over the one without scaling."""
+        """The ratio of each pair's frequency to its frequency without scaling."""
         pairs = len(frequencies)
         first, last = self._pair(self.beta_fast, frequencies), self._pair(self.beta_slow, frequencies)
         if self.truncate:
@@ -108,7 +108,7 @@ class Yarn(Slowing, frozen=True, kw_only=True, tag="yarn"):
         return [1 - share + share / self.factor for share in shares]
 
     def problem(self, pairs: int) -> str:
-        """The reason why these values are impossible; empty if they are not."""
+        """The reason why this scaling is impossible; empty if there is none."""
         slow, fast = self.beta_slow, self.beta_fast
         if slow < fast:
             return ""
@@ -118,7 +118,7 @@ class Yarn(Slowing, frozen=True, kw_only=True, tag="yarn"):
         return 1.0 if self.factor <= 1 else 0.1 * scale * math.log(self.factor) + 1.0
 
     def _pair(self, turns: float, frequencies: Sequence[float]) -> float:
-        """The number of the pair, with a fraction, that turns this often in a context of the training."""
+        """The index, with a fraction, of the pair that turns this often in a context of the training."""
         log_step = -math.log(frequencies[-1]) / (len(frequencies) - 1) if len(frequencies) > 1 else 1.0
         return math.log(self.original_max_position_embeddings / (turns * 2 * math.pi)) / log_step
 
@@ -151,11 +151,11 @@ class LongRope(Slowing, frozen=True, kw_only=True, tag="longrope"):
         return math.sqrt(1 + math.log(self.factor) / math.log(self.original_max_position_embeddings))
 
     def slowed(self, frequencies: Sequence[float]) -> list[float]:
-        """The frequency of each pair over the one without scaling."""
+        """The ratio of each pair's frequency to its frequency without scaling."""
         return [1 / each for each in (self.long_factor if self.factor > 1 else self.short_factor)]
 
     def problem(self, pairs: int) -> str:
-        """The reason why these values are impossible; empty if they are not."""
+        """The reason why no head of which `pairs` pairs turn can have this scaling; empty if there is none."""
         if self.original_max_position_embeddings == 1:
             return "original_max_position_embeddings is 1, but contexts of the training were longer"
         for name, factors in (("long_factor", self.long_factor), ("short_factor", self.short_factor)):
@@ -190,7 +190,7 @@ class Rotary(msgspec.Struct, frozen=True, kw_only=True):
         return head_dim if self.width is None else self.width
 
     def slowed(self, head_dim: int) -> list[float]:
-        """The frequency of each pair over the one without scaling; empty without scaling."""
+        """The ratio of each pair's frequency to its frequency without scaling; empty without scaling."""
         if self.scaling is None:
             return []
         width = self.turning(head_dim)

@@ -46,11 +46,15 @@ def read_rotary(
     Raises:
         BadInput: the type is unknown, a value is impossible, or the family rotates whole heads.
     """
+    file.require_size("head_dim", head_dim)
+    file.require_size("max_position_embeddings", max_positions)
     nested = {**(keys.rope_parameters or {}), **(keys.rope_scaling or {})}
     rope = convert_value(nested, RopeKeys, str(file.path), RESTORE)
     share = keys.partial_rotary_factor if rope.partial_rotary_factor is None else rope.partial_rotary_factor
     if not partial:
         file.require("partial_rotary_factor", share, None, 1.0)
+    elif share is not None:
+        file.require_number("partial_rotary_factor", share)
     bases = (rope.rope_theta, theta, keys.rope_theta)
     lengths = (keys.original_max_position_embeddings, nested.get(TRAINED), max_positions)
     trained = next(each for each in lengths if each is not None)

@@ -20,7 +20,7 @@ class Bits(NamedTuple):
     then the next higher ones.
 
     Attributes:
-        offset: of the first byte in the block.
+        offset: the place of the first of these bytes in the block.
     """
 
     bits: Literal[1, 2, 4, 8]
@@ -33,7 +33,7 @@ class Codes(NamedTuple):
 
     Attributes:
         low: the lower bits of the codes; 8 of them are a signed number.
-        zero: is subtracted from what is stored.
+        zero: the number that is subtracted from each stored one.
         largest: the code of the weight furthest from 0, by which a writer chooses the scale; below 0, weights of that
             sign have one code more, and the scale has the sign that gives the weight this code.
         high: the bits above these, in a format that has them apart.
@@ -58,7 +58,7 @@ class Factors(NamedTuple):
     Attributes:
         packing: "bytes" are signed, and of scales alone; "six bits" are those of eight scales and of eight minimums,
             which are subtracted, in 12 bytes.
-        offset: of the first byte in the block.
+        offset: the place of the first of these bytes in the block.
     """
 
     packing: Literal["bytes", "six bits"]
@@ -75,7 +75,7 @@ class StoredFormat(NamedTuple):
         scale, minimum: offsets of these numbers in a block, in bytes; a format without a minimum has None.
         number: how they are stored: as float16, or as a byte e that stands for 2 ** (e - 128).
         groups: number of groups of a block.
-        factors: of a block's groups; None where a block is a group.
+        factors: the factors of a block's groups; None where a block is one group.
         in_files: the dtype of its rows in safetensors: those of a coded format are bytes.
     """
 
@@ -162,6 +162,6 @@ CODED = tuple(each.name for each in _FORMATS if each.codes is not None)
 
 
 def nearest_by_bits(stored: str, among: Iterable[str]) -> str:
-    """The format, by name, whose number of bits per weight is nearest to that of a format."""
+    """Choose the format, by name, whose bits per weight are nearest to those of the format `stored`."""
     bits = STORED_FORMATS[stored].bytes_per_weight
     return min(among, key=lambda name: abs(STORED_FORMATS[name].bytes_per_weight - bits))

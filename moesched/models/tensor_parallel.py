@@ -16,7 +16,7 @@ from moesched.models.reading import runs
 from moesched.models.tensors import is_transposed, tensor_shapes
 
 BY_COLUMNS = ("o", "down")
-"""Matrices that are divided by inputs; all others are divided by outputs."""
+"""Matrices of which a rank has a share of the columns, its inputs; of all others it has a share of the rows."""
 
 
 def cut_config(config: ModelConfig, ranks: int) -> ModelConfig:

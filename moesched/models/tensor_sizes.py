@@ -16,10 +16,10 @@ from moesched.models.tensor_shapes import Shape, elements
 from moesched.models.tensors import is_transposed
 
 COLUMNS = "columns"
-"""Stands among storage formats for plain matrices that lie transposed."""
+"""Name, among those of storage formats, for plain matrices that are stored transposed."""
 
 BytesByFormat = tuple[tuple[str, int], ...]
-"""Names of coded storage formats, or `COLUMNS`, each with a number of bytes."""
+"""Pairs of the name of a coded storage format, or `COLUMNS`, and a number of bytes."""
 
 
 class ResidentShare(NamedTuple):

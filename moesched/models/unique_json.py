@@ -14,7 +14,7 @@ from moesched.system.decoding import require_few_values
 T = TypeVar("T")
 
 MOST_VALUES = 2_000_000
-"""Limit of the values of a header, each of which takes up to 100 bytes; 131,072 matrices have half of them."""
+"""Most values in a header, each of which takes up to 100 bytes; a header with 131,072 matrices has half as many."""
 
 
 def decode_unique(text: bytes, kind: type[T], where: str, remedy: str) -> T:

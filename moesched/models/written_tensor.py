@@ -18,7 +18,7 @@ class WrittenTensor(NamedTuple):
 
     @property
     def is_norm(self) -> bool:
-        """True for a vector."""
+        """True for a vector; all of its values are written as 1, as those of a norm."""
         return len(self.shape) == 1
 
     @property

@@ -33,7 +33,7 @@ def require_folder(folder: Path) -> None:
 
 
 def picture_files(paper: str, folder: Path) -> list[Path]:
-    """The files of all pictures of a paper's sections; none where the paper is unknown."""
+    """Return the files of all pictures of a paper's sections; none where the paper is unknown."""
     if paper not in PRINTED:
         return []
     drawn = [name for name, words in PRINTED[paper].sections.items() if words.picture is not None]
@@ -41,7 +41,7 @@ def picture_files(paper: str, folder: Path) -> list[Path]:
 
 
 def draw_reproduction(report: Reproduction, folder: Path) -> list[Path]:
-    """Draw each section that is more than a table as PAPER-SECTION.png and .svg; returns the files.
+    """Draw each section that is more than a table as PAPER-SECTION.png and .svg, and return the files.
 
     Raises:
         BadInput: `folder` is not a folder, matplotlib is not installed, or a file cannot be written.
@@ -102,7 +102,7 @@ def _scale(axes: Axes, lines: Picture, xs: list[Any]) -> None:
 
 
 def _tables(section: Section, _: Picture) -> Figure:
-    """Bars of the paper and of ours, column by column."""
+    """Draw bars of the paper and of ours, column by column."""
     columns = list(dict.fromkeys((row["workload"], row["setting"]) for row in section.rows))
     figure, all_axes = _figure(len(columns), section.title, each=4.2)
     for axes, (workload, setting) in zip(all_axes, columns, strict=True):
@@ -121,7 +121,7 @@ def _tables(section: Section, _: Picture) -> Figure:
 
 
 def _map(section: Section, _: Picture) -> Figure:
-    """The share of the weights that is offloaded; red points where attention is on the CPU."""
+    """Draw a map of the share of weights that is offloaded, with red points where attention is on the CPU."""
     figure, (axes,) = _figure(1, section.title, each=7)
     xs = [row["link_gb_per_second"] for row in section.rows]
     ys = [row["cpu_ratio"] for row in section.rows]
@@ -140,7 +140,7 @@ def _map(section: Section, _: Picture) -> Figure:
 
 
 def _breakdowns(section: Section, _: Picture) -> Figure:
-    """Parts of a token's time: the paper's bar and ours for each row of the table."""
+    """Draw the parts of a token's time: the paper's bar and ours for each row of the table."""
     figure, (axes,) = _figure(1, section.title, each=8)
     names = list(dict.fromkeys((row["method"], row["nodes"]) for row in section.rows))
     for at, (who, hatch) in enumerate((("paper", ""), ("ours", "//"))):
@@ -186,5 +186,5 @@ def _figure(count: int, title: str, each: float) -> tuple[Figure, list[Any]]:
 
 
 def _legend_below(axes: Any) -> None:
-    """A legend below an axis, where it hides nothing."""
+    """Draw a legend below an axis, where it hides nothing."""
     axes.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.24), ncols=2, frameon=False)

@@ -12,7 +12,13 @@ from moesched.reproduce.report import Accuracy, Claim, Section, Value, agrees, s
 
 
 class Line(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A line through the rows of each name, which is made of a row's values."""
+    """Lines of a picture, one through all rows with the same name.
+
+    Attributes:
+        y: key of a row's ordinate.
+        name: format of a row's values, which gives the row's name.
+        style: matplotlib's line style.
+    """
 
     y: str
     name: str
@@ -23,7 +29,7 @@ class Picture(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """A picture of rows.
 
     Attributes:
-        x: key of the abscissa, or the name of each place on it, made of a row's values.
+        x: key of a row's abscissa, or a format of a row's values, which names its place on the abscissa.
         y: label of the ordinate.
         panels: key by which rows are in different panels; empty for a single one.
         log: axes that are logarithmic: "x" by powers of two with a tick at each value, "symlog" for an x that may be 0.
@@ -41,12 +47,13 @@ class Picture(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A table of rows on a page, of formats of a row's values.
+    """A table on a page, whose cells are formats of a row's values: a line for each row, or one of two other forms.
 
     Attributes:
-        columns: by their titles.
-        down: keys by whose values there is a line each, with a `cell` for each `title`.
-        turned: title of a column for each row.
+        columns: formats of the cells, by the columns' titles.
+        down: keys of which each combination of values has a line; its cells have the format `cell`, in a column for
+            each different `title`.
+        turned: format of a column's title, for a table that has a column for each row; empty for other tables.
     """
 
     columns: dict[str, str] = {}
@@ -57,11 +64,12 @@ class Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class SectionWords(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The title of a section, what was done, and how rows are shown; `{name}` is a value that the section gives.
+    """Words of a section, and how its rows are shown; `{name}` in words is a value that the section gives.
 
     Attributes:
-        table: of its page; None for a column for each key.
-        picture: None for none.
+        how: a description of the work behind the section.
+        table: the table on its page; None for one with a column for each key of the rows.
+        picture: the picture of its rows; None for none.
     """
 
     title: str
@@ -85,7 +93,7 @@ class PaperClaim(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     because: str = ""
 
     def beside(self, ours: str, agrees: bool, **values: object) -> Claim:
-        """The statement beside ours; `values` stand in its words."""
+        """Return the claim with our result in words; `values` are filled into the statement."""
         return Claim(
             where=self.where,
             what=self.what.format(**values),
@@ -96,7 +104,7 @@ class PaperClaim(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         )
 
     def ratio(self, ours: Sequence[float], how: str = "") -> Claim:
-        """The ratio beside ours; `how` tells claims with the same words apart."""
+        """Return the claim with the range of our ratios; `how` is added to the statement in parentheses."""
         low, high = min(ours), max(ours)
         return Claim(
             where=self.where,
@@ -123,7 +131,7 @@ class PrintedPaper(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         notes: Iterable[str] = (),
         **values: object,
     ) -> Section:
-        """A section with its words, in which `values` stand."""
+        """Make a section of rows, with its printed words, into which `values` are filled."""
         words = self.sections[name]
         return Section(
             name=name,
@@ -140,7 +148,7 @@ class Made(NamedTuple):
 
     Attributes:
         calibration: the rates that the paper does not give, a row each.
-        accuracies: of the tables' cells, by kind, after the sections.
+        accuracies: the accuracy of the tables' cells, by kind; to be called after the sections.
     """
 
     sections: dict[str, Callable[[], Section]]
@@ -152,5 +160,5 @@ Paper = TypeVar("Paper", bound=PrintedPaper)
 
 
 def read_paper(kind: type[Paper], package: str) -> Paper:
-    """The printed figures of a paper, from paper.toml in its package."""
+    """Read the printed figures of a paper, from paper.toml in its package."""
     return msgspec.toml.decode((resources.files(package) / "paper.toml").read_bytes(), type=kind)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from moesched.system.whole_file import whole_file
+from moesched.system.whole_file import write_json
 
 Value = str | float | int | bool | None
 
@@ -88,8 +88,7 @@ def write_reproduction(report: Reproduction, path: Path) -> None:
     Raises:
         BadInput: the file cannot be written; nothing is left of it.
     """
-    with whole_file(path, "report") as file:
-        file.write(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
+    write_json(path, "report", report)
 
 
 def agrees(paper: tuple[float, float], ours: tuple[float, float]) -> bool:

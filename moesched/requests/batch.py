@@ -20,7 +20,7 @@ class Batch(msgspec.Struct, frozen=True):
         first_request: index of the batch's first request among all requests of the run.
         beams: sequences per request in decode.
         prefill_chunk: the most tokens of a micro-batch in prefill; None for no limit.
-        served: whether it stands for requests that join and leave, of which there are never more.
+        served: whether it is the most that requests which join and leave may take, instead of a batch that runs once.
     """
 
     prompts: tuple[int, ...]

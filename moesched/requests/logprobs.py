@@ -19,7 +19,7 @@ class WantedLogprobs(NamedTuple):
 
 
 class Logprob(NamedTuple):
-    """A token's natural log probability, and the likeliest tokens of its place with theirs, the likeliest first."""
+    """A token's natural log probability, and the likeliest tokens at its position with theirs, the likeliest first."""
 
     logprob: float
     likeliest: Sequence[tuple[int, float]]
@@ -30,7 +30,7 @@ class ScoredToken(int):
 
     Attributes:
         logprob: its log probability, given the tokens before it.
-        prompt: those of the prompt's tokens that its step gave; None after the prompt.
+        prompt: log probabilities of the prompt's tokens that its step computed; None after the prompt.
     """
 
     logprob: Logprob

@@ -16,7 +16,7 @@ Logits = npt.NDArray[np.floating[Any]]
 Probabilities = npt.NDArray[np.float64]
 
 NO_TOKEN = -1
-"""Stands for the token of a row whose logits are not finite."""
+"""The token of a row whose logits are not finite."""
 
 
 def sample(
@@ -24,7 +24,6 @@ def sample(
     sampling: Sampling | Sequence[Sampling],
     requests: Sequence[int],
     positions: Sequence[int],
-    drawn_as: Sequence[int] | None = None,
 ) -> list[int]:
     """Choose a token for each row of logits.
 
@@ -32,13 +31,12 @@ def sample(
         sampling: the way that all tokens are chosen, or each row's.
         requests: index of each row's request among all requests of the run.
         positions: position of each row's token in its sequence.
-        drawn_as: the number that each row's random numbers depend on, beside seed and position; by default `requests`.
 
     Raises:
         NotFinite: logits are not finite.
     """
     require_finite(logits_SV, requests, positions)
-    return sample_finite(logits_SV, sampling, requests, positions, drawn_as)
+    return sample_finite(logits_SV, sampling, requests, positions)
 
 
 def sample_finite(
@@ -48,7 +46,11 @@ def sample_finite(
     positions: Sequence[int],
     drawn_as: Sequence[int] | None = None,
 ) -> list[int]:
-    """Choose tokens as `sample` does, and NO_TOKEN for each row whose logits are not finite."""
+    """Choose tokens as `sample` does, but NO_TOKEN for each row whose logits are not finite.
+
+    Args:
+        drawn_as: the number that each row's random numbers depend on, beside seed and position; by default `requests`.
+    """
     each = [sampling] * len(logits_SV) if isinstance(sampling, Sampling) else sampling
     likeliest = np.where(_are_finite(logits_SV), logits_SV.argmax(axis=1), NO_TOKEN)
     rows = zip(logits_SV, likeliest, each, drawn_as or requests, positions, strict=True)
@@ -124,7 +126,11 @@ def _draw(likely: Probabilities, number: float) -> int:
 
 
 def logprobs_of(logits_SV: Logits, tokens: Sequence[int], likeliest: int) -> list[Logprob]:
-    """The log probability of one token for each row of logits, by the model's own distribution, without temperature."""
+    """Return the log probability of one token for each row of logits, by the model's own distribution.
+
+    Args:
+        likeliest: the number of likeliest tokens to name for each row, with their log probabilities.
+    """
     found = []
     for logits_V, token in zip(logits_SV.astype(np.float64), tokens, strict=True):
         largest = logits_V.max()
@@ -136,7 +142,7 @@ def logprobs_of(logits_SV: Logits, tokens: Sequence[int], likeliest: int) -> lis
 
 
 def _likeliest(logits_V: npt.NDArray[np.float64], count: int) -> npt.NDArray[np.intp]:
-    """The ids of the largest logits, the largest first; of equal ones, the lowest id first."""
+    """Return the ids of the largest logits, the largest first; of equal ones, the lowest id first."""
     count = min(count, len(logits_V))
     if count == 0:
         return np.empty(0, dtype=np.intp)

@@ -15,16 +15,15 @@ class Row(NamedTuple):
 
     Attributes:
         request: the request's number; each has a number of its own.
-        start: its tokens before the step.
-        tokens: its new tokens.
-        generated: its tokens before the step that were generated.
+        start: the number of its tokens before the step.
+        tokens: the number of its new tokens.
+        generated: the number of its generated tokens before the step.
         samples: whether a token is sampled after them.
         ids: ids of the new tokens; None for the token that was sampled last, and where nothing is computed.
         sampling: the way that its tokens are chosen.
         cache_tokens: tokens that the request takes in the KV cache at the end, in whole blocks.
         logprobs: the log probabilities that the request asks for; None for none.
-        following: the prompt's next token, where its part of a prompt is not the last and has log probabilities; else
-            None.
+        following: the prompt's token after these, if the prompt goes on and has log probabilities; else None.
     """
 
     request: int
@@ -40,7 +39,7 @@ class Row(NamedTuple):
 
     @property
     def ends(self) -> bool:
-        """Whether `sample` has it: a part of a prompt that has log probabilities gets a token that nobody takes."""
+        """Whether `sample` gives it a token, which is dropped for a part of a prompt that has log probabilities."""
         return self.samples or self.following is not None
 
 

@@ -20,7 +20,7 @@ class BatchPolicies:
 
     def next_of(self, rank: int) -> Policy:
         """The policy of a rank's or node's next batch."""
-        policy = self._kept.get(rank) or self._make()
+        policy = self._kept[rank] if rank in self._kept else self._make()
         if keeps_state(policy):
             self._kept[rank] = policy
         return policy

@@ -41,7 +41,7 @@ class CellProgress(Listener):
         self._line.show(what, done, total)
 
     def planned(self, plan: Plan) -> None:
-        """Begin to show a batch."""
+        """Show that a batch is planned, and count its pages and tokens from 0."""
         self._pages, self._loaded = sum(len(kept.slots) for kept in plan.weights.resident), 0
         self._most = len(plan.batch.prompts) * plan.batch.new_tokens
         self._tokens = 0

@@ -12,7 +12,7 @@ from moesched.steps.run_state import RunState
 
 
 class Following:
-    """Steps with the rows that the first node gives.
+    """The steps of a node that serves, but not as the first: the first node tells it the rows of each step.
 
     Attributes:
         steps: number of steps so far.

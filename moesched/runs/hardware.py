@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import AsyncExitStack, ExitStack
 from functools import partial
 
 from msgspec.structs import replace
@@ -20,13 +20,12 @@ from moesched.runs.ending import Ending
 from moesched.runs.generation import TokenHandling
 from moesched.runs.out_of_memory import memory_refusals
 from moesched.runs.outcome import Report, make_report
-from moesched.runs.ranks import OnDevices, Rank
+from moesched.runs.ranks import OnDevices, Rank, clock_of
 from moesched.runs.watched import closed_at_end, observers_of
 from moesched.seams import (
     Device,
     Emulates,
     GivesScores,
-    KeepsTime,
     NamesKernels,
     Observer,
     Policy,
@@ -163,7 +162,7 @@ class _HardwareRun:
             kinds={NETWORK: "guest", **device.kinds},
             streams=tasks or device.streams,
             observers=observers_of(self.rank_runs, observers, recorder),
-            clock=device.clock if isinstance(device, KeepsTime) else time.perf_counter_ns,
+            clock=clock_of(device),
         )
 
     @property
@@ -197,8 +196,9 @@ class _HardwareRun:
                 raise
         finally:
             if not keep_open:
-                for rank in self._ranks:
-                    await rank.device.aclose()
+                async with AsyncExitStack() as closing:
+                    for rank in reversed(self._ranks):
+                        closing.push_async_callback(rank.device.aclose)
 
     def _insist(self) -> None:
         """Raise in a policy that computes without a pause, so that the event loop cannot call `_interrupt`."""

@@ -41,7 +41,7 @@ class Listener:
                 self.ended(task)
 
     def generated(self, request: int, token: int, text: str) -> None:
-        """A request got a token; `text` is what is now final of its text, or the number if there is no tokenizer."""
+        """A request got a token; `text` is the newly final part of its text, or the number if there is no tokenizer."""
 
     def finished(self, request: int, text: str) -> None:
         """A request is complete; `text` is the last part of its text."""
@@ -68,7 +68,7 @@ class KindMeter:
         self._sums: defaultdict[tuple[str, str], list[float]] = defaultdict(lambda: [0, 0, 0.0, 0.0])
 
     def ended(self, task: Task) -> None:
-        """Count a task."""
+        """Add a task to the sums of its kind and lane."""
         work, sums = task.work, self._sums[task.verb, task.lane.name]
         sums[0] += 1
         sums[1] += task.end - task.start
@@ -76,7 +76,7 @@ class KindMeter:
         sums[3] += work.flops
 
     def replayed(self, timeline: Timeline) -> None:
-        """Count a replayed run's tasks without making them."""
+        """Add the tasks of a replayed run to the sums, without making them."""
         groups: dict[Template, dict[tuple[Sized, str], list[int]]] = {}
         first = 0
         for template, works in zip(timeline.steps, timeline.works, strict=True):

@@ -21,7 +21,7 @@ from moesched.system.decoding import DECODE_ERRORS, reason
 from moesched.tasks import Collective, Work
 
 FIRST = 0
-"""The node that knows the requests."""
+"""Number of the node that knows the requests."""
 NOTICE = "notice"
 """The verb of a notice's task."""
 

@@ -69,7 +69,7 @@ class PoolUse(msgspec.Struct, frozen=True):
         hits: uses that found the page in the pool, or on its way there by a speculative fetch.
         misses: uses that had to fetch the page.
         wasted: fetched pages that left the pool before anything read them.
-        cancelled: those of them whose transfer was cancelled, and moved no bytes.
+        cancelled: wasted pages whose transfer was cancelled before it moved any bytes.
     """
 
     name: str
@@ -126,7 +126,10 @@ Use = TypeVar("Use", PreviewUse, ForecastUse)
 
 
 def use_of(kind: Callable[..., Use], compared: Compared, *key: Any) -> Use:
-    """The report of router previews or of a predictor's answers; `key`: the predictor, if any, and the distance."""
+    """Make the report of router previews, or of a predictor's answers, from one distance.
+
+    key: the first fields of `kind`: the predictor, where there is one, and the number of layers ahead.
+    """
     return kind(*key, *compared, _rate(compared.found, compared.chosen))
 
 
@@ -159,14 +162,14 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
             tasks and the peak of the accelerator's memory are those of one of them; other peaks are for all.
         nodes: number of machines that shared the model's experts. Lanes and tasks are those of the first; each memory's
             peak is the highest of all nodes.
-        scores: of each request's best beam; None without beam search.
-        warm_up_seconds: time that the device ran its kernels for before the first step, beside or before loading; None
-            where it did not.
+        scores: the score of each request's best beam; None without beam search.
+        warm_up_seconds: for how long the device ran its kernels before the first step, while weights were loaded or
+            before; None if it did not.
         first_token_seconds: mean time from the end of loading to a request's first token; None without tokens. At
             `prefill_seconds`, all requests have their first token.
         between_tokens_seconds: mean over the requests of the mean time between their tokens; None where none has two.
         request_times: times of each request's tokens; None if they were not simulated to the end.
-        micro_batch_times: the same of each micro-batch, batch after batch.
+        micro_batch_times: times of the tokens of each micro-batch, batch after batch.
         simulated_steps: of a prediction, the number of steps that the policy scheduled and the clock ran. Further ones
             repeat the last of them (a policy that changes nothing of its own schedules them alike), or follow from
             their trend.
@@ -174,7 +177,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         process_bytes: peak resident memory of the process, predicted and measured; None where nothing is known of it.
         pools: use of each pool of page slots; with several ranks or nodes, of the first one's.
         previews: accuracy of the policy's previews of the router, the nearest first; of the first rank or node.
-        forecasts: the same of its predictors.
+        forecasts: accuracy of the policy's predictors, in the same order.
         weights_home: where weights came from in the first batch; None where all stayed on the accelerator, or where its
             memory is the host's.
         kernels: names of the kernels that ran, by operation; empty where a device has one for each.

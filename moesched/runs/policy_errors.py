@@ -14,7 +14,7 @@ from moesched.errors import MoeschedError, PolicyError
 from moesched.system.source_lines import is_a_librarys, is_ours, is_pythons
 
 MOST_FRAMES = 4
-"""Frames that are shown of a deep stack, the innermost ones."""
+"""Most frames that are shown of a deep stack: the innermost ones."""
 
 _CALLERS_OF_POLICIES = (
     "moesched.drivers.capture",
@@ -121,7 +121,7 @@ def _method_line(trace: TracebackType | None) -> str:
 
 
 def _methods(trace: TracebackType | None) -> Iterator[tuple[object, str]]:
-    """The policies that the traceback's frames of the framework were running, each with the method's name."""
+    """Yield the policies that the framework's frames of a traceback were running, each with the name of its method."""
     for frame, _ in traceback.walk_tb(trace):
         known = frame.f_locals
         policy = known.get("policy") or getattr(known.get("self"), "_policy", None)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple, Protocol
 
 from moesched import plugins
-from moesched.drivers.lanes import Execute
+from moesched.drivers.lanes import Clock, Execute
 from moesched.errors import BadInput
 from moesched.machines import Machine
 from moesched.models.checkpoint import Checkpoint
@@ -20,6 +21,7 @@ from moesched.seams import (
     HasOwnBytes,
     Issued,
     JoinsRanks,
+    KeepsTime,
     Observer,
     Policy,
     Streams,
@@ -94,6 +96,11 @@ def process_of(devices: Sequence[Device], machine: Machine, ahead: int = 0) -> P
     )
 
 
+def clock_of(device: Device) -> Clock:
+    """The clock of a run on a device: the device's own if it imitates another machine, else this process's."""
+    return device.clock if isinstance(device, KeepsTime) else time.perf_counter_ns
+
+
 @contextmanager
 def open_devices(
     device: str | type[Device],
@@ -137,9 +144,9 @@ def _closed_at_end(opened: Sequence[_Closable]) -> Iterator[None]:
     try:
         yield
     finally:
-        with signals_held():
-            for each in opened:
-                run_on_own_loop(each.aclose)
+        with signals_held(), ExitStack() as closing:
+            for each in reversed(opened):
+                closing.callback(run_on_own_loop, each.aclose)
 
 
 class OnDevices:
@@ -159,7 +166,7 @@ class OnDevices:
                 self._streams[lane] = streams
 
     def execute(self, task: Task) -> Any:
-        """Run a task and return its value."""
+        """Run a task on the device of its lane, and return its value."""
         return self._execute[task.lane](task)
 
     def issue(self, task: Task, after: list[Task]) -> Issued:
@@ -177,6 +184,6 @@ class OfLanes:
         self._lanes = frozenset(lanes)
 
     def ended(self, task: Task) -> None:
-        """Pass on a task that ended, if its lane is one of these."""
+        """Pass a task that ended on to the other observer, if it ran on one of the lanes."""
         if task.lane in self._lanes:
             self._observer.ended(task)

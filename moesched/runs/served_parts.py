@@ -76,7 +76,7 @@ def first_node(
     peers: Sequence[Notices] = (),
     on_step: Callable[[int, Mapping[int, Rows]], object] | None = None,
 ) -> ServedRun[EngineType, Serving]:
-    """The parts of the node that knows the requests; `on_step` as for `Serving`."""
+    """Make the parts of the node that knows the requests; `on_step` is passed to `Serving`."""
     plan = setup.plan
     lanes = {**make_lanes(plan, kinds), ARRIVALS: Lane(ARRIVALS)}
     engine = make_engine(lanes.values())
@@ -103,7 +103,7 @@ def other_node(
     make_engine: Callable[[Iterable[Lane]], EngineType],
     kinds: Mapping[str, LaneKind] | None = None,
 ) -> ServedRun[EngineType, Following]:
-    """The parts of another node."""
+    """Make the parts of a node that is not the first: it takes the rows of each step from the first one."""
     lanes = make_lanes(plan, kinds)
     engine = make_engine(lanes.values())
     run_state = RunState(plan, engine, lanes)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from moesched.drivers.lanes import Clock, Execute
+from moesched.drivers.lanes import Execute
 from moesched.drivers.realtime import RealtimeDriver
 from moesched.drivers.validation import new_engine, new_shared_engine
 from moesched.drivers.virtual import VirtualDriver
@@ -23,7 +22,7 @@ from moesched.routing.router_forecast import RouterForecast
 from moesched.routing.served import ServedRouting
 from moesched.runs.decisions import simulated_decisions
 from moesched.runs.notices import NOTICE
-from moesched.runs.ranks import OnDevices, Rank
+from moesched.runs.ranks import OnDevices, Rank, clock_of
 from moesched.runs.served_parts import (
     ServedRun,
     ServingSetup,
@@ -37,7 +36,6 @@ from moesched.runs.watched import closed_at_end, observers_of
 from moesched.seams import (
     Device,
     JoinsRanks,
-    KeepsTime,
     LaneKind,
     Observer,
     Policy,
@@ -105,7 +103,7 @@ def simulate_serving(
 
 
 def _decided(plan: Plan, routing: Routing | None, preview_accuracy: float) -> dict[type[Task], Perform]:
-    """The values of decisions where nothing is computed."""
+    """Make the functions that give decisions their values, by type of task, where nothing is computed."""
     routed = plan.layout.config.routed
     routing = routing or SeededRouting(routed.experts, routed.top_k)
     previews = RouterForecast(routing, routed.experts, preview_accuracy)
@@ -113,7 +111,7 @@ def _decided(plan: Plan, routing: Routing | None, preview_accuracy: float) -> di
 
 
 def _computed(ranks: Sequence[Rank], runs: Sequence[ServedRun[Any, Any]]) -> dict[type[Task], Perform]:
-    """Return the calls that compute tasks on devices as they end on the virtual clock."""
+    """Make the functions that have devices compute tasks as they end on the virtual clock, by type of task."""
     for rank in ranks:
         _serves(rank.device).serve(rank.plan)
     execute = OnDevices(ranks, [each.engine.lanes for each in runs]).execute
@@ -159,7 +157,7 @@ def serve_on(
         kinds={NETWORK: "guest", **kinds},
         streams=device.streams,
         observers=observers_of([run], observers, recorder),
-        clock=_clock(device),
+        clock=clock_of(device),
     )
     with closed_at_end([run]):
         serves.serve(setup.plan)
@@ -189,7 +187,7 @@ def follow_on(device: Device, plan: Plan, policy: Policy, transport: Transport) 
         partial(_execute, device, {NOTICE: partial(run.main.notices.carry, transport)}),
         kinds={NETWORK: "guest", **device.kinds},
         streams=device.streams,
-        clock=_clock(device),
+        clock=clock_of(device),
     )
     with closed_at_end([run]):
         serves.serve(plan)
@@ -205,12 +203,8 @@ def _require_role(plan: Plan, *, first: bool) -> None:
         )
 
 
-def _clock(device: Device) -> Clock:
-    return device.clock if isinstance(device, KeepsTime) else time.perf_counter_ns
-
-
 def _execute(device: Device, beside: Mapping[str, Execute], task: Task) -> Any:
-    """Run a task on the device, or what stands for the device; a task that waits gives what is to be awaited."""
+    """Run a task by the call that `beside` has for its verb, else on the device; a wait returns an awaitable."""
     return beside.get(task.verb, device.execute)(task)
 
 

@@ -18,7 +18,7 @@ from moesched.units import parse_seconds
 
 
 class Objectives(msgspec.Struct, frozen=True):
-    """Times that requests are to keep, in seconds; None for any.
+    """Limits on the times of each request, in seconds; None for no limit.
 
     Attributes:
         ttft: from the arrival to the first token.
@@ -75,7 +75,7 @@ class ServiceReport(msgspec.Struct, frozen=True, kw_only=True):
         queue: mean number of requests that waited for a place, and the most.
         running: mean number of requests that had a place, and the most.
         cache_held: mean share of the KV cache that requests took, and the most.
-        objectives: the times that requests are to keep.
+        objectives: the limits on times that requests are to keep.
         kept: share of the completed requests that kept them.
         goodput: completed requests a second that kept them.
     """

@@ -190,9 +190,11 @@ class Serving:
             served = self.requests.get(number)
             if served is not None and served.ending is None:
                 self._end(served, "left", now)
+        if left := set(news.left):
+            self._waiting = deque(each for each in self._waiting if each.number not in left)
 
     def _admit(self) -> None:
-        """Give places to those that wait, in the order of admission, until one finds none."""
+        """Give places to waiting requests, in the order of admission, until one finds no place."""
         if not self._waiting:
             return
         entered = set()
@@ -222,7 +224,7 @@ class Serving:
             self.notices.give(notice, index)
 
     async def _collect(self, index: int, rows: Mapping[int, Rows], samples: Sequence[Sampled]) -> None:
-        """Wait for a step's tokens, pass them on, and free the blocks of those that are done."""
+        """Wait for a step's tokens, pass them on, and free the blocks of requests that are done."""
         end, parts = 0, {row.request for each in rows.values() for row in each.rows if not row.samples}
         for requests, sample in samples:
             tokens = await sample
@@ -258,7 +260,6 @@ class Serving:
         number = served.request.number
         served.ending, served.ended = ending, now
         self._places.leave(number)
-        self._waiting = deque(each for each in self._waiting if each.number != number)
         if self._listener is not None:
             self._listener.token(served)
         if not self._keeps_history:
@@ -275,14 +276,14 @@ class Serving:
         seen.waiting.append(len(self._waiting))
 
     async def wait_for_news(self) -> None:
-        """Wait in real time until someone arrives or leaves, nobody will, or it is time for a notice."""
+        """Wait in real time until a request arrives or leaves, none will come any more, or a notice is due."""
         most = None if self.notices is None else IDLE_NOTICE_SECONDS
         with suppress(TimeoutError):
             async with asyncio.timeout(most):
                 await self._arrivals.wait(self._now())
 
     async def _wait(self) -> None:
-        """Wait for the next arrival on a lane of its own."""
+        """Wait until the next request arrives, as a task on the lane for arrivals."""
         lane = self._run.lanes[ARRIVALS]
         work = Work("wait", ARRIVALS, nanoseconds=self._arrivals.until_next(self._now()), demand=IDLE)
         await self._run.engine.submit(Task(lane, work, "wait"))

@@ -16,7 +16,7 @@ from moesched.trace import LastSteps, Recorder
 
 
 class Watched(Protocol):
-    """One rank's run."""
+    """The parts of one rank's run that observers, and the end of the run, have to do with."""
 
     @property
     def plan(self) -> Plan:

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 
 
 LaneKind: TypeAlias = Literal["thread", "guest", "loop", "awaitable", "stream"]
-"""The way in which the tasks of a lane run."""
+"""Ways in which a lane runs its tasks: on a thread of its own; as a guest, also on other lanes' threads; on the event
+loop; as awaitables there; or on a stream of the device.
+"""
 
 
 class Issued(Protocol):
@@ -170,7 +172,7 @@ class IsCalibrated(Protocol):
 
     @staticmethod
     def processors() -> str:
-        """The processors of this machine that the device runs on, as `Machine.measured_on` names a calibration's.
+        """The processors of this machine that the device runs on, named as in `Machine.measured_on`.
 
         Raises:
             BadInput: the hardware is not there.
@@ -234,7 +236,7 @@ class HasOwnBytes(Protocol):
 
     @property
     def own_bytes(self) -> int:
-        """Bytes of that memory, for the report."""
+        """Bytes that the device uses beyond the plan's reservations, for the report."""
 
 
 @runtime_checkable
@@ -242,7 +244,7 @@ class ReplaysGraphs(Protocol):
     """A device that may replay graphs of kernels, whose results then stay in its memory."""
 
     replays: bool
-    """Whether it does; constant."""
+    """Whether this device replays graphs; constant."""
 
 
 @runtime_checkable

@@ -29,7 +29,7 @@ class EmulatedLane(msgspec.Struct, frozen=True):
         real_share: seconds of real work over the dilated seconds of the modelled work; below a third in a good
             emulation.
         overruns: tasks whose real work took more than a third of their dilated time.
-        late: those whose real work took longer than that time, so that they ended late.
+        late: tasks whose real work took longer than their dilated time, so that they ended late.
         excess_seconds: total time that tasks took longer than modelled, in the emulated machine's time.
     """
 

@@ -1,4 +1,4 @@
-"""Answers to requests for text: read, ask, and write whole or piece by piece."""
+"""Endpoints that generate text: they read a request, ask the engine, and send the answer whole or as a stream."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class Answers(ABC, Generic[Given]):
 
 
 class Completions(Answers[CompletionRequest]):
-    """/v1/completions."""
+    """The endpoint /v1/completions."""
 
     kind = CompletionRequest
 
@@ -124,7 +124,7 @@ class Completions(Answers[CompletionRequest]):
 
 
 class Chats(Answers[ChatRequest]):
-    """/v1/chat/completions."""
+    """The endpoint /v1/chat/completions."""
 
     kind = ChatRequest
 
@@ -150,7 +150,7 @@ def _for_template(message: Any) -> dict[str, Any]:
 
 
 def _settings(given: Generated, user: str) -> dict[str, Any]:
-    """The fields that both endpoints have, as `Wanted` takes them."""
+    """Return the fields that both endpoints have, as keywords of `Wanted`."""
     return {
         "answers": given.n or 1,
         "temperature": 1.0 if given.temperature is None else given.temperature,
@@ -171,7 +171,7 @@ def _usage(generation: Generation) -> Usage:
 
 @contextmanager
 def _left_when_over(generation: Generation, receive: Receive) -> Iterator[None]:
-    """Leave the generation when the client closes the connection, and at the context's end."""
+    """Stop the generation when the client closes the connection, and when the context ends."""
     watcher = asyncio.ensure_future(_until_disconnected(receive))
     watcher.add_done_callback(lambda _: generation.leave())
     try:
@@ -193,7 +193,7 @@ async def _send_whole(send: Send, body: bytes) -> None:
 
 
 async def _send_stream(send: Send, events: AsyncIterator[bytes]) -> None:
-    """Send events as they come; a fault before the first one is raised, a later one is an event itself."""
+    """Send events as they come; an error before the first event is raised, a later one is sent as an event."""
     begun = False
     try:
         async for data in events:
@@ -211,7 +211,7 @@ async def _send_stream(send: Send, events: AsyncIterator[bytes]) -> None:
 async def _events(
     pieces: AsyncIterator[list[Piece]], form: Form, generation: Generation, *, with_usage: bool
 ) -> AsyncIterator[bytes]:
-    """Yield the events of a stream; those that came at once are one."""
+    """Yield a stream's server-sent events as bytes; pieces that arrived together are yielded together."""
     async for several in pieces:
         told = [each for each in several if each.text or each.tokens or each.ending]
         if told:

@@ -21,14 +21,14 @@ MOST_BYTES = 4 << 20
 MOST_VALUES = 2_000_000
 """The most values in a body: more than any prompt of token ids has."""
 MOST_NAME = 100
-"""The most characters of a field's name that are given back."""
+"""The most characters of a field's name that an error repeats."""
 
 
-async def read_bytes(request: Request, most: int = MOST_BYTES) -> bytes:
-    """Read the body of a request; one that is too long is refused before it has come.
+async def read_bytes(request: Request) -> bytes:
+    """Read the body of a request; one that is too long is refused before all of it has arrived.
 
     Raises:
-        ApiError: it is no JSON by its header, or too long.
+        ApiError: the content type is not JSON, or the body is longer than MOST_BYTES.
         ClientLeft: the client has closed the connection.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -37,9 +37,9 @@ async def read_bytes(request: Request, most: int = MOST_BYTES) -> bytes:
             415, f"the body is {kind or 'of no type'}: send JSON, with Content-Type: application/json"
         )
     announced = request.headers.get("content-length", "0")
-    if int(announced) > most:  # h11 has checked that it is a number
-        raise _too_long(most)
-    pieces, left = [], most
+    if int(announced) > MOST_BYTES:  # h11 has checked that it is a number
+        raise _too_long()
+    pieces, left = [], MOST_BYTES
     while True:
         message = await request.receive()
         if message["type"] == "http.disconnect":
@@ -47,24 +47,24 @@ async def read_bytes(request: Request, most: int = MOST_BYTES) -> bytes:
         piece: bytes = message.get("body", b"")
         left -= len(piece)
         if left < 0:
-            raise _too_long(most)
+            raise _too_long()
         pieces.append(piece)
         if not message.get("more_body", False):
             return b"".join(pieces)
 
 
-def _too_long(most: int) -> ApiError:
-    return ApiError(413, f"the body has more than {most:,} bytes: shorten it")
+def _too_long() -> ApiError:
+    return ApiError(413, f"the body has more than {MOST_BYTES:,} bytes: shorten it")
 
 
 Body = TypeVar("Body", bound=Generated)
 
 
 def read_body(data: bytes, kind: type[Body]) -> Body:
-    """Read the body of a request.
+    """Decode the JSON body of a request into a struct of its fields.
 
     Raises:
-        ApiError: it is not JSON, lacks a field, has one of a wrong type, or one that the server has not.
+        ApiError: the body is not JSON, lacks a field, has one of a wrong type, or one that the server does not support.
     """
     try:
         fields = decode_json(data, dict[str, Any], "the body", "send JSON", most=MOST_VALUES)
@@ -84,7 +84,7 @@ def read_body(data: bytes, kind: type[Body]) -> Body:
 
 
 def _is_taken(name: str, value: object) -> bool:
-    """Test whether a field that the server has not changes nothing."""
+    """Test whether an unsupported field can be ignored, since with this value it changes no answer."""
     return name in HARMLESS or (name in NEUTRAL and (value is None or value in NEUTRAL[name]))
 
 
@@ -105,7 +105,7 @@ _MISSING = re.compile(r"Object missing required field `(.*)`")
 
 
 def _of_wrong_type(message: str, fields: Mapping[str, Any]) -> ApiError:
-    """The error for what msgspec says of these fields: a fault, and the path of the one that has it."""
+    """Make the error for msgspec's message about a body's fields; it names the field at fault, and its value."""
     found = _PATH.match(message)
     fault, path = (found[1], found[2]) if found else (message, "")
     if missing := _MISSING.match(fault):

@@ -13,14 +13,14 @@ from moesched.server.messages import BadFrame, Starting
 from moesched.system.children import tied_child
 
 PATIENCE_SECONDS = 5.0
-"""The time in which a process whose input was closed has to end."""
+"""The time that a process has to end after its input was closed."""
 
 
 class Child:
-    """A running engine.
+    """A running process of the engine.
 
     Attributes:
-        link: where to ask it.
+        link: the link that sends it requests.
     """
 
     def __init__(self, process: subprocess.Popen[bytes], link: EngineLink) -> None:
@@ -28,7 +28,7 @@ class Child:
         self.link = link
 
     async def exit_code(self) -> int:
-        """Wait for its end."""
+        """Wait until the process ends, and return its exit code."""
         return await asyncio.to_thread(self._process.wait)
 
 
@@ -36,10 +36,14 @@ class Child:
 async def engine_child(
     command: Sequence[str], on_starting: Callable[[Starting], object]
 ) -> AsyncIterator[Child]:
-    """Start an engine; it is ended at the context's end.
+    """Start an engine's process, and end it when the context ends.
+
+    Args:
+        command: the program and its arguments.
+        on_starting: called with what the engine says before it is ready.
 
     Raises:
-        OSError: it cannot be started.
+        OSError: the program cannot be started.
     """
     process = tied_child(command, stdout=subprocess.PIPE)
     loop = asyncio.get_running_loop()
@@ -60,7 +64,7 @@ async def engine_child(
 
 
 class _FromEngine(asyncio.Protocol):
-    """Feeds what the engine writes to the link."""
+    """Passes the bytes that the engine writes on to the link."""
 
     def __init__(self, process: subprocess.Popen[bytes], link: EngineLink) -> None:
         self._process = process

@@ -1,4 +1,4 @@
-"""A client of a running server: conversations whose answers come piece by piece. It needs Python alone."""
+"""A client of a running server: conversations whose answers come piece by piece. It needs only Python's library."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class Client:
     """Asks a server that speaks OpenAI's API.
 
     Args:
-        url: its address, without a path.
-        key: the key that it asks for, if any.
+        url: the server's address, without a path.
+        key: the API key that the server requires; None if it requires none.
 
     Raises:
-        BadInput: the address is none of HTTP.
+        BadInput: the address is not one of HTTP.
     """
 
     def __init__(self, url: str, key: str | None = None) -> None:
@@ -46,7 +46,7 @@ class Client:
         )
 
     def model(self) -> str:
-        """The name of the model that is served.
+        """Ask for the name of the served model.
 
         Raises:
             BadInput: the server cannot be reached, or asks for a key.

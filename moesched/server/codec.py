@@ -11,30 +11,30 @@ from moesched.inputs.tokenizer import Decodes
 from moesched.system.plain_text import shown
 
 AT_ONCE = 2_000
-"""Characters that are encoded on the event loop; longer texts are encoded on another thread."""
+"""The most characters of a text that is encoded on the event loop; longer ones are encoded on another thread."""
 
 
 class Codec(Decodes, Protocol):
-    """Text to tokens and back."""
+    """Conversion of text to tokens and back."""
 
     def encode(self, text: str, most: int | None = None, *, bare: bool = False) -> list[int]:
         """Return the ids of a text, as `moesched.inputs.tokenizer.Tokenizer` does."""
 
     def bytes_of(self, token: int) -> bytes:
-        """The bytes that a token stands for."""
+        """Return the bytes that a token stands for."""
 
     def is_special(self, token: int) -> bool:
         """Test whether a token is one that texts leave out."""
 
 
 class Numbers:
-    """Stands in for the tokenizer of a model that has none: its text is the ids, with spaces between them."""
+    """Stand-in for a missing tokenizer: a text is a list of token ids with spaces between them."""
 
     def encode(self, text: str, most: int | None = None, *, bare: bool = False) -> list[int]:
-        """Read ids.
+        """Read token ids from a text.
 
         Raises:
-            BadInput: the text is anything else.
+            BadInput: the text has anything but numbers.
         """
         try:
             return [int(word) for word in text.split()]
@@ -45,20 +45,20 @@ class Numbers:
             ) from None
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Write ids, each with a space behind it."""
+        """Write token ids, each followed by a space."""
         return "".join(f"{each} " for each in ids)
 
     def bytes_of(self, token: int) -> bytes:
-        """The bytes of an id as it is written."""
+        """Return a token id as it is written, in bytes."""
         return f"{token} ".encode()
 
     def is_special(self, token: int) -> bool:
-        """No: all ids are written."""
+        """Return False: a text has all ids."""
         return False
 
 
 async def encode(codec: Codec, text: str, most: int, *, bare: bool = False) -> list[int]:
-    """Return the ids of a text; long ones do not hold up the event loop.
+    """Return the ids of a text; a long text is encoded on another thread, so that the event loop goes on.
 
     Raises:
         BadInput: as `Codec.encode`.

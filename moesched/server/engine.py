@@ -46,7 +46,7 @@ from moesched.system.scratch import remove_all
 from moesched.tasks import Task
 
 STATE_SECONDS = 0.2
-"""The time between two messages about the engine's state; it is also told when the engine becomes busy or idle."""
+"""Seconds between two messages about the engine's state; one is also sent when it becomes busy or idle."""
 READ_BYTES = 1 << 16
 NOT_FINITE = (
     "the logits of this answer are not finite, as those of a damaged checkpoint may be: a run of the same prompt by "
@@ -57,7 +57,7 @@ Send = Callable[[list[ToFront]], object]
 
 
 class Teller:
-    """Tells the front of tokens, step by step, and from time to time of the engine's state.
+    """Sends tokens to the front after each step, and the engine's state from time to time.
 
     Args:
         ready: the message once weights are loaded.
@@ -72,11 +72,11 @@ class Teller:
         self._ran = False
 
     def loaded(self, serving: Serving) -> None:
-        """Say that requests can run, and that none does."""
+        """Send that weights are loaded, and that no request runs yet."""
         self._send([self._ready, State(0, 0, 0, self._room, 0, busy_seconds(serving))])
 
     def token(self, served: Served) -> None:
-        """Note a token, or the end without one, for the end of the step."""
+        """Keep the message about a token, or about a request that ended without one, until the step ends."""
         number, ending = served.request.number, served.ending
         if ending == "left":
             return
@@ -86,7 +86,7 @@ class Teller:
             self._messages.append(message_of(served, ending))
 
     def step(self, serving: Serving) -> None:
-        """Send the step's tokens."""
+        """Send the messages of the step, with the engine's state where it is due."""
         now, runs = time.monotonic(), bool(serving.occupancy.running[-1])
         if now - self._told >= STATE_SECONDS or runs != self._ran:
             self._told, self._ran = now, runs
@@ -101,7 +101,7 @@ class Teller:
 
 
 def busy_seconds(serving: Serving) -> dict[str, float]:
-    """Seconds that each lane ran so far, by its name."""
+    """Return the seconds that each lane was busy so far, by its name."""
     return {name: nanoseconds / 1e9 for name, nanoseconds in serving.busy.items()}
 
 
@@ -126,7 +126,7 @@ class LoadMeter:
 
 
 class Inbox:
-    """Takes the front's messages, and hands them to the run."""
+    """Takes messages from the front, and passes requests on to the engine's run."""
 
     def __init__(self, arrivals: LiveArrivals, capacity: Capacity, send: Send) -> None:
         self._arrivals = arrivals
@@ -162,7 +162,7 @@ class Inbox:
 
 
 def request_of(ask: Ask) -> Request:
-    """The request that a message asks for.
+    """Convert the front's message to a request.
 
     Raises:
         BadInput: a setting is out of range.
@@ -179,7 +179,7 @@ def request_of(ask: Ask) -> Request:
 
 
 def message_of(served: Served, ending: Ending | None) -> Token:
-    """The message about a request's last token; that of the first one has the prompt's log probabilities."""
+    """Make the message about a request's last token; that of the first one has the prompt's log probabilities."""
     number, token = served.request.number, served.tokens[-1]
     if not isinstance(token, ScoredToken):
         return Token(number, token, ending)
@@ -190,7 +190,7 @@ def message_of(served: Served, ending: Ending | None) -> Token:
 
 
 def ready(model: ServedModel) -> Ready:
-    """The message that says what is served."""
+    """Make the message that says which model is served, by which policy, within which limits."""
     planned = model.planned
     capacity = planned.capacity
     return Ready(
@@ -208,7 +208,13 @@ def ready(model: ServedModel) -> Ready:
 
 
 def run(options: dict[str, Any], source: int, send: Send) -> None:
-    """Serve a model until the front says that no more requests come."""
+    """Serve a model until the front says that no more requests come.
+
+    Args:
+        options: the fields of `ServedOptions`.
+        source: file descriptor from which the front's messages are read.
+        send: writes messages to the front.
+    """
 
     def plans(stage: str) -> None:
         send([Starting(f"planning: {stage}")])
@@ -223,7 +229,7 @@ def run(options: dict[str, Any], source: int, send: Send) -> None:
 
 
 def main() -> int:
-    """Serve what the first argument says; returns the exit code."""
+    """Serve a model by the options in the first argument, as JSON, and return the exit code."""
     out = os.dup(1)
     os.dup2(2, 1)  # what others print must not be taken for messages
     lock = threading.Lock()

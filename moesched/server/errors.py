@@ -16,7 +16,7 @@ NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 
 
 class ApiError(MoeschedError):
-    """A request that is not answered.
+    """An error that answers a request over HTTP.
 
     Args:
         status: the status code of HTTP.
@@ -44,12 +44,12 @@ class ApiError(MoeschedError):
         self.headers = headers
 
     def body(self) -> bytes:
-        """The error as JSON."""
+        """Return the error as JSON."""
         told = _Told(" ".join(str(self).split())[:MOST_MESSAGE], self.kind, self.param, self.code)
         return msgspec.json.encode({"error": told})
 
     def response(self) -> Response:
-        """The error as an answer of HTTP."""
+        """Return the error as a response of HTTP."""
         return Response(self.body(), self.status, dict(self.headers), "application/json")
 
 
@@ -61,12 +61,12 @@ class _Told(msgspec.Struct, frozen=True):
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    """The error for a request that cannot be answered as it is."""
+    """Make the error for a request that cannot be answered as it is, with status 400."""
     return ApiError(400, message, param=param, code=code)
 
 
 def server_error(message: str) -> ApiError:
-    """The error for a request that cannot be answered, through no fault of its own."""
+    """Make the error for a fault of the server's own, with status 500."""
     return ApiError(500, message, kind="server_error")
 
 

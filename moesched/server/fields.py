@@ -1,4 +1,4 @@
-"""The fields of requests: those of OpenAI's API that the server has, and what becomes of the others."""
+"""The fields of requests: those of OpenAI's API that the server supports, and those that it ignores."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HARMLESS = frozenset(
     ["metadata", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_retention", "safety_identifier"]
     + ["service_tier", "store"]
 )
-"""Fields that change no answer: they are taken, whatever they say."""
+"""Unsupported fields that change no answer: they are ignored, with any value."""
 
 NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
@@ -38,7 +38,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "tools": ([],),
     }
 )
-"""Fields that the server has not, and the values besides null at which they change no answer."""
+"""Unsupported fields, and the values besides null with which they change no answer; others are refused."""
 
 Role: TypeAlias = Literal["system", "developer", "user", "assistant"]
 PartType: TypeAlias = Literal["text"]
@@ -71,7 +71,7 @@ class Generated(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def answers(self) -> int:
-        """The number of answers."""
+        """The number of answers to the request."""
         return self.n or 1
 
     @property
@@ -107,7 +107,7 @@ class CompletionRequest(Generated, frozen=True, kw_only=True, forbid_unknown_fie
         """The prompts: one text, several, one list of ids, or several.
 
         Raises:
-            ApiError: it mixes them, or has none.
+            ApiError: the field mixes these, or is empty.
         """
         if isinstance(self.prompt, str):
             return [self.prompt]
@@ -136,7 +136,7 @@ class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A message of a conversation; the fields after `name` are those of answers that are sent back."""
+    """A message of a conversation; fields after `name` are empty ones of an earlier answer that a client sends back."""
 
     role: Role
     content: str | list[TextPart]

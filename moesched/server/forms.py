@@ -1,4 +1,4 @@
-"""The two forms of answers: completions, and chats."""
+"""The forms of answers: JSON objects of completions and of chats, whole or as the chunks of a stream."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from moesched.server.scores import chat_logprobs, completion_logprobs
 
 
 class Whole(NamedTuple):
-    """A whole answer."""
+    """A whole answer: its text, its scored tokens, and why it ended."""
 
     text: str
     tokens: list[Scored]
@@ -38,7 +38,7 @@ class Whole(NamedTuple):
 
 
 class Head(NamedTuple):
-    """The first fields of all parts of an answer."""
+    """The first fields of each JSON object of an answer."""
 
     id: str
     created: int
@@ -46,7 +46,7 @@ class Head(NamedTuple):
 
 
 class Form(ABC):
-    """Writes the answers to one request.
+    """Writes the answers to one request in the form of an endpoint.
 
     Args:
         scored: whether log probabilities are wanted.
@@ -54,7 +54,7 @@ class Form(ABC):
     """
 
     kind: ClassVar[str]
-    """The beginning of ids."""
+    """The beginning of an answer's id."""
 
     def __init__(self, model: str, codec: Codec, *, scored: bool, with_usage: bool) -> None:
         self._head = Head(f"{self.kind}-{secrets.token_hex(12)}", int(time.time()), model)
@@ -64,15 +64,15 @@ class Form(ABC):
 
     @abstractmethod
     def whole(self, answers: Sequence[Whole], usage: Usage) -> msgspec.Struct:
-        """All answers at once."""
+        """Make the object with all answers, for a response that is no stream."""
 
     @abstractmethod
     def chunk(self, piece: Piece) -> msgspec.Struct:
-        """A piece of an answer."""
+        """Make the event of a stream for a piece of an answer."""
 
     @abstractmethod
     def last(self, usage: Usage) -> msgspec.Struct:
-        """The end of a stream, with the usage."""
+        """Make the event that ends a stream, with the usage."""
 
 
 class CompletionForm(Form):
@@ -86,7 +86,6 @@ class CompletionForm(Form):
         """The characters of each answer so far."""
 
     def whole(self, answers: Sequence[Whole], usage: Usage) -> msgspec.Struct:
-        """All answers at once."""
         choices = [
             CompletionChoice(index, each.text, self._logprobs(index, each.tokens), each.ending)
             for index, each in enumerate(answers)
@@ -94,13 +93,11 @@ class CompletionForm(Form):
         return Completion(*self._head, choices, usage)
 
     def chunk(self, piece: Piece) -> msgspec.Struct:
-        """A piece of an answer."""
         logprobs = self._logprobs(piece.answer, piece.tokens)
         choice = CompletionChoice(piece.answer, piece.text, logprobs, piece.ending)
         return Completion(*self._head, [choice], self._usage)
 
     def last(self, usage: Usage) -> msgspec.Struct:
-        """The end of a stream, with the usage."""
         return Completion(*self._head, [], usage)
 
     def _logprobs(self, answer: int, tokens: Sequence[Scored]) -> CompletionLogprobs | None:
@@ -121,7 +118,6 @@ class ChatForm(Form):
         """The answers that have a first piece."""
 
     def whole(self, answers: Sequence[Whole], usage: Usage) -> msgspec.Struct:
-        """All answers at once."""
         choices = []
         for index, (text, tokens, ending) in enumerate(answers):
             logprobs = chat_logprobs(tokens, self._codec) if self._scored else None
@@ -129,20 +125,18 @@ class ChatForm(Form):
         return ChatCompletion(*self._head, choices, usage)
 
     def chunk(self, piece: Piece) -> msgspec.Struct:
-        """A streamed chunk; the first one of an answer has the role."""
-        first = piece.answer not in self._begun
+        first = piece.answer not in self._begun  # the first chunk of an answer has the role
         self._begun.add(piece.answer)
         delta = Delta("assistant" if first else None, piece.text if piece.text or first else None)
         logprobs = chat_logprobs(piece.tokens, self._codec) if self._scored else None
         return ChatChunk(*self._head, [ChatPiece(piece.answer, delta, logprobs, piece.ending)], self._usage)
 
     def last(self, usage: Usage) -> msgspec.Struct:
-        """The end of a stream, with the usage."""
         return ChatChunk(*self._head, [], usage)
 
 
 def gathered(pieces: Iterable[Piece], answers: int) -> list[Whole]:
-    """Whole answers from their pieces."""
+    """Join the pieces of each answer, in order of the answers' indices."""
     texts: list[list[str]] = [[] for _ in range(answers)]
     tokens: list[list[Scored]] = [[] for _ in range(answers)]
     endings: list[Ending] = ["length"] * answers

@@ -1,4 +1,4 @@
-"""The server's HTTP: which path does what, and how errors look."""
+"""The server's HTTP application: its paths, and responses to errors."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ PAGE_POLICY = (
 )
 """The page's content security policy: it loads nothing, and asks only the server that it came from."""
 PAGE = (Path(__file__).parent / "page.html").read_bytes()
-"""A chat beside live lanes."""
+"""HTML of a chat beside the lanes of the engine, live."""
 MOST_METHOD = 20
-"""The most characters of a method that are given back."""
+"""The most characters of a method that an error repeats."""
 
 
 class Front:
-    """The application, and what it is made of.
+    """The application that answers HTTP requests about one model.
 
     Args:
-        key: what clients have to show; None if nothing.
+        key: the API key that clients have to send; None for none.
 
     Attributes:
         app: the application of ASGI.
-        gate: counts requests, and closes.
+        gate: counts answers, and refuses requests once it is closed.
     """
 
     def __init__(self, model: Model, link: EngineLink, gate: Gate, key: str | None = None) -> None:
@@ -73,7 +73,7 @@ class Front:
         return _json({"object": "list", "data": [self._described()]})
 
     async def one_model(self, request: Request) -> Response:
-        """/v1/models/NAME."""
+        """/v1/models/NAME: the model that is served, if this is its name."""
         self._model.require(request.path_params["name"])
         return _json(self._described())
 

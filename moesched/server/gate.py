@@ -1,4 +1,4 @@
-"""Who gets in: a bounded number of requests at once, and none once the server closes."""
+"""Admission of requests to the server: a bounded number at once, and none once the server closes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from moesched.server.errors import ApiError, bad_request
 
 REMEMBERED = 256
-"""Answers whose ends tell how fast others will end."""
+"""The most ends of answers that are kept, to estimate the rate of further ones."""
 LONGEST_WAIT = 60
 
 
@@ -24,7 +24,7 @@ class Gate:
     Args:
         running: the most answers that run at once.
         waiting: the most answers that wait beside them.
-        clock: seconds.
+        clock: returns the time in seconds.
     """
 
     def __init__(self, running: int, waiting: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -35,14 +35,14 @@ class Gate:
         self._clock = clock
         self._seconds_each = 0.0
         self._ends: deque[float] = deque(maxlen=REMEMBERED + 1)
-        """Since when as many run as may, and the ends of answers since then; the last ones of many."""
+        """The time since which all places are taken, then the times at which answers ended; the last ones of many."""
         self._promised = 0.0
-        """When the last one that was refused is to come back."""
+        """The time at which the request that was refused last is to come back."""
         self._changed = asyncio.Event()
 
     @contextmanager
     def entered(self, answers: int) -> Iterator[None]:
-        """Let a request in that asks for some answers, until the context ends.
+        """Count the answers of a request as inside until the context ends.
 
         Raises:
             ApiError: the server closes, is full, or never has so much room.
@@ -84,14 +84,14 @@ class Gate:
             )
 
     async def drained(self) -> None:
-        """Let nobody in any more, and wait until all answers have ended."""
+        """Refuse further requests, and wait until all answers have ended."""
         self.closed = True
         while self.inside:
             self._changed.clear()
             await self._changed.wait()
 
     def _end(self, answers: int, *, refused: bool) -> None:
-        """Note the end of answers; those that were refused say nothing of how long one takes."""
+        """Note the end of answers; refused ones do not count towards the rate at which answers end."""
         if self.inside < self._running:
             self._ends.clear()
         elif not refused:
@@ -100,7 +100,7 @@ class Gate:
         self._changed.set()
 
     def _retry_seconds(self, answers: int) -> int:
-        """Seconds until there is room for more answers, if those who were refused before come back in time."""
+        """Estimate the seconds until there is room for more answers, after requests that were refused before."""
         now, free = self._clock(), self.most - self.inside
         if len(self._ends) > 1:
             self._seconds_each = (now - self._ends[0]) / (len(self._ends) - 1)

@@ -1,4 +1,4 @@
-"""The answers to one request of the API: what to ask the engine, and pieces of text as tokens come."""
+"""The answers to one request of the API: messages to the engine, and pieces of text as its tokens come."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class Prompt(NamedTuple):
 
 
 class Wanted(msgspec.Struct, frozen=True, kw_only=True):
-    """What is wanted for each prompt of a request; see `moesched.server.messages.Ask`.
+    """Settings of the answers to each prompt of a request; further ones as in `moesched.server.messages.Ask`.
 
     Attributes:
         answers: answers to each prompt.
         stops: texts that end an answer.
-        seed: None for another one each time.
+        seed: seed of the sampling; None for a random one.
         prompt_only: whether only the prompt is wanted, and no answer.
     """
 
@@ -55,7 +55,7 @@ class Scored(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """More of an answer.
+    """The next piece of an answer.
 
     Attributes:
         answer: the answer's index: those to the first prompt come first.
@@ -71,7 +71,7 @@ class Piece(NamedTuple):
 
 
 class _Answer:
-    """One answer as it comes."""
+    """An answer that is being generated: turns its tokens into pieces."""
 
     def __init__(self, index: int, prompt: Prompt, wanted: Wanted, codec: Codec) -> None:
         self._index = index
@@ -82,7 +82,7 @@ class _Answer:
         self.count = 0
 
     def take(self, tokens: Sequence[Token]) -> Piece:
-        """Make a piece of all tokens that came at once."""
+        """Make one piece of the tokens that arrived together."""
         text, scored, ending = [], [], None
         if self._wanted.echo and not self.count:
             text.append(self._prompt.text)
@@ -111,13 +111,13 @@ class _Answer:
 
 
 class Generation:
-    """All answers to a request. `leave` may be called at any time, and as often as one likes."""
+    """All answers to one request, while the engine generates them."""
 
     def __init__(self, link: EngineLink, codec: Codec, prompts: Sequence[Prompt], wanted: Wanted) -> None:
-        """Ask the engine.
+        """Ask the engine for the answers.
 
         Raises:
-            EngineFailed: it has ended.
+            EngineFailed: the engine has ended.
         """
         each = [prompt for prompt in prompts for _ in range(wanted.answers)]
         first_seed = secrets.randbelow(MOST_SEED) if wanted.seed is None else wanted.seed
@@ -149,8 +149,8 @@ class Generation:
         """Yield pieces as tokens come, until all answers have ended.
 
         Raises:
-            ApiError: the engine does not take the request, or has ended it, or has ended.
-            ClientLeft: the request was left.
+            ApiError: the engine refused the request, broke it off, or has ended.
+            ClientLeft: `leave` was called.
         """
         waiting = len(self._answers)
         while waiting:
@@ -167,13 +167,13 @@ class Generation:
             yield pieces
 
     def leave(self) -> None:
-        """Wait for the answers no more."""
+        """Stop waiting for the answers, and tell the engine so; further calls do nothing."""
         self._link.leave(self._numbers)
         self._box.end(ClientLeft())
 
 
 def ask_for(prompt: Prompt, wanted: Wanted, seed: int) -> Ask:
-    """The message to the engine for one answer."""
+    """Make the message that asks the engine for one answer; the link gives it its number."""
     return Ask(
         number=0,
         ids=prompt.ids,
@@ -189,10 +189,10 @@ def ask_for(prompt: Prompt, wanted: Wanted, seed: int) -> Ask:
 
 
 def _by_answer(arrived: Sequence[Arrived]) -> list[tuple[int, list[Token]]]:
-    """The tokens that came, by answer.
+    """Group the tokens that arrived by the index of their answer.
 
     Raises:
-        ApiError: the engine does not take one of the requests, or has ended it.
+        ApiError: the engine refused one of the answers, or broke it off.
     """
     tokens: dict[int, list[Token]] = {}
     for answer, message in arrived:

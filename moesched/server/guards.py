@@ -1,4 +1,4 @@
-"""Who may ask: applications of ASGI around the one that answers."""
+"""Access control and counting: ASGI applications that wrap the one that answers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OPEN_PATHS = frozenset(["/", "/health"])
 
 
 class Keyed:
-    """Lets requests pass that show the key."""
+    """Passes on requests that have the API key, and refuses others."""
 
     def __init__(self, app: ASGIApp, key: str) -> None:
         self._app = app
@@ -41,9 +41,9 @@ class Keyed:
 
 
 class OfThisMachine:
-    """Lets requests pass that name this machine, where no key is asked for.
+    """Passes on requests whose `Host` names this machine, and refuses others; used where no key is required.
 
-    Otherwise a page of a stranger whose name was made to mean this machine could read answers in a browser here.
+    A foreign web page cannot read answers then, even if its name was made to point to this machine (DNS rebinding).
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -62,7 +62,11 @@ class OfThisMachine:
 
 
 class Counted:
-    """Counts responses by path and status; `known` are the paths, so that strangers make no new ones."""
+    """Counts responses by path and status.
+
+    Args:
+        known: the paths that are counted by name; all others count as "other".
+    """
 
     def __init__(self, app: ASGIApp, metrics: Metrics, known: frozenset[str]) -> None:
         self._app = app
@@ -82,7 +86,7 @@ class Counted:
 
 
 def host_of(header: str) -> str:
-    """The name in a header `Host`, without the port."""
+    """Return the name in a header `Host`, without the port."""
     try:
         return urlsplit(f"//{header}").hostname or header
     except ValueError:

@@ -1,4 +1,4 @@
-"""The end of a connection whose client still sends: the client reads its last answer first."""
+"""Closing of a connection whose client still sends, such that the client can read its answer."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from contextlib import suppress
 from typing import Any
 
 MOST_DROPPED = 128 << 20
-"""The most bytes that are dropped of a request that has its answer."""
+"""The most bytes of a request that are dropped after its answer."""
 
 
 class LingeringTransport:
-    """A transport that is closed within a request in two steps: no more is sent, and what comes is dropped.
+    """A transport that, if closed before a request has arrived whole, stops to send, and drops what still comes.
 
-    The system resets a connection that is closed with unread bytes, and the client may lose the answer before them.
+    Otherwise the system would reset the connection because of unread bytes, and the client could lose its answer.
 
     Args:
-        transport: the one that asyncio made.
-        is_within_request: tests whether the client has an answer, and may still send what it is the answer to.
+        transport: the transport that asyncio made.
+        is_within_request: tests whether the client has its answer, but may still send the rest of its request.
         most_dropped: bytes that may come after `close`; more of them end the connection at once.
 
     Attributes:
-        drops: True from the first step on; the second one is the client's, or that of whoever calls `abort`.
+        drops: whether what comes is dropped; then the connection ends when the client closes it, or by `abort`.
     """
 
     def __init__(

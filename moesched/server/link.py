@@ -1,4 +1,4 @@
-"""The front's end of the pipe: questions go out, tokens come in. No I/O here: bytes in, bytes out."""
+"""The front's end of the pipe to the engine: requests become bytes, bytes become tokens. It does no I/O itself."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ IDLE = State(0, 0, 0, 0, 0, {})
 
 
 class Arrived(NamedTuple):
-    """A message about one of the requests of a mailbox, by its place among them."""
+    """A message about an answer, with the answer's index in its mailbox."""
 
     answer: int
     message: Token | Refused | Broken
 
 
 class Mailbox:
-    """The messages about some requests, for one who waits for them."""
+    """The messages about a group of answers, for the one task that waits for them."""
 
     def __init__(self) -> None:
         self._arrived: list[Arrived] = []
@@ -99,7 +99,7 @@ class EngineLink:
         self.ended: asyncio.Future[str] = loop.create_future()
 
     def ask(self, asks: Sequence[Ask]) -> tuple[Mailbox, list[int]]:
-        """Send requests; returns where their tokens arrive, and the numbers that they got.
+        """Number requests and send them; return the mailbox in which their tokens arrive, and the numbers.
 
         Raises:
             EngineFailed: the engine has ended.
@@ -113,7 +113,7 @@ class EngineLink:
         return box, [each.number for each in numbered]
 
     def leave(self, numbers: Sequence[int]) -> None:
-        """Tell the engine that nobody waits for these requests any more; no effect on those that ended."""
+        """Tell the engine that nobody waits for these requests any more; those that have ended are skipped."""
         open_ones = [number for number in numbers if self._boxes.pop(number, None) is not None]
         if open_ones and not self.ended.done():
             self._send([Leave(number) for number in open_ones])
@@ -124,12 +124,16 @@ class EngineLink:
             self._send([Close()])
 
     def feed(self, data: bytes) -> None:
-        """Take bytes from the engine."""
+        """Handle bytes that the engine wrote.
+
+        Raises:
+            BadFrame: they are no frame.
+        """
         for message in self._frames.feed(data):
             self._take(message)  # type: ignore[arg-type]  # frames of the engine have nothing else
 
     def end(self, why: str = "") -> None:
-        """Note that the engine has ended, and tell those who wait."""
+        """Note that the engine has ended, by `why` or as it was told, and end all mailboxes with that."""
         if self.ended.done():
             return
         self.ended.set_result(why)
@@ -139,6 +143,7 @@ class EngineLink:
         self._boxes.clear()
         if not self.ready.done():
             self.ready.set_exception(failure)
+            self.ready.exception()  # the server may have been told to close, and not wait for it any more
 
     def _send(self, messages: Sequence[ToEngine]) -> None:
         self._write(frame(messages))

@@ -19,7 +19,7 @@ MOST_FRAME_BYTES = 64 << 20
 
 
 class Ask(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The front asks for an answer to a prompt.
+    """Message from the front that asks for an answer to a prompt.
 
     Attributes:
         number: a number that no other request has.
@@ -44,20 +44,20 @@ class Ask(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Leave(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The front waits for a request no more: a stop string came, or the client left."""
+    """Message from the front that nobody waits for a request any more: a stop string came, or the client left."""
 
     number: int
 
 
 class Close(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """No more requests will come: the engine ends once those that it has are done."""
+    """Message from the front that no more requests will come: the engine ends once all that it has are done."""
 
 
 class Starting(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The engine is not ready yet.
+    """Message from the engine before it is ready.
 
     Attributes:
-        what: what it does.
+        what: the stage that it is in, for the user.
         done, total: the pages of weights that it has loaded, and all of them; 0 before.
     """
 
@@ -67,7 +67,7 @@ class Starting(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The engine has loaded the weights.
+    """Message from the engine that weights are loaded, with what it serves.
 
     Attributes:
         model: the model's name.
@@ -111,14 +111,14 @@ class Token(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The engine does not take a request, such as one that is too long."""
+    """Message from the engine that it refuses a request, such as one that is too long."""
 
     number: int
     why: str
 
 
 class Broken(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The engine ends a request that it took, and goes on with the others."""
+    """Message from the engine that it broke off a request; the others go on."""
 
     number: int
     why: str
@@ -145,7 +145,7 @@ class State(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The engine ends, with all requests that it has; `why` is one line."""
+    """Message from the engine that it ends now, with all its requests; `why` is one line."""
 
     why: str
 
@@ -162,7 +162,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def frame(messages: Sequence[ToEngine] | Sequence[ToFront]) -> bytes:
-    """A frame with these messages."""
+    """Encode messages as a frame."""
     body = _encoder.encode(messages)
     return LENGTH.pack(len(body)) + body
 

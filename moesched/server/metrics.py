@@ -1,4 +1,4 @@
-"""What the server counts, as Prometheus reads it."""
+"""Metrics of the server, for Prometheus."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ SECONDS = (0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 1, 2, 5, 10, 30, 60)
 
 
 class Metrics:
-    """Counters and times of a server.
+    """Counters, gauges and histograms of a server.
 
     Args:
-        state: gives the engine's state.
+        state: returns the engine's state.
     """
 
     def __init__(self, state: Callable[[], State]) -> None:
@@ -79,7 +79,7 @@ class Metrics:
             self._each.observe((last - first) / following)
 
     def text(self) -> bytes:
-        """All of them in Prometheus' format."""
+        """Return all metrics in the text format of Prometheus."""
         state = self._state()
         for name, gauge in self._gauges.items():
             gauge.set(getattr(state, name))

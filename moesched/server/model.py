@@ -1,4 +1,4 @@
-"""The model as requests see it: prompts become tokens within its limits."""
+"""The served model as requests see it: it encodes prompts, and checks them against its limits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moesched.server.templates import Renders
 from moesched.system.plain_text import shown
 
 NEW_TOKENS = 16
-"""Tokens of a completion that does not say how many, as OpenAI's API has it."""
+"""The most tokens of a completion that does not say how many, as in OpenAI's API."""
 
 
 class Model:
@@ -54,7 +54,7 @@ class Model:
             )
 
     async def of_text(self, text: str) -> Prompt:
-        """The prompt of a text.
+        """Encode a text as a prompt.
 
         Raises:
             ApiError: it cannot be encoded, or is too long.
@@ -62,7 +62,7 @@ class Model:
         return Prompt(text, await self._encoded(text, "prompt"))
 
     async def of_chat(self, messages: Sequence[dict[str, Any]]) -> Prompt:
-        """The prompt of a conversation, by the model's template.
+        """Encode a conversation as a prompt, by the model's template.
 
         Raises:
             ApiError: the template does not take it, it cannot be encoded, or is too long.
@@ -74,7 +74,7 @@ class Model:
         return Prompt(text, await self._encoded(text, "messages", bare=self._template.bare))
 
     def of_ids(self, ids: Sequence[int]) -> Prompt:
-        """The prompt of token ids.
+        """Make a prompt of token ids.
 
         Raises:
             ApiError: one is unknown, or there are too many.
@@ -84,10 +84,10 @@ class Model:
         return Prompt(self.codec.decode(prompt), prompt)
 
     def answer_tokens(self, asked: int | None, prompts: Sequence[Prompt], *, chat: bool) -> int:
-        """The most tokens of each answer.
+        """Return the most tokens of each answer.
 
         Args:
-            asked: what the request says; None for the default, or as much as there is room for.
+            asked: the number that the request gives; None for the default, or less where there is less room.
 
         Raises:
             ApiError: prompt and answer together are too long.
@@ -114,7 +114,7 @@ class Model:
         return ids
 
     def _require(self, ids: Sequence[int], field: str) -> None:
-        """Raise ApiError unless these tokens can be a prompt; it names the field that they come from."""
+        """Raise ApiError, which names the request's field, unless these tokens can be a prompt."""
         if not ids:
             raise bad_request("the prompt is empty: give at least one token", field)
         most = min(self.ready.prompt_tokens, self.most_tokens - 1)

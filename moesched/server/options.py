@@ -43,10 +43,10 @@ class FrontOptions(Options):
     ] = 512
 
     def key(self) -> str | None:
-        """The key; None if none is asked for.
+        """Return the API key that clients have to send; None if they need none.
 
         Raises:
-            BadInput: it cannot be read, or the address needs one.
+            BadInput: the key cannot be read, or is missing and other machines reach the address.
         """
         if self.api_key_file is not None:
             return read_key(self.api_key_file)
@@ -59,20 +59,20 @@ class FrontOptions(Options):
 
 
 def environment_key() -> str | None:
-    """The key in the environment, if it has one.
+    """Return the API key in the environment; None if the variable is not set.
 
     Raises:
-        BadInput: it is none.
+        BadInput: the variable has no usable key.
     """
     given = os.environ.get(KEY_VARIABLE)
     return None if given is None else _checked(given.strip(), KEY_VARIABLE)
 
 
 def read_key(file: Path) -> str:
-    """The key in a file.
+    """Read an API key from a file.
 
     Raises:
-        BadInput: it cannot be read, or has none.
+        BadInput: the file cannot be read, or has no usable key.
     """
     data = read_input(file, "API key", MOST_KEY_BYTES)
     return _checked(data.decode("ascii", "replace").strip(), str(file))

@@ -1,4 +1,4 @@
-"""HTTP connections as uvicorn has them, with limits of time, and with errors in OpenAI's form."""
+"""uvicorn's HTTP connections with time limits, and with errors in OpenAI's form."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from moesched.server.errors import bad_request
 from moesched.server.lingering import MOST_DROPPED, LingeringTransport
 
 REQUEST_SECONDS = 20.0
-"""The time in which a request has to arrive as a whole, headers and body."""
+"""The time that a request has to arrive as a whole, headers and body."""
 WRITE_SECONDS = 60.0
-"""The time in which a client has to read what waits for it."""
+"""The time that a client has to read what waits for it."""
 NOT_HTTP = bad_request(
     "this is no HTTP/1.1, or its headers are longer than 64 KiB: send another request"
 ).body()
@@ -34,13 +34,13 @@ class TimedProtocol(H11Protocol):
         self._write_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
-        """Expect a request."""
+        """Begin to wait for a request."""
         self._lingering = LingeringTransport(transport, self._is_within_request, self.most_dropped)
         super().connection_made(self._lingering)  # type: ignore[arg-type]  # it passes on what it has not itself
         self._expect_request()
 
     def data_received(self, data: bytes) -> None:
-        """Take bytes, or drop them after the last answer; the time runs while a request is not whole."""
+        """Handle bytes of a request, or drop them after the last answer."""
         if self._lingering.drops:
             self._lingering.drop(data)
         else:
@@ -59,7 +59,7 @@ class TimedProtocol(H11Protocol):
         _cancel(self._write_timer)
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what is no HTTP; a body that goes wrong closes the connection, since its request has an answer."""
+        """Answer what is not HTTP by status 400; after a broken body only close, since an answer is under way."""
         if self.conn.our_state is h11.IDLE:
             length = str(len(NOT_HTTP)).encode()
             headers = [
@@ -86,7 +86,7 @@ class TimedProtocol(H11Protocol):
         self._write_timer = self.loop.call_later(self.write_seconds, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """Stop to wait: the client has read."""
+        """Stop waiting: the client has read."""
         super().resume_writing()
         _cancel(self._write_timer)
 
@@ -96,12 +96,12 @@ class TimedProtocol(H11Protocol):
         self._write_timer = self.loop.call_later(self.write_seconds, self.transport.abort)
 
     def _is_within_request(self) -> bool:
-        """Test whether the client has its answer, and has not sent its whole request, as far as that can be told."""
+        """Test whether the client has its answer, but seems not to have sent its whole request."""
         answered = self.conn.our_state in (h11.DONE, h11.MUST_CLOSE, h11.CLOSED)
         return answered and self.conn.their_state in (h11.SEND_BODY, h11.ERROR)
 
     def _expect_request(self) -> None:
-        """Run the timer while a request is under way, or none came yet; keep-alive has uvicorn's own."""
+        """Start the timer if a request is under way or awaited, else stop it; uvicorn has its own for keep-alive."""
         under_way = self._lingering.drops or self.conn.their_state in (h11.IDLE, h11.SEND_BODY)
         if not under_way or self.timeout_keep_alive_task is not None:
             _cancel(self._request_timer)

@@ -1,4 +1,4 @@
-"""Answers as OpenAI's API writes them."""
+"""JSON objects of answers, with the fields of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Usage(msgspec.Struct, frozen=True):
 
 
 def usage(prompt: int, completion: int) -> Usage:
-    """The usage with its sum."""
+    """Make the usage of a number of prompt tokens and of answer tokens."""
     return Usage(prompt, completion, prompt + completion)
 
 
@@ -65,7 +65,7 @@ class Completion(Answers[CompletionChoice], frozen=True):
 
 
 class LikelyToken(msgspec.Struct, frozen=True):
-    """A token that could have come."""
+    """A candidate for a token, with its log probability and its text in bytes."""
 
     token: str
     logprob: float

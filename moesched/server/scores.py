@@ -10,11 +10,11 @@ from moesched.server.generation import Scored
 from moesched.server.replies import ChatLogprobs, ChosenToken, CompletionLogprobs, LikelyToken
 
 LOWEST = -9999.0
-"""Stands for minus infinity, which JSON has not."""
+"""The log probability that stands for minus infinity, which JSON has not."""
 
 
 def completion_logprobs(scored: Sequence[Scored], begin: int, codec: Codec) -> tuple[CompletionLogprobs, int]:
-    """Those of a completion, and the characters of the answer up to the last token's end.
+    """Return a completion's log probabilities, and the characters of the answer up to the end of the last token.
 
     Args:
         begin: the characters of the answer before these tokens.
@@ -34,7 +34,7 @@ def completion_logprobs(scored: Sequence[Scored], begin: int, codec: Codec) -> t
 
 
 def _likeliest(scored: Scored, text: str, codec: Codec) -> dict[str, float] | None:
-    """The likeliest tokens and the one that came, by their texts; of those with the same text the likeliest."""
+    """Return log probabilities of the likeliest tokens and the chosen one, by text; of equal texts, the likeliest."""
     if scored.logprob is None:
         return None
     found: dict[str, float] = {}
@@ -45,7 +45,7 @@ def _likeliest(scored: Scored, text: str, codec: Codec) -> dict[str, float] | No
 
 
 def chat_logprobs(scored: Sequence[Scored], codec: Codec) -> ChatLogprobs:
-    """Those of a chat."""
+    """Return the log probabilities of a chat's tokens; the first token of a prompt, which has none, is left out."""
     chosen = []
     for token, logprob in scored:
         if logprob is not None:
@@ -59,10 +59,10 @@ def chat_logprobs(scored: Sequence[Scored], codec: Codec) -> ChatLogprobs:
 
 
 def token_text(codec: Codec, token: int) -> str:
-    """The text of one token; bytes that are no whole character become U+FFFD."""
+    """Return the text of one token; bytes that are no whole character become U+FFFD."""
     return codec.bytes_of(token).decode(errors="replace")
 
 
 def finite(logprob: float) -> float:
-    """A log probability that JSON can hold."""
+    """Return a log probability that JSON can hold: LOWEST instead of minus infinity."""
     return max(logprob, LOWEST)

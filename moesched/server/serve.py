@@ -1,4 +1,4 @@
-"""Serving a model: the engine's process is started, HTTP is spoken, and signals end both in order."""
+"""Serving of a model: starts the engine's process, answers HTTP, and ends both in order at a signal."""
 
 from __future__ import annotations
 
@@ -36,17 +36,19 @@ from moesched.system.signals import stopped_by
 ENGINE = (sys.executable, "-P", "-m", "moesched.server.engine")
 BACKLOG = 2048
 """Clients that may wait until their connection is taken."""
+OPEN_MAX = 10_240
+"""The most open files that macOS lets a process ask for; there the limit is infinite, and may not be asked for."""
 CLOSING_SECONDS = 5
-"""The time in which connections are closed after the last answer."""
+"""The time that connections have to close after the last answer."""
 
 
 class Listener(NamedTuple):
     """Callbacks of a server.
 
     Attributes:
-        starting: the engine is not ready yet, and says what it does.
-        ready: it listens at an address, and says what it serves.
-        closing: it takes no more requests; how many answers still run or wait.
+        starting: called with each message of the engine before it is ready.
+        ready: called once with the server's address, what it serves, and what the model has.
+        closing: called once no more requests are taken, with the number of answers that still run or wait.
     """
 
     starting: Callable[[Starting], object]
@@ -55,7 +57,7 @@ class Listener(NamedTuple):
 
 
 class Notes(NamedTuple):
-    """What the model lacks."""
+    """Parts that a model has, or lacks."""
 
     has_tokenizer: bool
     has_template: bool
@@ -108,8 +110,8 @@ async def _ready(child: Child, closing: asyncio.Event) -> Ready | None:
     """Wait until the engine has loaded; None if a signal came before.
 
     Raises:
-        BadInput: it cannot run what it was asked to.
-        MoeschedError: it failed.
+        BadInput: the engine cannot use an option or the model.
+        MoeschedError: the engine failed.
     """
     signal = asyncio.ensure_future(closing.wait())
     either: list[asyncio.Future[Any]] = [signal, child.link.ready]
@@ -140,7 +142,7 @@ async def _serve_until(
         on_closing: called with the number of answers that are to be given, once no more requests are taken.
 
     Raises:
-        EngineFailed: the engine has ended before.
+        EngineFailed: the engine ended by itself.
     """
     serving = asyncio.ensure_future(server.serve_clients())
     asked_to_close = asyncio.ensure_future(closing.wait())
@@ -168,7 +170,7 @@ class SignalFreeServer(uvicorn.Server):
 
     Args:
         listener_socket: the socket to which clients connect.
-        on_listening: called once they are answered.
+        on_listening: called once the server listens.
     """
 
     capture_signals = nullcontext  # type: ignore[assignment]  # a context manager as well
@@ -194,11 +196,11 @@ class SignalFreeServer(uvicorn.Server):
         self._on_listening = on_listening
 
     async def serve_clients(self) -> None:
-        """Serve until `should_exit` is set."""
+        """Answer clients until `should_exit` is set."""
         await self.serve(sockets=[self._socket])
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, and say so."""
+        """Begin to listen, and call `on_listening`."""
         await super().startup(sockets)
         self._on_listening()
 
@@ -208,10 +210,10 @@ class SignalFreeServer(uvicorn.Server):
 
 @contextmanager
 def listening(host: str, port: int) -> Iterator[socket.socket]:
-    """Listen at an address; clients that come before the server is ready wait.
+    """Listen at an address until the context ends; clients that connect before the server is ready wait.
 
     Raises:
-        BadInput: it is none of this machine's, or in use.
+        BadInput: the address is not this machine's, or the port is in use.
     """
     try:
         family, kind, _, _, address = socket.getaddrinfo(
@@ -233,7 +235,7 @@ def listening(host: str, port: int) -> Iterator[socket.socket]:
 
 
 def url_of(listener_socket: socket.socket) -> str:
-    """The address of a server as a browser takes it."""
+    """Return the URL of a server by its listening socket."""
     host, port, *_ = listener_socket.getsockname()
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
@@ -241,4 +243,5 @@ def url_of(listener_socket: socket.socket) -> str:
 def many_connections() -> None:
     """Let this process open as many connections as the system permits it."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    most = OPEN_MAX if hard == resource.RLIM_INFINITY else hard
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))

@@ -23,7 +23,7 @@ BYTES = 1 << 30
 
 
 class GenerationTag(Extension):
-    """The tag `{% generation %}`, with which templates mark answers for training: its body as it is."""
+    """The tag `{% generation %}`, which marks answers for training in templates; here it only renders its body."""
 
     tags = {"generation"}  # noqa: RUF012  # as Jinja's class has it
 
@@ -52,7 +52,7 @@ class Renderer:
         self._special = special
 
     def render(self, messages: list[dict[str, Any]]) -> str:
-        """Write a conversation, up to where the model's answer begins."""
+        """Render a conversation, up to where the model's answer begins."""
         return self._template.render(
             messages=messages, tools=None, documents=None, add_generation_prompt=True, **self._special
         )
@@ -76,7 +76,7 @@ def _raise(message: str) -> None:
 
 
 def answer(renderer: Renderer, line: bytes) -> dict[str, str]:
-    """What to reply to a line: the text of its conversation, or the fault."""
+    """Render the messages of a line of JSON, and return the reply: their text, or what is wrong with them."""
     try:
         return {"text": renderer.render(json.loads(line))}
     except Exception as error:  # whatever the template's code raises

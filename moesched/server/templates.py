@@ -1,4 +1,4 @@
-"""Conversations become prompts: by the model's template in a process of its own, or plainly where it has none."""
+"""Rendering of conversations as prompts: by the model's template in a process of its own, or plainly without one."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ Messages = Sequence[dict[str, Any]]
 
 
 class Renders(Protocol):
-    """Makes one text of a conversation.
+    """Renders conversations as texts of prompts.
 
     Attributes:
-        bare: whether the texts have all special tokens already.
+        bare: whether the texts have all special tokens already, so that none are to be added.
     """
 
     @property
@@ -40,7 +40,7 @@ class Renders(Protocol):
 
 
 class PlainTemplate:
-    """For models without a template: the texts of the messages, a line each; the model goes on from there."""
+    """Rendering for models without a template: the texts of the messages, one on each line."""
 
     bare = False
 
@@ -68,7 +68,7 @@ class ModelTemplate:
         self._worker: asyncio.subprocess.Process | None = None
 
     async def start(self) -> None:
-        """Start the process.
+        """Start the worker process, and compile the template.
 
         Raises:
             BadInput: the template cannot be compiled.
@@ -83,9 +83,8 @@ class ModelTemplate:
             BadInput: the template raised, or took too long.
         """
         async with self._turn:
-            worker = await self._ready_worker()
             try:
-                reply = await _asked(worker, messages)
+                reply = await _asked(await self._ready_worker(), messages)
             except BaseException:
                 # Also if the caller is cancelled: the answer would be taken for the next one's.
                 await self._end()
@@ -100,7 +99,7 @@ class ModelTemplate:
             return reply["text"]
 
     async def close(self) -> None:
-        """End the process."""
+        """End the worker process."""
         async with self._turn:
             await self._end()
 
@@ -131,7 +130,7 @@ class ModelTemplate:
 
 @asynccontextmanager
 async def rendering(template: ChatTemplate | None) -> AsyncIterator[Renders]:
-    """Make prompts of conversations by a model's template, if it has one, until the context ends.
+    """Provide the rendering by a model's template, or the plain one if `template` is None, until the context ends.
 
     Raises:
         BadInput: the template cannot be compiled.
@@ -148,7 +147,7 @@ async def rendering(template: ChatTemplate | None) -> AsyncIterator[Renders]:
 
 
 async def _asked(worker: asyncio.subprocess.Process, question: object) -> dict[str, str] | None:
-    """Send a line to the process, and read its reply; None if it has ended, or says too much."""
+    """Send a line to the worker process, and read its reply; None if it has ended, or its reply is too long."""
     assert worker.stdin is not None and worker.stdout is not None
     try:
         worker.stdin.write(json.dumps(question).encode() + b"\n")

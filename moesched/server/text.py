@@ -20,7 +20,7 @@ class StopStrings:
         self.found = False
 
     def push(self, text: str) -> str:
-        """Add text; returns what no stop string can be part of."""
+        """Add text, and return what has become sure not to belong to a stop string."""
         if not self._stops or not text:
             return text
         text = self._held + text
@@ -39,7 +39,7 @@ class StopStrings:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """The length of the longest end of `text` that a stop string begins with."""
+    """Return the length of the longest end of `text` with which the stop string begins."""
     return next(
         (length for length in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:length])), 0
     )
@@ -63,10 +63,10 @@ class AnswerText:
         return self._stops.found
 
     def push(self, token: int) -> str:
-        """Add a token; returns the text that has become final."""
+        """Add a token, and return the text that has become final."""
         return self._stops.push(self._stream.push(token))
 
     def finish(self) -> str:
-        """Return the text that was held back, without a character of which bytes are missing."""
+        """Return the text that was held back; an incomplete character at its end is dropped."""
         text = self._stops.push(self._stream.finish().rstrip(UNFINISHED))
         return text + self._stops.finish()

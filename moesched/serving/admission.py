@@ -1,4 +1,4 @@
-"""Admission: which of the waiting requests run next."""
+"""Admission rules: the order in which waiting requests begin to run."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from moesched.serving.request import Request
 
 
 class Admission(Protocol):
-    """Orders the requests that wait.
+    """Rule that orders the waiting requests.
 
     The first one that finds no place ends the search: others do not overtake it, so that every request runs in the end.
     """
 
     def order(self, waiting: Sequence[Request]) -> Sequence[Request]:
-        """The waiting requests, those first that shall run first; `waiting` is in the order of arrival."""
+        """Return the waiting requests, given in the order of arrival, in the order in which they are to run."""
 
     def entered(self, request: Request) -> None:
-        """Note that a request got a place."""
+        """Note that a request begins to run."""
 
 
 class FirstCome:
     """Requests run in the order in which they came."""
 
     def order(self, waiting: Sequence[Request]) -> Sequence[Request]:
-        """The requests as they are."""
+        """Return the requests as they are."""
         return waiting
 
     def entered(self, request: Request) -> None:
@@ -37,7 +37,7 @@ class ShortestPrompt:
     """Short prompts run first, which lowers the mean time to a first token; long ones may wait long."""
 
     def order(self, waiting: Sequence[Request]) -> Sequence[Request]:
-        """The requests with short prompts first; of equal ones, those that came first."""
+        """Return the requests with short prompts first; equally short ones stay in the order of arrival."""
         return sorted(waiting, key=lambda request: request.prompt)
 
     def entered(self, request: Request) -> None:
@@ -47,19 +47,19 @@ class ShortestPrompt:
 class FairAmongUsers:
     """Users take turns by tokens: start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996).
 
-    A request starts where its user's one before it ended, in tokens, and ends as many later as it may take. A user who
-    is new, or comes back, starts where the request that entered last did: neither before all others nor behind what
-    was given to them meanwhile.
+    Each request has a start on a scale of tokens, and requests run by their starts. A request starts where its user's
+    previous one ended, and ends later by the most tokens that it may have. A user who is new, or comes back, starts
+    where the request that entered last started, and so gains and loses nothing by having been away.
     """
 
     def __init__(self) -> None:
         self._now = 0
         """The start of the request that entered last."""
         self._ends: dict[str, int] = {}
-        """The end of each user's last request, of those who are ahead of `_now`."""
+        """The end of each user's last request, of users who are ahead of `_now`."""
 
     def order(self, waiting: Sequence[Request]) -> Sequence[Request]:
-        """The requests by their starts; of equal ones, those that came first."""
+        """Return the requests by their starts; those with equal starts stay in the order of arrival."""
         ends, starts = dict(self._ends), []
         for request in waiting:
             starts.append(self._start(request.user, ends))
@@ -67,7 +67,7 @@ class FairAmongUsers:
         return [waiting[index] for index in sorted(range(len(starts)), key=starts.__getitem__)]
 
     def entered(self, request: Request) -> None:
-        """Count the tokens of a request that got a place, and forget users who are no longer ahead."""
+        """Count the tokens of a request that begins to run, and forget users who are no longer ahead."""
         start = self._start(request.user, self._ends)
         self._ends[request.user] = start + request.most_tokens
         if start > self._now:

@@ -1,4 +1,4 @@
-"""Arrivals that are described: at random with a rate, or in a file, one request a line."""
+"""Requests that arrive over time, made at random with a rate, or read from a file with one request a line."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class _Line(msgspec.Struct):
 
 
 def random_arrivals(described: str, prompts: Sequence[int], new_tokens: int, seed: int = 0) -> list[Request]:
-    """Requests that arrive independently of each other.
+    """Make requests that arrive at random, independently of each other (a Poisson process).
 
     Args:
         described: `poisson:RATE`, in requests a second.
@@ -68,7 +68,7 @@ def _rate(source: str) -> float:
 
 
 def read_arrivals(path: Path) -> list[Request]:
-    """The requests of a file.
+    """Read requests from a file.
 
     Args:
         path: a file with one `{"at": SECONDS, "prompt_tokens": N, "new_tokens": N, "user": NAME}` per line, in the

@@ -11,7 +11,7 @@ from moesched.serving.request import Request
 
 
 class News(NamedTuple):
-    """The arrivals and departures since the last look.
+    """The arrivals and departures since the last call of `Arrivals.news`.
 
     Attributes:
         came: requests that arrived, in order.
@@ -30,23 +30,24 @@ class Arrivals(Protocol):
         """True once no more requests will arrive."""
 
     def news(self, now: int) -> News:
-        """The arrivals and departures up to a time, each told once.
+        """Return the arrivals and departures up to a time, each in one call only.
 
-        now: nanoseconds since the first request could run.
+        Args:
+            now: nanoseconds since the first request could run, as for the other methods.
         """
 
     def until_next(self, now: int) -> int:
-        """Nanoseconds until the next arrival, at least 1; for virtual clocks only."""
+        """Return the nanoseconds until the next arrival, at least 1; for virtual clocks only."""
 
     async def wait(self, now: int) -> None:
-        """Wait until there is news, or there will be none; for real time only."""
+        """Wait until there is news, or until no more requests will arrive; for real time only."""
 
 
 class ListedArrivals:
     """Requests whose arrivals are known before the run.
 
     Args:
-        departures: the time at which someone stops waiting for a request, by number; nanoseconds.
+        departures: pairs of a request's number, and the time in nanoseconds from which nobody waits for it any more.
     """
 
     def __init__(self, requests: Iterable[Request], departures: Iterable[tuple[int, int]] = ()) -> None:
@@ -55,11 +56,11 @@ class ListedArrivals:
 
     @property
     def over(self) -> bool:
-        """True once all of them have arrived."""
+        """True once all requests have arrived."""
         return not self._requests
 
     def news(self, now: int) -> News:
-        """The requests that arrived, and those that left, since the last call."""
+        """Return the requests that arrived, and those that left, since the last call."""
         news = News([], [])
         while self._requests and self._requests[0].arrives <= now:
             news.came.append(self._requests.popleft())
@@ -68,7 +69,7 @@ class ListedArrivals:
         return news
 
     def until_next(self, now: int) -> int:
-        """Nanoseconds until the next arrival, at least 1."""
+        """Return the nanoseconds until the next arrival, at least 1."""
         return max(1, self._requests[0].arrives - now)
 
     async def wait(self, now: int) -> None:

@@ -68,14 +68,17 @@ class Capacity(msgspec.Struct, frozen=True):
         """
         longest = min(self.prompt_tokens, self.context - 1)
         if not 1 <= request.prompt <= longest:
-            raise BadInput(f"a prompt of {request.prompt} tokens: a request may have 1 to {longest} of them")
+            raise BadInput(
+                f"a prompt of {request.prompt} tokens: a request may have 1 to {longest} of them: "
+                "shorten it, or raise --context"
+            )
         if request.new_tokens < 1:
             raise BadInput(f"{request.new_tokens} tokens to generate: give 1 or more")
         most = min(self.context, self.cache_tokens)
         if request.most_tokens > most:
             raise BadInput(
                 f"a prompt of {request.prompt} tokens and {request.new_tokens} new ones: a request may have {most} "
-                "tokens in all"
+                "tokens in all: shorten it, or raise --context"
             )
 
 

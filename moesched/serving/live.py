@@ -12,7 +12,7 @@ from moesched.serving.request import Request
 
 
 class LiveArrivals:
-    """Requests as they come, from any thread; the run ends after `close`."""
+    """Arrivals that any thread adds while the run goes on; the run ends after `close`."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -21,7 +21,7 @@ class LiveArrivals:
         self._waiting: asyncio.Future[None] | None = None
 
     def add(self, request: Request) -> None:
-        """Add a request; its `arrives` is set once the run knows of it."""
+        """Add a request; it arrives at the time at which the run next asks for news."""
         with self._lock:
             self._news.came.append(request)
             self._wake()
@@ -45,17 +45,17 @@ class LiveArrivals:
             return self._closed and not self._news.came
 
     def news(self, now: int) -> News:
-        """The arrivals and departures since the last call."""
+        """Return the arrivals and departures since the last call."""
         with self._lock:
             (came, left), self._news = self._news, News([], [])
         return News([replace(request, arrives=now) for request in came], left)
 
     def until_next(self, now: int) -> int:
-        """1: nobody knows when the next request comes."""
+        """Return 1, since nobody knows when the next request comes."""
         return 1
 
     async def wait(self, now: int) -> None:
-        """Wait until something happens."""
+        """Wait for an arrival, a departure or `close`."""
         with self._lock:
             if self._closed or self._news.came or self._news.left:
                 return

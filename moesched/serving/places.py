@@ -1,4 +1,4 @@
-"""Who is in which place, how much of each request is cached, and which rows come next. Nothing here runs anything."""
+"""Places: the requests in each, their tokens in the KV cache, and their rows in the next step; here nothing runs."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from moesched.serving.request import Request
 from moesched.tasks import Phase
 
 NEVER = -1
-"""The last step of a request that was part of none."""
+"""The last step of a request that was not part of any step yet."""
 
 
 class Seat:
-    """A request that runs.
+    """A running request, with its place and its progress.
 
     Attributes:
         place: the number of its place.
-        cached: its tokens before the next step.
+        cached: its tokens that passed the layers before the next step.
         left: tokens that may still be sampled for it.
         last_step: the last step that it was part of.
     """
@@ -34,7 +34,7 @@ class Seat:
 
     @property
     def phase(self) -> Phase:
-        """Whether its prompt, or a token comes next."""
+        """The phase of its next row: prefill while tokens of its prompt are left, then decode."""
         return "prefill" if self.to_come else "decode"
 
     @property
@@ -43,7 +43,7 @@ class Seat:
         return max(0, self.request.prompt - self.cached)
 
     def row(self, step: int, tokens: int) -> Row:
-        """Its row of some tokens in a step, which it is part of from now on."""
+        """Take the request's next tokens into a step, and return them as a row."""
         request, start, prompts = self.request, self.cached, self.phase == "prefill"
         generated = request.new_tokens - self.left
         self.cached = start + tokens
@@ -65,7 +65,7 @@ class Seat:
 
     @property
     def _following(self) -> int | None:
-        """The prompt's next token, if the prompt goes on and has log probabilities."""
+        """The prompt's next token, if the prompt goes on and has log probabilities; else None."""
         request = self.request
         is_scored = request.scores_prompt and self.to_come
         return request.ids[self.cached] if is_scored and request.ids is not None else None
@@ -78,7 +78,7 @@ class _Place:
         self.seats: dict[int, Seat] = {}
         self.held = 0
         self.left: list[int] = []
-        """Requests whose blocks are free since the place's last step."""
+        """Requests whose blocks of the KV cache have become free since the place's last step."""
 
 
 class Places:
@@ -130,7 +130,7 @@ class Places:
         return True
 
     def rows(self, phase: Phase, step: int) -> dict[int, Rows]:
-        """The rows of the next step, by place; empty if no request has any in this phase."""
+        """Take the next step's rows of this phase, and return them by place; empty if no request has any."""
         by_place: dict[int, list[Seat]] = {}
         for seat in self._next(phase):
             by_place.setdefault(seat.place, []).append(seat)
@@ -154,7 +154,7 @@ class Places:
             self._leaving.add(request)
 
     def collected(self, step: int) -> None:
-        """Free the blocks of those that are done and were part of no step after this one."""
+        """Free the blocks of requests that are done and were part of no step after this one."""
         done = [seat for seat in self._seats.values() if self._is_over(seat) and seat.last_step <= step]
         for seat in done:
             self._free(seat)

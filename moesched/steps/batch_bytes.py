@@ -78,15 +78,15 @@ class BatchBytes(ReadOnly):
         self._seal()
 
     def in_prefill(self, in_flight: int) -> int:
-        """Bytes of the activations within a layer of the `in_flight` largest micro-batches, in prefill."""
+        """Bytes of activations within a layer in prefill, while the `in_flight` largest micro-batches are in one."""
         return sum(layer_bytes(self._operations, tokens) for tokens in self._largest_first[:in_flight])
 
     def host_rows(self, attended: Iterable[int], *, routed: bool) -> int:
-        """Bytes of the rows that the host exchanges with an accelerator in decode; each micro-batch has its own.
+        """Bytes of the host's buffers, one a micro-batch, for rows that it exchanges with an accelerator in decode.
 
         Args:
             attended: the micro-batches whose KV cache is on the host.
-            routed: whether experts run there.
+            routed: whether experts run on the host.
         """
         rows, operations = self._decode_rows, self._operations
         of_attention = Counter(rows[number] for number in attended)
@@ -97,12 +97,12 @@ class BatchBytes(ReadOnly):
         )
 
     def host_prompt_rows(self, in_flight: int) -> int:
-        """Bytes of the rows of experts on the host in prefill, with `in_flight` micro-batches within a layer."""
+        """Bytes of the host's buffers for rows of prompts that its experts run, `in_flight` micro-batches at once."""
         return sum(routed_prompt_bytes(self._operations, rows) for rows in self._largest_first[:in_flight])
 
     @property
     def graphs(self) -> int:
-        """Bytes of the graphs of decode steps."""
+        """Bytes of the graphs that a GPU captures of decode steps."""
         decode = self._decode_rows
         steps = (
             SERVED_MEMORIES * len(decode) if self._batch.served else sum(each <= KEPT_ROWS for each in decode)
@@ -111,13 +111,13 @@ class BatchBytes(ReadOnly):
 
     @property
     def _kept(self) -> list[int]:
-        """The rows of each memory for results that stay."""
+        """The number of rows of each memory in which a GPU keeps results from step to step."""
         if self._batch.served:
             return [min(KEPT_ROWS, rows) for rows in self._largest_first] * SERVED_MEMORIES
         return [rows for rows in (*self._prefill, *self._decode_rows) if rows <= KEPT_ROWS]
 
     def replayed(self, *, loads: bool) -> int:
-        """Bytes of results and tables that a GPU keeps for kernels that are replayed.
+        """Bytes of results and tables that a GPU keeps in fixed places, for kernels that graphs replay.
 
         loads: whether keys and values are loaded from the host.
         """
@@ -137,9 +137,9 @@ class BatchBytes(ReadOnly):
         return rows * exchanged_bytes(self._operations)
 
     def device_kv(self, micro_batches: Iterable[int]) -> int:
-        """Bytes of one layer's keys and values on the accelerator, of those micro-batches whose prompts are cut.
+        """Bytes of one layer's keys and values on the accelerator, for those of `micro_batches` whose prompts are cut.
 
-        Nothing leaves a window there: the next layer needs the same memory.
+        Whole prompts count, even where a layer has a sliding window: the next layer reuses the memory.
         """
         prompts = [
             cached_tokens(self._batch.prompts[request])

@@ -17,7 +17,7 @@ class Parts(NamedTuple):
 
 
 class Claim(NamedTuple):
-    """Bytes that are needed of a memory; `what` completes "... needs N bytes"."""
+    """A need of `nbytes` bytes of a memory; `what` is the claimant in the message "... needs N bytes"."""
 
     what: str
     nbytes: int

@@ -12,14 +12,17 @@ def lanes_contend(plan: Plan) -> bool:
 
 
 def devices_contend(plan: Plan) -> bool:
-    """Test whether accelerator and host share a memory, links of several stages do, or contention was measured."""
+    """Test whether devices slow each other down.
+
+    They do if accelerator and host share a memory, if several stages share links, or if contention was measured.
+    """
     return plan.machine.unified or len(plan.stages) > 1 or bool(plan.machine.contention)
 
 
 def host_contends(plan: Plan) -> bool:
     """Test whether the host computes from the memory that copies to the accelerator read meanwhile.
 
-    False for a machine without classes of device or with measured costs, whose rates are used as they are.
+    False for a machine whose devices name no class, and for one with measured costs: their rates are used as they are.
     """
     if not is_rated(plan.machine) or plan.machine.cost_table:
         return False

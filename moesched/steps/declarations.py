@@ -13,6 +13,13 @@ from moesched.steps.reservations import Declared, NodeShare
 from moesched.tasks import Discipline
 
 
+def require_whole(verb: str, number: object, least: int | None = None) -> None:
+    """Raise PolicyError unless a declared number is a whole one, and at least `least`."""
+    if not isinstance(number, int) or (least is not None and number < least):
+        limit = "" if least is None else f", {least} or more"
+        raise PolicyError(f"{verb}: {number!r} is no whole number{limit}: give one, as by int(...) or //")
+
+
 def require_slots(name: str, slots: int, filled: int, replacement: object) -> None:
     """Check the number of slots of a declared pool, and the name of its replacement rule.
 
@@ -82,9 +89,9 @@ class Declarations(ReadOnly):
     def request_scores(self) -> None:
         """Have the values of `route` and `preview_route` include the router's scores, as `.scores`.
 
-        The value is a mapping {expert: tokens}, as without. Its `scores` has one number for each expert of the layer:
-        the router's probability, averaged over the micro-batch's tokens. Where no router runs, on the virtual clock,
-        they are the experts' shares of the micro-batch's choices, unless the routing gives scores.
+        The value is still a mapping {expert: tokens}. Its `scores` has one number for each expert of the layer: the
+        router's probability, averaged over the micro-batch's tokens. Where no router runs, on the virtual clock, they
+        are the experts' shares of the micro-batch's choices, unless the routing gives scores.
 
         Raises:
             PolicyError: the plan is centralised, so that only the first node has a router.

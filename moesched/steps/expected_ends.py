@@ -25,7 +25,8 @@ class ExpectedEnds(NamedTuple):
 def expected_ends(lanes: Iterable[Lane], asked: Iterable[Task], now: int, price: Price) -> ExpectedEnds:
     """Compute the ends of the submitted tasks if nothing more is submitted, on the clock of `now`.
 
-    Each task takes as long as it would alone. Tasks that a stream has taken in are left out, except those of `asked`.
+    Each task takes as long as it would alone. Tasks that were issued to a device's stream are left out, unless they are
+    among `asked`.
     """
     tasks = _unsettled(lanes, asked)
     ends = _Lookahead(tasks, price).play(now)
@@ -37,7 +38,7 @@ def expected_ends(lanes: Iterable[Lane], asked: Iterable[Task], now: int, price:
 
 
 def _unsettled(lanes: Iterable[Lane], asked: Iterable[Task]) -> dict[int, Task]:
-    """The tasks on lanes and those that wait for them, by `Task.id`."""
+    """The unsettled tasks on lanes, those of `asked`, and all tasks that wait for any of them, by `Task.id`."""
     found: dict[int, Task] = {}
     to_visit = list(asked)
     for lane in lanes:

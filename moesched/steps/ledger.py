@@ -24,7 +24,7 @@ class Ledger:
         self._views += views
 
     def problems(self) -> list[str]:
-        """Find all contradictions between these memories, pools and views; each is one line."""
+        """Find all contradictions between the memories, pools and views that were added; each is one line."""
         problems = []
         for memory in self._memories:
             problems += ledger_problems(memory, [pool for pool in self._pools if pool.memory is memory])
@@ -36,14 +36,10 @@ class Ledger:
 def ledger_problems(memory: Memory, pools: Iterable[Pool] = ()) -> list[str]:
     """Find contradictions in the accounts of a memory: bytes, page table, slots of its pools."""
     problems = []
-    freed = sum(nbytes for nbytes, _ in memory._freed)
-    if memory.used + memory._fresh + freed != memory.capacity:
+    if not 0 <= memory.used <= memory.peak <= memory.capacity:
         problems.append(
-            f"{memory.name}: {memory.used:,} bytes used, {memory._fresh:,} fresh and {freed:,} freed "
-            f"are not its {memory.capacity:,}"
+            f"{memory.name}: {memory.used:,} bytes used, {memory.peak:,} at the peak, of {memory.capacity:,}"
         )
-    if not 0 <= memory.used <= memory.peak <= memory.capacity or memory._fresh < 0:
-        problems.append(f"{memory.name}: {memory.used:,} bytes used of {memory.capacity:,}")
     for number, slot in memory._table.items():
         if slot.page is None or slot.page.id != number:
             problems.append(f"{memory.name}: page #{number} is not in {slot!r}, where the table has it")

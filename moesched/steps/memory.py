@@ -1,8 +1,8 @@
 """Memories with budgets, and pools of page slots.
 
-The accounts follow program order: bytes that a policy frees are free for its next line, although tasks that use them
-may not have run yet. Physical reuse waits through edges: freed bytes carry their last users, and the next writer waits
-for those. So a budget that holds in program order holds on the machine, whatever overlaps.
+A plan reserves bytes for the whole run. Slots are used again in program order: a page that a policy evicts makes room
+for its next line, although tasks that read the page may not have run yet. The slot's next writer waits for those, so
+that pages stay whole, whatever overlaps.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from moesched.steps.claims import Claim, Parts, claim_of_slots
 from moesched.steps.model_pages import describe
 from moesched.steps.pool_counts import FETCHED, LOADED, PoolCounts
 from moesched.steps.read_only import ReadOnly
-from moesched.tasks import DONE, RUNNING, Block, PageTransfer, Task
+from moesched.tasks import DONE, RUNNING, Block, PageTransfer
 
 if TYPE_CHECKING:
     from moesched.steps.eviction_rule import Eviction
@@ -37,8 +37,6 @@ class Memory(ReadOnly):
         self._used = 0
         self._peak = 0
         self._table: dict[int, Slot] = {}
-        self._fresh = capacity
-        self._freed: deque[tuple[int, tuple[Task, ...]]] = deque()
         self._seal()
 
     def __contains__(self, page: Page) -> bool:
@@ -46,52 +44,33 @@ class Memory(ReadOnly):
 
     @property
     def used(self) -> int:
-        """Allocated bytes of the budget."""
+        """Reserved bytes of the budget."""
         return self._used
 
     @property
     def peak(self) -> int:
-        """The most bytes that were allocated at once."""
+        """The most bytes that were in use at once."""
         return self._peak
 
     @property
     def free_bytes(self) -> int:
-        """Unallocated bytes of the budget."""
+        """Bytes of the budget that are not reserved."""
         return self.capacity - self._used
 
-    def allocate(self, name: str, nbytes: int) -> Block:
-        """Allocate a block; its first writer waits for the last users of the bytes that it gets.
+    def reserve(self, what: str, nbytes: int, parts: Parts | None = None) -> None:
+        """Take bytes for the whole run: a cache, activations, an arena of slots.
 
         Raises:
             OverBudget: fewer bytes are free.
         """
-        block = Block(name, nbytes, self.name)
-        block.readers = self._take(name, nbytes)
-        return block
-
-    def release(self, block: Block) -> None:
-        """Free a block's bytes; their next writer waits for those who still use them.
-
-        Raises:
-            PolicyError: the block is not in this memory, or was released already.
-        """
-        if block.memory != self.name:
-            raise PolicyError(
-                f"block {block.name} has no bytes of {self.name} to give back: release it once, there"
-            )
-        users = tuple(block.readers)
-        if block.writer is not None:
-            users = (*users, block.writer)
-        self._used -= block.nbytes
-        self._freed.append((block.nbytes, users))
-        block.memory = ""
-
-    def reserve(self, what: str, nbytes: int, parts: Parts | None = None) -> None:
-        """Take bytes for the whole run: a cache, activations, an arena of slots."""
-        self._take(what, nbytes, parts)
+        self.require_free(what, nbytes, self.free_bytes, parts)
+        self._used += nbytes
+        self._peak = max(self._peak, self._used)
 
     def require(self, what: str, nbytes: int) -> None:
-        """Check that bytes in use at another time, such as during loading, fit in the budget; they count for the peak.
+        """Check that bytes that are in use at another time than the plan's, such as during loading, fit the budget.
+
+        They count for the peak.
 
         Raises:
             OverBudget: they are more than the budget.
@@ -120,27 +99,12 @@ class Memory(ReadOnly):
                 f"budget of {self.capacity:,}: {nbytes - free:,} bytes too few{fit}"
             )
 
-    def _take(self, what: str, nbytes: int, parts: Parts | None = None) -> list[Task]:
-        self.require_free(what, nbytes, self.free_bytes, parts)
-        self._used += nbytes
-        self._peak = max(self._peak, self._used)
-        fresh = min(nbytes, self._fresh)
-        self._fresh -= fresh
-        missing = nbytes - fresh
-        users: dict[int, Task] = {}
-        while missing > 0:
-            size, owners = self._freed.popleft()
-            users.update((task.id, task) for task in owners)
-            if size > missing:
-                self._freed.appendleft((size - missing, owners))
-            missing -= size
-        return list(users.values())
-
 
 class Slot(Block):
     """Space for one page: `page` is the page that it holds, `views` are the views that read it.
 
-    `read` is the last step that read the page; before that, the way the page came: see `PoolCounts`.
+    `read` is the number of the last step that read the page; until one did, it says how the page came: `LOADED`,
+    `FETCHED` or `SPECULATED`.
     """
 
     __slots__ = ("fixed", "index", "page", "pool", "read", "views")
@@ -304,7 +268,7 @@ class Pool(ReadOnly):
             self._held.move_to_end(slot.page.id)
 
     def _replaced(self, page: Page, engine: Engine) -> Slot:
-        """Choose the slot whose page is replaced next."""
+        """Take the page that is to be replaced next out of its slot, to make room for `page`; returns the slot."""
         if self.replacement == "none" or not self._held:
             raise OverBudget(
                 f"pool {self.name} in {self.memory.name} is full ({len(self.slots)} slots) and replaces nothing by "
@@ -315,7 +279,7 @@ class Pool(ReadOnly):
         return slot
 
     def _forget(self, slot: Slot, engine: Engine) -> None:
-        """Remove a slot's page from the page table."""
+        """Remove a slot's page from the page table, and close the views that show it."""
         if slot.views:
             for view in list(slot.views):
                 view.close(engine)
@@ -370,7 +334,11 @@ class Home(Fixed):
 
 
 def note_use(slots: Iterable[Slot], step: int, tokens: int) -> bool:
-    """Note that a task reads the pages in slots; returns whether one of their pools needs a note of every use."""
+    """Note that a task of `tokens` rows reads the pages in these slots.
+
+    Returns:
+        whether one of their pools has to be told of every use, rather than of the first one in each step.
+    """
     every_use = False
     for slot in slots:
         read, pool = slot.read, slot.pool
@@ -420,7 +388,11 @@ def held_slots(verb: str, pages: Sequence[Page], source: Pool) -> tuple[Slot, ..
 
 
 def _vacate_lost(page: Page, held: Slot, engine: Engine) -> None:
-    """Empty a slot whose page never arrived, since its transfer failed or was cancelled."""
+    """Empty the slot of a page that never arrived.
+
+    Raises:
+        PolicyError: the page is there, or on its way.
+    """
     if lost(held) is None:
         raise PolicyError(
             f"page {describe(page)} is already in {held.memory} ({held.name}): fetch it once, or evict it first"

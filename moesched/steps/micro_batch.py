@@ -124,8 +124,8 @@ class MicroBatch:
 
     Attributes:
         requests: the requests that have new tokens in its step.
-        starts: each one's tokens before the step.
-        tokens: each one's new tokens.
+        starts: for each of these requests, the number of its tokens before the step.
+        tokens: for each of these requests, the number of its new tokens.
         ends: the requests that it samples tokens for.
         generated: number of tokens that each of its sequences generated before its step; the least of them, where
             requests join and leave.
@@ -138,7 +138,8 @@ class MicroBatch:
         stage: the pipeline stage that it is at.
         works: the works of its verbs at that stage, in its kind of layer; `works_at` has those of all stages and kinds.
         bound: by a verb's number, its lane and its work at that stage, and the blocks that its task reads and writes.
-        routes: whether it has used `route`, so that a layer is more than one task after attention.
+        routes: whether it has used `route` rather than `post_attention`, so that a layer is several tasks after
+            attention.
         sized_for: the phase, the numbers of sampled and of new tokens, and `routes`, that its works are for.
         chunk: the part of the prompts that it takes through prefill; None if chunks of it do that.
         chunk_of: the micro-batch whose prompts it is a part of; None if it is no chunk.

@@ -80,7 +80,7 @@ class PipelineStage:
 
     @property
     def views(self) -> list[Views[Any]]:
-        """All views of the stage."""
+        """All views of the stage: of dense parts, of whole layers, and of experts on either processor."""
         return [self.dense, self.whole, *self.expert.values()]
 
 

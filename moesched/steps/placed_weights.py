@@ -92,7 +92,10 @@ class PlacedWeights(ReadOnly):
         return sum(pool.nbytes for pool in self._in_order)
 
     def leave_at_home(self, memory: Memory, pages: Sequence[Page], both: Collection[int]) -> None:
-        """Have the host compute with the pages that stay in no other memory, and with those whose ids are in `both`."""
+        """Have the host compute with those of `pages` that stay in no other memory, in the memory where weights live.
+
+        both: ids of pages that the host computes with as well, although they stay in another memory.
+        """
         elsewhere = {page.id for resident in self._resident for page in resident.pages()} - set(both)
         self._home = Home(memory, (page for page in pages if page.id not in elsewhere))
 

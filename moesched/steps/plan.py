@@ -13,7 +13,7 @@ from dataclasses import replace
 from moesched.errors import BadInput, PolicyError
 from moesched.models.layout import Page
 from moesched.steps.claims import claim_of_slots
-from moesched.steps.declarations import require_slots
+from moesched.steps.declarations import require_slots, require_whole
 from moesched.steps.eviction_rule import Eviction
 from moesched.steps.memory import Fixed, Memory, Pool, Replacement
 from moesched.steps.model_pages import describe, require_list, require_pages
@@ -57,14 +57,15 @@ class Plan(PlanFacts):
     """
 
     def limit_in_flight(self, micro_batches: int) -> None:
-        """Promise that in prefill no more micro-batches are within a layer at once; otherwise all of them may be.
+        """Promise that in prefill at most `micro_batches` are within a layer at once; by default all of them may be.
 
         A micro-batch is within a layer from its `pre_attention` to the last of `post_attention` or `combine` and
         `offload_kv`. The fewer, the less memory their activations need.
 
         Raises:
-            PolicyError: another limit was declared.
+            PolicyError: it is no whole number, or another limit was declared.
         """
+        require_whole("limit_in_flight", micro_batches)
         every, before = len(self.chunks), self.declared.in_flight
         limit = min(every, max(1, micro_batches))
         if before not in (every, limit):
@@ -109,8 +110,9 @@ class Plan(PlanFacts):
             used where the accelerator holds the whole cache.
 
         Raises:
-            PolicyError: another number was declared.
+            PolicyError: it is no whole number, or below 0; or another number was declared.
         """
+        require_whole("reserve_kv_buffers", slots, least=0)
         before = self.declared.kv_buffers
         if before not in (0, slots):
             raise PolicyError(
@@ -281,7 +283,7 @@ def stage_of(stages: Sequence[range], layer: int) -> int:
 def _placed(
     roles: tuple[Role | None, ...], role: Role, number: int, layers: Collection[int] | None
 ) -> tuple[Role | None, ...]:
-    """The memories of a micro-batch's KV cache by layer, after `role` took these layers; None for all layers."""
+    """Give a micro-batch's KV cache of `layers`, or of all, to the memory `role`; returns its memories by layer."""
     placed = []
     for layer, before in enumerate(roles):
         here = layers is None or layer in layers

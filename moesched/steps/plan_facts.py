@@ -22,7 +22,7 @@ from moesched.steps.roles import Role, role_named
 from moesched.system.cells import html_of
 
 VERBS_OF_A_LAYER = 20
-"""Tasks of a layer beside its experts, and more."""
+"""Upper bound of the tasks of a layer beside its experts."""
 
 
 class PlanFacts(Declarations):
@@ -115,7 +115,7 @@ class PlanFacts(Declarations):
         a place.
 
         Args:
-            role: of the memory.
+            role: the role of the memory that is asked about.
             stage: number of the pipeline stage whose accelerator's memory is meant.
             given: declarations to assume instead of those so far, such as `replace(plan.declared, in_flight=1)`.
                 Pools and resident pages are always those declared so far.

@@ -19,7 +19,7 @@ class Counted(NamedTuple):
         hits: uses that found the page in the pool, or on its way there by a speculative fetch.
         misses: uses that had to fetch the page: the first one after a fetch that is not speculative.
         wasted: fetched pages that left the pool before anything read them.
-        cancelled: those wasted pages whose transfer was cancelled, and moved no bytes.
+        cancelled: wasted pages whose transfer was cancelled before it moved any bytes.
     """
 
     fetched: int

@@ -24,7 +24,7 @@ class Compared(NamedTuple):
     found: int = 0
 
     def plus(self, forecast: Mapping[int, float], chosen: Mapping[int, int]) -> Compared:
-        """The counts with one more forecast."""
+        """The counts after one more forecast was compared with the experts that were then chosen."""
         found = len(chosen.keys() & forecast.keys())
         return Compared(self.forecasts + 1, self.chosen + len(chosen), self.found + found)
 
@@ -73,7 +73,7 @@ class PreviewAccuracy:
         self.waiting.setdefault((layer, micro_batch), []).append(forecast)
 
     def pair(self, route: Task) -> None:
-        """Pair a layer's routing with the forecasts of it, to be compared at the end of the step."""
+        """Pair a layer's `route` with the earlier forecasts of its choices, to compare them at the end of the step."""
         forecasts = self.waiting.pop((route.layer, route.micro_batch), ())
         self._pairs += [(forecast, route) for forecast in forecasts]
 

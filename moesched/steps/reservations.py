@@ -58,7 +58,7 @@ class NodeShare:
         return self.index == 0 or not self.centralised
 
     def pages(self, layout: WeightLayout) -> tuple[Page, ...]:
-        """The pages that this node uses: without a placement, all of them."""
+        """The pages that this node uses: those of its experts and of the dense part; all without a placement."""
         if not self.placement:
             return layout.pages
         held = self.placement[self.index]
@@ -123,7 +123,7 @@ class KVPlan(NamedTuple):
 
     @property
     def on_gpu(self) -> float:
-        """The share of the KV cache that the accelerator holds, by micro-batches and layers: r_c of MoE-Lightning."""
+        """Share of the KV cache that the accelerator holds, in layers of micro-batches: r_c of MoE-Lightning."""
         held = sum(holders.count("accelerator") for holders in self.roles)
         return held / (len(self.roles) * len(self.roles[0]))
 
@@ -251,7 +251,7 @@ class Reservations(ReadOnly):
                 yield Reservation(memory, "sums exchanged between nodes", sizes.exchanged(count))
 
     def _kv_cache(self, declared: Declared) -> Iterator[Reservation]:
-        """Reservations for KV caches, and for a layer of chunked prompts on accelerators without their cache."""
+        """Reservations for KV caches, and for a layer of cut prompts on accelerators if the host has their cache."""
         for role in KV_ROLES:
             groups = held_alike(declared.kv_roles, role)
             chosen = [number for numbers in groups.values() for number in numbers]
@@ -333,7 +333,7 @@ class Reservations(ReadOnly):
 
 
 def held_alike(kv_roles: Sequence[Sequence[Role | None]], role: Role) -> dict[tuple[int, ...], list[int]]:
-    """The micro-batches of which a memory holds the KV cache, grouped by the layers of which it does."""
+    """Group the micro-batches whose KV cache a memory holds, all or some of its layers, by the layers that it holds."""
     of_roles: dict[Sequence[Role | None], list[int]] = {}
     for number, roles in enumerate(kv_roles):
         of_roles.setdefault(roles, []).append(number)

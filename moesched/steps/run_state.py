@@ -85,7 +85,7 @@ class RunState:
         return self.plan.declared.in_flight < len(self.prefill_batches)
 
     def numbered(self, number: int) -> MicroBatch:
-        """The micro-batch with a task's number: one of decode steps, or after those one of prefill."""
+        """The micro-batch that a task names by `number`: those of decode come first, then those of prefill."""
         count = len(self.micro_batches)
         return self.micro_batches[number] if number < count else self.prefill_batches[number - count]
 
@@ -93,7 +93,7 @@ class RunState:
         """Have the present micro-batches begin a step at the first stage.
 
         Returns:
-            them by number; if all are chunks, numbers count from 0.
+            the micro-batches by number; if all are chunks, they are numbered from 0.
         """
         start = START if self.plan.nodes.attends else INPUT  # only a node that attends has `embed`
         for batch in self.present:

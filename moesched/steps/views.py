@@ -24,7 +24,7 @@ class View(Generic[K]):
     given another page; that write waits for every kernel that read through the view.
 
     bound: for the device: the weights as its kernels read them.
-    noted: the last step whose use was noted, unless every use has to be.
+    noted: the last step in which a use was noted; `LOADED` for good where a pool has to be told of every use.
     """
 
     __slots__ = ("block", "bound", "key", "moving", "noted", "owner", "pages", "reads", "slots")

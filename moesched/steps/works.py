@@ -58,7 +58,10 @@ class Works:
         *,
         joins: bool = False,
     ) -> Work:
-        """The work of one kind of operation on `tokens` rows, in one kind of layer."""
+        """The work of one kind of operation on `tokens` rows, in one kind of layer.
+
+        joins: whether the launch of an earlier task starts the operation, so that it costs no launch of its own.
+        """
         key = kind, resource, tokens, layer_kind, joins
         work = self._works.get(key)
         if work is None:
@@ -83,7 +86,7 @@ class Works:
         return known
 
     def price(self, work: Work) -> int:
-        """The expected nanoseconds of a work, by the virtual clock's cost model or the machine's."""
+        """The expected nanoseconds of a work: as the virtual clock has priced it, or by the machine's cost model."""
         if work.nanoseconds >= 0:
             return work.nanoseconds
         return round(self._cost.work(work).seconds * 1e9)

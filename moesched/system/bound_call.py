@@ -32,12 +32,12 @@ _make = _compiled()
 
 
 def bound_call(function: Any, first: int, second: ctypes.Structure) -> Callable[[], int]:
-    """The call `function(first, &second)`, which gives an int; other Python threads run meanwhile, as with ctypes.
+    """Return a function that calls `function(first, &second)` and returns its int; other Python threads run meanwhile.
 
     Args:
-        function: of ctypes, with `argtypes` of two pointers; one of a `PyDLL` keeps other threads from running.
+        function: a ctypes function whose `argtypes` are two pointers; one of a `PyDLL` lets no other thread run.
         first: an address, which must stay valid as long as calls are made.
-        second: its fields may change between calls.
+        second: a structure, whose fields may change between calls.
     """
     if _make is None:
         return partial(function, first, ctypes.byref(second))

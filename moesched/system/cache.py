@@ -10,7 +10,7 @@ from moesched.errors import BadInput
 
 
 def cache_folder() -> Path:
-    """`$MOESCHED_CACHE`, or a folder in the user's cache. It may not exist yet.
+    """Return the folder `$MOESCHED_CACHE`, or by default one in the user's cache. It may not exist yet.
 
     Raises:
         BadInput: no folder can have that name.

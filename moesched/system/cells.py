@@ -21,7 +21,7 @@ DRAWINGS = "moesched.report.cell_drawings"
 
 
 def html_of(value: object) -> str:
-    """The HTML that a notebook shows for a value, drawn by a module of a higher layer."""
+    """Return the HTML that a notebook shows for a value, drawn by a module of a higher layer."""
     drawn: str = import_module(DRAWINGS).drawn(value)
     return drawn
 
@@ -33,7 +33,7 @@ def in_a_notebook() -> bool:
 
 
 def counted_in_cell(what: str) -> Callable[[float, float], object] | None:
-    """Progress callback (done, total) that shows some work in the cell of a notebook; None elsewhere."""
+    """Return a progress callback (done, total) that shows some work in the cell of a notebook; None elsewhere."""
     if not in_a_notebook():
         return None
     line = CellLine(PATIENCE_SECONDS)
@@ -41,7 +41,7 @@ def counted_in_cell(what: str) -> Callable[[float, float], object] | None:
 
 
 def named_in_cell() -> Callable[[str], object] | None:
-    """Progress callback that shows the name of a stage in the cell of a notebook; None elsewhere."""
+    """Return a progress callback that shows the name of a stage in the cell of a notebook; None elsewhere."""
     return CellLine(PATIENCE_SECONDS).show if in_a_notebook() else None
 
 

@@ -9,7 +9,7 @@ ROOT = Path("/")
 
 
 def groups_of(controller: str, root: Path = ROOT) -> Iterator[Path]:
-    """The folders of this process's group for a controller, such as "cpu", and of each group around it.
+    """Yield the folders of this process's group for a controller, such as "cpu", and of each group around it.
 
     Version 1 has a tree of groups for each controller, version 2 one for all. In a container the tree may begin at the
     process's own group, whose path outside does not exist here.

@@ -19,14 +19,14 @@ MOST_COPYING = 16
 
 
 def affinity() -> list[int]:
-    """The numbers of the cores that this process may run on."""
+    """Return the numbers of the cores that this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))
 
 
 def usable_cores() -> int:
-    """The number of cores that this process may use at once, within its affinity and its CPU quota."""
+    """Return the number of cores that this process may use at once, within its affinity and its CPU quota."""
     return min(len(affinity()), cpu_quota())
 
 
@@ -77,7 +77,7 @@ def require_threads(threads: int) -> None:
 
 @cache
 def cpu_quota(root: Path = ROOT) -> int:
-    """The cores whose time the control groups of this process allow, rounded up; many where there is no limit."""
+    """Return the cores whose time the control groups of this process allow, rounded up; 2**31 without a limit."""
     return min((cores for group in groups_of("cpu", root) for cores in _limit(group)), default=2**31)
 
 

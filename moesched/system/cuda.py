@@ -1,4 +1,4 @@
-"""CUDA as torch and the driver tell it, and the reasons for which torch cannot use it. Sizes are in bytes."""
+"""Facts about CUDA from torch and the driver, and the reasons why torch cannot use it. Sizes are in bytes."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Trouble(NamedTuple):
 
 
 def trouble_of_driver(cuda: CudaFacts) -> Trouble | None:
-    """The reason why torch sees no GPU; None where it sees one, and the driver fits."""
+    """Return the reason why torch sees no GPU; None where it sees one, and the driver fits."""
     if not cuda.driver:
         return Trouble(
             "there is no NVIDIA driver", "install the driver (in a container: start it with --gpus all)"
@@ -86,7 +86,7 @@ def trouble_of_driver(cuda: CudaFacts) -> Trouble | None:
 
 
 def trouble_of_gpu(gpu: GpuFacts, cuda: CudaFacts) -> Trouble | None:
-    """The reason why torch cannot use a GPU that it sees; None where it can."""
+    """Return the reason why torch cannot use a GPU that it sees; None where it can."""
     major, minor = gpu.capability
     if has_kernels(gpu.capability, cuda.kernels_for):
         return None
@@ -116,6 +116,6 @@ def has_kernels(capability: tuple[int, int], kernels_for: list[str]) -> bool:
 
 
 def major_version(version: str) -> int:
-    """The first number of a version; 0 without one."""
+    """Return the first number of a version; 0 if it begins with none."""
     found = re.match(r"\d+", version)
     return int(found[0]) if found else 0

@@ -79,7 +79,7 @@ def decode_toml(text: bytes, where: str) -> dict[str, Any]:
 
 
 def _given_twice(text: bytes, error: str) -> str:
-    """The line and the key that a TOML file gives twice, in words, if the parser's `error` is that; empty otherwise."""
+    """Describe the line and the key that a TOML file gives twice; empty if the parser's `error` is another one."""
     twice = _TWICE.match(error)
     if twice is None:
         return ""
@@ -102,7 +102,7 @@ def convert_value(raw: Any, kind: type[T], where: str, remedy: str) -> T:
 
 
 def reason(error: BaseException) -> str:
-    """The fault that a decoder found, in few words."""
+    """Describe the fault that a decoder found, in few words."""
     if isinstance(error, RecursionError):
         return "it is nested too deep"
     if "integer string conversion" in str(error):

@@ -15,7 +15,7 @@ NAME = re.compile(r"(\w+) as (\w+)")
 
 @cache
 def homes_of(package: str) -> dict[str, tuple[str, str]]:
-    """For each public name of a package, the module that defines it, and its name there."""
+    """Return, for each public name of a package, the module that defines it, and its name there."""
     stub = Path(str(sys.modules[package].__file__)).with_suffix(".pyi").read_text(encoding="utf-8")
     return {
         name: (module, original)
@@ -25,7 +25,7 @@ def homes_of(package: str) -> dict[str, tuple[str, str]]:
 
 
 def load(package: str, name: str) -> Any:
-    """The value of a name of a package, `__all__` included.
+    """Import the value of a package's public name, or list all such names for `__all__`.
 
     Raises:
         AttributeError: the package has no such name.

@@ -36,7 +36,8 @@ def show_lines(least: int, configure: Callable[[], object]) -> None:
 class Log:
     """The log of one module.
 
-    name: name of the module.
+    Args:
+        name: name of the module.
     """
 
     def __init__(self, name: str) -> None:

@@ -1,4 +1,4 @@
-"""Facts that macOS gives by programs, where Linux has files: the processor's name, and the memory that is free."""
+"""Facts that macOS tells by programs, where Linux has files: the processor's name, and the memory that is free."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FREE_PAGES = ("free", "speculative", "inactive")
 
 
 def output_of(command: Sequence[str]) -> str:
-    """The standard output of a program; empty if the program is missing or fails."""
+    """Run a program and return its standard output; empty if the program is missing or fails."""
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout
     except (OSError, subprocess.SubprocessError):
@@ -24,12 +24,12 @@ def output_of(command: Sequence[str]) -> str:
 
 
 def chip(ask: Ask = output_of) -> str:
-    """The processor's name, such as "Apple M2 Ultra"; empty where it is not known."""
+    """Return the processor's name, such as "Apple M2 Ultra"; empty where it is not known."""
     return ask(["sysctl", "-n", "machdep.cpu.brand_string"]).strip()
 
 
 def free_memory(ask: Ask = output_of) -> int | None:
-    """Bytes of memory that are free or can be freed; None where they are not known."""
+    """Return the bytes of memory that are free or can be freed; None where they are not known."""
     said = ask(["vm_stat"])
     size = re.search(r"page size of (\d+) bytes", said)
     counts = [re.search(rf"^Pages {kind}:\s+(\d+)\.", said, re.MULTILINE) for kind in FREE_PAGES]
@@ -39,5 +39,5 @@ def free_memory(ask: Ask = output_of) -> int | None:
 
 
 def raise_wired_limit(nbytes: int) -> str:
-    """The shell command that lets a Mac's GPU wire `nbytes` bytes, until the Mac restarts."""
+    """Return the shell command that lets a Mac's GPU wire `nbytes` bytes, until the Mac restarts."""
     return f"sudo sysctl iogpu.wired_limit_mb={-(-nbytes // MEBIBYTE)}"

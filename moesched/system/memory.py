@@ -31,24 +31,24 @@ class GroupMemory(NamedTuple):
 
 
 def total_memory(root: Path = ROOT) -> int:
-    """Bytes of memory that processes here can have: those of the machine, or the smallest limit of a control group."""
+    """Return the bytes of memory that processes here can have: the machine's, or a control group's smaller limit."""
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min([_meminfo("MemTotal", root) or physical, *(group.limit for group in control_groups(root))])
 
 
 def available_memory(root: Path = ROOT, ask: Ask = output_of) -> int:
-    """Bytes of memory that are free or can be freed, on the machine and in each control group."""
+    """Return the bytes of memory that are free or can be freed, on the machine and in each control group."""
     free = _meminfo("MemAvailable", root) or free_memory(ask) or total_memory(root)
     return min([free, *(max(0, group.limit - group.used) for group in control_groups(root))])
 
 
 def resident_bytes() -> int:
-    """Resident bytes of this process; on macOS, which only tells the peak, that."""
+    """Return the resident bytes of this process; on macOS, which tells no others, the most that it ever had."""
     return _kilobytes(Path("/proc/self/status"), "VmRSS") or peak_resident_bytes()
 
 
 def peak_resident_bytes() -> int:
-    """The most resident bytes that this process ever had."""
+    """Return the most resident bytes that this process ever had."""
     peak = _kilobytes(Path("/proc/self/status"), "VmHWM")
     if peak is not None:
         return peak
@@ -71,7 +71,7 @@ def require_address_space() -> None:
 
 
 def control_groups(root: Path = ROOT) -> Iterator[GroupMemory]:
-    """The memory of this process's control group, and of each group around it, that have a limit."""
+    """Yield the memory of this process's control group, and of each group around it, where it has a limit."""
     for group in groups_of("memory", root):
         for limit, usage, freeable in COUNTS:
             most = _number(group / limit)
@@ -85,7 +85,7 @@ def control_groups(root: Path = ROOT) -> Iterator[GroupMemory]:
 
 
 def _number(file: Path) -> int | None:
-    """The number in a file; None where there is none, as in "max"."""
+    """Return the number in a file; None where there is none, as in "max"."""
     text = "".join(lines_of(file)).strip()
     return int(text) if text.isdigit() else None
 
@@ -95,7 +95,7 @@ def _meminfo(name: str, root: Path) -> int | None:
 
 
 def _kilobytes(file: Path, name: str) -> int | None:
-    """Bytes from the line "name: N kB" of a file in /proc; None where there is none."""
+    """Return the bytes that the line "name: N kB" of a file in /proc says; None without that line."""
     for line in lines_of(file):
         key, _, value = line.partition(":")
         if key == name:

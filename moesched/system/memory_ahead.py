@@ -1,4 +1,4 @@
-"""Memory that is taken from the system before it is needed, while the program imports libraries.
+"""Memory that is allocated before it is needed, while the program imports libraries.
 
 The system clears memory before it gives it: 1.6 GB in huge pages take 0.2 s, and 2 s on a virtual machine whose host
 has to find them first. An import keeps one core busy.
@@ -101,7 +101,7 @@ class UsesMemoryAhead(Protocol):
 
 
 def new_memory(nbytes: int) -> mmap.mmap:
-    """Private memory, which the system allocates when it is first written to, in huge pages where there are any."""
+    """Map private memory, which the system allocates when it is first written to, in huge pages where there are any."""
     memory = mmap.mmap(-1, max(1, nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if sys.platform == "linux":
         memory.madvise(mmap.MADV_HUGEPAGE)

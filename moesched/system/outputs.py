@@ -36,7 +36,7 @@ def is_html(path: Path | str | None) -> bool:
 
 
 def numbered(path: Path | str, number: int) -> Path:
-    """The output file of a batch, counted from 0: the given name for the first, a numbered one for later batches."""
+    """Return the output file of a batch, counted from 0: `path` for the first, a numbered name for later ones."""
     path = Path(path)
     if number == 0:
         return path
@@ -86,7 +86,7 @@ def _refusal(output: Output, path: Path, why: str) -> BadInput:
 
 
 def _files(output: Output) -> Iterator[Path]:
-    """The output's path, and those of its numbered files that exist."""
+    """Yield the output's path, and the paths of its numbered files that exist."""
     assert output.path is not None
     path = Path(output.path)
     yield path
@@ -105,7 +105,7 @@ def _is_numbered(output: Output, *, of: Output) -> bool:
 
 
 def _number_pattern(path: Path) -> re.Pattern[str]:
-    """A pattern for the names of the numbered files beside a path."""
+    """Return a pattern for the names of the numbered files beside a path."""
     before, after = (re.escape(part) for part in numbered(path, 1).name.split(".batch2", 1))
     return re.compile(rf"{before}\.batch\d+{after}")
 
@@ -143,12 +143,12 @@ def _is_loop(path: Path) -> bool:
 
 
 def _real(path: Path) -> Path:
-    """The path with links resolved; unlike `Path.resolve` it accepts links that lead to themselves."""
+    """Return the path with links resolved; unlike `Path.resolve` this accepts links that lead to themselves."""
     return Path(os.path.realpath(path))
 
 
 def _entries(folder: Path) -> list[Path]:
-    """The paths in a folder; none if it cannot be listed."""
+    """Return the paths in a folder; none if it cannot be listed."""
     try:
         return list(folder.iterdir())
     except OSError:

@@ -1,4 +1,4 @@
-"""Coroutines of ours run to their end, also where an event loop of the caller runs, as in a notebook.
+"""Running of coroutines from synchronous functions, also where the caller's event loop runs, as in a notebook.
 
 A thread has one event loop at a time. A coroutine that is called from inside of one runs on a loop and a thread of its
 own; the calling thread waits, and passes Ctrl-C on.

@@ -14,12 +14,12 @@ _ACTIVE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202
 
 
 def plain_text(text: str) -> str:
-    r"""The text with control characters as Python writes them, such as \x1b for the escape character."""
+    r"""Return the text with control characters as Python writes them, such as \x1b for the escape character."""
     return _ACTIVE.sub(_escaped, text)
 
 
 def shown(value: object) -> str:
-    """A value as Python writes it, shortened in the middle if it is long or nested deep."""
+    """Return a value as Python writes it, shortened in the middle if it is long or nested deep."""
     return _SHORT.repr(value)
 
 

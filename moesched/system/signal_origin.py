@@ -1,4 +1,4 @@
-"""Exceptions that signals raise, told apart from those that the interrupted code raises itself."""
+"""Test whether a signal's handler raised an exception, or the interrupted code itself."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def came_from_a_signal(error: BaseException) -> bool:
 
 
 def _code(handler: object) -> CodeType | None:
-    """The code of a signal's handler; None for handlers that are not written in Python."""
+    """Return the code of a signal's handler; None for handlers that are not written in Python."""
     if isinstance(handler, partial):
         return _code(handler.func)
     if isinstance(handler, MethodType):

@@ -1,4 +1,4 @@
-"""Ends a program in order when a signal asks it to: SIGINT (Ctrl-C), SIGTERM, or SIGHUP (its terminal was closed).
+"""Orderly end of a program at a signal: SIGINT (Ctrl-C), SIGTERM, or SIGHUP (its terminal was closed).
 
 The first signal raises `Stopped`, which passes through every `finally` on its way to the program's end. Where a part of
 the program has a way of its own to stop, `stopped_by` names it; `signals_held` delays the signal while files are
@@ -120,12 +120,12 @@ def ends_in_order() -> Iterator[None]:
 
 
 def first_signal() -> int | None:
-    """The number of the signal that asked this program to end; None where there was none."""
+    """Return the number of the signal that asked this program to end; None where there was none."""
     return _signals.first
 
 
 def exit_code_of_signal() -> int:
-    """The exit code for the signal that ended this program, as shells have it: 128 plus its number."""
+    """Return the exit code for the signal that ended this program, as shells have it: 128 plus its number."""
     return 128 + (_signals.first or signal.SIGINT)
 
 

@@ -1,4 +1,4 @@
-"""Lines of code outside the framework, such as a policy's: who calls, and where an error was raised."""
+"""Search for lines of code outside the framework, such as a policy's, that call it or raise an error."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _PACKAGE = Path(__file__).parent.parent
 
 
 def calling_line() -> str:
-    """The innermost calling line outside the framework and libraries, as file:line; empty if there is none."""
+    """Return the innermost calling line outside the framework and libraries, as file:line; empty if there is none."""
     frame: FrameType | None = _getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
@@ -24,7 +24,7 @@ def calling_line() -> str:
 
 
 def raising_line(error: BaseException) -> str:
-    """The innermost line of an error's traceback outside the framework and libraries; empty if there is none."""
+    """Return the innermost line of an error's traceback outside the framework and libraries; empty without one."""
     line = ""
     for frame, number in walk_tb(error.__traceback__):
         file = frame.f_code.co_filename

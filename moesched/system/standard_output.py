@@ -50,7 +50,7 @@ def reserve_stdout() -> Callable[[], None]:
 
 
 def command_output() -> TextIO:
-    """The stream of the command's results: standard output."""
+    """Return the stream of the command's results: standard output."""
     return _reserved[-1] if _reserved else sys.stdout
 
 
@@ -66,7 +66,7 @@ def is_stdout(path: Path) -> bool:
 
 
 def _descriptor(path: Path) -> int | None:
-    """The number of this process's descriptor that a path leads to, such as 1 for /dev/stdout; None if it is none."""
+    """Return the number of this process's descriptor that a path leads to, such as 1 for /dev/stdout; None for none."""
     for _ in range(MOST_LINKS):
         folder = os.path.realpath(path.parent)
         if path.name.isdecimal() and _FOLDER_OF_DESCRIPTORS.fullmatch(

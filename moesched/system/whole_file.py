@@ -30,7 +30,7 @@ _REMEDIES = {
 
 
 def path_refusal(error: OSError) -> str | None:
-    """A line with the path of an error, its fault and the remedy; None if the error is not about a path."""
+    """Return a line with an error's path, fault and remedy; None if the error is not about a path."""
     remedy = _REMEDIES.get(error.errno or 0)
     if remedy is None or error.filename is None:
         return None

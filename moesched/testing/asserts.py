@@ -1,4 +1,4 @@
-"""The checks that are assert statements: they need a Python that carries them out."""
+"""The condition of checks that are assert statements: a Python that carries them out."""
 
 from __future__ import annotations
 

@@ -20,13 +20,13 @@ PAGES = [
 ]
 
 Layer = Mapping[int, int]
-"""The tokens of each expert that a layer's router chose."""
+"""Number of tokens by expert, of the experts that a layer's router chose."""
 Choices = Callable[[Random], Iterator[list[Layer]]]
-"""Makes the layers of each step."""
+"""Function that yields, for each step, the choices of its layers, drawn from random numbers."""
 
 
 def popular(random: Random) -> Iterator[list[Layer]]:
-    """Steps in which each layer chooses some experts more often than others."""
+    """Yield steps in which each layer chooses some experts more often than others."""
     ranks = [random.sample(range(EXPERTS), EXPERTS) for _ in range(LAYERS)]
     for _ in range(STEPS):
         yield [
@@ -35,7 +35,7 @@ def popular(random: Random) -> Iterator[list[Layer]]:
 
 
 def recurring(random: Random) -> Iterator[list[Layer]]:
-    """Steps in which a layer often chooses the experts of the step before."""
+    """Yield steps in which a layer often chooses the experts of the step before."""
     before: list[set[int]] = [set() for _ in range(LAYERS)]
     for _ in range(STEPS):
         stay = [{expert for expert in each if random.random() < 0.8} for each in before]
@@ -57,7 +57,7 @@ class _Randomly:
 
 
 def hit_rate(make: Callable[[], Eviction], choices: Choices, *, ahead: bool) -> float:
-    """The share of uses that find their page in the cache; each sequence of choices gets a new rule.
+    """Return the share of uses that find their page in the cache; each sequence of choices gets a new rule.
 
     Args:
         make: creates the rule.
@@ -77,12 +77,12 @@ def hit_rate(make: Callable[[], Eviction], choices: Choices, *, ahead: bool) -> 
 
 @cache
 def random_hit_rate(choices: Choices, *, ahead: bool) -> float:
-    """The hit rate of a rule that evicts random pages."""
+    """Return the hit rate of a rule that evicts random pages."""
     return hit_rate(_Randomly, choices, ahead=ahead)
 
 
 class _Cache:
-    """A cache of experts of one page each; of a layer's experts, those in it run before those that are fetched."""
+    """A cache of experts of one page each; a layer's experts that are in the cache run before its others."""
 
     def __init__(self, rule: Eviction) -> None:
         self._rule = rule
@@ -107,7 +107,7 @@ class _Cache:
             self._rule.used(page, step, layer[expert])
 
     def fetch(self, step: int, number: int, experts: Iterable[int]) -> None:
-        """Fetch those experts that are not in the cache."""
+        """Fetch the experts that are not in the cache."""
         for page in (PAGES[number][expert] for expert in experts):
             if page.id in self._held:
                 continue

@@ -122,7 +122,7 @@ def _check_bad_prompts(device: Device, machine: Machine) -> None:
 def _tokens(
     device: Device, machine: Machine, name: str | None, sampling: Sampling = LIKELIEST
 ) -> list[list[int]]:
-    """The tokens of a policy, or of `_Scoring` without a name; checks that a second batch gives the same."""
+    """Run a policy, `_Scoring` if `name` is None, on two equal batches; check both, and return their tokens."""
     unknown = set(device.kinds.values()) - set(get_args(LaneKind))
     assert not unknown, f"lanes are of unknown kinds: {unknown}"
     batch = split_batch([len(prompt) for prompt in PROMPTS], NEW_TOKENS, 2)

@@ -53,7 +53,7 @@ def _require_hits(
 
 
 def _choices(rule: Eviction, seed: int) -> list[int]:
-    """The ids of the pages that a rule names in one random sequence."""
+    """Return the ids of the pages that a rule names in one random sequence."""
     random = Random(seed)
     pages = [
         Page(number, number // (EXPERTS + 1), number % (EXPERTS + 1) - 1, 0, (), 10)

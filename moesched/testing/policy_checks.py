@@ -69,20 +69,20 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     ends_early: bool = False
 
     def layout(self) -> WeightLayout:
-        """The weights of a small model, cut into pages."""
+        """Cut the weights of the case's model into pages."""
         whole = weight_layout(self.config())
         expert = sum(page.nbytes for page in whole.expert(0, 0))
         return weight_layout(whole.config, page_bytes=max(1024, expert // self.pages_per_expert))
 
     @property
     def capacity(self) -> Capacity:
-        """As many places as the batch has micro-batches, for requests that join and leave."""
+        """The capacity for requests that join and leave, with as many places as the batch has micro-batches."""
         places = -(-len(self.prompts) // self.micro_batch_size)
         size = self.micro_batch_size
         return Capacity(places, size, 2 * KV_BLOCK_TOKENS * size, max(self.prompts), 2 * KV_BLOCK_TOKENS)
 
     def plan(self, policy: Policy, node: int = 0, batch: Batch | None = None) -> Plan:
-        """The policy's plan for one of the nodes; of the case's batch, by default.
+        """Plan the case's batch, or another one, by a policy for one of the nodes.
 
         Raises:
             BadInput: the policy's plan does not fit.
@@ -99,7 +99,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
         return plan_run(self.machine, layout, batch, policy, budgets, nodes=self.nodes, node=node)
 
     def config(self) -> ModelConfig:
-        """The shape of the model."""
+        """Make the shape of the case's model."""
         return SHAPES["mixtral-0.8b"].varied(
             self.layers,
             name=self.name,
@@ -117,7 +117,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def policy_cases() -> list[Case]:
-    """Cases for every policy: each varies something that schedules may depend on."""
+    """Return cases for every policy; each varies something that schedules may depend on."""
     gpu = load_machine("t4")
     unified = unified_machine(
         "unified",
@@ -169,7 +169,7 @@ def policy_cases() -> list[Case]:
 
 
 def node_cases() -> list[Case]:
-    """Cases for a policy that shares experts among nodes."""
+    """Return cases for a policy that shares experts among nodes."""
     roomy = {case.name: case for case in policy_cases()}
     gpu, unified = roomy["roomy GPU"].machine, roomy["roomy unified memory"].machine
     network = load_network("10gbe")
@@ -243,7 +243,7 @@ def run_on_symbols(
 
 
 def _until(stop_tokens: Collection[int], tokens: Sequence[int]) -> list[int]:
-    """The tokens up to the first stop token, which is kept."""
+    """Return the tokens up to the first stop token, which is kept."""
     end = next((place for place, token in enumerate(tokens, 1) if token in stop_tokens), len(tokens))
     return list(tokens[:end])
 
@@ -305,7 +305,7 @@ def _check_served(policies: Sequence[Policy], case: Case) -> None:
 
 
 def _plans(case: Case, policies: Sequence[Policy]) -> list[Plan]:
-    """The plans of all nodes."""
+    """Plan a case on all of its nodes."""
     return [case.plan(policy, node) for node, policy in enumerate(policies)]
 
 

@@ -55,7 +55,7 @@ class RandomRows(LayerByLayer):
     def _tasks(
         self, routed: Routed, expert: int, users: Sequence[int]
     ) -> Iterator[tuple[list[int], range | None]]:
-        """Random tasks that together run every row of an expert once, as pairs of micro-batches and rows."""
+        """Yield random tasks that together run every row of an expert once, as pairs of micro-batches and rows."""
         choose = self.random
         left = choose.sample(users, len(users))
         while left:

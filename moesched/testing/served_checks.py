@@ -25,7 +25,7 @@ APART = 2_000_000
 
 
 def random_requests(seed: int, longest_prompt: int, most_new: int, count: int = REQUESTS) -> list[Request]:
-    """Requests that arrive at random times, with random lengths; reproducible from the seed.
+    """Make requests that arrive at random times, with random lengths; reproducible from the seed.
 
     Every other one asks for the log probabilities of its prompt.
     """
@@ -48,7 +48,11 @@ def random_requests(seed: int, longest_prompt: int, most_new: int, count: int = 
 
 
 def random_departures(seed: int, requests: Sequence[Request]) -> list[tuple[int, int]]:
-    """A number and a time for some of the requests that nobody waits for any more; reproducible from the seed."""
+    """Draw some requests, and a time for each from which nobody waits for it; reproducible from the seed.
+
+    Returns:
+        Pairs of a request's number and the time in nanoseconds.
+    """
     draw = random.Random(seed)
     return [
         (each.number, each.arrives + draw.randint(0, 3 * APART)) for each in requests if draw.random() < 0.25
@@ -68,7 +72,7 @@ def check_served(
     Args:
         plan: the policy's plan of the capacity's fullest batch.
         peers: plans and policies of the other nodes, if several share the model.
-        seed: of the requests that leave before they have all of their tokens.
+        seed: seed of the choice of requests that leave before they have all of their tokens.
 
     Raises:
         AssertionError: a request got other tokens than its rows give, or not all of them, a node had other rows than

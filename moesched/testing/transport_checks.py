@@ -50,7 +50,7 @@ def check_transport(make: Callable[[int], Sequence[Transport]]) -> None:
 
 
 def _check_all_reduce(transports: Sequence[Transport]) -> None:
-    """Check that sums are added in the order of ranks, by values that any other order would give other bits."""
+    """Check that sums are added in the order of ranks, with values whose sum has other bits in any other order."""
     random = np.random.default_rng(0)
     for ticket, rows in enumerate((1, 3, 400, 1)):
         scale = 10.0 ** random.integers(-6, 6, size=(len(transports), rows, 96))

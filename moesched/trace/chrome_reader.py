@@ -74,7 +74,7 @@ class SliceArgs(
     kw_only=True,
     rename={"dispatch": "dispatch_ns", "launching": "launching_ns", "submit_delay": "submit_delay_ns"},
 ):
-    """All args of a slice: of its task without label and verb, the tasks that it depends on, then those of `Slice`."""
+    """The args of a slice: fields of its `TaskInfo` but label and verb, the tasks it depends on, fields of `Slice`."""
 
     task: int
     step: int = -1

@@ -22,7 +22,7 @@ class Hop(NamedTuple):
 
 
 def critical_path(recording: Recording, waits: Sequence[Wait] | None = None) -> list[Hop]:
-    """The chain of tasks that each waited for the one before, up to the task that ended last; in order of time.
+    """Return the chain of tasks, each of which waited for the one before, up to the task that ended last.
 
     Args:
         waits: the waits of the recording (`waits_of`), if they are known.
@@ -40,10 +40,10 @@ def critical_path(recording: Recording, waits: Sequence[Wait] | None = None) -> 
 
 
 def least_nanoseconds(recording: Recording, start: int, end: int) -> int:
-    """The time that the work between two times would take in the best order: the same tasks on the same lanes.
+    """Return the least nanoseconds that the tasks between two times need on the same lanes, in any order.
 
-    That is the busy time of the busiest lane, or the longest chain of tasks of which each waits for the one before,
-    whichever is longer. Tasks count with the part of them that lies between the times.
+    That is the busy time of the busiest lane, or the longest chain of tasks of which each depends on the one before,
+    whichever is longer. Of each task, the part between the times counts.
     """
     busy = dict.fromkeys(recording.lanes, 0)
     chains: list[int] = []
@@ -51,4 +51,4 @@ def least_nanoseconds(recording: Recording, start: int, end: int) -> int:
         spent = max(0, min(each.end, end) - max(each.start, start))
         busy[each.lane] += spent
         chains.append(spent + max((chains[producer] for producer in producers), default=0))
-    return max(*busy.values(), *chains, 0)
+    return max(max(busy.values(), default=0), max(chains, default=0))

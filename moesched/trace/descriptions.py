@@ -13,19 +13,19 @@ from moesched.trace.recording import TaskInfo
 
 
 def title_of(pool: Pool) -> str:
-    """A pool's name and memory, such as "experts in gpu"."""
+    """Return a pool's name with its memory, such as "experts in gpu"."""
     return f"{pool.name} in {pool.memory.name}"
 
 
 class Descriptions:
-    """Descriptions and lines of tasks; equal tasks share them."""
+    """Makes descriptions of tasks, and finds the policy's lines that submitted them; equal tasks share both."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[object, ...], TaskInfo] = {}
         self._lines: dict[tuple[int, int], str] = {}
 
     def of(self, task: Task) -> TaskInfo:
-        """The description of a task."""
+        """Return the description of a task."""
         moved = _moved(task) if isinstance(task, PageTransfer) else _NOTHING
         numbers = (task.layer, task.micro_batch, task.expert, task.ranges)
         priority_class = class_of(task)
@@ -36,7 +36,7 @@ class Descriptions:
         return info
 
     def line_of(self, task: Task) -> str:
-        """The policy's line that submitted a task, as file:line; empty if it is not known."""
+        """Return the policy's line that submitted a task, as file:line; empty if it is not known."""
         place = (id(task.code), task.instruction)
         line = self._lines.get(place)
         if line is None:

@@ -1,4 +1,4 @@
-"""Gives a nanosecond to each task that took none, since viewers lose the arrows of a slice without length."""
+"""Lengthening of tasks that took no time to a nanosecond, since viewers lose the arrows of a slice without length."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recordings of the tasks that ran, and the data of their ranks that recorders note meanwhile."""
+"""Making of recordings, from the tasks that ran and the data that recorders keep for each rank."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class RankRecord:
 
     Attributes:
         filled: slots that were filled by tasks which the recorder has dropped.
-        counts: the log of each pool.
+        counts: by pool, a log of (number of the task that was submitted next, the pool's counts).
     """
 
     def __init__(self, engine: Engine, memories: Mapping[str, HasPeak], pools: Iterable[Pool]) -> None:
@@ -76,9 +76,10 @@ class RankRecord:
         engine.cancels = self.cancels
 
     def trim(self, task: int, step: int) -> None:
-        """Drop what was noted before a step.
+        """Drop the data from before a step.
 
-        task: the number of the step's first task.
+        Args:
+            task: the number of the step's first task.
         """
         del self.joins[: bisect_left(self.joins, task, key=by_id)]  # they depend on no later task
         for pairs in (self.awaits, self.submit_delays):
@@ -94,7 +95,7 @@ class RankRecord:
 
 
 def record(tasks: Sequence[Task], ranks: Sequence[RankRecord], origin: int, *, trimmed: bool) -> Recording:
-    """Make the recording of these tasks.
+    """Make the recording of tasks that ran.
 
     Args:
         ranks: data of the ranks that ran the tasks.
@@ -166,7 +167,7 @@ def _cancelled(
 
 
 def costs_of(tasks: Iterable[Task], *, sharing: bool) -> dict[WorkKey, Demand]:
-    """The demands of the tasks' works, where a cost model gave them; with shares of resources if `sharing`."""
+    """Return the demand of each work that a cost model gave one; shares of resources are left out unless `sharing`."""
     works = {id(task.work): task.work for task in tasks if task.work.demand is not None}
     costs = {}
     for work in works.values():
@@ -176,7 +177,7 @@ def costs_of(tasks: Iterable[Task], *, sharing: bool) -> dict[WorkKey, Demand]:
 
 
 def predictions_of(tasks: Iterable[Task], cost: CostModel) -> dict[WorkKey, float]:
-    """The predicted seconds of the tasks' works, each alone on the machine; without works that have no cost."""
+    """Return the predicted seconds of each work, alone on the machine; works without a known cost are left out."""
     predictions = {}
     for work in {id(task.work): task.work for task in tasks}.values():
         with suppress(BadInput):
@@ -203,7 +204,7 @@ class _Numbers:
         self._joins[join.id] = self.of(join.deps)
 
     def of(self, ids: Sequence[int]) -> tuple[int, ...]:
-        """The indices of the recorded tasks with these ids, without duplicates; joins are replaced by their tasks."""
+        """Return the indices of tasks by their ids, without duplicates; a join is replaced by the tasks before it."""
         tasks = self._tasks
         try:
             return tuple(dict.fromkeys([tasks[each] for each in ids]))

@@ -174,7 +174,7 @@ class RequestSpan(msgspec.Struct, frozen=True):
 
     @property
     def parts(self) -> list[tuple[str, int, int]]:
-        """Name, start and end of what it did: it waited, had its prompt computed, then its tokens."""
+        """Parts of the span as (name, start, end): its wait, its prompt and its tokens, without empty ones."""
         ends = [("waits", self.entered), ("prompt", self.first_token), ("tokens", self.ended)]
         parts, start = [], self.arrived
         for name, end in ends:
@@ -220,7 +220,11 @@ class Recording(msgspec.Struct):
         return f"<Recording: {len(self.slices):,} tasks on {len(self.lanes)} lanes, {self.end / 1e9:.3g} s>"
 
     def part(self, kept: Sequence[int], **changed: object) -> Recording:
-        """A recording of the slices at these indices and the dependencies between them, with other fields `changed`."""
+        """Return the recording of the slices at these indices, and of the dependencies between them.
+
+        Args:
+            changed: new values of other fields.
+        """
         places = {index: place for place, index in enumerate(kept)}
         return msgspec.structs.replace(
             self,

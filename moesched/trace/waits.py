@@ -94,7 +94,10 @@ def _collectives(slices: Sequence[Slice]) -> dict[int, list[int]]:
 
 
 def _awaited(recording: Recording) -> list[int]:
-    """For each slice, the slice that the policy had awaited last when it submitted the task; -1 for none."""
+    """Return, for each slice, the index of the slice that the policy had awaited last when it submitted the task.
+
+    -1 stands for none.
+    """
     slices = recording.slices
     awaits: dict[int, list[tuple[int, int]]] = {}
     submitted: dict[int, list[tuple[int, int]]] = {}

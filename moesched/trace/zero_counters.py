@@ -1,4 +1,4 @@
-"""Leaves those series of a trace's counters out that are zero throughout: a viewer would draw a track for each."""
+"""Removal of counters that are zero throughout from a trace, since a viewer draws a track for each."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ class Stored(NamedTuple):
 
 
 COMMON_FORMATS = tuple(name for name in CHOICES if name != "mxfp4")
-"""Formats that any model can be stored in; mxfp4 is that of models that were trained in it."""
+"""Formats that any model can be stored in: all but mxfp4, in which only models are stored that were trained in it."""
 
 
 def _none(config: ModelConfig) -> Iterator[Any]:
@@ -47,7 +47,7 @@ class Architecture(NamedTuple):
         sources: where the sizes of each known model are from, by the model's name.
         read: converts config.json to a ModelConfig; raises BadInput.
         formats: storage formats that its models can have.
-        left_out: tensors outside the layers that its publisher leaves out of the active parameters.
+        left_out: tensors outside the layers that its publisher does not count among the active parameters.
         runs: whether devices have kernels for it.
         config_json: the inverse of `read`, without the keys common to all models.
         tensors: the tensors of published checkpoints.

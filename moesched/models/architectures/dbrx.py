@@ -150,7 +150,7 @@ def tensors(config: ModelConfig) -> Iterator[Stored]:
 
 
 def extra_tensors(config: ModelConfig) -> Iterator[str]:
-    """Yield the names of the rotary frequencies, which are computed from rope_theta."""
+    """Yield the names of tensors with rotary frequencies, which are computed instead."""
     yield "transformer.blocks.*.norm_attn_norm.attn.rotary_emb.inv_freq"
 
 
@@ -185,6 +185,5 @@ DBRX = Architecture(
     read=read,
     config_json=config_json,
     tensors=tensors,
-    other_tensors=lambda config: iter(()),
     extra_tensors=extra_tensors,
 )

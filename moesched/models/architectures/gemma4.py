@@ -23,7 +23,7 @@ class Heads(msgspec.Struct, forbid_unknown_fields=True):
     head_dim: int | None = None
 
     def replace_in(self, attention: GroupedAttention) -> GroupedAttention:
-        """The attention with these heads."""
+        """Make a copy of an attention with this number and width of heads."""
         return replace(
             attention,
             kv_heads=attention.kv_heads if self.num_key_value_heads is None else self.num_key_value_heads,
@@ -70,7 +70,7 @@ class Gemma4Keys(SimulatedKeys, kw_only=True):
 NORMS = 4
 """Norms of a layer: around attention, and around the dense network."""
 EXPERT_NORMS = 4
-"""Further ones: around the experts, of the router's input, and after the sum."""
+"""Norms that experts add to a layer: around the experts, of the router's input, and after the sum."""
 PERIOD = 6
 """Every sixth layer attends to the whole context, unless `layer_types` says otherwise."""
 VISION_WEIGHTS = 550_000_000
@@ -112,7 +112,7 @@ def _network(keys: Gemma4Keys) -> tuple[FeedForward, int]:
 
 
 def _far(keys: Gemma4Keys, near: GroupedAttention) -> GroupedAttention:
-    """The attention of layers that see the whole context, given that of the others.
+    """Make the attention of layers that see the whole context from `near`, the attention of layers with a window.
 
     Newer files list its heads by layer, older ones in keys of their own.
     """

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from moesched.models.architectures import llama_like
 from moesched.models.architectures.architecture import Architecture, Stored
-from moesched.models.architectures.llama_like import ExpertNames, LlamaLikeKeys
+from moesched.models.architectures.llama_like import MLP_EXPERTS, LlamaLikeKeys
 from moesched.models.architectures.simulated import prediction_layer
 from moesched.models.config import ModelConfig
 from moesched.models.config_file import ConfigFile
@@ -17,7 +17,6 @@ from moesched.models.layers import GroupedAttention, Layer
 from moesched.models.networks import FeedForward, Router
 from moesched.models.rotary import Rotary
 
-NAMES = ExpertNames("mlp", gate="gate_proj", down="down_proj", up="up_proj")
 STOP = 151336
 """The token that ends the text of the published models."""
 
@@ -111,7 +110,7 @@ def config_json(config: ModelConfig) -> dict[str, Any]:
 
 def tensors(config: ModelConfig) -> Iterator[Stored]:
     """The tensors of published checkpoints, without prediction layers."""
-    yield from llama_like.tensors(config, NAMES)
+    yield from llama_like.tensors(config, MLP_EXPERTS)
     yield from _beside_experts(config)
 
 

@@ -94,7 +94,7 @@ def config_json(config: ModelConfig) -> dict[str, Any]:
 
 
 def tensors(config: ModelConfig) -> Iterator[Stored]:
-    """The tensors of checkpoints in 16 bits: those of all experts of a layer are one."""
+    """The tensors of checkpoints in 16 bits, in which one tensor has a matrix of all experts of a layer."""
     yield from llama_like.global_tensors(config)
     for layer, described in enumerate(config.pattern):
         theirs, ours = f"model.layers.{layer}.", f"layers.{layer}."

@@ -69,7 +69,7 @@ def config_json(config: ModelConfig) -> dict[str, Any]:
 
 
 def tensors(config: ModelConfig) -> Iterator[Stored]:
-    """The tensors of published checkpoints: those of all experts of a layer are one, up after gate."""
+    """The tensors of published checkpoints: one has gate and up of all experts of a layer, another one has down."""
     yield from llama_like.global_tensors(config)
     for layer in range(config.layers):
         block, ours = f"model.layers.{layer}.block_sparse_moe.", f"layers.{layer}."

@@ -80,6 +80,5 @@ LLAMA = Architecture(
     read=read,
     config_json=config_json,
     tensors=tensors,
-    other_tensors=lambda config: iter(()),
     extra_tensors=llama_like.extra_tensors,
 )

@@ -111,6 +111,10 @@ class ExpertNames(NamedTuple):
     up: str
 
 
+MLP_EXPERTS = ExpertNames("mlp", gate="gate_proj", down="down_proj", up="up_proj")
+BLOCK_SPARSE_EXPERTS = ExpertNames("block_sparse_moe", gate="w1", down="w2", up="w3")
+
+
 def tensors(config: ModelConfig, names: ExpertNames) -> Iterator[Stored]:
     """Yield the tensors of published checkpoints: one for each matrix of each expert."""
     yield from global_tensors(config)
@@ -138,7 +142,7 @@ def fused_tensors(config: ModelConfig) -> Iterator[Stored]:
 
 
 def extra_tensors(config: ModelConfig) -> Iterator[str]:
-    """Yield the names of the rotary frequencies, which are computed."""
+    """Yield the names of tensors with rotary frequencies, which are computed instead."""
     yield "model.layers.*.self_attn.rotary_emb.inv_freq"
 
 
@@ -151,7 +155,7 @@ def global_tensors(config: ModelConfig) -> Iterator[Stored]:
 
 
 def attention_tensors(config: ModelConfig, layer: int) -> Iterator[Stored]:
-    """Yield the attention of a layer, and the norms before and after it."""
+    """Yield the tensors of a layer's attention, and of the norms before and after it."""
     theirs, ours = f"model.layers.{layer}.", f"layers.{layer}."
     yield Stored(theirs + "input_layernorm.weight", [ours + "attention_norm"])
     attention = config.layer(layer).grouped

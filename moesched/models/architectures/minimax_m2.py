@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from moesched.models.architectures import llama_like
 from moesched.models.architectures.architecture import Architecture, Stored
-from moesched.models.architectures.llama_like import ExpertNames, LlamaLikeKeys
+from moesched.models.architectures.llama_like import BLOCK_SPARSE_EXPERTS, LlamaLikeKeys
 from moesched.models.config import ModelConfig
 from moesched.models.config_file import ConfigFile
 from moesched.models.layers import GroupedAttention, Layer
@@ -49,6 +49,7 @@ def read(file: ConfigFile) -> ModelConfig:
     file.require("scoring_func", keys.scoring_func, "sigmoid")
     file.require("shared_intermediate_size", keys.shared_intermediate_size, 0)
     if keys.rotary_dim is not None and keys.head_dim:
+        file.require_size("rotary_dim", keys.rotary_dim)
         keys = replace(keys, partial_rotary_factor=keys.rotary_dim / keys.head_dim)
     network = FeedForward(
         experts=keys.num_local_experts,
@@ -76,13 +77,13 @@ def config_json(config: ModelConfig) -> dict[str, Any]:
 
 def tensors(config: ModelConfig) -> Iterator[Stored]:
     """The tensors of published checkpoints."""
-    yield from llama_like.tensors(config, ExpertNames("block_sparse_moe", gate="w1", down="w2", up="w3"))
+    yield from llama_like.tensors(config, BLOCK_SPARSE_EXPERTS)
     for layer in range(config.layers):
         yield Stored(f"model.layers.{layer}.block_sparse_moe.{BIAS}", [f"layers.{layer}.router_bias"])
 
 
 def fused_tensors(config: ModelConfig) -> Iterator[Stored]:
-    """The tensors that replace some of these in the form that Hugging Face uses in memory."""
+    """The tensors that replace published ones in files of the form that Hugging Face uses in memory."""
     yield from llama_like.fused_tensors(config)
     for layer in range(config.layers):
         yield Stored(f"model.layers.{layer}.mlp.{BIAS}", [f"layers.{layer}.router_bias"])

@@ -7,7 +7,7 @@ from typing import Any
 
 from moesched.models.architectures import llama_like
 from moesched.models.architectures.architecture import Architecture, Stored
-from moesched.models.architectures.llama_like import ExpertNames, LlamaLikeKeys
+from moesched.models.architectures.llama_like import MLP_EXPERTS, LlamaLikeKeys
 from moesched.models.config import ModelConfig
 from moesched.models.config_file import ConfigFile
 from moesched.models.layers import GroupedAttention, Layer
@@ -16,7 +16,7 @@ from moesched.models.rotary import Rotary
 
 
 class Qwen3MoeKeys(LlamaLikeKeys, kw_only=True):
-    """The keys of config.json; intermediate_size is that of dense layers, which are not supported."""
+    """The keys of config.json. `intermediate_size` is the width of dense layers, which are not supported."""
 
     vocab_size: int = 151936
     hidden_size: int = 2048
@@ -71,7 +71,7 @@ def config_json(config: ModelConfig) -> dict[str, Any]:
 
 def tensors(config: ModelConfig) -> Iterator[Stored]:
     """The tensors of published checkpoints."""
-    return llama_like.tensors(config, ExpertNames("mlp", gate="gate_proj", down="down_proj", up="up_proj"))
+    return llama_like.tensors(config, MLP_EXPERTS)
 
 
 SHAPES = (

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 import msgspec
 
 from moesched.errors import BadInput
-from moesched.models.architectures.architecture import COMMON_FORMATS, Architecture
+from moesched.models.architectures.architecture import Architecture
 from moesched.models.config import DType, ModelConfig
 from moesched.models.config_file import ConfigFile
 from moesched.models.layers import Layer, LinearAttention
@@ -16,7 +16,7 @@ from moesched.models.tensor_shapes import elements
 from moesched.models.tensors import dense_shapes, expert_shapes
 
 _NORM_EPS = 1e-6
-"""Only kernels need it."""
+"""Epsilon of norms, which only kernels need."""
 
 MAY_BE_ZERO = {
     "eos_token_id",
@@ -37,7 +37,7 @@ class SimulatedKeys(msgspec.Struct, kw_only=True):
     """The keys of config.json that all these architectures have; families add keys, with Hugging Face's defaults.
 
     Attributes:
-        neutral: for keys that may change a model's weights or layers, the values that leave them as they are simulated.
+        neutral: the accepted values of keys with which other values would change what is simulated.
         kinds: values of `layer_types`.
         by_layer: keys with one entry for each layer, or none.
     """
@@ -121,14 +121,12 @@ class Family(NamedTuple):
         models: Sequence[ModelConfig],
         sources: Sequence[str],
         left_out: Sequence[str] = (),
-        formats: Sequence[str] = COMMON_FORMATS,
     ) -> Architecture:
         """Make the architecture, with its known models and the source of each."""
         return Architecture(
             model_types=tuple(self.keys),
             shapes=tuple(models),
             sources=dict(zip((model.name for model in models), sources, strict=True)),
-            formats=tuple(formats),
             read=self.read,
             left_out=tuple(left_out),
             runs=False,

@@ -93,7 +93,7 @@ def _keys(parts: GgufParts, family: GgufFamily) -> GgufKeys:
 def _vocabulary_size(parts: GgufParts, embedding: Found, tokens: int, described: int | None) -> int:
     """The size of the vocabulary, by its embeddings.
 
-    tokens: number of the tokenizer's; 0 without one.
+    tokens: number of the tokenizer's tokens; 0 without a tokenizer.
     """
     rows = embedding.entry.shape[0]
     for what, size in (("tokenizer.ggml.tokens", tokens or rows), ("vocab_size", described or rows)):

@@ -18,7 +18,7 @@ class GgufFamily(NamedTuple):
 
     Attributes:
         forms: keys of `ARCHITECTURES`.
-        config_json: the keys of config.json that say the same as the metadata.
+        config_json: converts metadata to the keys of config.json that say the same.
         names: names of tensors that are not those of `NAMES`.
         fused: names of tensors that contain several, one after the other.
         interleaved: whether rows of queries and keys are in the order in which llama.cpp rotates them: neighbours.
@@ -180,7 +180,7 @@ def architecture_of(config: ModelConfig) -> str:
     """The architecture of a model in GGUF files.
 
     Raises:
-        BadInput: it has none here.
+        BadInput: GGUF files of the model's family are not written.
     """
     found = next((name for name, each in GGUF_FAMILIES.items() if config.form in each.forms), None)
     if found is None:

@@ -17,14 +17,14 @@ from moesched.errors import BadInput
 from moesched.models.file_identity import FileIdentity
 from moesched.models.gguf.types import TENSOR_TYPES, TensorType
 from moesched.models.headers import RESTORE, Entry, Found, require_count
-from moesched.system.input_file import open_input
+from moesched.system.input_file import is_file, open_input
 from moesched.system.plain_text import shown
 
 Value = int | float | bool | str | tuple[int | float | bool | str, ...]
 """A value of the metadata; a tuple is an array."""
 
 MOST_HEADER_BYTES = 32 << 20
-"""Most bytes of a header; that of Gemma 4, with its vocabulary, has 16 MB."""
+"""Most bytes of a header; the header of Gemma 4, with its vocabulary, has 16 MB."""
 MOST_KEYS = 1 << 12
 MOST_ITEMS = 1 << 20
 """Most items of an array; Gemma 4 has 515,000 merges."""
@@ -36,7 +36,7 @@ MOST_DIMENSIONS = 4
 MAGIC = int.from_bytes(b"GGUF", "little")
 VERSIONS = (2, 3)
 ALIGNMENT = 32
-"""Bytes of which offsets of tensors are multiples, unless the metadata say otherwise."""
+"""Offsets of tensors are multiples of this number of bytes, unless the metadata say otherwise."""
 UNSIGNED, FLOAT32, FLAG, TEXT, ARRAY = 4, 6, 7, 8, 9
 """Types of values."""
 
@@ -143,8 +143,11 @@ class _Source:
 def _require_version(source: _Source) -> int:
     """Check the kind and version of a file, and return the number of its tensors."""
     if source.number() != MAGIC:
+        folder = source.path.parent
+        beside = f", such as {folder}" if is_file(folder / "config.json") else ""
         raise BadInput(
-            f"{source.path} is not a GGUF file: it does not begin with GGUF; give a model's folder, or {RESTORE}"
+            f"{source.path} is not a GGUF file: it does not begin with GGUF; give a model's folder{beside}, "
+            f"or {RESTORE}"
         )
     version = source.number()
     if version not in VERSIONS:
@@ -193,7 +196,7 @@ def _read_value(source: _Source) -> Value:
 
 
 def _decimal(number: float) -> float:
-    """The shortest decimal number that is this one in float32: files have 1e-6 as 9.999999974752427e-07."""
+    """The shortest decimal number with the same float32: files have 1e-6 as 9.999999974752427e-07."""
     stored = struct.pack("<f", number)
     decimals = (float(f"{number:.{digits}g}") for digits in range(6, 9))
     return next((each for each in decimals if struct.pack("<f", each) == stored), number)

@@ -21,7 +21,7 @@ class GgufParts(NamedTuple):
 
     Attributes:
         path: the first file.
-        metadata: those of the first file, which has them all.
+        metadata: the metadata of the first file, which has all of the model's.
     """
 
     path: Path
@@ -44,7 +44,7 @@ def gguf_files(path: Path) -> list[Path]:
 
 
 def gguf_name(path: Path) -> str:
-    """The name of a model, which is that of its file."""
+    """The name of a model, taken from the name of its file."""
     named = _PART.fullmatch(path.name)
     return path.stem if named is None else named["model"]
 

@@ -62,7 +62,7 @@ def rope_scaling(
 
 
 def _by_factors(found: Found, pairs: int) -> dict[str, Any]:
-    """A factor for each pair, at every length of the context."""
+    """Read the tensor of factors, one for each pair, as a scaling that is the same at every length of the context."""
     if found.entry.dtype != "F32" or found.entry.shape != (pairs,):
         what = f"{list(found.entry.shape)} of type {found.entry.dtype}"
         raise BadInput(f"{found.file}: {FACTORS} is {what}, and [{pairs}] of type F32 is needed; {RESTORE}")

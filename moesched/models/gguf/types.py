@@ -23,7 +23,7 @@ class TensorType(NamedTuple):
 
     @property
     def stored(self) -> StoredFormat | None:
-        """The format with this name; None if no kernel reads such weights."""
+        """The storage format that kernels read for this type; None if none reads it."""
         return _STORED.get(self.name)
 
 
@@ -70,7 +70,7 @@ TENSOR_TYPES: Mapping[int, TensorType] = MappingProxyType(
         41: TensorType("Q1_0", 128, 18),
     }
 )
-"""All types, by number; `gguf.GGML_QUANT_SIZES` has the same."""
+"""All types, by number; `gguf.GGML_QUANT_SIZES` has the same sizes."""
 
 BY_NAME: Mapping[str, TensorType] = MappingProxyType({each.name: each for each in TENSOR_TYPES.values()})
 READABLE = tuple(each.name for each in TENSOR_TYPES.values() if each.stored is not None)

@@ -54,7 +54,7 @@ class Vocabulary(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         model: kind of tokenizer.
         pre: name of the rule that cuts text into words.
-        scores: of each token; the higher one is merged first.
+        scores: the score of each token; of two possible merges, the one whose token has the higher score goes first.
         merges: two tokens with a space between them, the first pair is merged first.
     """
 

@@ -23,7 +23,7 @@ NO_TOKENIZER = "no_vocab"
 
 
 class WrittenHeader(NamedTuple):
-    """A header.
+    """The header of a GGUF file to be written, and the places of its tensors.
 
     Attributes:
         data: its bytes, up to the first tensor.
@@ -73,7 +73,7 @@ def written_header(config: ModelConfig, tensors: Sequence[WrittenTensor]) -> Wri
 
 
 _NUMBERS = {each.stored.name: number for number, each in TENSOR_TYPES.items() if each.stored is not None}
-"""Numbers of types, by the format that they stand for."""
+"""Numbers of types in GGUF files, by storage format."""
 
 
 def _text(text: str) -> bytes:

@@ -59,7 +59,7 @@ def gguf_keys(config: ModelConfig) -> GgufKeys:
 
 
 def _require_described(config: ModelConfig, family: GgufFamily, dense: int) -> None:
-    """Refuse layers that differ otherwise than those of the family, and another activation."""
+    """Refuse layers that differ where those of the family are alike, and another activation than the family's."""
     first, network = config.layer(0).grouped, config.routed
     turns = cycle((first.window, None) if family.windows_in_turn else (first.window,))
     attentions = [replace(first, window=window) for window in islice(turns, config.layers)]

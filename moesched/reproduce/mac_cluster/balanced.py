@@ -21,7 +21,7 @@ LOOKED_AT = 32
 
 
 def balanced(paper: MacPaper, on_progress: Callable[[str], None]) -> Section:
-    """`ep_balanced` beside P-LR-D."""
+    """Make the section that compares `ep_balanced` with P-LR-D, the authors' best version."""
     rows: list[dict[str, Value]] = []
     template = paper.systems[-1]
     for name in ("m2-ultra", paper.machine):

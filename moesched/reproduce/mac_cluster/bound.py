@@ -15,7 +15,7 @@ NETWORKS = ("10gbe", "rocev2", "infiniband")
 
 
 def table_6(paper: MacPaper) -> Section:
-    """Table 6 from Eq. 1, as printed."""
+    """Make the section of Table 6: the values of Eq. 1, cell by cell, in the form in which they are printed."""
     rows: list[dict[str, Value]] = []
     for nodes, printed in paper.table_6.items():
         bound = plan_cluster(paper.model, machine="m2-ultra", nodes=int(nodes), network=paper.network).bound
@@ -40,7 +40,7 @@ def table_6(paper: MacPaper) -> Section:
 
 
 def figure_8(paper: MacPaper, realised: Mapping[int, float]) -> Section:
-    """Fig. 8: Eq. 1 with other network cards.
+    """Make the section of Fig. 8: Eq. 1 with other network cards.
 
     Args:
         realised: simulated seconds per token, by number of nodes.

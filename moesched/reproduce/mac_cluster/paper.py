@@ -10,7 +10,7 @@ PARTS = ("moe", "comm", "misc")
 
 
 class Latency(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Seconds of an exchange: in centralised versions; in the others, between two nodes, and per further node."""
+    """Seconds of an exchange: in centralised versions; in others between two nodes, and more for each further node."""
 
     centralised: float
     decentralised: float
@@ -58,7 +58,7 @@ class Solution(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class Calibrated(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A rate that was fitted to the paper, its value as a format."""
+    """A rate that was fitted to the paper: its name, a format of its value, and the figure that sets it."""
 
     rate: str
     value: str
@@ -81,5 +81,5 @@ class MacPaper(PrintedPaper, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 def mac_paper() -> MacPaper:
-    """Tables 3 to 6, the prompts' rates, and the latencies of the cluster's exchanges."""
+    """Read the paper's Tables 3 to 6, the prompts' rates, and the latencies of the cluster's exchanges."""
     return read_paper(MacPaper, __package__)

@@ -20,7 +20,7 @@ from moesched.reproduce.report import Section, Value
 
 @contextmanager
 def mac_cluster_made(on_progress: Callable[[str], None]) -> Iterator[Made]:
-    """The sections; rows of tables are simulated once for all that need them."""
+    """Yield the paper's sections; a row of a table is simulated once for all sections that need it."""
     paper = mac_paper()
     tables = Tables(paper, on_progress)
     beside = cache(partial(balanced, paper, on_progress))
@@ -46,7 +46,7 @@ def mac_cluster_made(on_progress: Callable[[str], None]) -> Iterator[Made]:
 
 
 def goals(paper: MacPaper, tables: Tables, beside: Section) -> Section:
-    """Goals of this project on the paper's cluster, and whether they are met."""
+    """Make the section of this project's goals on the paper's cluster, with whether they are met."""
     both = [row for table in ("Table 3", "Table 4") for row in tables.breakdown(table).rows]
     cells = [row for row in both if not row["fitted"]]
     errors = {
@@ -89,7 +89,7 @@ def _goal(goal: str, bar: str, ours: str, met: bool) -> dict[str, Value]:
 
 
 def _calibration(paper: MacPaper) -> list[dict[str, Value]]:
-    """The rates that no data sheet gives, and the figures to which they were fitted."""
+    """Return the rates that no data sheet gives, and the figures to which they were fitted."""
     machine, latency = at_peak(load_machine(paper.machine)), paper.latency
     wired_memory = machine.wired_memory
     assert wired_memory is not None

@@ -89,7 +89,7 @@ def run_system(
     new_tokens: int,
     chunk: int | None = None,
 ) -> Simulated:
-    """One request on the cluster of a row, from its prompt to the last token.
+    """Simulate one request on the cluster of a row, from its prompt to the last token.
 
     Args:
         chunk: prompt tokens that pass a layer together; by default all.
@@ -101,7 +101,7 @@ def run_system(
 
 
 def mac_of(paper: MacPaper, system: PrintedSystem) -> Machine:
-    """A node of a row's cluster, with the packing of its weights and the latency of its exchanges."""
+    """Return a node of a row's cluster, with the packing of its weights and the latency of its exchanges."""
     machine = at_peak(load_machine(paper.machine))
     assert machine.wired_memory is not None
     latency = paper.latency.decentralised + paper.latency.each_further_node * (system.nodes - 2)
@@ -124,7 +124,7 @@ def run_request(
     new_tokens: int,
     chunk: int | None = None,
 ) -> Simulated:
-    """One request on `nodes` machines; experts are drawn uniformly, with seed 0."""
+    """Simulate one request on `nodes` machines; experts are drawn uniformly, with seed 0."""
     layout = weight_layout(SHAPES[paper.model])
     batch = replace(split_batch([prompt], new_tokens, 1), prefill_chunk=chunk)
     first, *peers = _ranks(machine, layout, batch, policy, settings, nodes)

@@ -28,7 +28,7 @@ class Tables:
         return run_system(self.paper, system, self.paper.prompt, self.paper.new_tokens)
 
     def rows(self, table: str) -> list[tuple[PrintedSystem, Simulated]]:
-        """The rows of a table."""
+        """Return the rows of a table, as printed and as simulated."""
         return [
             (system, self.run(index))
             for index, system in enumerate(self.paper.systems)
@@ -36,7 +36,7 @@ class Tables:
         ]
 
     def breakdown(self, table: str) -> Section:
-        """Table 3 or 4, cell by cell."""
+        """Make the section of Table 3 or 4, cell by cell."""
         rows = [row for system, found in self.rows(table) for row in _cells(system, found)]
         ends = ", ".join(
             f"{found.token.ends * 1e3:.3g} ms ({system.method}, {system.nodes} nodes)"
@@ -46,7 +46,7 @@ class Tables:
         return self.paper.section(table.lower().replace(" ", "-"), rows, notes=notes)
 
     def prompts(self) -> Section:
-        """Footnotes 3 and 4."""
+        """Make the section of footnotes 3 and 4: the tokens per second of prompts."""
         rows: list[dict[str, Value]] = []
         for index, system in enumerate(self.paper.systems):
             self.on_progress(f"prompt of {system.method} on {system.nodes} nodes, token by token")
@@ -65,7 +65,7 @@ class Tables:
         return self.paper.section("prompts", rows)
 
     def cost(self) -> Section:
-        """Table 5."""
+        """Make the section of Table 5: the throughput of systems, and their price."""
         index, system = next(
             (i, each) for i, each in enumerate(self.paper.systems) if "Table 4" in each.tables
         )
@@ -74,19 +74,16 @@ class Tables:
         short = 1 / self.run(index).token.total
         rows: list[dict[str, Value]] = []
         for solution in self.paper.solutions:
-            simulated = solution.nodes > 1
-            ours = long if simulated else None
+            simulated, price = solution.nodes > 1, solution.nodes * solution.price_usd
             rows.append(
                 {
                     "solution": solution.name,
-                    "price_usd": solution.nodes * solution.price_usd,
+                    "price_usd": price,
                     "paper": solution.tokens_per_second,
-                    "ours": None if ours is None else rounded(ours),
-                    "error": None if ours is None else round(ours / solution.tokens_per_second - 1, 4),
+                    "ours": rounded(long) if simulated else None,
+                    "error": round(long / solution.tokens_per_second - 1, 4) if simulated else None,
                     "paper_per_usd": solution.per_usd,
-                    "ours_per_usd": (
-                        None if ours is None else rounded(ours / (solution.nodes * solution.price_usd))
-                    ),
+                    "ours_per_usd": rounded(long / price) if simulated else None,
                 }
             )
         databricks, macs = self.paper.solutions

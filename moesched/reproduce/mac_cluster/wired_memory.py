@@ -22,9 +22,11 @@ BANDWIDTH = 800e9
 
 
 def sample_seconds(wired_memory: WiredMemory, wait: float, *, prestacked: bool) -> float:
-    """Seconds of one sample, less its waits: 40 layers of three products, all warm at first, a wait after each layer.
+    """Return the seconds of one sample, without its waits: 40 layers of three products, with a wait after each layer.
 
-    If `prestacked`, all matrices are one array; otherwise each is its own.
+    Args:
+        wait: seconds of each wait.
+        prestacked: whether all matrices are one array, instead of one each.
     """
     memory = WiredPages(wired_memory)
     product = round(MATRIX_BYTES / BANDWIDTH * 1e9)
@@ -46,7 +48,7 @@ def sample_seconds(wired_memory: WiredMemory, wait: float, *, prestacked: bool) 
 
 
 def packing(paper: MacPaper) -> Section:
-    """Fig. 4 from the model, and the two findings."""
+    """Make the section of Fig. 4, by the model of wired memory, with the paper's two findings."""
     wired_memory = at_peak(load_machine(paper.machine)).wired_memory
     assert wired_memory is not None
     rows: list[dict[str, Value]] = []
@@ -77,7 +79,7 @@ def packing(paper: MacPaper) -> Section:
 
 
 def wired_memory(tables: Tables) -> Section:
-    """Times of a token with weights that stay wired and with weights that do not."""
+    """Make the section of a token's times with weights that stay wired, and with weights that do not."""
     naive, busy, aided = range(3)
     alone = replace(tables.paper.systems[naive], prestacked=True)
     tables.on_progress("prestacking alone")

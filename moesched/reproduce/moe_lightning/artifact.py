@@ -12,7 +12,7 @@ from moesched.reproduce.report import Section, Value, rounded
 
 
 def artifact_section(paper: Paper, on_progress: Callable[[str], None]) -> Section:
-    """All runs, and what pairs of them say of prefill and decode."""
+    """Make the section of all runs, with prefill and decode times that follow from pairs of them."""
     rows: list[dict[str, Value]] = []
     notes = []
     for each in paper.artifact:
@@ -51,7 +51,7 @@ def _row(of: ArtifactRuns, run: ArtifactRun, predicted: Predicted) -> dict[str, 
 
 
 def _parts(of: ArtifactRuns, one: tuple[ArtifactRun, Predicted], other: tuple[ArtifactRun, Predicted]) -> str:
-    """Prefill and decode of two runs of the same requests."""
+    """Describe the prefill and the decode step that follow from two runs of the same requests, beside ours."""
     (short, predicted), (long, _) = one, other
     step = (long.seconds - short.seconds) / (long.new_tokens - short.new_tokens)
     prefill = short.seconds - (short.new_tokens - 1) * step

@@ -19,7 +19,7 @@ NEARLY_SAME = 1.25
 
 
 def attention_section(paper: Paper, rates: Rates) -> Section:
-    """Times of one layer by micro-batch and context."""
+    """Make the section of Fig. 9: times of one layer by micro-batch and context."""
     where = paper.settings["S2"]
     layout = weight_layout(find_shape(where.model))
     machine = machine_at(where.described(), rates)

@@ -40,7 +40,7 @@ def predict_cell(
 def cell_setting(
     paper: Paper, column: Column, row: Row, rates: Rates | None, system: System | None = None
 ) -> Setting:
-    """A cell's machine, model and requests; the profile's sustained rates if no rates are given."""
+    """Return a cell's setting: machine, model and requests; the machine has its sustained rates if `rates` is None."""
     return setting_of(
         system or SYSTEMS[row.system],
         paper.settings[column.setting],
@@ -71,7 +71,7 @@ def calibrate(paper: Paper, on_progress: Callable[[str], None] = lambda what: No
 
 
 def calibration_rows(paper: Paper, rates: Rates) -> list[dict[str, Value]]:
-    """One row per rate: the cell to which it was fitted, its share of the profile's rate, and its value."""
+    """Return a row for each rate: the cell to which it was fitted, its share of the profile's rate, and its value."""
     rows: list[dict[str, Value]] = []
     for column in paper.cells:
         for row in column.rows:
@@ -91,7 +91,7 @@ def calibration_rows(paper: Paper, rates: Rates) -> list[dict[str, Value]]:
 
 
 def _bandwidth(machine: Machine, rate: str) -> float:
-    """Bytes per second in the profile, of which a rate is a share."""
+    """Return the profile's bytes per second of which a fitted rate is a share."""
     fast, slow = machine.accelerator.memory, machine.host.memory
     if rate == "link":
         return machine.link(slow, fast).bandwidth

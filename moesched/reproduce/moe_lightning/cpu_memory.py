@@ -20,7 +20,7 @@ CLAIMED = 0.9
 
 
 def memory_section(paper: Paper, rates: Rates, on_progress: Callable[[str], None]) -> Section:
-    """Host memory by system and share of the bound."""
+    """Make the section of Fig. 1: host memory by system and share of the bound."""
     rows: list[dict[str, Value]] = []
     needed: dict[str, int] = {}
     for system in ("MoE-Lightning(p)", "FlexGen"):
@@ -47,7 +47,7 @@ def memory_section(paper: Paper, rates: Rates, on_progress: Callable[[str], None
 def _by_batch(
     paper: Paper, rates: Rates, system: str, on_progress: Callable[[str], None]
 ) -> Callable[[int], Predicted]:
-    """Predict a system by its number of micro-batches."""
+    """Return a function that predicts a system by its number of micro-batches."""
 
     @cache
     def reached(micro_batches: int) -> Predicted:
@@ -62,14 +62,14 @@ def _by_batch(
 
 
 def _smallest(reached: Callable[[int], Predicted], tokens_per_second: float) -> Predicted:
-    """The smallest batch that reaches this throughput."""
+    """Return the prediction of the smallest batch that reaches this throughput."""
     counts = range(1, MOST)
     place = bisect_left(counts, tokens_per_second, key=lambda count: reached(count).tokens_per_second)
     return reached(counts[place])
 
 
 def _bound(many: Predicted, more: Predicted) -> float:
-    """Tokens per second of the larger batch's additional requests."""
+    """Return the bound of the throughput: tokens per second of the larger batch's additional requests."""
     requests = more.batch_size - many.batch_size
     seconds = _seconds(more) - _seconds(many)
     return requests * NEW_TOKENS / seconds

@@ -22,7 +22,7 @@ class PaperSetting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     wide_vectors: bool
 
     def described(self) -> Machine:
-        """The machine's profile as the paper's systems use it: weights are staged, and other copies are pageable."""
+        """Return the machine as the paper's systems use it: weights are staged, and other copies are pageable."""
         return staged(load_machine(self.machine), self.pinned, ring=False)
 
 
@@ -108,5 +108,5 @@ class Paper(PrintedPaper, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 def moe_lightning() -> Paper:
-    """MoE-Lightning's Tables 2, 4 and 5, the claims of its sections 5 and 6, and runs of its artifact."""
+    """Read MoE-Lightning's Tables 2, 4 and 5, the claims of its sections 5 and 6, and runs of its artifact."""
     return read_paper(Paper, __package__)

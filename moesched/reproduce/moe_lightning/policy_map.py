@@ -30,7 +30,7 @@ AS_GOOD = 0.999
 
 
 def policy_map(paper: Paper, on_progress: Callable[[str], None]) -> Section:
-    """The best policy at each point."""
+    """Make the section of Fig. 10: the best placement for each pair of rates."""
     machine = at_peak(load_machine(MACHINE))
     layout = weight_layout(find_shape(MODEL))
     base = hierarchy_of(machine, layout.dtype)
@@ -47,7 +47,7 @@ def policy_map(paper: Paper, on_progress: Callable[[str], None]) -> Section:
 
 
 def _best(hierarchy: Hierarchy, layout: WeightLayout, fast: int, slow: int) -> tuple[float, Split]:
-    """Tokens per second, and the split that reaches them."""
+    """Return the most tokens per second, and the split of work and weights that reaches them."""
     operations = Operations(layout.config, layout.dtype)
     context = PROMPT + NEW_TOKENS // 2
     rates = {}
@@ -61,7 +61,7 @@ def _best(hierarchy: Hierarchy, layout: WeightLayout, fast: int, slow: int) -> t
 
 
 def _splits(layout: WeightLayout, operations: Operations, fast: int, slow: int) -> Iterator[Split]:
-    """All splits of the grid, each with as many requests as fit."""
+    """Yield all splits of the grid, each with as many requests as fit."""
     weights = sum(page.nbytes for page in layout.pages)
     layer = weights / layout.config.layers
     request = (PROMPT + NEW_TOKENS) * layout.config.layers * operations.kv_bytes

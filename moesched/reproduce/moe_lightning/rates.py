@@ -41,7 +41,7 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def machine_at(machine: Machine, rates: Rates, *, attends_as_flexgen: bool = False) -> Machine:
-    """The machine with these shares of the rates that its profile states; nothing else is taken off."""
+    """Return the machine with these shares of the rates that its profile states, and without further losses."""
     machine = at_peak(machine)
     fast, slow = machine.accelerator.memory, machine.host.memory
     attention = rates.flexgen_attention if attends_as_flexgen else 1.0
@@ -60,7 +60,7 @@ def machine_at(machine: Machine, rates: Rates, *, attends_as_flexgen: bool = Fal
 
 
 def copying_caches(machine: Machine) -> Machine:
-    """The machine with sustained rates, its host attending as FlexGen's published code does.
+    """Return the machine with sustained rates, whose host attends as FlexGen's published code does.
 
     `mha_gen` in pytorch_backend.py converts the cache to float32, and multiplies transposed views of it. For every two
     bytes of cache, two are read and four written to convert them, four read and four written to make the transposed
@@ -81,7 +81,7 @@ def copying_caches(machine: Machine) -> Machine:
 
 
 def multiplying_in_half(machine: Machine) -> Machine:
-    """The machine with sustained rates, its host attending as MoE-Lightning's published code does with AVX2."""
+    """Return the machine with sustained rates, whose host attends as MoE-Lightning's published code does with AVX2."""
     host = machine.host
     bandwidth = machine.memories[host.memory].bandwidth
     share = Estimate(

@@ -22,7 +22,7 @@ from moesched.reproduce.report import Accuracy, Section
 
 @contextmanager
 def moe_lightning_made(on_progress: Callable[[str], None]) -> Iterator[Made]:
-    """The sections, at rates that are fitted first."""
+    """Fit the rates, and yield the paper's sections at these rates."""
     paper = moe_lightning()
     rates = calibrate(paper, on_progress)
     cells: list[Cell] = []

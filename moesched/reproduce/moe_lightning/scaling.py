@@ -29,7 +29,7 @@ POLICIES = {"MoE-Lightning(p)": "cgopipe", "FlexGen": "flexgen_pipeline", "MoE-L
 
 
 def scaling(paper: Paper, rates: Rates, on_progress: Callable[[str], None]) -> Section:
-    """Throughput on two and on four GPUs."""
+    """Make the section of throughput on two and on four GPUs."""
     rows: Rows = []
     for system, settings in COMPARED:
         for setting in settings:
@@ -70,7 +70,7 @@ def scaling(paper: Paper, rates: Rates, on_progress: Callable[[str], None]) -> S
 
 
 def _growth(rows: Rows, system: str, settings: Sequence[str]) -> list[float]:
-    """Speedup from the additional GPUs at each generation length."""
+    """Return the speedup from the additional GPUs at each generation length."""
     few, many = settings
     return [
         rate_of(rows, many, new_tokens, system, PLANNER) / rate_of(rows, few, new_tokens, system, PLANNER)

@@ -44,7 +44,7 @@ Rows = list[dict[str, Value]]
 
 
 def speedups(paper: Paper, rates: Rates, on_progress: Callable[[str], None]) -> Section:
-    """Every system on S1 and S2, and by how much MoE-Lightning is faster."""
+    """Make the section of Fig. 7: every system on S1 and S2, and by how much MoE-Lightning is faster."""
     rows: Rows = []
     for name in SETTINGS:
         for new_tokens in GENERATIONS:
@@ -80,7 +80,7 @@ def speedups(paper: Paper, rates: Rates, on_progress: Callable[[str], None]) -> 
 
 
 def _sized(setting: Setting, name: str, system: str, sizes_by: str) -> Predicted:
-    """A system with given sizes."""
+    """Predict a system with sizes by the planner, by its own search, or with one micro-batch, as `sizes_by` says."""
     if sizes_by == PLANNER:
         return planned(setting, SYSTEMS[system].policy)
     if sizes_by == ONE:
@@ -91,7 +91,7 @@ def _sized(setting: Setting, name: str, system: str, sizes_by: str) -> Predicted
 
 
 def generation_claims(paper: Paper, rows: Rows, setting: str, flexgen_sizes_by: str) -> list[Claim]:
-    """Statements of section 5.2 on longer generations: FlexGen falls in the end, MoE-Lightning(p) does not."""
+    """Return section 5.2's claims on longer generations: FlexGen falls in the end, MoE-Lightning(p) does not."""
     claims = []
     for system, sizes_by, claim in (
         ("FlexGen", flexgen_sizes_by, "falls"),
@@ -143,7 +143,7 @@ def one_micro_batch(setting: Setting) -> Predicted:
 
 
 def rate_of(rows: Rows, setting: str, new_tokens: int, system: str, sizes_by: str) -> float:
-    """The tokens per second of one row."""
+    """Return the tokens per second of one row."""
     wanted = {"setting": setting, "new_tokens": new_tokens, "system": system, "sizes_by": sizes_by}
     found = next(row["tokens_per_second"] for row in rows if wanted.items() <= row.items())
     assert isinstance(found, float)
@@ -153,7 +153,7 @@ def rate_of(rows: Rows, setting: str, new_tokens: int, system: str, sizes_by: st
 def _most_over(
     rows: Rows, faster: tuple[str, str], slower: tuple[str, str], settings: Sequence[str]
 ) -> float:
-    """Largest speedup of one system over another; each is named with the source of its sizes."""
+    """Return the largest speedup of one system over another; each is named with the source of its sizes."""
     return max(
         rate_of(rows, setting, new_tokens, *faster) / rate_of(rows, setting, new_tokens, *slower)
         for setting in settings
@@ -162,7 +162,7 @@ def _most_over(
 
 
 def row_of(setting: str, new_tokens: int, system: str, sizes_by: str, found: Predicted) -> dict[str, Value]:
-    """One system at one generation length."""
+    """Make the row of one system at one generation length."""
     return {
         "setting": setting,
         "new_tokens": new_tokens,

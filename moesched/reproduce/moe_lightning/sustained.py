@@ -19,7 +19,7 @@ THROUGHPUT = "throughput_tokens_per_second"
 
 
 def sustained_section(paper: Paper, on_progress: Callable[[str], None]) -> tuple[Section, Accuracy]:
-    """All cells at sustained rates, and their accuracy."""
+    """Make the section of all cells at sustained rates, and return it with their accuracy."""
     rows: list[dict[str, Value]] = []
     judged = []
     for column in paper.cells:

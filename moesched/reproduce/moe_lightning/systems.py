@@ -82,9 +82,11 @@ def setting_of(
     *,
     requests: int = MOST_REQUESTS,
 ) -> Setting:
-    """A system in a setting of the paper, with this many requests of the workload.
+    """Return the planner's setting for a system in a setting of the paper.
 
-    rates: shares of the rates that the machine's profile states; None for the profile's sustained rates.
+    Args:
+        rates: shares of the rates that the machine's profile states; None for the profile's sustained rates.
+        requests: number of requests of the workload.
     """
     machine = where.described()
     layout = weight_layout(find_shape(where.model))
@@ -140,7 +142,7 @@ def predict(setting: Setting, micro_batches: int, micro_batch_size: int) -> Pred
 
 
 def fitting(setting: Setting, micro_batches: int, micro_batch_size: int) -> tuple[Plan, Policy, float]:
-    """A plan of these sizes, and the factor by which the accelerator's memory was enlarged to fit them."""
+    """Plan these sizes; return plan, policy, and the factor by which the accelerator's memory was enlarged for them."""
     batch = setting.batch(micro_batches, micro_batch_size)
     gpu = setting.machine.accelerator.memory
     capacity = setting.capacity(gpu)

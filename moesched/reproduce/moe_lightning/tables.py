@@ -37,7 +37,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def cells_of(paper: Paper, table: str, rates: Rates, on_progress: Callable[[str], None]) -> list[Cell]:
-    """All cells of a table."""
+    """Predict all cells of a table."""
     found = []
     for column in paper.cells:
         for row in column.rows if column.table == table else ():
@@ -50,12 +50,12 @@ def cells_of(paper: Paper, table: str, rates: Rates, on_progress: Callable[[str]
 
 
 def table_section(paper: Paper, table: str, cells: Sequence[Cell]) -> Section:
-    """A table beside our predictions."""
+    """Make the section of a table, with our predictions beside the printed cells."""
     return paper.section(table.lower().replace(" ", "-"), [_row(cell) for cell in cells])
 
 
 def accuracy(cells: Sequence[Cell], *, as_drawn: bool = False) -> Accuracy:
-    """Errors of the predicted cells, and which pairs of a column come in the wrong order.
+    """Return the errors of the predicted cells, and the pairs of a column that come in the wrong order.
 
     Args:
         as_drawn: whether FlexGen's schedule is that of Fig. 6.
@@ -77,7 +77,7 @@ class Judged(NamedTuple):
 
 
 def accuracy_of(cells: Sequence[Judged]) -> Accuracy:
-    """The median error of the cells that count, and the pairs of a column whose order is not the paper's."""
+    """Return the median error of the cells that count, and the pairs of a column whose order is not the paper's."""
     errors = [abs(each.ours / each.row.tokens_per_second - 1) for each in cells if each.counts]
     pairs = [pair for pair in combinations(cells, 2) if _comparable(*pair)]
     wrong = [

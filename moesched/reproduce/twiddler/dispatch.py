@@ -19,7 +19,7 @@ NEVER_SLOWER = 0.99
 
 
 def generation(benches: Sequence[Bench], paper: TwiddlerPaper, on_progress: Progress) -> Section:
-    """Fig. 4: tokens per second by input and output."""
+    """Make the section of Fig. 4: tokens per second by input and output."""
     rows: Rows = []
     for bench in benches:
         for prompt in paper.grid.inputs:
@@ -55,7 +55,7 @@ def generation(benches: Sequence[Bench], paper: TwiddlerPaper, on_progress: Prog
 
 
 def prefill(benches: Sequence[Bench], paper: TwiddlerPaper, on_progress: Progress) -> Section:
-    """Fig. 5: time to the first token."""
+    """Make the section of Fig. 5: time to the first token."""
     rows: Rows = []
     for bench in benches:
         for prompt in paper.grid.prefills:
@@ -84,7 +84,7 @@ def prefill(benches: Sequence[Bench], paper: TwiddlerPaper, on_progress: Progres
 
 
 def beams(benches: Sequence[Bench], paper: TwiddlerPaper, on_progress: Progress) -> Section:
-    """Fig. 6: tokens per second of beam search."""
+    """Make the section of Fig. 6: tokens per second of beam search."""
     prompt, output = paper.grid.beam_input, paper.grid.beam_output
     rows: Rows = []
     for bench in benches:
@@ -119,13 +119,13 @@ def beams(benches: Sequence[Bench], paper: TwiddlerPaper, on_progress: Progress)
 
 
 def beam_by_beam(bench: Bench, prompt: int, width: int, output: int) -> float:
-    """Seconds of a `layer_split` that gives each beam its own step."""
+    """Return the seconds of a `layer_split` that gives each beam its own step."""
     one = bench.generate("layer_split", prompt)
     return one.prefill_seconds + (output - 1) * width * one.step_seconds
 
 
 def measured(benches: Sequence[Bench], paper: TwiddlerPaper, on_progress: Progress) -> Section:
-    """Absolute times that the authors published, beside ours."""
+    """Make the section of absolute times that the authors published, beside ours."""
     by_name = {bench.environment.name: bench for bench in benches}
     rows: Rows = []
     for each in paper.measured:
@@ -141,7 +141,7 @@ def measured(benches: Sequence[Bench], paper: TwiddlerPaper, on_progress: Progre
 
 
 def goals(paper: TwiddlerPaper, generated: Section, first: Section, searched: Section) -> Section:
-    """Goals of this project on these environments, as claims."""
+    """Make the section of this project's goals on these environments, from the sections of Figs. 4 to 6."""
     single, long, wide = generated.rows, first.rows, searched.rows
     both = [
         *_ratios(long, "tokens_per_second", "twiddler_makespan", "twiddler"),
@@ -175,7 +175,7 @@ def goals(paper: TwiddlerPaper, generated: Section, first: Section, searched: Se
 
 
 def mean_ratio(rows: Rows, key: str, ours: str, rival: str, bench: Bench | None = None) -> float:
-    """Ratio of a figure of ours to the rival's, as a mean over all configurations."""
+    """Return the mean ratio of a figure of ours to the rival's, over all configurations, or over those of a bench."""
     chosen = [row for row in rows if bench is None or row["environment"] == bench.environment.name]
     return fmean(_ratios(chosen, key, ours, rival))
 
@@ -193,7 +193,7 @@ def _over_best(rows: Rows, ours: str) -> list[float]:
 
 
 def _by_configuration(rows: Rows, key: str) -> list[dict[str, float]]:
-    """A figure of each policy, for each configuration (the row's other keys)."""
+    """Return a figure of each policy, by policy, for each configuration (the row's other keys)."""
     found: dict[tuple[Value, ...], dict[str, float]] = {}
     for row in rows:
         where = tuple(row[name] for name in ("environment", "input", "output", "width") if name in row)

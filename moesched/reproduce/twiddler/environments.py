@@ -42,7 +42,7 @@ class Ran(msgspec.Struct, frozen=True):
     step_seconds: float
 
     def seconds(self, new_tokens: int) -> float:
-        """Seconds to the last of `new_tokens` tokens."""
+        """Return the seconds to the last of `new_tokens` tokens."""
         return self.prefill_seconds + (new_tokens - 1) * self.step_seconds
 
 
@@ -79,11 +79,11 @@ class Bench:
         self.run = cache(self._run)
 
     def first_token(self, system: str, prompt: int) -> float:
-        """Seconds to the first token."""
+        """Predict the seconds to the first token."""
         return self.run(system, prompt, 1, 1).prefill_seconds
 
     def generate(self, system: str, prompt: int, beams: int = 1) -> Ran:
-        """A prompt and decode steps after it."""
+        """Predict a prompt, and the decode steps after it."""
         return self.run(system, prompt, 1 + self.looked_at, beams)
 
     @property
@@ -110,7 +110,7 @@ class Bench:
         return Ran(prefill, fmean(steps) if steps else 0.0)
 
     def _machine_of(self, system: str) -> Machine:
-        """The machine; for `layer_split` with room on the GPU for the dense weights that llama.cpp keeps on the CPU."""
+        """Return the machine; for `layer_split`, its GPU has room for dense weights that llama.cpp has on the CPU."""
         if system != "layer_split":
             return self.machine
         gpu = self.machine.accelerator.memory
@@ -120,7 +120,7 @@ class Bench:
 
 
 def as_measured(paper: TwiddlerPaper) -> Machines:
-    """The profile, with a CPU whose time is proportional to tokens, as in the paper and its authors' code."""
+    """Return a change of profiles that makes the CPU's time proportional to tokens, as in the authors' code."""
     config = find_shape(paper.model)
     rate = 6.0 * config.hidden * config.routed.intermediate / paper.cpu.seconds_per_token
 
@@ -133,7 +133,10 @@ def as_measured(paper: TwiddlerPaper) -> Machines:
 
 
 def copies_over_compute(ratio: float | None) -> Machines:
-    """Set the GPU's rate so that copying an expert takes `ratio` times its compute; None leaves its memory's rate."""
+    """Return a change of profiles that sets the GPU's rate such that copying an expert takes `ratio` times its compute.
+
+    For None, the GPU reads weights at the rate of its memory.
+    """
 
     def changed(machine: Machine) -> Machine:
         link = machine.link(machine.roles.weights, machine.accelerator.memory)
@@ -149,7 +152,7 @@ def copies_over_compute(ratio: float | None) -> Machines:
 def benches(
     paper: TwiddlerPaper, change: Machines | None = None, looked_at: int = LOOKED_AT
 ) -> Iterator[list[Bench]]:
-    """All environments, with machines as measured or with another `change` of the profile."""
+    """Yield all environments, with machines as the authors measured them, or with another `change` of profiles."""
     change = change or as_measured(paper)
     config = find_shape(paper.model)
     with scratch_folder() as folder:

@@ -38,13 +38,13 @@ def generate(bench: Bench, prompt: int) -> Ran:
 
 
 def first_token(bench: Bench, prompt: int) -> float:
-    """Seconds to the first token of a prompt."""
+    """Predict the seconds to the first token of a prompt."""
     whole, rest = divmod(prompt, AT_ONCE)
     return whole * pass_seconds(bench, AT_ONCE) + (pass_seconds(bench, rest) if rest else 0.0)
 
 
 def pass_seconds(bench: Bench, tokens: int) -> float:
-    """Seconds of one pass of several tokens of a sequence through all layers."""
+    """Predict the seconds of one pass of several tokens of a sequence through all layers."""
     experts = bench.first_token("layer_split", tokens)
     if tokens < LEAST_ON_GPU:
         return experts + _dense_on_host(bench, tokens)
@@ -54,13 +54,13 @@ def pass_seconds(bench: Bench, tokens: int) -> float:
 
 
 def search(bench: Bench, prompt: int, width: int, new_tokens: int) -> float:
-    """Seconds of a beam search."""
+    """Predict the seconds of a beam search."""
     passes = {length: pass_seconds(bench, length) for length in PREFIXES}
     return first_token(bench, prompt) + search_seconds(width, new_tokens, passes)
 
 
 def _dense_on_host(bench: Bench, tokens: int) -> float:
-    """Seconds that projections and routers take longer on the CPU, in all layers that are not on the GPU."""
+    """Predict the additional seconds of projections and routers on the CPU, in all layers that are not on the GPU."""
     operations, machine = Operations(bench.config, bench.layout.dtype), bench.machine
     cost = cost_model(machine, bench.layout.dtype)
 
@@ -74,7 +74,7 @@ def _dense_on_host(bench: Bench, tokens: int) -> float:
 
 
 def decoded_lengths(width: int, new_tokens: int, chance: random.Random) -> Iterator[list[int]]:
-    """The tokens of each call of the model, by step; the first step has no call, as the prompt gives its logits."""
+    """Yield, for each step, the tokens of each call of the model; the first step has no call."""
     beams: list[tuple[int, ...]] = [()]
     for step in range(new_tokens):
         shared = sum(1 for _ in takewhile(lambda tokens: len(set(tokens)) == 1, zip(*beams, strict=False)))
@@ -84,13 +84,13 @@ def decoded_lengths(width: int, new_tokens: int, chance: random.Random) -> Itera
         beams = [(*beams[parent], step * width + child) for child, parent in enumerate(parents)]
 
 
-def search_seconds(width: int, new_tokens: int, seconds_of: Mapping[int, float], seed: int = 0) -> float:
-    """Mean seconds of all steps of a search after the prompt.
+def search_seconds(width: int, new_tokens: int, seconds_of: Mapping[int, float]) -> float:
+    """Return the mean seconds of all steps of a search after the prompt.
 
     Args:
         seconds_of: seconds of a call by its number of tokens; times between them are interpolated.
     """
-    chance = random.Random(seed)
+    chance = random.Random(0)
     total = 0.0
     for _ in range(SEARCHES):
         for calls in decoded_lengths(width, new_tokens, chance):
@@ -99,7 +99,7 @@ def search_seconds(width: int, new_tokens: int, seconds_of: Mapping[int, float],
 
 
 def interpolated(seconds_of: Mapping[int, float], tokens: int) -> float:
-    """Interpolate linearly; extrapolate from the last two points."""
+    """Interpolate the seconds for a number of tokens linearly, or extrapolate from the nearest two points."""
     known = sorted(seconds_of)
     right = min(max(1, bisect_left(known, tokens)), len(known) - 1)
     low, high = known[right - 1], known[right]

@@ -16,7 +16,7 @@ NEGLIGIBLE = 0.01
 
 
 def microbenchmarks(benches: Sequence[Bench], paper: TwiddlerPaper) -> Section:
-    """Milliseconds of one expert by its tokens, of copying its weights and one activation."""
+    """Make the section of Fig. 7: milliseconds of an expert by its tokens, of copying its weights and an activation."""
     rows: list[dict[str, Value]] = []
     for bench in benches:
         copy, activation = _copies(bench)
@@ -45,7 +45,7 @@ def microbenchmarks(benches: Sequence[Bench], paper: TwiddlerPaper) -> Section:
 
 
 def _copies(bench: Bench) -> tuple[float, float]:
-    """Seconds of an expert's weights to the GPU, and of one activation from there."""
+    """Return the seconds of copying an expert's weights to the GPU, and of copying one activation from there."""
     cost, machine = cost_model(bench.machine, bench.layout.dtype), bench.machine
     fast, slow = machine.accelerator.memory, machine.host.memory
     weights = sum(page.nbytes for page in bench.layout.an_expert)

@@ -69,5 +69,5 @@ class TwiddlerPaper(PrintedPaper, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 def twiddler_paper() -> TwiddlerPaper:
-    """Table 1, the grid, the claims of the text, and the authors' raw measurements."""
+    """Read Table 1, the grid, the claims of the text, and the authors' raw measurements."""
     return read_paper(TwiddlerPaper, __package__)

@@ -17,7 +17,7 @@ from moesched.reproduce.twiddler.variants import variants
 
 @contextmanager
 def twiddler_made(on_progress: Progress) -> Iterator[Made]:
-    """The sections; those of figures are made once, for the goals as well."""
+    """Yield the paper's sections; those of figures are made once, for the goals as well."""
     paper = twiddler_paper()
     with benches(paper) as both:
         fourth, fifth, sixth = (
@@ -38,7 +38,7 @@ def twiddler_made(on_progress: Progress) -> Iterator[Made]:
 
 
 def _calibration(bench: Bench, paper: TwiddlerPaper) -> list[dict[str, Value]]:
-    """The rates of an environment that no data sheet gives, and the source of each."""
+    """Return the rates of an environment that no data sheet gives, and the source of each."""
     machine = bench.machine
     link = machine.link(machine.roles.weights, machine.accelerator.memory).bandwidth
     reading = machine.accelerator.expert_bandwidth or machine.memories[machine.accelerator.memory].bandwidth

@@ -21,7 +21,7 @@ INPUT, OUTPUT, PREFILL, WIDTH = 64, 128, 1024, 8
 
 
 def variants(paper: TwiddlerPaper, on_progress: Progress) -> Section:
-    """A line for each environment and each other assumption."""
+    """Make the section with a row for each environment under each of several assumptions."""
     measured = as_measured(paper)
 
     def with_ratio(ratio: float | None) -> Machines:

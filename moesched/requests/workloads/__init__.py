@@ -41,7 +41,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Lengths of prompts, given individually or as a distribution.
 
     Attributes:
-        new_tokens: numbers of tokens to generate for each prompt that may be chosen; the first is the default.
+        new_tokens: choices for the number of tokens to generate for each prompt; the first is the default.
         prompts: the distribution of the lengths; None if each is given.
         prompt_tokens: each prompt's length in tokens, if there is no distribution.
     """

@@ -183,7 +183,7 @@ class AttentionVerbs(Verbs):
         return batch.kv.device
 
     def _take_loaded(self, batch: MicroBatch, layer: int) -> int:
-        """The number of the buffer with a layer's loaded keys and values; the next `load_kv` may fill it again."""
+        """Free the buffer with a layer's loaded keys and values for the next `load_kv`, and return its number."""
         buffer = batch.kv.loaded.pop(layer, None)
         if buffer is None:
             raise PolicyError(

@@ -21,11 +21,11 @@ from moesched.steps.views import View, Views
 from moesched.tasks import DEMAND, IDLE, URGENT, Block, PageTransfer, Phase, Task
 
 NEVER = -1 << 62
-"""The needed progress of a verb that does not exist on this node."""
+"""A progress that no micro-batch has: what a verb needs that does not exist on this node."""
 
 Priority = Literal["urgent", "normal", "speculative"]
 CLASSES: Mapping[Priority, int] = MappingProxyType({"urgent": URGENT, "normal": DEMAND, "speculative": IDLE})
-"""The class of kernels, by the name of their priority."""
+"""The engine's priority class, by the name that policies give to `Step.priority`."""
 
 K = TypeVar("K", bound=Hashable)
 
@@ -115,7 +115,7 @@ class Verbs(StepFacts):
             self._submit = before
 
     def _at(self, verb: Verb, layer: int, micro_batch: int) -> MicroBatch:
-        """The micro-batch, once it was checked to have the progress that the verb needs.
+        """The micro-batch `micro_batch`, after a check that it has the progress that the verb needs.
 
         Raises:
             OutOfOrder: it has another progress.
@@ -193,14 +193,12 @@ class Verbs(StepFacts):
         task.instruction = policy.f_lasti
         return submit(task, own_reads + reads if reads else own_reads, own_writes + writes)
 
-    def _enter(
-        self, task: Task, reads: tuple[Block, ...], writes: tuple[Block, ...], priority_class: int = 0
-    ) -> Task:
+    def _enter(self, task: Task, reads: tuple[Block, ...], writes: tuple[Block, ...]) -> Task:
         """Submit a task that a verb has made by itself."""
         policy = _getframe(2)  # a verb calls this, a policy calls the verb
         task.code = policy.f_code
         task.instruction = policy.f_lasti
-        self._submit(task, reads, writes, (), priority_class)
+        self._submit(task, reads, writes)
         if task.id >= self._last_task:
             raise too_many(task.verb, self._state.plan.task_limit)
         return task
@@ -215,7 +213,7 @@ class Verbs(StepFacts):
             batch.enter(batch.stage, kind)
 
     def _activations(self, batch: MicroBatch, *, leaves: bool) -> tuple[Block, ...]:
-        """The block of the micro-batch's activations within a layer, if limited; free for others if it `leaves`."""
+        """The block of the micro-batch's activations in a layer, if limited; freed if the micro-batch leaves it now."""
         block = batch.activations
         if block is None:
             return ()
@@ -327,5 +325,5 @@ def too_many(verb: str, limit: int) -> PolicyError:
 
 
 def turn_of(step: Verbs) -> Turn:
-    """The times at which the policy may call a step's verbs."""
+    """The `Turn` of a step, which tells when the policy may call its verbs."""
     return step._turn

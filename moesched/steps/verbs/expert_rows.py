@@ -48,7 +48,7 @@ def require_each_once(shares: Iterable[Share]) -> None:
 
 
 def share_of(batch: MicroBatch, layer: int, expert: int, tokens: int, rows: range | None) -> Share:
-    """The rows of a pending expert that a call names; None for all of them.
+    """Check the rows of a pending expert that a call of `run_expert` names, and return its share; None means all rows.
 
     Raises:
         PolicyError: the expert has no such rows.

@@ -51,7 +51,7 @@ _WHEN = {
     "earlier": "",
     "unsaved": ", or later, while keys and values are not saved",
 }
-"""The end of a need, by `Verb.when`."""
+"""Words that follow the progress that a verb needs, by `Verb.when`."""
 
 
 def page() -> str:

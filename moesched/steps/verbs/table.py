@@ -18,7 +18,7 @@ STRIDE = 8
 
 INPUT, QKV, QKV_HOST, ATTENDED_HOST, ATTENDED, ROUTED = range(6)
 SAMPLED = STRIDE - 1
-"""The end of a step, after all layers."""
+"""The progress at the end of a step, after all layers."""
 START = SAMPLED - STRIDE
 """The progress of a micro-batch that begins a step, before its first layer."""
 NEXT_INPUT = STRIDE + INPUT
@@ -42,9 +42,9 @@ OUTSIDE_LAYERS = {
     SAMPLED: "sampled",
     NEXT_INPUT: "input of the first layer",
 }
-"""Names for verbs that belong to no layer."""
+"""Names of these values for verbs that belong to no layer."""
 
-Place = Literal["accelerator", "host", "either", "to host", "from host"]
+VerbLane = Literal["accelerator", "host", "either", "to host", "from host"]
 """The lane of a task: a processor's, or one of the copies between the memories of accelerator and host."""
 
 _numbers = count()
@@ -63,7 +63,7 @@ class Verb:
         when: "exactly" at the progress that it needs; "until" that progress, from the start of the step; "earlier": at
             that progress, or at the same point of an earlier layer; or "unsaved": after that progress, while keys and
             values wait to be moved to the host.
-        saved: whether keys and values must not wait to be moved to the host.
+        saved: whether it is refused while keys and values wait to be moved to the host.
         elsewhere: the progress that it needs on a node without attention; None where it does not exist there.
         grows: whether its work differs from step to step, as the KV cache grows.
         in_layer: whether it belongs to a layer.
@@ -74,7 +74,7 @@ class Verb:
     name: str
     needs: int
     leaves: int
-    lane: Place | None
+    lane: VerbLane | None
     task: type[Task] = Kernel
     reads: tuple[str, ...] = ()
     writes: tuple[str, ...] = ()
@@ -269,7 +269,7 @@ VERBS = (
     COMBINE,
     SAMPLE,
 )
-"""All of them; a verb's number is its index."""
+"""All verbs; a verb's number is its index."""
 
 
 def paths() -> Iterator[list[Verb]]:

@@ -1,9 +1,10 @@
-"""Advice: pages that nothing read, work done twice, and lanes that were never used, told from tasks and counts."""
+"""Advice about pages that nothing read, work done twice, and lanes that were never used, from tasks and counts."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
 
 from moesched.steps.memory import Memory, Pool, counts_of
 from moesched.steps.model_pages import describe
@@ -33,22 +34,23 @@ class Transfers:
 
 
 def advice_of(case: str, plan: Plan, transfers: Sequence[PageTransfer]) -> list[Advice]:
-    """Advice on unused slots, free memory and repeated copies of a finished run."""
+    """Return advice on unused slots, free memory and repeated copies of a finished run."""
     found = [_of_pool(case, pool) for pool in plan.weights.pools if pool.slots]
     found += [_of_free_memory(case, memory, transfers) for memory in plan.accelerators]
     return [*(each for each in found if each is not None), *_of_repeats(case, transfers)]
 
 
 def used_lanes(recording: Recording) -> dict[str, bool]:
-    """For each lane of a recording, whether a step submitted a task to it."""
+    """Return, for each lane of a recording, whether a step submitted a task to it."""
     used = {each.lane.name for each in recording.slices if each.step >= 0}
     return {lane.name: lane.name in used for lane in recording.lanes}
 
 
 def advice_of_lanes(cells: Iterable[tuple[str, Mapping[str, bool]]]) -> Iterator[Advice]:
-    """Advice on lanes that were used in no cell.
+    """Yield advice on lanes that were used in no cell.
 
-    cells: for each cell that the policy ran in, its name and whether each lane was used.
+    Args:
+        cells: for each cell that the policy ran in, its name and whether each lane was used.
     """
     cells = list(cells)
     for lane in dict.fromkeys(lane for _, lanes in cells for lane in lanes):
@@ -91,12 +93,12 @@ def _of_free_memory(case: str, memory: Memory, transfers: Sequence[PageTransfer]
 
 
 def _of_repeats(case: str, transfers: Sequence[PageTransfer]) -> Iterator[Advice]:
-    """Advice for each line of the policy that brings pages which the same decode step brought before."""
+    """Yield advice for each line of the policy that moves pages which the same decode step had moved there before."""
     seen: set[tuple[int, str, int]] = set()
     repeated: Counter[str] = Counter()
     first: dict[str, str] = {}
     moved = 0
-    for task in sorted(transfers, key=_by_id):
+    for task in sorted(transfers, key=attrgetter("id")):
         if task.phase != "decode":  # the chunks of a prompt pass the layers one after another
             continue
         line = task.line
@@ -113,7 +115,3 @@ def _of_repeats(case: str, transfers: Sequence[PageTransfer]) -> Iterator[Advice
             f"such as {first[line]}: use a page for all micro-batches before it goes"
         )
         yield Advice(line=line, kind="moved twice", message=message, case=case)
-
-
-def _by_id(task: Task) -> int:
-    return task.id

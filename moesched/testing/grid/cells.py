@@ -115,7 +115,7 @@ def simulate_cell(
 def cells_of(
     models: Sequence[str] = (), machines: Sequence[str] = (), batch_sizes: Sequence[int] = ()
 ) -> list[Cell]:
-    """The cells of all combinations; an empty argument stands for the default grid's values.
+    """Return the cells of all combinations; an empty argument stands for the default grid's values.
 
     Raises:
         BadInput: a model or a machine is unknown.
@@ -137,5 +137,5 @@ def cells_of(
 
 @cache
 def _layout(config: ModelConfig) -> WeightLayout:
-    """A model's weights cut into pages; cached, as all policies use the same."""
+    """Cut a model's weights into pages; cached, since all policies use the same."""
     return weight_layout(config)

@@ -22,7 +22,7 @@ from moesched.testing.grid.results import Advice, CellResult, Fault, GridReport,
 
 LIMIT_SECONDS = 60.0
 LEAST_PATIENCE = 1.0
-"""Least time that a small case has, in seconds; otherwise a sixth of the limit."""
+"""The least seconds that a small case may take; more if a sixth of the limit is more."""
 
 Progress = Callable[[int, int, str], object]
 """Progress callback: number of items done, number of all, name of the one that begins."""
@@ -167,7 +167,7 @@ class ChildRun:
             self._fatal.append(Fault(line=busy_at, message=message, case=case))
 
     def _cell_results(self, first: int) -> Iterator[CellResult]:
-        """The results of all cells, with the policy's ranks; `first` is the index of the first cell's item."""
+        """Yield the results of all cells, with the policy's ranks; `first` is the index of the first cell's item."""
         cells = self._order.cells
         for number, cell in enumerate(cells, first):
             outcome = self._outcomes.get(number)

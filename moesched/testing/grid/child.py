@@ -130,7 +130,7 @@ def carry_out(order: Order, alarm: BinaryIO) -> Iterator[Message]:
 
 
 def command(order: Order) -> list[str]:
-    """The command that starts a child for an order; it finds the modules that this process finds."""
+    """Return the command that starts a child for an order; the child finds the modules that this process finds."""
     code = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import main; main()"
     return [sys.executable, "-P", "-c", code, msgspec.json.encode(order).decode()]
 

@@ -18,14 +18,14 @@ UNKNOWN = "the policy"
 
 
 def home_of(policy: type[Policy]) -> str:
-    """The first line of a policy's class, as file:line, for faults that no other line of it caused."""
+    """Return the first line of a policy's class, as file:line, for faults that no other line of it caused."""
     with suppress(OSError, TypeError):
         return f"{inspect.getsourcefile(policy)}:{inspect.getsourcelines(policy)[1]}"
     return UNKNOWN
 
 
 def faults_of(run: Callable[[], object], case: str, home: str, *, whole: bool = False) -> list[Fault]:
-    """Call `run`; returns the policy's faults: the error that ended it, and coroutines that were not awaited.
+    """Call `run`, and return the policy's faults: the error that ended it, or a coroutine that was not awaited.
 
     Args:
         case: name of the case.
@@ -55,7 +55,7 @@ def faults_of(run: Callable[[], object], case: str, home: str, *, whole: bool = 
 
 
 def unfit_fault(error: BadInput, case: str, home: str) -> Fault:
-    """The fault of a policy whose plan fits in no case."""
+    """Make the fault of a policy whose plan fits in no case."""
     cause = error.__cause__
     line = cause.line if isinstance(cause, PolicyError) else ""
     if not line and cause is not None:
@@ -64,7 +64,7 @@ def unfit_fault(error: BadInput, case: str, home: str) -> Fault:
 
 
 def reason_of(error: BadInput) -> str:
-    """The reason why a plan does not fit, without the policy's line."""
+    """Return the reason why a plan does not fit, without the policy's line."""
     return str(error.__cause__ if isinstance(error.__cause__, PolicyError) else error)
 
 
@@ -74,7 +74,7 @@ def begins_traceback(line: str) -> bool:
 
 
 def endless_line(traceback: Sequence[str], home: str) -> str | None:
-    """The policy's innermost line in a traceback, `home` if it has none; None if the line's number is unknown.
+    """Return the policy's innermost line in a traceback, `home` without one; None if the line's number is unknown.
 
     Args:
         traceback: lines as `faulthandler` writes them, the innermost frame first.

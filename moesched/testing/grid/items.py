@@ -72,7 +72,10 @@ class Item(NamedTuple):
 
 
 def trial_item(trial: Trial) -> Item:
-    """A small case on symbols, which looks for faults; not needed where the machine's own durations had one."""
+    """Make the item of a small case on symbols, which looks for faults.
+
+    It is not needed after a fault in the same case with the machine's own durations.
+    """
 
     def is_needed(earlier: Iterable[Outcome]) -> bool:
         return not any(fault.case == trial.case.name for each in earlier for fault in each.faults)
@@ -90,7 +93,7 @@ def trial_item(trial: Trial) -> Item:
 
 
 def cell_item(cell: Cell) -> Item:
-    """The policy in a cell: its time, the bound of its tasks, and work that could be spared."""
+    """Make the item that runs the policy in a cell: for its time, a lower bound of that, and advice."""
 
     def run(subject: Subject) -> Outcome:
         outcome = Outcome()
@@ -113,7 +116,7 @@ def cell_item(cell: Cell) -> Item:
 
 
 def rivals_item(cell: Cell) -> Item:
-    """The times of the shipped policies in a cell, if there is one to compare with."""
+    """Make the item that times the shipped policies in a cell; not needed if the policy has no time there."""
 
     def is_needed(earlier: Iterable[Outcome]) -> bool:
         return any(each.of(cell) and each.seconds for outcome in earlier if (each := outcome.cell))
@@ -122,7 +125,7 @@ def rivals_item(cell: Cell) -> Item:
 
 
 def items_of(policy: type[Policy], cells: Sequence[Cell]) -> list[Item]:
-    """All items of a check, in the order in which they run."""
+    """Return all items of a check, in the order in which they run."""
     return [*map(trial_item, trials_of(policy)), *map(cell_item, cells), *map(rivals_item, cells)]
 
 
@@ -142,5 +145,5 @@ def _in_cell(cell: Cell, subject: Subject) -> Outcome:
 
 
 def _with_line(advice: Advice, subject: Subject) -> Advice:
-    """The advice with the line of the policy's class where it has none, as in installed packages."""
+    """Return the advice, with the line of the policy's class if it has none, as in installed packages."""
     return structs.replace(advice, line=subject.home) if advice.line in ("", CODE_OF_CHILD) else advice

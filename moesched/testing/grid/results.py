@@ -121,5 +121,5 @@ def merged(found: Iterable[Found]) -> list[Found]:
 
 
 def rank_among(seconds: float, others: Iterable[float]) -> int:
-    """The rank of a time: 1 where no other is shorter by more than 0.1 %."""
+    """Return the rank of a time: 1 where no other is shorter by more than 0.1 %."""
     return 1 + sum(other * TIE < seconds for other in others)

@@ -37,7 +37,7 @@ class _Kept(msgspec.Struct):
 
 
 def rivals_in(cell: Cell) -> dict[str, float]:
-    """The predicted seconds of each shipped policy that fits a cell.
+    """Return the predicted seconds of each shipped policy that fits a cell.
 
     Times are cached for models and machines that are known by name; not for those in files, which may change.
     """
@@ -81,7 +81,7 @@ def _file() -> Path:
 
 @cache
 def _hash_of_code() -> str:
-    """A hash of all modules and profiles of the framework, and of the policies that ship."""
+    """Hash all modules and profiles of the framework, and of the policies that ship."""
     digest = hashlib.sha256()
     for package in ("moesched", "moesched.policies"):
         spec = find_spec(package)

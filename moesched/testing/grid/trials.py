@@ -72,7 +72,7 @@ class UnevenTimes:
         self._seed = seed
 
     def work(self, work: Work) -> Demand:
-        """The machine's demand for a work, with its time multiplied by a random factor."""
+        """Return the machine's demand for a work, with its time multiplied by a random factor."""
         demand = self._cost.work(work)
         same = (self._seed, work.kind, work.resource, work.flops, work.nbytes, work.tokens)
         chosen = Random(blake2b(repr(same).encode(), digest_size=8).digest())
@@ -81,7 +81,7 @@ class UnevenTimes:
 
 
 def trials_of(policy: type[Policy]) -> list[Trial]:
-    """The trials for a policy, those that find most faults first."""
+    """Return the trials for a policy, those that find most faults first."""
     known = policy_cases()
     ample = [replace(case, name=f"{case.name}, eight times the weights", weights=8.0) for case in known[:2]]
     cases = known + ample + (node_cases() if is_expert_parallel(policy) else [])
@@ -95,7 +95,7 @@ def trials_of(policy: type[Policy]) -> list[Trial]:
 
 
 def random_case(seed: int, machines: Sequence[Machine]) -> Case:
-    """A case with a random model, batch and memory, on one of these machines."""
+    """Make a case with a random model, batch and memory, on one of these machines."""
     choose = Random(seed)
     experts = choose.randint(2, 8)
     prompts = tuple(choose.randint(1, 9) for _ in range(choose.randint(1, 6)))

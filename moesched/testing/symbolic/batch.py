@@ -30,7 +30,7 @@ class SymbolicBatch:
         }
 
     def prompts(self) -> dict[Key, int]:
-        """The data that exists before the first task, except weights: the prompts' symbols."""
+        """Return the data that exists before the first task, apart from weights: the prompts' symbols by key."""
         tokens: dict[Key, int] = {
             ("tokens", index): first_tokens(requests) for index, requests in enumerate(self._micro_batches)
         }
@@ -39,16 +39,16 @@ class SymbolicBatch:
         return tokens
 
     def hidden(self, task: Task) -> Key:
-        """The key of the hidden state in the memory of the accelerator that a task's kernel runs on."""
+        """Return the key of the hidden state in the memory of the accelerator that a task's kernel runs on."""
         return "hidden", task.micro_batch, self._memory_of[task.lane.name]
 
     def tokens(self, task: Task) -> int:
-        """The number of tokens of a task's micro-batch that pass a layer together."""
+        """Return the number of tokens of a task's micro-batch that pass a layer together."""
         chunk = self._chunk(task)
         return len(self._micro_batches[task.micro_batch]) if chunk is None else sum(chunk.tokens)
 
     def starts(self, task: Task) -> tuple[int, ...]:
-        """For a prefill task, the number of tokens of each of its requests in earlier chunks."""
+        """Return the number of tokens of each request in earlier chunks, for a prefill task; empty for others."""
         chunk = self._chunk(task)
         return () if chunk is None else chunk.starts
 
@@ -58,12 +58,12 @@ class SymbolicBatch:
         return chunk is None or chunk.before >= 0
 
     def whole(self, task: Task) -> int:
-        """The number of the decode micro-batch that a task's chunk belongs to."""
+        """Return the number of the decode micro-batch that a task's micro-batch is, or is a chunk of."""
         chunk = self._chunk(task)
         return task.micro_batch if chunk is None else chunk.micro_batch
 
     def _chunk(self, task: Task) -> Chunk | None:
-        """The chunk of the prompts that a task's micro-batch takes through prefill; None if it decodes."""
+        """Return the chunk of prompts that a task's micro-batch takes through prefill; None if it decodes."""
         return None if task.phase == "decode" else self._chunks[task.micro_batch]
 
     def kv_on_host(self, task: Task) -> bool:

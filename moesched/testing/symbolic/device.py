@@ -49,15 +49,15 @@ class SymbolicDevice:
 
     @property
     def streams(self) -> None:
-        """None: this device has no streams."""
+        """None, since this device has no streams."""
 
     @property
     def kinds(self) -> Mapping[str, LaneKind]:
-        """Empty: all lanes are worker threads."""
+        """Empty, since all lanes are worker threads."""
         return {}
 
     def slot_bytes(self, page: Page) -> int:
-        """Bytes that a page takes in a slot."""
+        """Return the bytes that a page takes in a slot."""
         return page.nbytes
 
     def begin(

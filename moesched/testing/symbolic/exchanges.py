@@ -26,7 +26,7 @@ class Board:
             self._posted.setdefault((data, task.step, task.layer, task.micro_batch), {})[node] = value
 
     def posted(self, task: Task) -> list[Any]:
-        """The contributions to an exchange, in the order of the nodes."""
+        """Return the contributions to an exchange, in the order of the nodes."""
         with self._lock:
             posted = self._posted[task.operands, task.step, task.layer, task.micro_batch]
             return [posted[node] for node in sorted(posted)]

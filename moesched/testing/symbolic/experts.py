@@ -107,5 +107,5 @@ class Experts:
 
 
 def output_rows(e: int, micro_batch: int, tokens: int) -> Iterator[Key]:
-    """The keys of an expert's output rows on the accelerator."""
+    """Yield the keys of an expert's output rows on the accelerator."""
     return (("output", e, micro_batch, row) for row in range(tokens))

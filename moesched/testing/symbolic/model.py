@@ -14,12 +14,12 @@ VOCABULARY = 50_000
 
 
 def symbol(*parts: int | str) -> int:
-    """A hash of the parts, which depends on their order."""
+    """Hash the parts, in their order, to a number."""
     return int.from_bytes(blake2b(repr(parts).encode(), digest_size=7).digest())
 
 
 def first_tokens(requests: Iterable[int], starts: Iterable[int] = ()) -> int:
-    """The symbol of a micro-batch's prompt tokens; of a chunk, of those from `starts` on."""
+    """Return the symbol of a micro-batch's prompt tokens, or of those of a chunk, which begin at `starts`."""
     return symbol("prompts", *requests, "from", *starts)
 
 
@@ -54,7 +54,7 @@ def project_output(layer: int, attention: int, hidden: int, weights: int) -> int
 
 
 def choose_experts(config: ModelConfig, hidden: int, tokens: int) -> dict[int, int]:
-    """The number of tokens of each expert that gets any, in ascending order of expert."""
+    """Choose experts for a number of tokens; return each chosen one's number of tokens, by expert, ascending."""
     random = Random(hidden)
     counts = [0] * config.routed.experts
     for _ in range(tokens):
@@ -69,7 +69,7 @@ def expert(layer: int, number: int, hidden: int, weights: int) -> int:
 
 
 def joined(rows: Iterable[int]) -> int:
-    """The symbol of an expert's output: that of its rows, if they have the same; otherwise that of a torn output."""
+    """Return the symbol of an expert's output: the one that all of its rows have, or that of a torn output."""
     first, *others = dict.fromkeys(rows)
     return symbol("torn", first, *others) if others else first
 
@@ -80,12 +80,12 @@ def combine(hidden: int, outputs: Sequence[int]) -> int:
 
 
 def sample(hidden: int, requests: Iterable[int]) -> list[int]:
-    """A token id for each request."""
+    """Return a token id for each request."""
     return [symbol("token", hidden, request) % VOCABULARY for request in requests]
 
 
 def expected_tokens(plan: Plan) -> list[list[int]]:
-    """The tokens that every schedule of a plan must produce, by request: computed by the model without a schedule."""
+    """Compute the tokens that every schedule of a plan must produce, by request, without a schedule."""
     tokens: list[list[int]] = [[] for _ in plan.batch.prompts]
     for requests in plan.batch.micro_batches:
         for fresh in _generate(plan, requests):
@@ -97,9 +97,12 @@ def expected_tokens(plan: Plan) -> list[list[int]]:
 def through_layers(
     layout: WeightLayout, hidden: int, cache: dict[int, int], where: int, tokens: int, *, alone: bool
 ) -> int:
-    """The symbol of the hidden state after all layers; appends to the caches, by layer.
+    """Return the symbol of the hidden state after all layers, and append to each layer's cache.
 
-    alone: attend over the new keys and values only, as prompts do in a place where others decode.
+    Args:
+        cache: the symbol of each layer's cache; changed in place.
+        where: the symbol of the tokens' positions.
+        alone: whether to attend over the new keys and values only, as prompts do in a place where others decode.
     """
     for i in cache:
         dense = symbol("weights", *(page.id for page in layout.dense(i)))

@@ -36,23 +36,23 @@ class ServedBatch(SymbolicBatch):
         self.history: defaultdict[int, list[Rows]] = defaultdict(list)
 
     def prompts(self) -> dict[Key, int]:
-        """Nothing: no request is there yet."""
+        """Return no data, since no request is there yet."""
         return {}
 
     def tokens(self, task: Task) -> int:
-        """The number of rows of a task's place in its step; a node without attention has no `embed` that tells rows."""
+        """Return the number of tokens of a task's place in its step."""
         return sum(row.tokens for row in self._rows(task)) if self._attends else task.work.tokens
 
     def starts(self, task: Task) -> tuple[int, ...]:
-        """The number of tokens of each request before the step."""
+        """Return the number of tokens of each request before the step."""
         return tuple(row.start for row in self._rows(task))
 
     def continues(self, task: Task) -> bool:
-        """Test whether a task's place decodes: prompts with a cache on the host are whole."""
+        """Test whether a task's place decodes; prompts continue none, as they are whole with a cache on the host."""
         return task.phase == "decode"
 
     def whole(self, task: Task) -> int:
-        """The number of the place."""
+        """Return the number of the place."""
         return task.micro_batch
 
     def _rows(self, task: Task) -> Sequence[Row]:
@@ -83,7 +83,7 @@ class ServedAttention(Attention):
 
 
 def embedded(rows: Rows, held: int) -> int:
-    """The symbol of a step's first hidden state, given the place's tokens."""
+    """Return the symbol of a step's first hidden state, given the symbol of the place's tokens."""
     requests = [row.request for row in rows.rows]
     if rows.phase == "prefill":
         return embed(first_tokens(requests, [row.start for row in rows.rows]))
@@ -91,7 +91,7 @@ def embedded(rows: Rows, held: int) -> int:
 
 
 def expected_served(plan: Plan, history: Sequence[Rows]) -> dict[int, list[int]]:
-    """The tokens of each request that a place's rows must give, computed by the model without a schedule."""
+    """Compute the tokens of each request that a place's rows must give, by request, without a schedule."""
     cache, held = dict.fromkeys(plan.layers, 0), 0
     tokens: defaultdict[int, list[int]] = defaultdict(list)
     for step in history:

@@ -1,4 +1,4 @@
-"""The implementation of each verb, by the nodes of a batch; those that move pages of weights are here."""
+"""The table of verbs of a symbolic device, and the verbs that move pages of weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Verb = Callable[[Any, Access], Any]
 
 
 def verbs_of(plan: Plan, attention: Attention, experts: Experts, board: Board) -> dict[str, Verb]:
-    """The function of every verb of a run, by the verb's name."""
+    """Return the function of every verb of a run, by the verb's name."""
     verbs: dict[str, Verb] = {"load": _load, "fetch": _fetch, "copy_to_pinned": _fetch}
     for part in (attention, experts):
         verbs |= {name: verb for name, verb in getmembers(part, ismethod) if not name.startswith("_")}
@@ -28,7 +28,7 @@ def verbs_of(plan: Plan, attention: Attention, experts: Experts, board: Board) -
 
 
 def verbs_of_nodes(plan: Plan, experts: Experts, board: Board) -> dict[str, Verb]:
-    """The functions of the verbs that are added or replaced where several nodes share the experts."""
+    """Return the functions of verbs that are added or replaced where several nodes share the experts."""
     exchanges = Exchanges(plan.nodes, experts, board)
     verbs: dict[str, Verb] = {"partial_sum": exchanges.partial_sum}
     if not plan.nodes.centralised:
