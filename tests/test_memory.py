@@ -63,6 +63,17 @@ def test_a_page_is_fetched_once() -> None:
         bench.fetch(0)
 
 
+def test_a_page_is_named_once_even_for_the_slot_of_one_that_never_came() -> None:
+    bench = Bench(slots=1)
+    bench.fetch(0)
+    bench.script.fail("fetch (0,)")
+    with pytest.raises(PolicyError, match="page L0 E1 #0 is already in gpu"):
+        bench.fetch(1, 1)
+    bench.fetch(1)
+    assert bench.held() == [1]
+    bench.check()
+
+
 def test_pages_are_placed_all_or_none() -> None:
     bench = Bench(slots=3, replacement="none")
     bench.fetch(0)

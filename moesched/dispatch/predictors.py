@@ -96,7 +96,7 @@ class LaterRouters:
         """Do nothing, since this predictor keeps no history."""
 
     async def forecast(self, step: Step, layer: int, micro_batches: Sequence[int]) -> Forecast:
-        """Preview the layer's router on the micro-batches' current hidden states, after their last routing."""
+        """Preview the layer's router on the hidden states that the micro-batches have after their last routing."""
         previews = {j: step.preview_route(layer, j) for j in micro_batches}
         return {j: await preview for j, preview in previews.items()}
 

@@ -60,7 +60,7 @@ class Page(msgspec.Struct, frozen=True):
 bytes_of: Callable[[Page], int] = attrgetter("nbytes")
 """The bytes of a page. Planning calls it for all pages again and again, so that it is no function written in Python."""
 room_for: Callable[[Page], int] = attrgetter("room")
-"""Bytes that a page may take in a slot: `Page.room`. It is no function written in Python either."""
+"""Bytes that a page may take in a slot: `Page.room`. Like `bytes_of`, it is no function written in Python."""
 
 
 class WeightLayout(msgspec.Struct, frozen=True):

@@ -213,7 +213,7 @@ class Pool(ReadOnly):
             for page in pages:
                 number = page.id
                 if number in table:
-                    _vacate_lost(page, table[number], engine)
+                    _vacate_lost(page, table[number], slots, engine)
                 slot = empty.popleft() if empty else self._replaced(page, engine)
                 slot.page = page
                 slot.read = arrival
@@ -387,13 +387,13 @@ def held_slots(verb: str, pages: Sequence[Page], source: Pool) -> tuple[Slot, ..
     return tuple(held)
 
 
-def _vacate_lost(page: Page, held: Slot, engine: Engine) -> None:
-    """Empty the slot of a page that never arrived.
+def _vacate_lost(page: Page, held: Slot, taken: Sequence[Slot], engine: Engine) -> None:
+    """Empty the slot of a page that never arrived; `taken` are the slots of the pages that are about to come.
 
     Raises:
-        PolicyError: the page is there, or on its way.
+        PolicyError: the page is there, on its way, or about to come.
     """
-    if lost(held) is None:
+    if lost(held) is None or held in taken:
         raise PolicyError(
             f"page {describe(page)} is already in {held.memory} ({held.name}): fetch it once, or evict it first"
         )

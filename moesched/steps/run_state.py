@@ -133,8 +133,8 @@ class RunState:
     def leave_out(self, ended: Set[int], rows_apart: Callable[[int], bool]) -> None:
         """Leave out sequences that have ended, from the next step on.
 
-        A micro-batch all of whose sequences have ended takes no part. Another one goes on without those that have,
-        where that changes no bits.
+        A micro-batch whose sequences have all ended takes no part. Any other goes on without its ended sequences, if
+        that changes no bits of the others.
 
         Args:
             ended: requests that have ended.

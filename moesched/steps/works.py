@@ -23,7 +23,7 @@ GROWING = tuple(verb.name for verb in VERBS if verb.grows)
 """Verbs whose work differs from step to step, since the KV cache grows."""
 
 IN_FIXED_STEPS = ("pre_attention", "post_attention", "sample")
-"""Verbs beside attention that the first task of a fixed step launches."""
+"""Verbs beside attention whose kernels the first task of a fixed step launches, so that their own tasks launch none."""
 
 _TO_THE_HOST_AND_BACK = WorkPart("hop", 0, times=2)
 
