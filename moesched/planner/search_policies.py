@@ -32,7 +32,7 @@ Found = TypeVar("Found")
 FIRST = "resident"
 """The policy that wins a tie, since it moves nothing."""
 TIE = 1.05
-"""First looks tie up to this ratio of their rates: they are rough."""
+"""A policy beats `FIRST` at first sight only if it is faster by more than this factor, since looks are rough."""
 PROMISING = 0.75
 """Least share of the best rate so far that a policy reaches if its sizes are searched for."""
 MOST_TASKS = 60_000
@@ -143,7 +143,7 @@ class Look(NamedTuple):
 def fastest_policies(
     setting: Setting, sizes: Sequence[int], on_progress: Callable[[str], object] = lambda what: None
 ) -> list[Look]:
-    """Rank the policies that one machine can run by a first look at each, the fastest first.
+    """Rank the policies that one machine can run by a first look at each, the fastest first; `FIRST` wins near ties.
 
     A look simulates a few layers of a schedule of all requests. `plan_best` searches for sizes as well, and takes
     several times as long.

@@ -90,7 +90,7 @@ def trial_run(
     if there are others.
 
     Args:
-        cost: by default the measured costs of the plan's machine, or its roofline.
+        cost: the cost model; by default the measured costs of the plan's machine, or its roofline.
         recorder: records the tasks.
         peers: the other nodes, if several run one model.
         most_steps: most steps to run, the prefill included.

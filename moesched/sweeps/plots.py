@@ -153,7 +153,7 @@ def _divided(axes: Axes, picture: Picture) -> tuple[list[str], list[str]]:
 def _draw_series(
     panel: Panel, name: str, places: Sequence[Place], style: tuple[str, str], *, curve: bool
 ) -> None:
-    """Draw one curve from left to right, or only its points."""
+    """Draw the points of a series and, if `curve`, lines that join them from left to right."""
     marker, colour = style
     line = "-" if curve else "none"
     xs, ys = zip(*sorted(places), strict=True)
