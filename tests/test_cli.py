@@ -126,9 +126,9 @@ def test_the_commands_that_it_prints_work(
     assert command(*simulate[1:], "--batch-size", 8).code == 0
 
 
-@pytest.mark.parametrize("name", ["MyPolicy", "my-policy", "2nd", "../mine", "mine.py", ""])
+@pytest.mark.parametrize("name", ["MyPolicy", "my-policy", "2nd", "../mine", "mine.py", "class", ""])
 def test_a_name_that_no_module_has_is_refused(command: Any, name: str) -> None:
-    refused(command("new-policy", name), "is no name of a file: give small letters")
+    refused(command("new-policy", name), "is no name of a module: give small letters")
 
 
 def test_files_that_exist_are_not_replaced(command: Any, tmp_path: Path) -> None:

@@ -249,6 +249,19 @@ def test_it_says_what_more_of_each_resource_would_buy(best_on_t4: Best) -> None:
     assert gains["cpu FLOP/s"] == 0, "the host is idle most of the time"
 
 
+def test_where_one_token_is_generated_the_busiest_lane_and_the_gains_are_those_of_the_prefill() -> None:
+    proposal = plan_model(
+        "mixtral-0.8b", machine="m2-ultra", objective="interactive", gen=1, policy="resident", band=False
+    )
+    assert proposal.predicted.utilization[proposal.predicted.bound_by] > 0.5
+    assert max(gain.share for gain in proposal.gains) > 0.05
+
+
+def test_a_memory_that_two_processors_share_is_one_resource() -> None:
+    best = plan_best(load_machine("m2-ultra"), LAYOUT, (100, 100), 2, policies=("resident",), band=False)
+    assert [gain.resource for gain in best.gains].count("unified bandwidth") == 1
+
+
 def test_a_model_that_does_not_fit_is_refused_by_how_many_bytes_of_what() -> None:
     policies = ["cgopipe", "flexgen", "layer_streaming"]
     with pytest.raises(BadInput, match=r"all weights needs .* bytes of host.* bytes too few") as refused:

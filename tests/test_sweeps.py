@@ -372,10 +372,13 @@ def test_curves_join_numbers_only_and_a_title_names_what_all_points_share(
 def test_a_picture_of_many_series_names_the_best(tmp_path: Path) -> None:
     policies = [f"policy-{number}" for number in range(24)]
     lines = [line(1, policy, 1.0 + number) for number, policy in enumerate(policies)]
-    axes: Axes = {"machine": ["t4"], "policy": policies}
+    for each in lines:
+        each.inputs["dtype"] = "float32"
+    not_taken: Axes = {"settings.ahead": [1, 2], "settings.slots": [1, 2]}
+    axes: Axes = {"machine": ["t4"], "policy": policies, **not_taken, "dtype": ["float32", "bfloat16"]}
     draw_sweep(tmp_path / "x.svg", Picture("batch_size", "throughput"), lines, axes, FIGURES)
     drawn = (tmp_path / "x.svg").read_text()
-    assert [f">{policy}<" in drawn for policy in policies] == 4 * [False] + 20 * [True]
+    assert [f">{policy}, float32<" in drawn for policy in policies] == 4 * [False] + 20 * [True]
     assert ">the best 20 of 24<" in drawn
 
 

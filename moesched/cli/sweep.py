@@ -196,7 +196,7 @@ def _hand_out(given: SweepArguments, out: Path, prepared: Prepared, result: Swee
 
 
 def _reason(line: Line) -> str:
-    """Return a line on a failed point: its policy, its machine, and the reason."""
+    """Describe a failed point in one line: its policy, its machine, and the reason."""
     return (
         f"{line.inputs['policy']} on {line.inputs['machine']}: {shorten(line.failure or '', LONGEST_REASON)}"
     )
