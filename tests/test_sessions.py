@@ -69,6 +69,7 @@ def test_the_planner_chooses_a_policy_that_fits_by_the_first_call_and_keeps_it(m
         first, second = (session.run(["abc"], max_new_tokens=3) for _ in range(2))
     assert whole.policy == "resident"
     assert first.policy == second.policy != whole.policy
+    assert first.chosen_at
     assert first.tokens == second.tokens == whole.tokens
 
 

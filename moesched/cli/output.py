@@ -90,6 +90,17 @@ def say_band(widest_rate: str | None, at_peak: Figures | None) -> None:
         say()
 
 
+def planners_choice(rate: float | None, where: str = "") -> str:
+    """Return that the planner chose a policy, and the tokens per second that it predicted; empty if the user named it.
+
+    where: for which requests, with a blank before.
+    """
+    if rate is None:
+        return ""
+    figure = f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
+    return f", the planner's choice ({figure} tokens/s predicted{where}),"
+
+
 class Bar:
     """A progress bar on standard error that appears after `patience` seconds, and only on a terminal.
 

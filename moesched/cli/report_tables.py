@@ -10,7 +10,7 @@ from pathlib import Path
 from moesched.analysis.helps import Help
 from moesched.analysis.published import PUBLISHED_PREFILLS
 from moesched.analysis.what_if import DECISIONS_HELD
-from moesched.cli.output import in_band, say, say_band
+from moesched.cli.output import in_band, planners_choice, say, say_band
 from moesched.cli.tables import print_table
 from moesched.jobs.report import ClusterReport, JobReport, NodeReport
 from moesched.runs.outcome import ForecastUse, LaneUse, PoolUse, PreviewUse
@@ -27,7 +27,9 @@ def print_report(report: JobReport, trace: Path | str | None = None) -> None:
     """
     measured = "measured" if report.measured else "predicted"
     instead = f" instead of {report.model_dtype}" if report.dtype == "float16" != report.model_dtype else ""
-    say(f"\n{report.policy} on {report.model} ({report.dtype}{instead}), {measured} on {report.place}")
+    say(
+        f"\n{report.policy}{planners_choice(report.chosen_at)} on {report.model} ({report.dtype}{instead}), {measured} on {report.place}"
+    )
     plan = report.plan
     requests = "1 request" if plan.batch_size == 1 else f"{plan.batch_size} requests"
     sizes = f"{requests}, micro-batches of {plan.micro_batch_size}, {_new_tokens(report)}"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from moesched.cli.command import command
 from moesched.cli.failures import tell
-from moesched.cli.output import Bar
+from moesched.cli.output import Bar, planners_choice
 from moesched.jobs.served_options import ServedOptions
 from moesched.options import part_of
 from moesched.server.options import FrontOptions
@@ -67,11 +67,7 @@ def tell_closing(answers: int) -> None:
 
 def chosen(ready: Ready) -> str:
     """Return the rate that the planner predicted for the policy of its choice, in words; empty if the user named it."""
-    if ready.predicted is None:
-        return ""
-    rate, requests = ready.predicted, ready.places * ready.sequences
-    figure = f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
-    return f", the planner's choice ({figure} tokens/s predicted with {requests} requests at once),"
+    return planners_choice(ready.predicted, f" with {ready.places * ready.sequences} requests at once")
 
 
 def lacks(notes: Notes) -> list[str]:

@@ -136,6 +136,7 @@ class Call:
             kinds,
             policy=self._job.policy_name,
             dtype=self._job.layout.dtype,
+            chosen_at=self._job.chosen_at,
             text=texts.texts,
             cores=self._devices.core_plan,
             bytes_read=_since(read_before, self._devices.bytes_read),

@@ -38,6 +38,9 @@ class Job:
         nodes: number of equal machines that share the experts.
         device: the device that runs the job; None in predictions.
 
+    Attributes:
+        chosen_at: tokens per second that the planner predicted for the policy that it chose; None if one was named.
+
     Raises:
         BadInput: an option cannot be used.
     """
@@ -56,6 +59,7 @@ class Job:
         self.options = options
         self.beams = beams
         self.nodes = nodes
+        self.chosen_at: float | None = None
         chosen = choose_policy(options.policy, options.settings)
         cut, self.machine, self.budgets = cut_over_ranks(
             config,

@@ -46,6 +46,7 @@ class JobReport(Report, frozen=True, kw_only=True):
         cores: use of the host's cores beside a GPU, by the fields of `CorePlan`; None without a GPU.
         bytes_read: bytes read from the checkpoint's files; None if not measured.
         batches: number of successive batches.
+        chosen_at: tokens per second that the planner predicted for the policy that it chose; None if one was named.
         padded: whether prompts were padded to the longest.
         expected: prediction of a measured run, from the calibration of its machine; None if there is none.
         no_expectation: the reason why `expected` is None, if a prediction was asked for.
@@ -64,6 +65,7 @@ class JobReport(Report, frozen=True, kw_only=True):
     cores: dict[str, int] | None = None
     bytes_read: int | None = None
     batches: int = 1
+    chosen_at: float | None = None
     padded: bool = False
     expected: JobReport | None = None
     no_expectation: str | None = None
@@ -120,6 +122,7 @@ class JobReport(Report, frozen=True, kw_only=True):
             "cores",
             "bytes_read",
             "emulation",
+            "chosen_at",
             "expected",
             "no_expectation",
             "warm_up_seconds",
@@ -174,6 +177,7 @@ def job_report(
     *,
     policy: str,
     dtype: str,
+    chosen_at: float | None = None,
     text: list[str] | None = None,
     cores: CorePlan | None = None,
     bytes_read: int | None = None,
@@ -184,7 +188,8 @@ def job_report(
 
     Args:
         kinds: observer that counted tasks by verb and lane.
-        policy: name of the policy, as the user gave it.
+        policy: name of the policy, as the user gave it or the planner chose it.
+        chosen_at: as in `JobReport`.
         change: words for a change of the files of weights during the batch, which makes its tokens doubtful.
     """
     fields = {name: getattr(report, name) for name in report.__struct_fields__}
@@ -194,6 +199,7 @@ def job_report(
     return JobReport(
         **fields,
         dtype=dtype,
+        chosen_at=chosen_at,
         model_dtype=plan.layout.config.dtype,
         budget_bytes={
             name: bytes_of_all_ranks(plan, memory, memory.capacity) for name, memory in plan.memories.items()

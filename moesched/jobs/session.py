@@ -175,7 +175,7 @@ def _with_choice(job: Job, devices: Devices, process: Callable[[], Process], fir
         its_job.with_beams(first.beams).sizes(first.lengths, first.new_tokens, devices.slot_bytes)
         return its_job
 
-    chosen, _ = choose_policy_of(
+    chosen, look = choose_policy_of(
         job,
         first.lengths,
         first.new_tokens,
@@ -184,4 +184,5 @@ def _with_choice(job: Job, devices: Devices, process: Callable[[], Process], fir
         plan=planned,
         on_progress=lambda stage: listener.preparing(f"planning: {stage}", 0, 0),
     )
+    chosen.chosen_at = look.throughput
     return chosen
