@@ -98,6 +98,7 @@ BENCHMARK = Benchmark(
     claims=claims,
     tables=tables,
     parts=RUNS,
+    shows_parts=True,
     rounds_help="runs of each case; the one with the highest mark counts",
 )
 
