@@ -181,7 +181,7 @@ def open_stack(layout: WeightLayout, key: Key) -> Stacked:
 def stored_blocks(
     layout: WeightLayout, views: Mapping[str, list[torch.Tensor]]
 ) -> Iterable[tuple[str, torch.Tensor]]:
-    """Yield the row blocks of an expert page: pairs of the matrix ("gate", "up" or "down") and the block as in the files.
+    """Yield pairs of a matrix's name ("gate", "up" or "down") and a row block of the matrix as the files have it.
 
     views: the page's row blocks, top to bottom, by the tensor's canonical name.
     """
