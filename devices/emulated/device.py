@@ -1,8 +1,9 @@
 """The emulated device: runs a schedule on real tensors as a machine with an accelerator would, in slow motion.
 
-Each task does its work on the torch device, with the accelerator's memory in the host's, and then occupies its lane
-until the emulated machine would have finished. Time is dilated so far that real work takes less than a third of each
-lane's time: then two cores can imitate GPU, CPU and links at once.
+The torch device does the work of each task on the CPU; the tensors of the accelerator's memory are in the host's
+memory, too. A task then occupies its lane until the emulated machine would have finished the task. Time is slowed down
+(dilated) so far that real work takes less than a third of each lane's time. So two cores can imitate a GPU, a CPU and
+the links between them at once.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ class EmulatedDevice:
     """Imitates the accelerator and the links of any machine profile, in time that runs slower than real time.
 
     Args:
-        dilation: real seconds for each second of the emulated machine; 0 for the least that keeps real work below a
-            third of each lane's time, which a rehearsal finds, for prefill and for decode.
-        keep_logits: keep the logits of all steps, as the torch device does.
+        dilation: real seconds for each second of the emulated machine. With 0, a rehearsal chooses the least dilations,
+            one for prefill and one for decode, with which real work takes less than a third of each lane's time.
+        keep_logits: whether `logits` keeps the logits of all steps.
     """
 
     gives_scores = True
@@ -69,10 +70,10 @@ class EmulatedDevice:
 
     @staticmethod
     def machine(host: Machine) -> NoReturn:
-        """Refuse: the device has no machine of its own to plan on.
+        """Raise an error: the emulated device imitates other machines, so it has no machine of its own to plan for.
 
         Raises:
-            BadInput: always; the message says what to name instead.
+            BadInput: always; the message tells the user to name a machine.
         """
         raise BadInput(
             "device emulated imitates another machine: name it with --machine, such as --machine t4"
@@ -83,7 +84,7 @@ class EmulatedDevice:
         """Check that a machine can be emulated.
 
         Raises:
-            BadInput: its accelerator has no memory of its own.
+            BadInput: the machine's accelerator computes from the host's memory instead of a memory of its own.
         """
         if machine.unified:
             raise BadInput(
@@ -102,17 +103,17 @@ class EmulatedDevice:
 
     @property
     def logits(self) -> list[tuple[tuple[int, ...], Tensor]]:
-        """The kept logits (S, V) of each step of a micro-batch, with their sequences."""
+        """The kept logits: for each step of a micro-batch its sequences' numbers and logits (sequences, vocabulary)."""
         return self._torch.logits
 
     @property
     def own_bytes(self) -> int:
-        """Bytes of memory that the torch device uses beyond the plan."""
+        """Bytes of memory that the torch device uses beyond those that the plan counts."""
         return self._torch.own_bytes
 
     @property
     def kernels(self) -> Mapping[str, Sequence[str]]:
-        """The names of the kernels that ran in batches so far, by operation."""
+        """The names of the kernels that ran so far, by the name of the operation that they compute."""
         return self._torch.kernels
 
     @property
@@ -129,7 +130,13 @@ class EmulatedDevice:
         return self._time.now()
 
     def join(self, rank: int, transport: Transport, first: EmulatedDevice) -> None:
-        """Imitate one of several accelerators of one machine, on the clock of the first one."""
+        """Make this device one of several emulated accelerators of one machine; all share the clock of the first.
+
+        Args:
+            rank: the number of this accelerator, from 0.
+            transport: carries exchanges between the accelerators.
+            first: the device of rank 0.
+        """
         self._torch.join(rank, transport, first)
         self._time = first._time
         self._leads = first is self
@@ -137,10 +144,11 @@ class EmulatedDevice:
     def begin(self, plan: Plan, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
         """Begin a batch: allocate what the plan says, choose the dilation, and start the emulated machine's clock.
 
-        The first of several ranks chooses the dilation for all, and begins last.
+        Where several ranks emulate one machine, rank 0 chooses the dilation for all; its `begin` must be called last.
 
         Raises:
-            BadInput: the emulated memories do not fit the real one, or a token id is outside the vocabulary.
+            BadInput: the emulated memories together are larger than this machine's free memory, or a token id is
+                outside the vocabulary.
         """
         _require_memory(plan)
         self._cost = cost_model(plan.machine, plan.layout.dtype)
@@ -158,7 +166,10 @@ class EmulatedDevice:
             self._pace = Pace(self._time, self._dilations, last_chunks)
 
     def rows_apart(self, rows: int) -> bool:
-        """Test whether no row's bits depend on another row, in decode steps of up to `rows` rows."""
+        """Test whether each row's results are bit for bit the same whatever the other rows are, in decode steps.
+
+        rows: most rows of a micro-batch in such a step.
+        """
         return self._torch.rows_apart(rows)
 
     def execute(self, task: Task) -> Any:
@@ -180,7 +191,7 @@ class EmulatedDevice:
         self._torch.close()
 
     def emulation(self) -> Emulation:
-        """Compare the time of real work with dilated time, by lane, since `begin`, without the loading of weights."""
+        """Compare the time of real work with dilated time, by lane, for all tasks since `begin` but weight loading."""
         return self._meters.result(self._dilations)
 
 

@@ -22,7 +22,7 @@ class DilatedClock:
 
     @property
     def dilation(self) -> float:
-        """The real seconds for each emulated second, at present."""
+        """Real seconds for each emulated second at present; 1 before the first `run`."""
         return 1.0 if self._pace is None else self._pace[2]
 
     def now(self) -> int:
@@ -33,14 +33,19 @@ class DilatedClock:
         return emulated + int((perf_counter_ns() - real) / dilation)
 
     def run(self, dilation: float) -> None:
-        """Start the clock, or go on with another dilation from now on."""
+        """Start the clock, or change the speed of a clock that runs.
+
+        dilation: real seconds for each emulated second from now on.
+        """
         self._pace = perf_counter_ns(), self.now(), dilation
 
     def wait_until(self, moment: int) -> None:
-        """Wait until the emulated machine's clock shows `moment`.
+        """Wait until the emulated machine's clock shows a time.
 
         On an idle core this returns some 20 µs of real time later. Other threads can run meanwhile, except at the very
         end.
+
+        moment: the time to wait for, in nanoseconds of the emulated machine.
         """
         while (left := (moment - self.now()) * self.dilation) > SPUN_NANOSECONDS:
             sleep(min(left - SPUN_NANOSECONDS, NAP_NANOSECONDS) / 1e9)
@@ -49,9 +54,12 @@ class DilatedClock:
 
 
 class Pace:
-    """Sets the clock's dilation: first that of prefill; that of decode once all prompts have their first token.
+    """Sets a clock's dilation: the one for prefill first, the one for decode once all prompts have a first token.
 
-    prompts: number of prefill's chunks at whose end tokens are sampled.
+    Args:
+        time: the clock, which this starts.
+        dilations: the two dilations.
+        prompts: number of `count_prefilled` calls after which prefill has ended.
     """
 
     def __init__(self, time: DilatedClock, dilations: Dilations, prompts: int) -> None:
@@ -61,7 +69,7 @@ class Pace:
         time.run(dilations.prefill)
 
     def count_prefilled(self) -> None:
-        """Count a chunk whose tokens were sampled; to be called on a single lane."""
+        """Note that the first tokens of one more chunk of prompts were sampled; all calls must come from one thread."""
         self._left -= 1
         if not self._left:
             self._time.run(self._decode)

@@ -25,7 +25,14 @@ NEGLIGIBLE = 1 / 200
 def choose_dilations(
     checkpoint: Checkpoint, layout: WeightLayout, plan: Plan, cost: CostModel, tell: Progress
 ) -> Dilations:
-    """Find the least dilations for a plan by a rehearsal; several ranks, which share the cores, need larger ones."""
+    """Find the least dilations for prefill and decode of a plan by a rehearsal; they grow with the number of ranks.
+
+    Several ranks share the cores of this machine.
+
+    Args:
+        cost: the cost model of the emulated machine.
+        tell: is called with the progress of the rehearsal.
+    """
     rehearsed, ranks = rehearse(checkpoint, layout, plan, cost, tell), layout.config.ranks
     return Dilations(
         ranks * least_dilation(rehearsed["prefill"]), ranks * least_dilation(rehearsed["decode"])
@@ -33,7 +40,12 @@ def choose_dilations(
 
 
 def least_dilation(rehearsed: Sequence[Rehearsed]) -> float:
-    """The least dilation, of three significant bits, with which real work keeps to its share of each lane's time."""
+    """Find the least dilation with which real work takes no more than its allowed share of each lane's time.
+
+    The result is rounded up to one of four values for each power of two: 1, 1.25, 1.5, 1.75, 2, 2.5 and so on.
+
+    rehearsed: real and modelled seconds of each kind of operation on each lane.
+    """
     lanes: dict[str, list[Rehearsed]] = {}
     for each in rehearsed:
         lanes.setdefault(each.lane, []).append(each)

@@ -13,14 +13,20 @@ REAL_SHARE = 1 / 3
 
 
 class LaneMeter:
-    """Sums the times of one lane's tasks, in nanoseconds of the emulated machine."""
+    """Sums the times of one lane's tasks, and counts the tasks that took too long."""
 
     def __init__(self) -> None:
         self.worked = 0.0
         self.modelled = self.excess = self.overruns = self.late = 0
 
     def add(self, worked: float, modelled: int, taken: int) -> None:
-        """Add a task: nanoseconds of its real work, those that it should take, and those that it took on the lane."""
+        """Add a task. All times are in nanoseconds of the emulated machine.
+
+        Args:
+            worked: time of the real work on this machine.
+            modelled: time that the cost model gives for the task.
+            taken: time that the task occupied its lane.
+        """
         self.worked += worked
         self.modelled += modelled
         self.excess += taken - modelled
@@ -28,12 +34,15 @@ class LaneMeter:
         self.late += worked > modelled
 
     def result(self) -> EmulatedLane:
-        """The comparison for this lane, which must have had tasks."""
+        """Summarise this lane's tasks: the share of real work in dilated time, and the tasks that took too long.
+
+        At least one task must have been added.
+        """
         return EmulatedLane(self.worked / self.modelled, self.overruns, self.late, self.excess / 1e9)
 
 
 class Meters:
-    """Measures a run from the time when it is made.
+    """Measures an emulated run from the construction of this object on.
 
     Attributes:
         lanes: the meter of each lane, by name.
@@ -44,7 +53,10 @@ class Meters:
         self._since = perf_counter(), process_time()
 
     def result(self, dilations: Dilations) -> Emulation:
-        """Compare real work with dilated time, and tell the share of this machine's cores that the run kept busy."""
+        """Summarise all lanes that had tasks, and the share of this machine's cores that the run kept busy.
+
+        dilations: the dilations of the run, which the summary repeats.
+        """
         wall, busy = self._since
         core_load = (process_time() - busy) / max(perf_counter() - wall, 1e-9) / usable_cores()
         lanes = {name: meter.result() for name, meter in self.lanes.items() if meter.modelled}

@@ -41,7 +41,13 @@ NO_LIMIT = 1 << 62
 
 
 class Rehearsed(NamedTuple):
-    """One kind of operation on its lane: its real seconds on this machine and its modelled seconds, for all layers."""
+    """The times of one verb on one lane in the rehearsal, as sums over all tasks of all the model's layers.
+
+    Attributes:
+        lane: name of the lane.
+        real: seconds of real work on this machine.
+        modelled: seconds on the emulated machine by the cost model.
+    """
 
     lane: str
     verb: str
@@ -52,9 +58,16 @@ class Rehearsed(NamedTuple):
 def rehearse(
     checkpoint: Checkpoint, layout: WeightLayout, plan: Plan, cost: CostModel, tell: Progress
 ) -> dict[Phase, list[Rehearsed]]:
-    """Run the model's first layer on the plan's largest micro-batch, one task after the other; returns times by phase.
+    """Run the model's first layer on the plan's largest micro-batch, one task after the other, and measure the tasks.
 
     All weights are streamed: computing with resident weights is at least as fast.
+
+    Args:
+        cost: the cost model of the emulated machine, for the modelled times.
+        tell: is called with the progress.
+
+    Returns:
+        for prefill and for decode the times of each verb on each lane.
     """
     config = checkpoint.config.varied(layers=1)
     short = weight_layout(config, layout.dtype, layout.page_bytes)
@@ -76,12 +89,12 @@ def rehearse(
 
 
 def _perform(plan: Plan, policy: Policy, cost: CostModel, device: Device) -> None:
-    """Run a plan on the virtual clock, where the device does each task's real work at the task's end."""
+    """Run a plan on the virtual clock; the device does each task's real work when that clock reaches the task's end."""
     VirtualRun([Rank(plan, policy, device)], cost=cost, sharing=False, make_engine=Engine).run()
 
 
 class _Alone:
-    """A transport of a single rank, whose own part is the sum."""
+    """A transport for a single rank, without any exchange: each collective returns a copy of that rank's own array."""
 
     def all_reduce(self, rank: int, exchange: Exchange, part: Array) -> Array:
         return part.copy()
@@ -97,7 +110,13 @@ class _Alone:
 
 
 class _OneLayer:
-    """The policy of the rehearsal: runs each verb for each micro-batch, with KV caches where the run has them."""
+    """The policy of the rehearsal: runs each verb for each micro-batch.
+
+    Args:
+        kv_roles: the memories, "accelerator" or "host", that the emulated run places KV caches in; the micro-batches of
+            the rehearsal use them in turn.
+        experts_on_host: whether the emulated run computes experts on the host, so that the rehearsal does, too.
+    """
 
     def __init__(self, kv_roles: Sequence[Role], experts_on_host: bool) -> None:
         self._kv_roles = kv_roles
@@ -176,7 +195,7 @@ class _TimedDevice(TorchDevice):
         self._seconds: dict[tuple[Phase, str, str], list[tuple[float, float, bool]]] = {}
 
     def execute(self, task: Task) -> Any:
-        """Run a task, and note its real and its modelled seconds."""
+        """Run a task, and record its real seconds and the seconds that the cost model gives."""
         start = perf_counter_ns()
         value = super().execute(task)
         real = (perf_counter_ns() - start) / 1e9
@@ -189,7 +208,7 @@ class _TimedDevice(TorchDevice):
         return value
 
     def summary(self, layers: int) -> dict[Phase, list[Rehearsed]]:
-        """The real and the modelled times by phase, extrapolated to a model with `layers` layers."""
+        """Sum up the recorded times by phase, extrapolated from one layer to a model with `layers` layers."""
         by_phase: dict[Phase, list[Rehearsed]] = {"prefill": [], "decode": []}
         for (phase, lane, verb), times in self._seconds.items():
             count = len(times) * (layers if times[0][2] else 1)
@@ -200,7 +219,12 @@ class _TimedDevice(TorchDevice):
 
 
 def _prompts(lengths: Sequence[int], vocabulary: int) -> list[list[int]]:
-    """Make prompts of different tokens, since equal tokens would all be routed to the same experts."""
+    """Make prompts of varied token ids, since equal tokens would all be routed to the same experts.
+
+    Args:
+        lengths: number of tokens of each prompt.
+        vocabulary: number of token ids; ids are below it.
+    """
     return [
         [(31 * request + 17 * place * place) % vocabulary for place in range(length)]
         for request, length in enumerate(lengths)
@@ -208,7 +232,11 @@ def _prompts(lengths: Sequence[int], vocabulary: int) -> list[list[int]]:
 
 
 def _largest_micro_batch(batch: Batch) -> Batch:
-    """Make a batch of REPEATS micro-batches like the largest one; prompts are shortened to the size of a chunk."""
+    """Make a batch of REPEATS copies of the micro-batch with the most prompt tokens.
+
+    Its prompts are shortened in proportion, so that together they have no more tokens than the largest chunk of
+    prefill.
+    """
     requests = max(batch.micro_batches, key=lambda each: sum(batch.prompts[request] for request in each))
     share = max(sum(chunk.tokens) for chunk in batch.chunks().values()) / sum(
         batch.prompts[r] for r in requests

@@ -9,7 +9,11 @@ from typing import Protocol
 
 
 class InPool(Protocol):
-    """A block of memory; `pool` is the memory pool of graphs that it was taken from; None for ordinary memory."""
+    """A block of GPU memory that knows where it was allocated.
+
+    Attributes:
+        pool: the memory pool of CUDA graphs that the block was taken from; None for ordinary memory.
+    """
 
     pool: object
 
@@ -32,7 +36,7 @@ class Capture:
         self._blocks: list[weakref.ref[InPool]] = []
 
     def uses(self, block: InPool) -> None:
-        """Note that captured work uses a block; blocks of the pool need not be noted."""
+        """Note that captured work uses a block, for `freed` to check; blocks of the capture's pool are ignored."""
         if block.pool is not self.pool:
             self._blocks.append(weakref.ref(block))
 
@@ -41,14 +45,17 @@ class Capture:
         return threading.get_ident() == self._thread
 
     def forbids(self) -> bool:
-        """True if the capture forbids the calling thread to make calls that CUDA counts as unsafe."""
+        """True if the calling thread may not make calls now that CUDA counts as unsafe during this capture."""
         return self._mode == "global" or self.is_of_this_thread()
 
     def refused(self, why: str = "") -> RuntimeError:
-        """Mark the capture as broken by a refused call; returns the error to raise."""
+        """Mark the capture as broken because a call was refused; returns the error for the caller to raise.
+
+        why: an addition to the error's message.
+        """
         self.broken = True
         return RuntimeError(f"CUDA error: operation not permitted when stream is capturing{why}")
 
     def freed(self) -> bool:
-        """True if a block that captured work uses, outside of the pool, has been freed."""
+        """True if memory outside of the pool that captured work uses was freed since the capture."""
         return any(block() is None for block in self._blocks)

@@ -1,4 +1,7 @@
-"""The lagging device: the CUDA device's own code on the CPU, over imitated GPUs that use all freedom that CUDA has."""
+"""The lagging device: the CUDA device's own code on the CPU, over imitated GPUs.
+
+The imitated streams run their work as late, and in as odd an order, as CUDA permits.
+"""
 
 from __future__ import annotations
 
@@ -31,14 +34,14 @@ GPU_DEVICE = torch.device(DEVICE_TYPE, 0)
 
 
 class LaggingGpu:
-    """Imitated GPUs on the CPU; a process has one set of them at a time, the one that was made last.
+    """One or several imitated GPUs on the CPU. A process has one such object at a time: a new one replaces the earlier.
 
     Args:
         seed: seed of the random order in which work of different streams runs.
         fails_at: the number of the piece of work that fails, counted from 1; 0 for none.
         capacity: bytes of each GPU's memory; None for no limit.
         reported_free: bytes that a GPU reports as free.
-        clock: the host's clock in nanoseconds; the GPUs' clocks drift from it.
+        clock: returns the host's time in nanoseconds; the GPUs' clocks drift from it.
         count: number of GPUs.
 
     Attributes:
@@ -71,7 +74,7 @@ class LaggingGpu:
         return self.memories[0]
 
     def __enter__(self) -> LaggingGpu:
-        """Let the calling thread make tensors on the imitated GPU."""
+        """Let the calling thread make tensors on the imitated GPUs while the context lasts."""
         self._mode.__enter__()
         return self
 
@@ -83,10 +86,10 @@ class LaggingDevice(TorchDevice):
     """Runs tasks with the CUDA device's code on imitated GPUs.
 
     Args:
-        gpu: the imitated GPUs, by default one with seed 0; the ranks of a tensor-parallel model share them.
+        gpu: the imitated GPUs; None makes one GPU with seed 0. Devices for several ranks get the same object.
         kernel: the choice of kernels on the host, as for `TorchDevice`.
-        triton: whether the operators that CUDA runs by kernels in Triton go before other kernels; here their references
-            in torch run.
+        triton: whether operators that have Triton kernels on CUDA are tried before other kernels; here they run their
+            reference code in torch.
     """
 
     def __init__(
@@ -119,12 +122,20 @@ class LaggingDevice(TorchDevice):
         """Check that a machine has a GPU with a memory of its own.
 
         Raises:
-            BadInput: it has none.
+            BadInput: the machine has no such GPU.
         """
         CudaDevice.check_machine(machine)
 
     def join(self, rank: int, transport: Transport, first: Any) -> None:
-        """Become one of several ranks, each with its own GPU, or one of several nodes, which share the first GPU."""
+        """Make this device one of several ranks or nodes that run a model together.
+
+        Each rank of a tensor-parallel model has the imitated GPU of its own number; all nodes use the first GPU.
+
+        Args:
+            rank: this device's number, from 0.
+            transport: carries exchanges between the devices.
+            first: the device of rank 0 if it is in this process, otherwise this device.
+        """
         super().join(rank, transport, first)
         if self.layout.config.ranks > 1:
             self._compute.accelerator = torch.device(DEVICE_TYPE, rank)
@@ -158,9 +169,11 @@ def _on_gpu(verb: Verb) -> Verb:
 
 
 def _install(operations: Operations, free: int) -> None:
-    """Make the imitated GPUs known to torch as a device type, with a module of functions like `torch.cuda`.
+    """Register the imitated GPUs with torch as a device type, with a module of functions like `torch.cuda`.
 
-    free: bytes that a GPU reports as free.
+    Args:
+        operations: carries out torch's calls on the GPUs' tensors.
+        free: bytes that a GPU reports as free.
     """
     module = getattr(torch, DEVICE_TYPE, None)
     if module is None:

@@ -1,8 +1,8 @@
-"""Imitated CUDA graphs: a stream records its work instead of running it, and replays queue that work again and again.
+"""Imitated CUDA graphs: a stream records its work instead of running it; each replay queues the recorded work again.
 
-A graph knows addresses, not tensors: a replay reads and writes the memory of the captured calls, whatever is there by
-now. Calls that CUDA refuses while a stream captures break the capture here, too: waits of the host, allocations for
-another stream that take memory from the system, and events between streams of which only one captures.
+A graph knows addresses, not tensors: a replay reads and writes the memory of the captured calls, whatever that memory
+holds by then. Calls that CUDA refuses while a stream captures also break the capture here: waits of the host,
+allocations on another stream that take memory from the system, and events between streams of which only one captures.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class GraphPool:
         """Add a graph to those that use the pool.
 
         Raises:
-            RuntimeError: all graphs that used it are gone, so that torch may have freed it.
+            RuntimeError: the pool was used before and no graph uses it now, so that torch may have freed its memory.
         """
         if not (self._is_new or self.is_live):
             raise RuntimeError("it->second->use_count > 0 INTERNAL ASSERT FAILED")
@@ -61,11 +61,13 @@ class LaggingGraph:
         """Make the current stream record its work, until `capture_end`.
 
         Args:
-            pool: the memory pool that captured calls allocate from; by default one of the graph's own.
-            capture_error_mode: "global" forbids unsafe calls to all threads meanwhile, "thread_local" to this one.
+            pool: the memory pool that captured calls allocate from; None makes a new pool for this graph.
+            capture_error_mode: the threads that may not make unsafe calls until `capture_end`: "global" for all
+                threads, "thread_local" for the calling one.
 
         Raises:
-            RuntimeError: the stream is the default one, or captures already, or all graphs of the pool are gone.
+            RuntimeError: the current stream is a default stream, or captures already, or all graphs of the pool are
+                gone.
         """
         stream = self._gpu.current
         if self._gpu.is_default(stream):
@@ -105,12 +107,12 @@ class LaggingGraph:
         self._gpu.replay(capture.works)
 
     def reset(self) -> None:
-        """Forget the captured work, and use the memory pool no longer."""
+        """Forget the captured work, and give up the use of the memory pool."""
         if self._capture is not None:
             self._pool.discard(self)
             self._capture = None
 
     def pool(self) -> Any:
-        """The graph's memory pool, for other graphs that are to share it."""
+        """Return the graph's memory pool, which another graph can share by `capture_begin`."""
         assert self._capture is not None, "it is captured"
         return self._pool

@@ -1,4 +1,4 @@
-"""The imitated memory of a GPU, whose freed blocks are used again at once."""
+"""The imitated memory of a GPU: a freed block can be allocated again at once, even while queued work still uses it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from .streams import Gpu, LaggingStream
 
 
 class Block:
-    """A block of GPU memory; it is freed as soon as nothing refers to it, even if queued work still uses it.
+    """A block of GPU memory; freed with the last reference to this object, even if queued work still uses the block.
 
     Attributes:
-        raw: the bytes.
-        stream: the stream that allocated it; later allocations of that stream may use it again.
-        pool: the memory pool of graphs that it was taken from; None if the call that allocated it was not captured.
-        inferring: whether the call that allocated it was made in torch's inference mode.
+        raw: the block's memory as a uint8 tensor of the CPU.
+        stream: the stream that allocated the block; after its freeing, later allocations of that stream may reuse it.
+        pool: the memory pool of graphs that the block was taken from; None if the allocating call was not captured.
+        inferring: whether the allocating call was made in torch's inference mode.
     """
 
     inferring = False
@@ -34,7 +34,7 @@ class Block:
         self._memory.free(self._piece, self._nbytes)
 
     def tensor(self, like: torch.Tensor) -> torch.Tensor:
-        """A tensor in this memory with the dtype, shape, strides and offset of `like`."""
+        """Make a tensor in this block's memory with the dtype, shape, strides and offset of the tensor `like`."""
         items = self.raw.view(like.dtype)
         return items.as_strided(like.size(), like.stride(), items.storage_offset() + like.storage_offset())
 
@@ -43,13 +43,13 @@ class GpuMemory:
     """Allocates memory of one GPU by stream, as torch does.
 
     Args:
-        capacity: bytes; None for no limit.
+        capacity: most bytes that the GPU has; None for no limit.
 
     Attributes:
         allocations: number of blocks that were allocated so far.
-        wanted, most_wanted: bytes that blocks in use were asked for, now and at most so far.
-        taken, most_taken: bytes of these blocks, whose sizes are rounded up, now and at most so far.
-        most_reserved: most bytes so far of the segments from which blocks are cut.
+        wanted, most_wanted: sum of the bytes that were requested for the blocks in use, now and at its highest so far.
+        taken, most_taken: sum of the sizes of the blocks in use, which are rounded up, now and at its highest so far.
+        most_reserved: highest sum so far of the bytes of all segments, from which blocks are cut.
     """
 
     def __init__(self, gpu: Gpu, capacity: int | None = None) -> None:
@@ -61,11 +61,11 @@ class GpuMemory:
         self._freed: deque[tuple[Piece, int]] = deque()
 
     def allocate(self, nbytes: int, stream: LaggingStream) -> Block:
-        """Allocate a block for a stream; the stream fills it with POISON when it reaches this point.
+        """Allocate a block for a stream, and queue work on the stream that fills the block with POISON.
 
         Raises:
             torch.OutOfMemoryError: there is not enough memory.
-            RuntimeError: the block needs memory of the system while another stream captures, which CUDA forbids.
+            RuntimeError: a new segment is needed, and another stream captures in a mode that forbids such allocations.
         """
         with self._gpu.lock:
             self.allocations += 1
@@ -88,20 +88,25 @@ class GpuMemory:
             return block
 
     def free(self, piece: Piece, nbytes: int) -> None:
-        """Free a block's memory; this takes no lock, since the garbage collector may call it anywhere."""
+        """Mark a block's memory as free, without a lock: the garbage collector may call this anywhere in the code.
+
+        Args:
+            piece: the block's memory.
+            nbytes: bytes that were requested for the block.
+        """
         self._freed.append((piece, nbytes))
 
     @property
     def reserved(self) -> int:
-        """Bytes of all segments."""
+        """Bytes of all segments, in use or not."""
         return self._segments.reserved
 
     def reset_peak(self) -> None:
-        """Reset the peak to the bytes that are in use now."""
+        """Reset `most_taken` to the bytes of the blocks that are in use now."""
         self.most_taken = self.in_use()
 
     def in_use(self) -> int:
-        """Bytes of blocks that are in use now."""
+        """Return the bytes of the blocks that are in use now."""
         with self._gpu.lock:
             self._take_back()
             return self.taken

@@ -1,4 +1,4 @@
-"""The page-locked memory of the host, as an imitated GPU sees it, with the faults in its use."""
+"""The page-locked memory of the host as imitated GPUs see it, and a record of its wrong uses."""
 
 from __future__ import annotations
 
@@ -22,16 +22,17 @@ INVALID_VALUE, OUT_OF_MEMORY, ALREADY_REGISTERED, NOT_REGISTERED = 1, 2, 712, 71
 
 
 class PinnedMemory:
-    """Keeps the addresses of the host's page-locked memory.
+    """Keeps the addresses of the host's page-locked memory, and records its wrong uses.
 
-    A copy uses locked memory by its address, when its stream runs the copy: the memory has to be locked until then.
+    A queued copy holds only the memory's address: the memory has to be locked until the stream has run the copy.
 
-    gpu: the GPU whose streams copy.
+    Args:
+        gpu: the streams of the imitated GPUs.
 
     Attributes:
-        registered: the bytes of existing memory that was registered with CUDA, by its address.
+        registered: bytes of each piece of memory that `cudaHostRegister` locked, by the piece's address.
         most_registered: most bytes that may be registered; None for no limit.
-        refuses_files: the number of CUDA's error when memory of files is registered; 0 if that succeeds.
+        refuses_files: the CUDA error number that registering mapped files gives; 0 if that succeeds.
         faults: descriptions of uses of locked memory for which a real GPU might give wrong bytes, or fail.
         allocations: number of allocations of locked memory so far, registrations included.
     """
@@ -48,7 +49,7 @@ class PinnedMemory:
         self._copies = 0
 
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:  # CUDA's name
-        """Register existing memory, which locks it; returns 0, or the number of CUDA's error."""
+        """Register memory of the process, which locks its pages; returns 0, or a CUDA error number."""
         most = self.most_registered
         if any(start < address + nbytes and address < end for start, end in self._registrations()):
             return ALREADY_REGISTERED
@@ -61,7 +62,7 @@ class PinnedMemory:
         return 0
 
     def cudaHostUnregister(self, address: int) -> int:  # CUDA's name
-        """Unlock registered memory; returns 0, or the number of CUDA's error."""
+        """Unlock the registered memory that begins at an address; returns 0, or a CUDA error number."""
         if address not in self.registered:
             self.faults.append(f"unregistered {address:#x}, which is not registered")
             return NOT_REGISTERED
@@ -91,9 +92,10 @@ class PinnedMemory:
         return tensor.untyped_storage().data_ptr() in self._cached or self._is_registered(tensor)
 
     def at_its_time(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """A function to call when a copy runs: returns the host's tensor in locked memory, or raises if it is unlocked.
+        """Return a function for a queued copy, which finds a host tensor's memory when the copy runs.
 
-        It keeps no reference to the tensor, as a real copy keeps none.
+        The function returns the tensor, or raises RuntimeError if the memory is no longer locked by then. Like a real
+        copy, it holds no reference to registered memory.
         """
         if tensor.untyped_storage().data_ptr() in self._cached:
             return lambda: tensor  # torch keeps it until its copies ran
@@ -126,7 +128,7 @@ class PinnedMemory:
 
 
 def bounds(tensor: torch.Tensor) -> tuple[int, int]:
-    """The addresses of a tensor's first byte, and after its last byte."""
+    """Return the address of a tensor's first byte, and the address after its last byte."""
     if not tensor.numel():
         return tensor.data_ptr(), tensor.data_ptr()
     last = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
@@ -134,7 +136,7 @@ def bounds(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def is_read_only(address: int) -> bool:
-    """Test whether the process may not write at an address, by the system's table of mappings; False outside Linux."""
+    """Test by the system's table of mappings whether memory at an address is read-only; False outside Linux."""
     if sys.platform != "linux":
         return False
     for line in Path("/proc/self/maps").read_text().splitlines():

@@ -21,11 +21,13 @@ POISON = 0xFF
 
 
 class Piece:
-    """A part of a segment, free or in use.
+    """A contiguous part of a segment, free or in use as one block.
 
     Attributes:
-        pool: the stream or the graphs that the segment belongs to, and whether its blocks are small.
-        before, behind: the pieces next to it in the segment; None at its ends.
+        memory: the bytes of the whole segment.
+        start, nbytes: first byte in the segment, and number of bytes.
+        pool: the segment's owner (a stream or a memory pool of graphs), and whether it is for small blocks.
+        before, behind: the adjacent pieces in the segment; None at the segment's ends.
     """
 
     __slots__ = ("before", "behind", "free", "memory", "nbytes", "pool", "start")
@@ -40,7 +42,7 @@ class Piece:
         self.behind: Piece | None = None
 
     def bytes(self) -> torch.Tensor:
-        """The bytes of the piece."""
+        """Return the memory of the piece as a uint8 tensor."""
         return self.memory[self.start : self.start + self.nbytes]
 
     def cut(self, nbytes: int) -> Piece:
@@ -53,7 +55,7 @@ class Piece:
         return rest
 
     def absorb(self) -> None:
-        """Join the next piece to this one."""
+        """Join the next piece of the segment to this one."""
         gone = self.behind
         assert gone is not None
         self.nbytes += gone.nbytes
@@ -63,7 +65,7 @@ class Piece:
 
 
 class Segments:
-    """Cuts blocks from segments: from the smallest free piece that fits; of equal ones, from that which was freed last.
+    """Cuts each block from the smallest free piece of a segment that is large enough; of equal ones, the last freed.
 
     Attributes:
         reserved: bytes of all segments.
@@ -74,14 +76,23 @@ class Segments:
         self._free: dict[tuple[Any, bool], list[Piece]] = {}
 
     def fits(self, nbytes: int, owner: Any) -> bool:
-        """Test whether a block can be cut from the segments of an owner, a stream or graphs."""
+        """Test whether a block of `nbytes` bytes can be cut from existing segments of an owner.
+
+        owner: a stream, or a memory pool of graphs.
+        """
         nbytes = _rounded(nbytes)
         return any(piece.nbytes >= nbytes for piece in self._free.get((owner, nbytes <= SMALL), ()))
 
     def take(self, nbytes: int, owner: Any, capacity: int | None, *, releases: bool = True) -> Piece | None:
-        """Cut a block for an owner, a stream or graphs; None if that would take segments beyond `capacity` bytes.
+        """Cut a block of `nbytes` bytes for an owner, from a new segment if none of the owner's has room.
 
-        releases: whether unused segments may be freed to stay within the capacity.
+        Args:
+            owner: a stream, or a memory pool of graphs.
+            capacity: most bytes of all segments together; None for no limit.
+            releases: whether unused segments may be freed to stay within the capacity.
+
+        Returns:
+            the block's memory; None if a new segment would exceed the capacity.
         """
         nbytes = _rounded(nbytes)
         pool = (owner, nbytes <= SMALL)
@@ -105,7 +116,7 @@ class Segments:
         return piece
 
     def give_back(self, piece: Piece) -> None:
-        """Free a block, and join it with free neighbours."""
+        """Mark a block's memory as free, and join it with adjacent free pieces."""
         unused = self._free[piece.pool]
         if piece.behind is not None and piece.behind.free:
             unused.remove(piece.behind)
@@ -121,7 +132,7 @@ class Segments:
         self._free[piece.pool].append(piece)
 
     def _release_unused(self) -> None:
-        """Free the segments of which no block is in use, except those of graphs."""
+        """Free all segments without a block in use, except those of memory pools that a graph uses."""
         for pool, pieces in self._free.items():
             if getattr(pool[0], "is_live", False):
                 continue

@@ -1,4 +1,7 @@
-"""A cache of the shapes of results of torch's calls: on tiny tensors, finding a shape takes longer than the call."""
+"""A cache of the shapes of the results of torch's calls.
+
+On tiny tensors, finding a shape by torch takes longer than the call itself.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,12 @@ MOST = 20_000
 
 
 class Shape(NamedTuple):
-    """The shape of a result: of a view of the operand with the number `operand`, or of a new tensor if that is -1."""
+    """The shape, strides, offset and dtype of a call's result.
+
+    Attributes:
+        nbytes: bytes of the storage that the result is in.
+        operand: index of the tensor argument whose storage the result shares; -1 if the result has new storage.
+    """
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -25,13 +33,20 @@ class Shape(NamedTuple):
 
 
 class Shapes:
-    """Remembers shapes of results by call and operands."""
+    """Remembers the shape of a call's result, by the function and the shapes of its arguments."""
 
     def __init__(self) -> None:
         self._known: dict[Any, Shape] = {}
 
     def of(self, func: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The results of a call as tensors without values, on torch's device "meta"; their shapes are computed once."""
+        """Return the results of a call as tensors without values, on torch's device "meta".
+
+        The function is called on that device only for the first call with given shapes.
+
+        Args:
+            func: the function, such as `torch.add`.
+            args, kwargs: its arguments, with tensors on the device "meta".
+        """
         operands: list[torch.Tensor] = []
         try:
             key = (func, _signature(args, operands), _signature(kwargs, operands))
@@ -47,12 +62,14 @@ class Shapes:
 
 
 def _signature(of: Any, operands: list[torch.Tensor]) -> Any:
-    """Make a key for the arguments of a call: calls with equal keys have results of equal shapes.
+    """Make a key from the arguments of a call: calls with equal keys have results of equal shapes.
 
-    Tensors among the arguments are appended to `operands`.
+    Args:
+        of: the arguments, nested in tuples, lists or mappings.
+        operands: a list to which the tensors among the arguments are appended.
 
     Raises:
-        TypeError: the values of a tensor may matter.
+        TypeError: a tensor has values (is not on the device "meta"), so that the shape may depend on these.
     """
     if isinstance(of, torch.Tensor):
         if of.device.type != "meta":
@@ -69,7 +86,7 @@ def _signature(of: Any, operands: list[torch.Tensor]) -> Any:
 
 
 def _first(tensor: torch.Tensor, operands: list[torch.Tensor]) -> int:
-    """The number of the first operand that is in the same memory as a tensor."""
+    """Return the index of the first tensor in `operands` that has the same storage as `tensor`."""
     memory = tensor.untyped_storage()._cdata
     return next(number for number, each in enumerate(operands) if each.untyped_storage()._cdata == memory)
 

@@ -25,11 +25,18 @@ DRIFT = 50e-6
 
 
 class DeviceLost(RuntimeError):
-    """An asynchronous error of a GPU: every call after it raises it, not the call that caused it."""
+    """An asynchronous error of a GPU: raised by every call after the failure, not by the call that queued the work."""
 
 
 class Item(NamedTuple):
-    """An item of a stream's queue: a piece of work; or the recording of an event, or, if `waits`, waiting for it."""
+    """An item of a stream's queue: a piece of work, the recording of an event, or a wait for an event.
+
+    Attributes:
+        work: the work as a function; None for an event.
+        event: the event; None for work.
+        version: number of the recording that happens or is waited for.
+        waits: whether the item waits for the event instead of recording it.
+    """
 
     work: Callable[[], object] | None = None
     event: LaggingEvent | None = None
@@ -41,9 +48,9 @@ class LaggingStream:
     """A queue of work that runs in order, at random times.
 
     Attributes:
-        number: number of its GPU.
-        eagerness: probability that it runs its ready work whenever something is enqueued on any stream.
-        capture: the capture that records its work; None while the stream does not capture.
+        number: number of the stream's GPU.
+        eagerness: probability that the stream runs its ready work whenever something is enqueued on any stream.
+        capture: the capture that records the stream's work; None while the stream does not capture.
     """
 
     def __init__(self, gpu: Gpu, number: int) -> None:
@@ -61,16 +68,17 @@ class LaggingStream:
             self._put(Item(work=work))
 
     def record(self, event: LaggingEvent) -> None:
-        """Append the recording of an event to the queue: it happens when all before it has run."""
+        """Append the recording of an event to the queue; the event happens when all earlier items have run."""
         event.capture = self.capture
         if self.capture is None:
             self._put(Item(event=event, version=event.recorded))
 
     def wait_event(self, event: LaggingEvent) -> None:
-        """Delay all later work of this stream until the last recording of an event has happened.
+        """Make all later work of this stream wait until the last recording of an event has happened.
 
         Raises:
-            RuntimeError: the stream captures and the event is none of its own, or the event was captured elsewhere.
+            RuntimeError: this stream captures and the event was not recorded in the same capture, or the event was
+                recorded in another capture.
         """
         broken = event.capture or self.capture
         if broken is not None and event.capture is not self.capture:
@@ -111,9 +119,9 @@ class LaggingEvent:
     """An event, which may be recorded on a stream again and again.
 
     Attributes:
-        recorded, happened: numbers of the last recording that was enqueued, and of the last one that has happened.
-        blocking: whether a thread that waits for it leaves its core to others.
-        capture: the capture that has its last recording; None if a stream's queue has it.
+        recorded, happened: number of the last recording that was enqueued, and of the last recording that has happened.
+        blocking: whether a thread that waits for the event leaves its core to other threads.
+        capture: the capture that the last recording is in; None if that recording is in a stream's queue.
     """
 
     def __init__(self, gpu: Gpu, *, enable_timing: bool = False, blocking: bool = False) -> None:
@@ -128,10 +136,10 @@ class LaggingEvent:
         gpu.events_made += 1
 
     def record(self, stream: LaggingStream | None = None) -> None:
-        """Record the event on a stream, by default the current one.
+        """Record the event on a stream; None takes the current stream.
 
         Raises:
-            RuntimeError: it was recorded on another GPU before.
+            RuntimeError: the event was recorded on another GPU before.
         """
         with self._gpu.lock:
             stream = stream or self._gpu.current
@@ -160,10 +168,10 @@ class LaggingEvent:
         self.happened, self._nanoseconds = version, nanoseconds
 
     def elapsed_time(self, end: LaggingEvent) -> float:
-        """The milliseconds from this event to another, in float32 as CUDA gives them.
+        """Return the milliseconds from this event to the event `end`, rounded to float32 as by CUDA.
 
         Raises:
-            RuntimeError: an event does not keep its time or has not happened, or the events are of two GPUs.
+            RuntimeError: an event was made without timing or has not happened yet, or the events are on two GPUs.
         """
         self._gpu.raise_error()
         if self._number != end._number:
@@ -176,20 +184,21 @@ class LaggingEvent:
 
 
 class Gpu:
-    """The streams of imitated GPUs. One lock guards all queues, events and running work.
+    """The streams of one or several imitated GPUs. One lock guards all queues, events and running work.
 
     Args:
         seed: seed of the random order of work.
         fails_at: the number of the piece of work that fails, counted from 1; 0 for none.
-        clock: the host's clock in nanoseconds; the GPUs' clocks drift from it.
+        clock: returns the host's time in nanoseconds; the GPUs' clocks drift from it.
 
     Attributes:
         ran: number of pieces of work that ran so far.
         failed_at: the time of the failure on the host's clock; None without a failure.
-        events: the events that something still refers to.
+        events: all events that still exist.
         events_made: number of events that were made so far.
         waits: number of times that the host has waited for a GPU.
-        captures, replays: numbers of graphs that were captured, and of replays.
+        captures: number of graphs that were captured so far.
+        replays: number of times that graphs were replayed so far.
         drained: number of times that each thread has waited for a stream to run empty, by the thread's name.
     """
 
@@ -222,7 +231,7 @@ class Gpu:
         return self.current_of(self.number)
 
     def current_of(self, number: int) -> LaggingStream:
-        """The calling thread's current stream on a GPU; the default stream unless the thread chose another."""
+        """Return the calling thread's current stream on a GPU: the stream chosen by `on`, else the default stream."""
         chosen: LaggingStream | None = getattr(self._threads, f"stream {number}", None)
         if chosen is not None:
             return chosen
@@ -253,27 +262,27 @@ class Gpu:
             setattr(self._threads, name, before)
 
     def new_stream(self, number: int = 0) -> LaggingStream:
-        """Make a stream of a GPU that does not wait for the default stream."""
+        """Make another stream of a GPU; like CUDA's non-blocking streams, it does not wait for the default stream."""
         with self.lock:
             self._streams.append(LaggingStream(self, number))
             return self._streams[-1]
 
     def is_default(self, stream: LaggingStream) -> bool:
-        """Test whether a stream is the default stream of a GPU, which is used by threads that chose none."""
+        """Test whether a stream is the default stream of a GPU, which threads use that chose no stream."""
         return stream in self._defaults.values()
 
     def synchronize(self, number: int) -> None:
-        """Wait until all queues of a GPU are empty."""
+        """Wait until all queues of the GPU with this number are empty."""
         for stream in self._streams:
             if stream.capture is not None and stream.number == number:
                 raise stream.capture.refused()
         self.run_until(lambda: not any(each.queue for each in self._streams if each.number == number))
 
     def begin_capture(self, stream: LaggingStream, capture: Capture) -> None:
-        """Make a stream record its work instead of running it.
+        """Make a stream record its work in `capture` instead of running it.
 
         Raises:
-            RuntimeError: it does so already.
+            RuntimeError: the stream captures already.
         """
         with self.lock:
             self.raise_error()
@@ -298,10 +307,10 @@ class Gpu:
                 stream.enqueue(work)
 
     def refuse_unsafe(self) -> None:
-        """Check that the calling thread may make a call that CUDA counts as unsafe during captures.
+        """Raise an error if a capture forbids the calling thread to make unsafe calls now.
 
         Raises:
-            RuntimeError: a capture forbids it.
+            RuntimeError: a capture forbids such calls.
         """
         for stream in self._streams:
             if stream.capture is not None and stream.capture.forbids():
@@ -325,11 +334,11 @@ class Gpu:
                     stream.run_head()
 
     def run_until(self, done: Callable[[], bool]) -> None:
-        """Run the first items of queues, in random order, until `done()` is true.
+        """Run the first items of ready queues, in random order, until `done()` is true.
 
         Raises:
-            DeviceLost: some work failed, now or before.
-            RuntimeError: no item is ready, as the streams wait for events that never happen, or the thread captures.
+            DeviceLost: a piece of work failed, now or before.
+            RuntimeError: all streams wait for events that never happen, or the calling thread is capturing.
         """
         with self.lock:
             for stream in self._streams:
@@ -345,7 +354,7 @@ class Gpu:
                 self.raise_error()
 
     def run(self, work: Callable[[], object]) -> None:
-        """Run one piece of work; if it fails, later calls raise its error."""
+        """Run one piece of work; if it raises an exception, later calls raise DeviceLost."""
         self.ran += 1
         try:
             if self.ran == self._fails_at:
@@ -358,6 +367,6 @@ class Gpu:
             self._error = error.with_traceback(None)  # it would keep the frames of whoever waited
 
     def raise_error(self) -> None:
-        """Raise the error of work that failed."""
+        """Raise DeviceLost if a piece of work has failed."""
         if self._error is not None:
             raise DeviceLost(f"CUDA error: {self._error}") from self._error

@@ -1,4 +1,4 @@
-"""The tensors of imitated GPUs: shapes are known at once, values are there when the stream has run the work."""
+"""The tensors of imitated GPUs: a shape is known at once; values are there only when the stream has run the work."""
 
 from __future__ import annotations
 
@@ -45,9 +45,10 @@ class LaggingTensor(torch.Tensor):
     """A tensor on an imitated GPU.
 
     Attributes:
-        block: its memory.
-        values_now: a CPU tensor in that memory, with the values that it has after the work that ran so far.
-        twin: a tensor of its shape without values, on torch's device "meta"; twins share memory as the tensors do.
+        block: the memory that the tensor is in.
+        values_now: a CPU tensor over that memory; its values are those after the work that ran so far.
+        twin: a tensor on torch's device "meta", with the same shape but without values; twins share storage where the
+            tensors share a block.
     """
 
     block: Block
@@ -62,7 +63,7 @@ class LaggingTensor(torch.Tensor):
 
 
 class OnGpu(TorchFunctionMode):
-    """Lets the calling thread make tensors on imitated GPUs, and page-locked ones, while the context lasts."""
+    """Lets the calling thread make tensors on imitated GPUs and in page-locked memory, while the context lasts."""
 
     def __torch_function__(
         self, func: Call, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -74,14 +75,15 @@ class Operations:
     """Carries out torch's calls: those that compute are queued on a stream, all others run at once.
 
     Attributes:
-        gpu, memories: the streams, and the memory of each GPU.
+        gpu: the streams of the GPUs.
+        memories: the memory of each GPU.
         pinned: page-locked memory of the host.
-        blocked: number of copies that were asked to be asynchronous but made their thread wait, as the host's memory is
-            not page-locked.
+        blocked: number of copies that were requested as asynchronous but made the calling thread wait, because the
+            host's memory was not page-locked.
         staged: number of copies between host and GPU for which torch needs temporary memory on the GPU.
         calls: number of operations that were queued, by name.
-        launches, copies: number of kernels and of copies that were queued, except those of graphs.
-        misaligned: number of products with weights whose address is no multiple of 16 bytes.
+        launches, copies: number of kernels and number of copies that were queued, except those of graphs.
+        misaligned: number of matrix products by weights whose address is no multiple of 16 bytes.
         most_to_host: bytes of the largest tensor that was copied to the host.
     """
 
@@ -99,7 +101,7 @@ class Operations:
         self.most_to_host = 0
 
     def call(self, func: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Carry out one call of torch with tensors of the host or of GPUs; returns its result."""
+        """Carry out one call of torch, with tensors of the host or of GPUs; returns the call's result."""
         self._caller.inferring = torch.is_inference_mode_enabled()
         with torch._C.DisableTorchFunction(), torch.inference_mode():
             name = getattr(func, "__name__", "")
@@ -134,7 +136,7 @@ class Operations:
             return self._queue(func, name, args, kwargs, number)
 
     def _on_host(self, func: Call, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Carry out a call without GPU tensors, which may make one."""
+        """Carry out a call that has no GPU tensor among its arguments; its result may be a new tensor on a GPU."""
         if name == "is_pinned":
             return self.pinned.holds(args[0])
         if kwargs.get("pin_memory"):
@@ -158,7 +160,13 @@ class Operations:
     def _queue(
         self, func: Call, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], number: int
     ) -> Any:
-        """Queue a call on the GPU's current stream; returns the results, whose shapes the arguments' twins give."""
+        """Queue a call on the current stream of a GPU; returns the results, which get their values when the call runs.
+
+        Args:
+            func: torch's function.
+            name: its name.
+            number: number of the GPU.
+        """
         stream = self.gpu.current_of(number)
         if stream.capture is None:
             self.calls[name] += 1
@@ -199,7 +207,10 @@ class Operations:
         return args[0] if changes and name != "__setitem__" else results
 
     def _launch(self, operator: OpOverload[Any, None], args: tuple[Any, ...], number: int) -> None:
-        """Queue an operator of `operators.py`, which writes to some of its arguments."""
+        """Queue a call of an operator of `operators.py`, which writes its results to some of its arguments.
+
+        number: number of the GPU, on whose current stream the call is queued.
+        """
         stream = self.gpu.current_of(number)
         if stream.capture is None:
             self.calls[operator.overloadpacket.__name__] += 1
@@ -209,7 +220,10 @@ class Operations:
         self._enqueue(stream, lambda: operator(*reals), _tensors(args))
 
     def _require_writable(self, targets: Any) -> None:
-        """Raise RuntimeError, as torch does, if a call outside of inference mode writes to tensors made in it."""
+        """Raise RuntimeError, as torch does, if a call outside of inference mode writes to tensors made in that mode.
+
+        targets: the tensors that the call writes to.
+        """
         if not self._caller.inferring and any(
             isinstance(each, LaggingTensor) and each.block.inferring for each in _tensors(targets)
         ):
@@ -218,7 +232,12 @@ class Operations:
     def _enqueue(
         self, stream: LaggingStream, work: Callable[[], object], tensors: Sequence[torch.Tensor]
     ) -> None:
-        """Queue a kernel, whose arguments are these tensors."""
+        """Queue a kernel on a stream.
+
+        Args:
+            work: runs the kernel.
+            tensors: the kernel's arguments, whose memory a capture has to know.
+        """
         self.launches += stream.capture is None
         _note_use(stream, *tensors)
         stream.enqueue(work)
@@ -250,7 +269,7 @@ class Operations:
         return self._copy(target, tensor, at_once=at_once)
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor, *, at_once: bool) -> torch.Tensor:
-        """Queue a copy between any two memories, on the current stream of the GPU that one of them belongs to.
+        """Queue a copy between host and GPU, or within a GPU, on the GPU's current stream; returns the target.
 
         at_once: whether to wait for the copy.
         """
@@ -280,7 +299,10 @@ class Operations:
         return target
 
     def _at_its_time(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """A function to call when the stream runs a copy: returns the copy's source or target."""
+        """Return a function that a queued copy calls when the stream runs it, for the memory of its source or target.
+
+        The function raises RuntimeError if that is page-locked memory which is no longer locked.
+        """
         if isinstance(tensor, LaggingTensor):
             values = tensor.values_now
             return lambda: values
@@ -342,7 +364,10 @@ def _twins(of: Any) -> Any:
 
 
 def _mapped(change: Callable[[LaggingTensor], torch.Tensor], of: Any) -> Any:
-    """Replace each GPU tensor among the arguments of a call by `change` of it."""
+    """Copy the arguments of a call, with each GPU tensor among them replaced by the result of `change`.
+
+    of: the arguments, nested in tuples, lists or mappings.
+    """
     if isinstance(of, LaggingTensor):
         return change(of)
     if isinstance(of, tuple | list):
@@ -370,16 +395,20 @@ def _is_empty(name: str) -> bool:
 
 
 def _changes(name: str, kwargs: dict[str, Any]) -> bool:
-    """Test whether a call, given its name, writes to its first argument."""
+    """Test by a call's name and keyword arguments whether it writes to its first argument."""
     by_name = name.endswith("_") and not name.endswith("__")
     return by_name or name == "__setitem__" or name.startswith("__i") or bool(kwargs.get("inplace"))
 
 
 def _one_device(name: str, tensors: Sequence[torch.Tensor], first: LaggingTensor) -> int:
-    """The number of the GPU that a call's tensors are on, of which `first` is one.
+    """Return the number of the GPU that all of a call's tensors are on.
+
+    Args:
+        name: name of the call, for the error's message.
+        first: a GPU tensor among `tensors`.
 
     Raises:
-        RuntimeError: they are on several GPUs, or some are host tensors with more than one number.
+        RuntimeError: the tensors are on several GPUs, or a host tensor among them has one or more dimensions.
     """
     number = first.block.stream.number
     for each in tensors:
@@ -392,7 +421,7 @@ def _one_device(name: str, tensors: Sequence[torch.Tensor], first: LaggingTensor
 def _destination(
     args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[torch.device | None, torch.dtype | None, dict[str, Any]]:
-    """The device, the dtype and the other arguments of a call of `Tensor.to`."""
+    """Split the arguments of `Tensor.to` into device, dtype and all others; None where device or dtype is not given."""
     rest = dict(kwargs)
     device, dtype = rest.pop("device", None), rest.pop("dtype", None)
     for each in args:
@@ -409,7 +438,12 @@ def _destination(
 
 
 def operate(gpu: Gpu, memories: Sequence[GpuMemory]) -> Operations:
-    """Make these the GPUs that tensors of DEVICE_TYPE are on; returns the object that carries out their calls."""
+    """Set the imitated GPUs of this process; returns the object that carries out torch's calls on their tensors.
+
+    Args:
+        gpu: the streams of the GPUs.
+        memories: the memory of each GPU.
+    """
     global _operations
     _operations = Operations(gpu, memories)
     return _operations

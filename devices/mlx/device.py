@@ -47,17 +47,18 @@ KEPT_BACK_BYTES = 64_000_000
 class MlxDevice:
     """Runs batches of one model on MLX, one after the other, or serves requests that join and leave.
 
-    It uses Metal on Apple silicon, and the CPU on Linux.
+    Arrays are computed with Metal on Apple silicon, and on the CPU on Linux.
 
-    Files are read straight into the memory of MLX arrays. One thread builds and evaluates them, for all lanes. Tasks of
-    few tokens with resident weights end before their results are evaluated, which happens with the next value that the
-    host needs. Beam search and observing activations exist only on the torch device.
+    Files are read straight into the memory of MLX arrays. One thread builds and evaluates all arrays, for all lanes. A
+    task with few tokens and resident weights ends before its results are evaluated; they are evaluated together with
+    the next value that the host needs. Beam search and observing activations exist only on the torch device.
 
     Args:
-        keep_logits: append the logits (S, V) of each step of a micro-batch to `logits`, with their requests.
-        direct: read past the page cache where the system allows it.
-        evaluate: "needed" evaluates where the host needs a value; "task" at the end of every task, so that each task's
-            time is its own in a trace.
+        keep_logits: whether to append the requests and the logits (sequences, vocabulary) of each step of a micro-batch
+            to `logits`.
+        direct: whether to bypass the page cache when reading files, where the system allows that.
+        evaluate: "needed" evaluates arrays where the host needs a value; "task" evaluates at the end of every task, so
+            that a trace shows each task's own time.
     """
 
     gives_scores = True
@@ -90,31 +91,31 @@ class MlxDevice:
 
     @staticmethod
     def machine(host: Machine) -> Machine:
-        """This machine, with its GPU where there is Metal."""
+        """Return the profile of this machine, with its GPU where Metal is available."""
         return with_metal(host)
 
     @staticmethod
     def check_machine(machine: Machine) -> None:
-        """Check that this machine can run as a given machine.
+        """Check that batches which were planned for a machine can run on this one.
 
         Raises:
-            BadInput: it cannot.
+            BadInput: the planned machine's accelerator has a memory of its own, or the profile is of other hardware.
         """
         require_unified(machine)
 
     @staticmethod
     def kernel_rows() -> list[KernelRow]:
-        """Describe the kernels in the table of the MLX device."""
+        """Describe the kernels of the MLX device, one row for each kernel."""
         return listed(MLX)
 
     @property
     def kernels(self) -> Mapping[str, Sequence[str]]:
-        """The names of the kernels that ran so far, by operation."""
+        """The names of the kernels that ran so far, by the name of the operation that they compute."""
         return self._kernels.table.used
 
     @property
     def kinds(self) -> Mapping[str, LaneKind]:
-        """Empty: every lane is a worker thread; lanes that compute wait for the device's one thread."""
+        """Empty: every lane is a worker thread. Lanes that compute hand their tasks to the device's one thread."""
         return {}
 
     @property
@@ -128,7 +129,7 @@ class MlxDevice:
 
     @property
     def evaluations(self) -> int:
-        """The number of evaluations in the current batch so far, each of which waits for the processor."""
+        """The number of evaluations in the current batch so far; each makes the device's thread wait for GPU or CPU."""
         return 0 if self._evaluations is None else self._evaluations.count
 
     def slot_bytes(self, page: Page) -> int:
@@ -136,11 +137,14 @@ class MlxDevice:
         return self._weights.slot_bytes(page)
 
     def observe_routing(self, observer: RoutingObserver) -> None:
-        """Report the experts that routers choose to an observer, from the next batch on."""
+        """Tell an observer which experts the routers choose, from the next batch on."""
         self._observers.routing = observer
 
     def join(self, rank: int, transport: Transport, first: Any) -> None:
-        """Become one of several nodes, with the experts that each batch's plan places here."""
+        """Make this device one of several nodes; each computes the experts that a batch's plan places on it.
+
+        transport: carries exchanges between the nodes. The number and the first device are not needed.
+        """
         self._transport = transport
 
     def begin(self, plan: Plan, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
@@ -184,7 +188,7 @@ class MlxDevice:
         return self._thread.call(self._weights.touch)
 
     async def aclose(self) -> None:
-        """Free the arrays, restore the process's limits, and close the checkpoint's files."""
+        """Free the arrays, restore the memory limits of this process, and close the checkpoint's files."""
 
         def let_go() -> None:
             self._verbs = {}

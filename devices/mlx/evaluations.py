@@ -1,4 +1,4 @@
-"""The evaluation of lazy arrays: when the host needs a value, or at the end of every task."""
+"""The evaluation of MLX's lazy arrays: when the host needs a value, or at the end of every task."""
 
 from __future__ import annotations
 
@@ -27,13 +27,14 @@ several would take more memory than the plan reserves.
 
 
 class Evaluations:
-    """The runner's `Library` for MLX: evaluates the arrays of one batch, on the device's thread.
+    """The `Library` of MLX, which the runner calls: evaluates the lazy arrays of one batch, on the device's thread.
 
-    The results of a deferred task are evaluated when the host needs a value of the same micro-batch. A task that reads
-    slots is never deferred, since other pages are read into these slots as soon as the task has ended.
+    The results of a deferred task are evaluated when the host needs a value of the same micro-batch. A task whose
+    weights are in streamed slots is never deferred, since other pages are read into these slots as soon as the task has
+    ended.
 
     Args:
-        evaluate: "needed", or "task" for no deferred tasks.
+        evaluate: "needed" to defer tasks where possible, "task" to defer none.
 
     Attributes:
         count: number of evaluations so far.
@@ -56,10 +57,11 @@ class Evaluations:
         return _tokens(task, self._decoded if task.phase == "decode" else self._prefilled) <= FEW_TOKENS
 
     def later(self, task: Task, *arrays: Array, micro_batch: int | None = None) -> None:
-        """Evaluate a task's results: later if the task is deferred, otherwise now.
+        """Evaluate a task's results, or remember them for a later evaluation if the task is deferred.
 
         Args:
-            micro_batch: the micro-batch of the results, if it is not that of the task.
+            arrays: the results.
+            micro_batch: number of the results' micro-batch; None for the task's own.
         """
         number = task.micro_batch if micro_batch is None else micro_batch
         if self.defers(task):
@@ -68,7 +70,7 @@ class Evaluations:
             self.settle(number, *arrays)
 
     def settle(self, micro_batch: int, *arrays: Array) -> None:
-        """Evaluate arrays, and all deferred results of their micro-batch."""
+        """Evaluate arrays of a micro-batch together with all of its deferred results."""
         self.count += 1
         mx.eval(arrays, self._open.pop(micro_batch, ()))
 
@@ -79,25 +81,33 @@ class Evaluations:
     def value(
         self, task: Task, read: Callable[..., Any], *arrays: Array, beside: Sequence[Array] = ()
     ) -> Any:
-        """Evaluate arrays, and those `beside` them, and call `read` with the arrays on the host; returns its result."""
+        """Evaluate arrays and call `read` with copies of them on the host; returns the result of `read`.
+
+        Args:
+            read: makes the task's value from numpy arrays.
+            beside: arrays that are evaluated at the same time but not passed to `read`.
+        """
         self.settle(task.micro_batch, *arrays, *beside)
         return read(*map(self.on_host, arrays))
 
     def settled(self, value: Any) -> Any:
-        """Return the value unchanged: it has been read."""
+        """Return a task's value unchanged: on MLX `value` has read it already."""
         return value
 
     def close_others(self, micro_batch: int) -> None:
-        """Evaluate all deferred results of other micro-batches, before this one writes to a KV cache.
+        """Evaluate all deferred results of other micro-batches, before this micro-batch writes to a KV cache.
 
-        They may read that cache, and MLX would copy the whole of it before writing.
+        The deferred results may read that cache, and MLX would copy the whole cache before writing.
         """
         for other in [each for each in self._open if each != micro_batch]:
             self.settle(other)
 
 
 def _tokens(task: Task, tokens: Mapping[int, int]) -> int:
-    """The number of tokens of a task's micro-batches together."""
+    """Count the tokens of all micro-batches that a task computes.
+
+    tokens: number of tokens of each micro-batch, by its number.
+    """
     if not task.ranges:
         return tokens[task.micro_batch]
     return sum(tokens[micro_batch] for micro_batch, _, _ in task.ranges)

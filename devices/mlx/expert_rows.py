@@ -1,4 +1,4 @@
-"""The rows that the experts of a layer read and write on MLX."""
+"""The input and output rows of the experts of a layer on MLX."""
 
 from __future__ import annotations
 
@@ -13,9 +13,13 @@ from ..kernels.mlx_functions import MANY_ROWS, Array, Rows, group_by_expert
 
 
 class Span(NamedTuple):
-    """Some rows of an expert, counted from its first one, and the rows of the tiles that contain them.
+    """A range of an expert's rows, and the range of the whole tiles that contain these rows.
 
-    Tiles are computed whole, because bits may depend on the other rows of a product.
+    Tiles are computed whole, because the last bits of a product may depend on its other rows.
+
+    Attributes:
+        expert: number of the expert.
+        rows, tiles: the two ranges, counted from the expert's first row.
     """
 
     expert: int
@@ -24,16 +28,16 @@ class Span(NamedTuple):
 
 
 class ExpertRows:
-    """The rows of a micro-batch in one layer, sorted by expert.
+    """The rows of a micro-batch in one layer, sorted by expert: one for each pair of a token and an expert it chose.
 
     Args:
-        x_TD: the experts' input.
+        x_TD: the experts' input, one row for each token.
         experts_Tk, weights_Tk: the experts of each token, and their weights.
 
     Attributes:
-        x_nD: the input rows.
-        counts: number of rows of each expert; empty until the host knows them.
-        many: whether there are at least `MANY_ROWS`.
+        x_nD: the input rows, sorted by expert.
+        counts: number of rows of each expert, by its number; empty until the host knows the numbers.
+        many: whether there are at least `MANY_ROWS` rows.
     """
 
     def __init__(self, x_TD: Array, experts_Tk: Array, weights_Tk: Array) -> None:
@@ -46,21 +50,27 @@ class ExpertRows:
         """The outputs of experts that ran, by expert, and then by the first of the rows that ran."""
 
     def span(self, expert: int, start: int = 0, stop: int | None = None) -> Span:
-        """Some of an expert's rows; by default all of them."""
+        """Select an expert's rows from `start` to before `stop`, counted from the expert's first row; by default all.
+
+        stop: None for the end of the expert's rows.
+        """
         rows = range(self.counts[expert])[start:stop]
         first = rows.start // EXPERT_TILE * EXPERT_TILE
         last = min(self.counts[expert], -(-rows.stop // EXPERT_TILE) * EXPERT_TILE)
         return Span(expert, rows, range(first, last))
 
     def tiles(self, span: Span) -> Array:
-        """The input rows of a span's tiles."""
+        """Return the input rows (rows, D) of the tiles of a span."""
         if self._rows_Tk is None:
             return self._x_TD
         first = sum(self.counts[: span.expert])
         return self.x_nD[first + span.tiles.start : first + span.tiles.stop]
 
     def keep(self, span: Span, y_nD: Array) -> Array:
-        """Keep the outputs of a span's rows, given those of its tiles; returns what is kept."""
+        """Store the outputs of the rows of a span for `outputs`, and return them.
+
+        y_nD: the outputs of all rows of the span's tiles, or of just the span's rows if these are the same.
+        """
         if len(y_nD) > len(span.rows):
             start, stop = (each - span.tiles.start for each in (span.rows.start, span.rows.stop))
             y_nD = mx.contiguous(y_nD[start:stop])  # a copy: the tiles can be freed
@@ -68,12 +78,18 @@ class ExpertRows:
         return y_nD
 
     def arrays(self) -> list[Array]:
-        """The arrays that later kernels read, to be evaluated."""
+        """Return the arrays that later kernels read, for evaluation."""
         index = [] if self._rows_Tk is None else [self._rows_Tk]
         return [self.x_nD, self._weights_Tk, self._experts_n, *index]
 
     def outputs(self) -> tuple[Array, Array | None, Array]:
-        """All output rows (n, D), zeros where no expert ran; the rows and weights of each token's experts (T, k)."""
+        """Return the outputs and where each token's are, for the weighted sum.
+
+        Returns:
+            the output rows (n, D), zero for experts that did not run; for each token and expert its row (T, k), None if
+                the
+            only token's rows are in order; and the weights (T, k).
+        """
         parts: list[Array] = []
         for expert, count in enumerate(self.counts):
             ran = self._outputs.get(expert, {})
@@ -84,12 +100,18 @@ class ExpertRows:
 
 
 def rows_of_one(count: int, index: int, *, many: bool) -> Rows:
-    """Make the `Rows` of `count` rows of one expert, given its index in its stack."""
+    """Describe rows of a single expert, for the kernels of the operation "experts".
+
+    Args:
+        count: number of rows.
+        index: the expert's index in its stack.
+        many: whether the micro-batch has at least `MANY_ROWS` rows.
+    """
     return Rows(_alike(count, index), [0] * index + [count], many)
 
 
 def zeros(count: int, width: int, dtype: mx.Dtype) -> Array:
-    """Zeros (count, width); the array for a single row is cached."""
+    """Return zeros (count, width); the array for one row is made once and shared."""
     return _zero_row(width, dtype) if count == 1 else mx.zeros((count, width), dtype)
 
 

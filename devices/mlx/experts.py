@@ -1,4 +1,4 @@
-"""The runner's `Experts` for MLX: sorts rows by expert, and runs experts on them."""
+"""The `Experts` of MLX, which the runner calls: sorts rows by expert, and runs experts on them."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class MlxExperts:
     """Runs the experts of a layer.
 
     Args:
-        states: the micro-batches, by number.
-        weights: returns the weights in a task's view of pages.
+        states: the state of each micro-batch, by the micro-batch's number.
+        weights: a function that returns the weights of a task, given the task's operands.
         evaluations: evaluates results.
     """
 
@@ -43,7 +43,13 @@ class MlxExperts:
         self._evaluations = evaluations
 
     def group(self, task: Task, routed: Routed, read: Callable[..., Any], *arrays: Array) -> Any:
-        """Sort a micro-batch's rows by expert and keep them in its state; returns the task's value, made by `read`."""
+        """Sort a micro-batch's rows by expert, and keep them in the micro-batch's state; returns the task's value.
+
+        Args:
+            routed: the router's result.
+            read: makes the value from `routed.experts_Tk` and `arrays`, all on the host: the number of rows of each
+                expert that has any.
+        """
         rows = ExpertRows(routed.x_TD, routed.experts_Tk, routed.weights_Tk)
         self._states[task.micro_batch].rows = rows
         experts = self._config.layer(task.layer).feed_forward.experts
@@ -52,11 +58,14 @@ class MlxExperts:
         return value
 
     def scores(self, logits_TE: Array) -> Array:
-        """Each expert's probability by the router (E), float32, averaged over the tokens."""
+        """Return the router's probability of each expert (E), float32, averaged over the tokens."""
         return functions.scores(logits_TE)
 
     def run_all(self, task: Task, counts: Mapping[int, int], weights: Arrays) -> None:
-        """Run the experts one after the other, without evaluating their outputs; `counts` has the rows of each."""
+        """Run all experts that have rows, one after the other, without evaluating their outputs.
+
+        counts: number of rows of each expert that has any.
+        """
         rows: ExpertRows = self._states[task.micro_batch].rows
         for expert in counts:
             self._apply(rows, rows.span(expert), weights)
@@ -65,7 +74,10 @@ class MlxExperts:
         """Do nothing: the device refuses models with shared experts."""
 
     def run_expert(self, task: Task) -> None:
-        """Run one expert on its rows of one or several micro-batches; each has the results that it would have alone."""
+        """Run one expert on its rows of one or several micro-batches.
+
+        A micro-batch's results are bit for bit those of a task for this micro-batch alone.
+        """
         weights = self._weights(task.operands)
         for micro_batch, start, stop in task.expert_rows:
             rows: ExpertRows = self._states[micro_batch].rows
@@ -80,7 +92,7 @@ class MlxExperts:
         self._evaluations.later(task, self._run(stack, x_1D, rows_of_one(1, index, many=False)))
 
     def _apply(self, rows: ExpertRows, span: Span, weights: Arrays) -> Array:
-        """Run an expert on whole tiles; returns the outputs of the span's rows."""
+        """Run an expert on the whole tiles of a span; returns the outputs of the span's rows."""
         stack, index = weights.experts[span.expert]
         x_nD = rows.tiles(span)
         return rows.keep(span, self._run(stack, x_nD, rows_of_one(len(x_nD), index, many=rows.many)))

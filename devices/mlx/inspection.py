@@ -13,7 +13,7 @@ from .machine import recommended_bytes
 
 
 def metal_facts() -> MetalFacts:
-    """MLX's version, its GPU, and the most memory that the system recommends to wire."""
+    """Return MLX's version, the GPU's name, and the most bytes that the system recommends to wire for the GPU."""
     metal = bool(mx.metal.is_available())
     return MetalFacts(
         mlx=version("mlx"),

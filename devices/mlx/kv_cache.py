@@ -18,16 +18,19 @@ from .slots import ContiguousSlots
 
 
 class KVStep(NamedTuple):
-    """The new tokens of some requests, and their slots in the cache.
+    """The new tokens of some requests in one step, and their slots in the cache.
 
     Attributes:
-        past, new: number of tokens of each request before the step, and in it.
-        before, starts: number of the token in each request's first slot, before the step and in it.
-        in_place: whether the cache holds all tokens that the new ones see, after these were stored; otherwise storing
-            them overwrites some.
-        positions: the new tokens' positions in their requests, int64.
+        requests: the requests' numbers; the tuples below have an entry for each request, in this order.
+        past: number of tokens that the request had before the step.
+        new: number of tokens that the step adds.
+        before, starts: position of the token in the request's first slot, before the step and in the step. A position
+            is a token's index in its request.
+        in_place: whether the cache still holds all tokens that the new tokens attend to once the new ones are stored;
+            otherwise storing them overwrites some.
+        positions: the new tokens' positions, int64.
         slots_T: slots of the new tokens in the cache; a slice if they are consecutive.
-        last: index of each request's last token among the T new tokens.
+        last: index of each request's last token among all T new tokens.
         one_each: whether each request has one new token.
     """
 
@@ -44,17 +47,18 @@ class KVStep(NamedTuple):
 
 
 class RequestsKV:
-    """A KV cache of layers with one window: two arrays (slots, K, d) for each layer.
+    """A KV cache of layers that have the same attention window: two arrays (slots, K, d) for each layer.
 
-    A request has contiguous slots: one for each token that it has at its end, or as many as a window takes. Once these
-    are full, the tokens that are still in the window are moved to the first slots.
+    Each request has a contiguous range of slots: one for each token of its final length, or as many as a window takes.
+        Once
+    the range is full, the tokens that are still in the window are moved to the range's first slots.
 
     Args:
-        layers: numbers of the layers that it has.
-        slots: number of slots, for all requests that it keeps at once.
+        layers: numbers of the layers.
+        slots: number of slots, for all requests that are open at the same time.
 
     Attributes:
-        places: the numbers of its layers.
+        places: the numbers of the layers.
     """
 
     def __init__(self, config: ModelConfig, layers: Sequence[int], slots: int, dtype: mx.Dtype) -> None:
@@ -70,7 +74,10 @@ class RequestsKV:
         mx.eval(self._layers)
 
     def open(self, request: int, tokens: int) -> None:
-        """Begin a request of up to `tokens` tokens; others may move to other slots, so none may be within a step.
+        """Begin a request of up to `tokens` tokens; returns nothing.
+
+        Slots of other requests may be moved to make room, so no request may be between `extend` and the end of its
+        step.
 
         Raises:
             OutOfSlots: there are not enough free slots; nothing has changed.
@@ -88,7 +95,7 @@ class RequestsKV:
         del self._length[request], self._start[request]
 
     def extend(self, requests: Sequence[int], new: Sequence[int]) -> KVStep:
-        """Make room for new[i] more tokens of requests[i]; returns the step with the slots of the new tokens."""
+        """Make room for new[i] more tokens of requests[i]; returns a step with the new tokens and their slots."""
         past = tuple(self._length[request] for request in requests)
         before = tuple(self._start[request] for request in requests)
         lengths = list(map(add, past, new))
@@ -114,11 +121,15 @@ class RequestsKV:
         return KVStep(*sizes, in_place, positions, slots_T, last, max(new) == 1)
 
     def at(self, layer: int) -> CachedLayer:
-        """The keys and values of a layer, for attention kernels."""
+        """Return one layer of the cache, for attention kernels."""
         return CachedLayer(self, layer)
 
     def extended(self, layer: int, step: KVStep, keys_TKd: Array, values_TKd: Array) -> list[KVView]:
-        """Store the keys and values of a step's new tokens in one layer; returns views of all that these tokens see."""
+        """Store the keys and values of a step's new tokens in one layer.
+
+        Returns:
+            views of all keys and values that the new tokens attend to, in the order of the requests.
+        """
         halves = list(zip(self._layers[layer], (keys_TKd, values_TKd), strict=True))
         if not step.in_place:
             joined = (self._joined(array, step, fresh_TKd) for array, fresh_TKd in halves)
@@ -129,16 +140,19 @@ class RequestsKV:
         return [self._view(layer, *part) for part in self._parts(step)]
 
     def arrays(self, layer: int) -> list[Array]:
-        """The arrays of keys and values of one layer, to be evaluated after `extended`."""
+        """Return the two arrays of keys and of values of one layer, which have to be evaluated after `extended`."""
         return self._layers[layer]
 
     @property
     def _arrays(self) -> list[Array]:
-        """The arrays of keys and of values of all layers."""
+        """The arrays of keys and the arrays of values of all layers, in one list."""
         return [array for halves in self._layers.values() for array in halves]
 
     def _move(self, array_NKd: Array, step: KVStep) -> None:
-        """For requests whose slots were full, move the tokens that are still in the window to the first slots."""
+        """Move the tokens that are still in the window to the first slots, for requests whose slots are full.
+
+        array_NKd: the keys or the values of a layer, by slot.
+        """
         for request, past, before, start in zip(
             step.requests, step.past, step.before, step.starts, strict=True
         ):
@@ -149,7 +163,17 @@ class RequestsKV:
                 ]
 
     def _joined(self, array_NKd: Array, step: KVStep, fresh_TKd: Array) -> list[Array]:
-        """Join the keys or values that each request's new tokens see, (1, L, K, d), and store those that stay."""
+        """Join for each request the cached and the new keys (or values) that its new tokens attend to.
+
+        The tokens that stay in the window are stored in the cache.
+
+        Args:
+            array_NKd: the keys or the values of a layer, by slot, which this overwrites.
+            fresh_TKd: the new tokens' keys or values.
+
+        Returns:
+            an array (1, L, K, d) for each request.
+        """
         assert self._window is not None, "all tokens have room without one"
         joined, stop = [], 0
         for request, past, new, before, start in zip(
@@ -165,10 +189,12 @@ class RequestsKV:
         return joined
 
     def _parts(self, step: KVStep) -> list[tuple[int, int, int, list[int]]]:
-        """Group neighbouring requests that one view can show.
+        """Group neighbouring requests of equal length and evenly spaced slots, which one strided view can show.
 
-        Returns for each group the requests' number of new tokens and of all tokens, the slots from one request to the
-        next, and the first slot of each request.
+        Returns:
+            for each group the number of new tokens and of all cached tokens of each of its requests, the distance in
+                slots from
+            one request to the next, and the first slot of each request.
         """
         parts: list[tuple[int, int, int, list[int]]] = []
         for request, past, new, start in zip(step.requests, step.past, step.new, step.starts, strict=True):
@@ -195,18 +221,18 @@ class RequestsKV:
 
 
 class CachedLayer(NamedTuple):
-    """One layer of a KV cache, for attention kernels."""
+    """One layer of a KV cache, in the form that attention kernels take."""
 
     cache: RequestsKV
     layer: int
 
     def extended(self, step: KVStep, keys_TKd: Array, values_TKd: Array) -> list[KVView]:
-        """Store the keys and values of a step's new tokens; returns views of all that these tokens see."""
+        """Store the keys and values of a step's new tokens; returns views of all that these tokens attend to."""
         return self.cache.extended(self.layer, step, keys_TKd, values_TKd)
 
     @property
     def arrays(self) -> list[Array]:
-        """The arrays of keys and values, to be evaluated after `extended`."""
+        """The layer's arrays of keys and of values, which have to be evaluated after `extended`."""
         return self.cache.arrays(self.layer)
 
 

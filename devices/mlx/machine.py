@@ -28,11 +28,11 @@ def with_metal(host: Machine) -> Machine:
 
 
 def with_gpu(host: Machine, gpu: str, recommended: int | None) -> Machine:
-    """Add a GPU to a machine that computes from the host's memory, with assumed rates.
+    """Add a GPU that computes from the host's memory to a machine's profile, with assumed rates.
 
     Args:
         gpu: name of the GPU.
-        recommended: the most bytes of memory that it should use, by the system; None if that is not known.
+        recommended: the most bytes of memory that the GPU should use, as the system says; None if unknown.
     """
     memory = host.host.memory
     tier = host.memories[memory]
@@ -47,10 +47,11 @@ def with_gpu(host: Machine, gpu: str, recommended: int | None) -> Machine:
 
 
 def require_unified(machine: Machine) -> None:
-    """Check that MLX can run as a machine.
+    """Check that a batch planned for a machine can run on MLX here.
 
     Raises:
-        BadInput: its accelerator has a memory of its own, or it is a shipped profile and there is no Metal here.
+        BadInput: the machine's accelerator has a memory of its own, or it is a shipped profile and there is no Metal
+            here.
     """
     if not machine.unified:
         raise BadInput(
@@ -65,10 +66,10 @@ def require_unified(machine: Machine) -> None:
 
 
 class ProcessLimit:
-    """A memory limit of the process, which is restored after use.
+    """A memory limit of this process, which is restored after use.
 
     Args:
-        set_limit: sets the limit in bytes, and returns the previous one.
+        set_limit: a function that sets the limit in bytes and returns the previous limit.
     """
 
     def __init__(self, set_limit: Callable[[int], int]) -> None:
@@ -76,26 +77,27 @@ class ProcessLimit:
         self._before: int | None = None
 
     def set(self, nbytes: int) -> None:
-        """Set the limit."""
+        """Set the limit to `nbytes` bytes."""
         before = self._set_limit(nbytes)
         if self._before is None:
             self._before = before
 
     def give_back(self) -> None:
-        """Restore the previous limit."""
+        """Restore the limit that was in force before the first `set`."""
         if self._before is not None:
             self._set_limit(self._before)
             self._before = None
 
 
 class WiredLimit:
-    """The limit of the memory that Metal keeps wired, so that idle weights need not be wired again.
+    """The limit of the memory that Metal keeps wired, that is, resident, so that idle weights need not be wired again.
 
-    It is above the plan's bytes, because with exactly these any further array would make Metal unwire another one. It
-    is not lowered between batches, which would unwire weights that the next batch uses. Without Metal it has no effect.
+    The limit is set above the plan's bytes, because with exactly these any further array would make Metal unwire
+    another. The limit is not lowered between batches, which would unwire weights that the next batch uses. Without
+    Metal it has no effect.
 
     Args:
-        set_limit: sets the limit in bytes, and returns the previous one.
+        set_limit: a function that sets the limit in bytes and returns the previous limit.
         recommended: the most bytes that the system recommends to wire; None where there is no such bound.
     """
 
@@ -124,18 +126,18 @@ class WiredLimit:
             self._limit.set(limit)
 
     def give_back(self) -> None:
-        """Restore the previous limit."""
+        """Restore the limit that was in force before the first `hold`."""
         self._limit.give_back()
         self._highest = 0
 
 
 def wired_limit() -> WiredLimit:
-    """This process's wired limit."""
+    """Return an object that sets this process's limit of wired memory."""
     return WiredLimit(mx.set_wired_limit, recommended_bytes())
 
 
 def cache_limit() -> ProcessLimit:
-    """This process's limit of the memory that MLX keeps for reuse after kernels freed it."""
+    """Return an object that sets this process's limit of the memory that MLX keeps for reuse after kernels freed it."""
     return ProcessLimit(mx.set_cache_limit)
 
 

@@ -1,4 +1,4 @@
-"""Memory that files are read into and that MLX arrays show, without a copy."""
+"""Memory that files are read into and that MLX arrays use without a copy."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _RAW = {4: mx.uint32, 2: mx.uint16}
 
 
 class Bytes:
-    """Memory at a multiple of 4096, which the page reader writes to and kernels read.
+    """Memory at an address that is a multiple of 4096; the page reader writes to it and kernels read it.
 
-    Nothing may be written while a kernel that reads it is running.
+    Nothing may be written to the memory while a kernel that reads it is running.
 
     Attributes:
-        array: the bytes, uint8, with padding on both sides.
-        tensor: the bytes without padding, uint8, which the page reader writes to.
+        array: the bytes as an MLX array, uint8, with padding on both sides.
+        tensor: the bytes as a torch tensor, uint8, without padding; the page reader writes to this tensor.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -37,7 +37,10 @@ class Bytes:
         self.tensor = torch.from_numpy(memory[self._skip : self._skip + nbytes])
 
     def show(self, items: torch.Tensor) -> Array:
-        """An MLX array over the same bytes as `items`, a contiguous view of `tensor`, in the same dtype."""
+        """Return an MLX array over the bytes of `items`, in the same dtype.
+
+        items: a contiguous view of a part of `tensor`.
+        """
         start = self._skip + items.data_ptr() - self.tensor.data_ptr()
         part = self.array[start : start + items.nbytes].view(
             ARRAY_DTYPES[str(items.dtype).removeprefix("torch.")]

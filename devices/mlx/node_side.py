@@ -1,4 +1,4 @@
-"""The computations on MLX around exchanges between nodes: sums of own experts, rows that the first node routed.
+"""The computations on MLX around exchanges between nodes: sums over a node's experts, and rows routed by another node.
 
 Exchanges take and return numpy arrays, on any thread; kernels convert them from and to MLX arrays on the device's
 thread.
@@ -31,8 +31,10 @@ class MlxNodeSide:
     """Runs the computations that exist only where several nodes share a model's experts.
 
     Args:
+        moe: runs the router.
         evaluations: evaluates results.
-        project_output: runs the output projection, before a layer's norm and router.
+        project_output: a function that runs a task's output projection of attention, before the layer's norm and
+            router.
     """
 
     def __init__(
@@ -51,7 +53,7 @@ class MlxNodeSide:
         self._project_output = project_output
 
     def partial_sum(self, task: Task) -> Array:
-        """The weighted sum (T, D), float32, of the outputs of this node's own experts, on the host."""
+        """Return the weighted sum of this node's own experts' outputs for each token, float32 (T, D), on the host."""
         state = self._states[task.micro_batch]
         total_TD = functions.sum_experts(*state.rows.outputs())
         del state.rows
@@ -63,15 +65,21 @@ class MlxNodeSide:
         return tensor
 
     def combine(self, task: Task, total_TD: Array) -> None:
-        """Add the residual to the sum (T, D) over all nodes, and round once, as a single machine does."""
+        """Add the residual to the sum over all nodes, and round the result to the model's dtype.
+
+        total_TD: the sum over all nodes of their partial sums, float32 on the host.
+        """
         state = self._states[task.micro_batch]
         state.hidden_TD = mlx_elements.added_to(state.hidden_TD, mx.array(total_TD))
         self._evaluations.later(task, state.hidden_TD)
 
     def route(self, task: Task) -> tuple[dict[int, int], Array]:
-        """Run the router; returns the number of rows of each expert that has any, and its result for `take_rows`.
+        """Run the router.
 
-        The result is float32 (T, D + 2 k) on the host: the experts' input, each token's experts and their weights.
+        Returns:
+            the number of rows of each expert that has any, and the router's result for `take_rows` on the other nodes:
+                float32
+            (T, D + 2 k) on the host, with the experts' input, each token's experts and their weights side by side.
         """
         self._project_output(task)
         routed = self._moe.route(task)
@@ -80,7 +88,10 @@ class MlxNodeSide:
         return self._moe.group(task, routed), np.array(routed_TX)
 
     def take_rows(self, task: Task, routed_TX: Array) -> dict[int, int]:
-        """Take over the first node's result of `route`; returns the number of rows of each expert that has any."""
+        """Take over the result of the first node's `route`; returns the number of rows of each expert that has any.
+
+        routed_TX: the second value that `route` returned on the first node.
+        """
         width = routed_TX.shape[-1] - 2 * self._top_k
         x_TD, experts_Tk, weights_Tk = mx.split(mx.array(routed_TX), [width, width + self._top_k], axis=-1)
         routed = Routed(x_TD.astype(self._dtype), experts_Tk.astype(mx.uint32), weights_Tk)

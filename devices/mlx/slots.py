@@ -12,7 +12,12 @@ class OutOfSlots(OverBudget):
 
 
 class Moved(NamedTuple):
-    """A move of a request to other slots: its first slot before, and after."""
+    """A move of a request to other slots.
+
+    Attributes:
+        request: number of the request.
+        before, after: its first slot before and after the move.
+    """
 
     request: int
     before: int
@@ -35,7 +40,10 @@ class ContiguousSlots:
         return self._ranges[request]
 
     def open(self, request: int, slots: int) -> list[Moved]:
-        """Give a request a range of slots. If no gap between others is wide enough, they are moved together.
+        """Give a request a range of slots; if no gap is wide enough, the ranges of others are first moved together.
+
+        Args:
+            slots: number of slots.
 
         Returns:
             the moves of other requests, in the order in which their slots have to be copied.
@@ -66,7 +74,7 @@ class ContiguousSlots:
         return stop if self._count - stop >= slots else None
 
     def _together(self) -> list[Moved]:
-        """Close all gaps: move the ranges to the first slots, in their order; returns the moves."""
+        """Close all gaps by moving the ranges of slots to the front, in their order; returns the moves."""
         moved, stop = [], 0
         for request, each in sorted(self._ranges.items(), key=lambda item: _first(item[1])):
             if each.start > stop:

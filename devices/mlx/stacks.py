@@ -1,4 +1,4 @@
-"""Stacks of resident experts in few arrays: all experts of a layer, or an expert's matrices of all layers."""
+"""Stacks of resident experts in few large arrays: all experts of one layer, or one expert of all layers."""
 
 from __future__ import annotations
 
@@ -24,32 +24,46 @@ PARTS = ("gate", "up", "down")
 
 
 class Key(NamedTuple):
-    """The key of a stack: of a layer's experts, or of an expert in all layers."""
+    """Names a stack: the experts of one layer, or one expert in all layers.
+
+    Attributes:
+        by: "layer" or "expert".
+        number: number of that layer or expert.
+    """
 
     by: StackedBy
     number: int
 
 
 class Stacked(Protocol):
-    """A stack: expert pages in few large arrays.
+    """A stack of expert pages, which lie in few large arrays.
 
     Attributes:
-        arrays: all its arrays.
-        missing: the ids of its pages that were not copied in yet.
+        arrays: all arrays of the stack.
+        missing: the ids of pages that have not been copied to the arrays yet.
     """
 
     arrays: list[Array]
     missing: set[int]
 
     def take(self, page: Page, views: Mapping[str, list[torch.Tensor]]) -> None:
-        """Copy the tensors of a page into the arrays."""
+        """Copy the tensors of a page into the stack's arrays.
+
+        views: the page's row blocks, top to bottom, by the tensor's canonical name.
+        """
 
     def find(self, page: Page) -> tuple[Arrays, int]:
-        """The weights for kernels in which a page's expert is, and its index there."""
+        """Return weights for kernels that contain a page's expert, and the expert's index among the experts in them."""
 
 
 class _Block(NamedTuple):
-    """A row block of one of an expert's matrices, as a page contains it."""
+    """A row block of a matrix of an expert, as a page contains it.
+
+    Attributes:
+        page_index: index of the page among the expert's pages.
+        part: the matrix, "gate", "up" or "down".
+        shape: rows and columns of the block.
+    """
 
     page_index: int
     part: str
@@ -57,7 +71,10 @@ class _Block(NamedTuple):
 
 
 class StackedLayer:
-    """All experts of one layer: for each row block of a matrix an array (experts, rows, columns), for `gather_mm`."""
+    """A stack of all experts of one layer, for `gather_mm`.
+
+    Each row block of a matrix is in an array (experts, rows, columns), together with that block of the other experts.
+    """
 
     def __init__(self, layout: WeightLayout, layer: int) -> None:
         config = layout.config
@@ -72,18 +89,24 @@ class StackedLayer:
         self.missing = {page.id for page in layout.layer(layer) if page.expert >= 0}
 
     def take(self, page: Page, views: Mapping[str, list[torch.Tensor]]) -> None:
-        """Copy the tensors of a page into the arrays."""
+        """Copy the tensors of a page into the stack's arrays.
+
+        views: the page's row blocks, top to bottom, by the tensor's canonical name.
+        """
         for part, stored in stored_blocks(self._layout, views):
             self._tensors[page.index, part][page.expert].copy_(stored)
         self.missing.discard(page.id)
 
     def find(self, page: Page) -> tuple[Arrays, int]:
-        """The stack that has a page's expert, and its index there."""
+        """Return the weights of all experts of the layer, and the index of a page's expert among them."""
         return self._stack, page.expert
 
 
 class StackedExpert:
-    """One expert of all layers in one array (layers, numbers): prestacking of the cluster paper, section 4.1."""
+    """A stack of one expert in all layers: one array (layers, numbers of a layer's matrices).
+
+    The cluster paper calls this prestacking (section 4.1).
+    """
 
     def __init__(self, layout: WeightLayout, expert: int) -> None:
         self._layout = layout
@@ -98,14 +121,17 @@ class StackedExpert:
         self.missing = {page.id for layer in layers for page in layout.expert(layer, expert)}
 
     def take(self, page: Page, views: Mapping[str, list[torch.Tensor]]) -> None:
-        """Copy the tensors of a page into the array."""
+        """Copy the tensors of a page into the row of its layer.
+
+        views: the page's row blocks, top to bottom, by the tensor's canonical name.
+        """
         for part, stored in stored_blocks(self._layout, views):
             start, stop = self._spans[_Block(page.index, part, tuple(stored.shape))]
             self._tensor[page.layer, start:stop].view(stored.shape).copy_(stored)
         self.missing.discard(page.id)
 
     def find(self, page: Page) -> tuple[Arrays, int]:
-        """The stack that has a page's expert, and its index there."""
+        """Return the weights of a page's expert in its layer, and 0, the index of the only expert in them."""
         layer = self._array[page.layer]
         parts: dict[str, list[Array]] = {
             part: [
@@ -119,10 +145,11 @@ class StackedExpert:
 
 
 def stacks_for(layout: WeightLayout, pages: Iterable[Page]) -> dict[int, Key]:
-    """Choose the stack of each resident expert page, by the page's id; some pages are in none.
+    """Choose a stack for each resident expert page; returns the stack's key by the page's id.
 
     Layers of which all experts are resident are stacked by layer. In the other layers, experts that are resident in all
-    layers are stacked by expert. No stack is made whose arrays are larger than the system allocates.
+    layers are stacked by expert. No stack is made whose arrays are larger than the system allocates; pages without a
+    stack are left out of the result.
     """
     experts = [page for page in pages if page.expert >= 0]
     config, item = layout.config, DTYPES[layout.dtype].itemsize
@@ -154,14 +181,17 @@ def open_stack(layout: WeightLayout, key: Key) -> Stacked:
 def stored_blocks(
     layout: WeightLayout, views: Mapping[str, list[torch.Tensor]]
 ) -> Iterable[tuple[str, torch.Tensor]]:
-    """Yield the row blocks of an expert as the files have them, each after the name of its matrix."""
+    """Yield pairs of a matrix's name ("gate", "up" or "down") and a row block of the matrix as the files have it.
+
+    views: the page's row blocks, top to bottom, by the tensor's canonical name.
+    """
     for name, blocks in views.items():
         for block in blocks:
             yield _part(name), block.T if is_transposed(layout.config, name) else block
 
 
 def _blocks(layout: WeightLayout) -> list[_Block]:
-    """The blocks of an expert, which are the same in all layers."""
+    """List the row blocks of an expert, which are the same for all experts and layers."""
     shapes = expert_shapes(layout.config, 0, 0)
     return [
         _Block(
@@ -173,7 +203,7 @@ def _blocks(layout: WeightLayout) -> list[_Block]:
 
 
 def _allocates(nbytes: int) -> bool:
-    """Test whether the system allocates an array of that size."""
+    """Test whether the system can allocate one array of `nbytes` bytes."""
     return nbytes <= int(mx.device_info().get("max_buffer_length", nbytes))
 
 

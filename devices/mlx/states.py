@@ -1,4 +1,4 @@
-"""The making of the states of a plan's micro-batches, with their KV caches."""
+"""Functions that make the states of a plan's micro-batches, with their KV caches."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from .memory import ARRAY_DTYPES
 
 
 def states_of(plan: Plan, prompts: Sequence[Sequence[int]]) -> list[MicroBatchState]:
-    """Make the states of a batch: of its micro-batches, then of prefill's chunks if prompts are cut.
+    """Make the states of a batch: those of its micro-batches, followed by those of prefill's chunks if prompts are cut.
 
-    prompts: the tokens of each request, by request.
+    prompts: the token ids of each request's prompt, in the order of the requests.
     """
     batch = plan.batch
     states = wholes_of(batch.micro_batches, prompts, beams=1)
@@ -30,9 +30,10 @@ def states_of(plan: Plan, prompts: Sequence[Sequence[int]]) -> list[MicroBatchSt
 
 
 def places_of(plan: Plan) -> list[MicroBatchState]:
-    """Make the states of micro-batches for serving, without requests.
+    """Make a state without requests for each micro-batch of a plan that serves requests.
 
-    Each has caches of its own: requests move in them between its steps, while others may be within a step.
+    Each state has KV caches of its own: opening a request may move others in the same cache, which is safe only between
+    the steps of one micro-batch.
     """
     states: list[MicroBatchState] = []
     for requests in plan.batch.micro_batches:
@@ -44,7 +45,7 @@ def places_of(plan: Plan) -> list[MicroBatchState]:
 
 
 def _caches(plan: Plan, requests: Sequence[int]) -> list[RequestsKV]:
-    """Make a cache for all layers with one window, for each window, with room for these requests."""
+    """Make a KV cache for each attention window that layers of the model have, with room for these requests."""
     config, dtype = plan.layout.config, ARRAY_DTYPES[plan.layout.dtype]
     caches = []
     for layers in config.by_window(range(config.layers)):

@@ -1,4 +1,4 @@
-"""The verbs of a batch on MLX, by topology: a device alone, or a node of several."""
+"""Functions that run the tasks of a batch on MLX, by verb: for a device alone, or for one of several nodes."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ DEFERRABLE = {
 
 
 class Topology:
-    """Makes the verbs of one batch, or of requests that are served; used on the device's thread.
+    """Makes the functions that run the tasks of one batch or of serving, by verb; used on the device's thread.
 
     Args:
         states: the states of micro-batches, with their KV caches.
         weights: the model's weights.
         evaluations: evaluates results.
-        first_bad: names the first weight that is not finite.
+        first_bad: a function that names the first weight that is not finite, for an error's message.
     """
 
     def __init__(
@@ -70,25 +70,25 @@ class Topology:
         self._experts = MlxExperts(plan.layout.config, self._states, weights.show, kernels, evaluations)
 
     def alone(self) -> Verbs:
-        """The verbs of a device that has the whole model."""
+        """Return the function of each verb for a device that has the whole model."""
         attention, moe = self._halves(self._weights.embedding)
         return self._layers(attention, moe) | {"sample": self._tokens().sample_next}
 
     def node(self, transport: Transport) -> Verbs:
-        """The verbs of a node with some of each layer's experts; it has attention."""
+        """Return the function of each verb for a node that computes attention and some of each layer's experts."""
         attention, moe = self._halves(self._weights.embedding)
         sample = self._tokens().sample_next
         exchanges = NodeVerbs(self._plan, transport, self._node_side(attention, moe), sample)
         return {**self._layers(attention, moe), "sample": sample, **exchanges.verbs}
 
     def node_of_experts(self, transport: Transport) -> Verbs:
-        """The verbs of a node with some of each layer's experts, where only the first node has attention."""
+        """Return the function of each verb for a node that computes only experts; the first node computes attention."""
         attention, moe = self._halves(Arrays())
         exchanges = NodeVerbs(self._plan, transport, self._node_side(attention, moe))
         return {**self._layers(attention, moe), **exchanges.verbs}
 
     def _halves(self, embedding: Arrays) -> tuple[Attention, MoELayer]:
-        """Make the runners of a layer's first half and of its second half."""
+        """Make the objects that compute the two halves of a layer: attention, and the network of experts."""
         states, shown, kernels = self._states, self._weights.show, self._kernels
         attention = Attention(states, shown, embedding, kernels)
         moe = MoELayer(
@@ -105,7 +105,7 @@ class Topology:
         return attention, moe
 
     def _layers(self, attention: Attention, moe: MoELayer) -> Verbs:
-        """The verbs of layers, those before them, and those that move pages."""
+        """Return the functions of the verbs that compute layers, embed tokens and move pages."""
         weights, experts = self._weights, self._experts
         attend = self._evaluated(attention.attention, _attended)
         attend = after(lambda task: self._evaluations.close_others(task.micro_batch), attend)
@@ -126,7 +126,10 @@ class Topology:
         }
 
     def _evaluated(self, verb: Verb, results: Callable[[MicroBatchState, int], Sequence[Array]]) -> Verb:
-        """Wrap a verb so that `results(state, layer)` are evaluated after it, at once or later."""
+        """Wrap the function of a verb so that the verb's results are evaluated after it, at once or deferred.
+
+        results: returns the arrays to evaluate, given the micro-batch's state and the layer.
+        """
 
         def run(task: Task) -> Any:
             value = verb(task)

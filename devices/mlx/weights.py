@@ -1,9 +1,9 @@
 """The weights of a model on MLX: pages in slots, resident pages, and stacks of resident experts.
 
 Files are read straight into slots and single pages. A stack is filled through the memory of one more page, which is
-freed when all stacks are loaded. If the experts of a layer are in one stack, kernels multiply by all of them at once,
-and the host need not know the router's choices; otherwise they run one after the other. A resident router is kept in
-float32 as well, in which it is used.
+freed when all stacks are loaded. If all experts of a layer are in one stack, one kernel multiplies by all of them, and
+the host need not know the router's choices; otherwise the experts run one after the other. A resident router is kept
+in float32, in which it is used, as well as in its stored dtype.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from .stacks import PARTS, Key, Stacked, open_stack, stacks_for, stored_blocks
 
 
 class MlxWeights:
-    """The weights of one model, for batch after batch.
+    """The weights of one model, which stay from batch to batch.
 
     Args:
-        reader: reads pages, on any thread, while no kernel reads the same slot.
+        reader: reads pages into slots, on any thread, while no kernel reads that slot.
 
     Attributes:
-        globals: the tensors outside the layers, by canonical name; empty on a node that does not attend.
+        globals: the tensors outside the layers, by canonical name; empty on a node without attention.
     """
 
     def __init__(self, reader: PageReader, layout: WeightLayout) -> None:
@@ -53,7 +53,7 @@ class MlxWeights:
         self._staging = torch.empty(0, dtype=torch.uint8)
 
     def slot_bytes(self, page: Page) -> int:
-        """The bytes that a page takes in a slot, with a float32 copy of its router if that is stored otherwise."""
+        """Bytes that a page takes in a slot, with a float32 copy of its router if that is stored in another dtype."""
         copied = 0
         for extent in page.extents:
             item = self._reader.format_of(extent.tensor).block_bytes
@@ -63,17 +63,17 @@ class MlxWeights:
 
     @property
     def embedding(self) -> Arrays:
-        """The embedding, on a node that attends."""
+        """The embedding matrix; only on a node that computes attention."""
         return Arrays({"embedding": [self.globals["embedding"]]})
 
     @property
     def head(self) -> Arrays:
-        """The last norm and the LM head, on a node that attends."""
+        """The final norm and the LM head; only on a node that computes attention."""
         matrix_VD = self.globals.get("lm_head", self.globals["embedding"])
         return Arrays({"final_norm": [self.globals["final_norm"]], "lm_head": [matrix_VD.T]})
 
     def begin(self, plan: Plan) -> None:
-        """Allocate slots, and memory for resident pages; pages that were resident in the last batch stay."""
+        """Allocate slots and memory for resident pages as the plan says; pages resident since the last batch stay."""
         self._allocate(plan.weights.pools, [page for pool in plan.weights.resident for page in pool.pages()])
         if plan.nodes.attends and not self.globals:
             self.globals = {name: self._read_global(name) for name in global_shapes(self._layout.config)}
@@ -84,7 +84,7 @@ class MlxWeights:
         self.globals = {}
 
     def load(self, task: PageTransfer) -> None:
-        """Read the resident pages of a task; those already there are skipped."""
+        """Read the resident pages of a task, except those that are already in memory."""
         for page in task.pages:
             key = self._key_of.get(page.id)
             if key is not None:
@@ -94,19 +94,22 @@ class MlxWeights:
                 self._read.add(page.id)
 
     def fetch(self, task: PageTransfer) -> None:
-        """Read pages into slots."""
+        """Read the pages of a task into the task's slots."""
         for page, slot in zip(task.pages, task.slots, strict=True):
             self._reader.read(page, self._slots[slot.pool][slot.index].tensor)
 
     def show(self, view: View[Any]) -> Arrays:
-        """The weights in a view of pages, by their names within the layer; called on the thread that evaluates them."""
+        """Return the weights that a view of pages contains; must be called on the thread that evaluates arrays.
+
+        view: pages of one layer with the slots that they are in.
+        """
         if view.bound is None:
             view.bound = self._bind(view)
         bound: Arrays = view.bound
         return bound
 
     def touch(self) -> int:
-        """Read one number of every resident array; returns the number of arrays."""
+        """Read one number of every array of resident weights; returns the number of arrays."""
         stacked = [array for stack in self._stacks.values() for array in stack.arrays]
         arrays = [*self.globals.values(), *(memory.array for memory in self._resident.values()), *stacked]
         mx.eval([one_item(array) + 0 for array in arrays])
@@ -184,5 +187,5 @@ def _is_router(name: str) -> bool:
 
 
 def one_item(array: Array) -> Array:
-    """The first number of an array, without flattening it, as one dimension cannot be as long as a large array."""
+    """Return the first number of an array, without flattening: MLX allows no dimension as long as a large array."""
     return array[(0,) * array.ndim]

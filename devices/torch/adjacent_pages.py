@@ -1,4 +1,4 @@
-"""The accelerator's memory for resident pages: the pages of an expert, or of a layer's dense part, lie together."""
+"""Memory on the accelerator for resident pages; pages of one expert, or of one layer's dense part, are adjacent."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .compute import Compute
 class AdjacentPages:
     """Allocates memory for resident pages: one allocation for all pages of an expert or of a layer's dense part.
 
-    The row blocks of a matrix that spans several pages then follow each other, and `joined` makes them one block.
+    The row blocks of a matrix that spans several pages are then adjacent, and `joined` makes them one block.
     """
 
     def __init__(self, reader: PageReader, compute: Compute) -> None:
@@ -29,7 +29,7 @@ class AdjacentPages:
         """The ids of the pages in each allocation."""
 
     def retain(self, pages: Iterable[Page]) -> set[int]:
-        """Free the allocations whose pages are not those of a group in `pages`; returns the ids of the kept pages."""
+        """Free each allocation unless exactly its pages are among `pages`; returns the ids of pages that keep memory."""
         self._together &= {_ids(group) for group in _groups(pages)}
         staying = {page for group in self._together for page in group}
         self._slots = {page: slot for page, slot in self._slots.items() if page in staying}
@@ -45,13 +45,13 @@ class AdjacentPages:
                 self._slots |= zip(_ids(group), memory.split(sizes), strict=True)
 
     def memory(self, page: Page, elsewhere: Tensor | None) -> Tensor | None:
-        """The memory of a page; `elsewhere` if none was allocated for the page."""
+        """Return the memory of a page, uint8; returns `elsewhere` if the page has no memory here."""
         return self._slots.get(page.id, elsewhere)
 
     def copied(self, page: Page, staging: Tensor) -> NamedBlocks:
-        """Copy a page to its memory, and return its tensors there; several threads may copy different pages.
+        """Copy a page to its memory here; returns the page's tensors there. Threads may copy different pages at once.
 
-        staging: the page's bytes as they were read.
+        staging: the page's bytes as they were read from the files.
         """
         memory = self._slots[page.id]
         for piece, offset in self._reader.pieces(page, [Part(0, staging)]):

@@ -1,4 +1,4 @@
-"""The runner's `Library` for torch: on the CPU, where results are there at once, and on the stream of a GPU."""
+"""The `Library` of torch, which the runner calls: one for the CPU, and one for a GPU, where results arrive later."""
 
 from __future__ import annotations
 
@@ -17,31 +17,34 @@ from .read_back import ReadBack
 
 
 class AtOnce:
-    """The `Library` of torch on the CPU: a kernel's results are there when its call returns."""
+    """Copies results to the host where torch runs on the CPU: a kernel's results are complete when its call returns."""
 
     computing: type[AbstractContextManager[object]] = torch.inference_mode
 
     def settle(self, micro_batch: int, *tensors: Tensor) -> None:
-        """Do nothing: torch's tensors are not lazy."""
+        """Do nothing: unlike MLX's, torch's tensors need no evaluation."""
 
     def on_host(self, tensor: Tensor) -> npt.NDArray[Any]:
-        """Copy a tensor to the host's memory; waits for the device."""
+        """Copy a tensor to the host's memory, and wait until the copy is done."""
         array: npt.NDArray[Any] = tensor.cpu().numpy()
         return array
 
     def value(
         self, task: Task, read: Callable[..., Any], *tensors: Tensor, beside: Sequence[Tensor] = ()
     ) -> Any:
-        """Copy tensors to the host and call `read` with them; returns its result, the value of a task."""
+        """Call `read` with copies of the tensors on the host; returns the result of `read`, which is the task's value.
+
+        beside: not used by torch.
+        """
         return read(*map(self.on_host, tensors))
 
     def settled(self, value: Any) -> Any:
-        """Return the value unchanged: it has been read."""
+        """Return a task's value unchanged: `value` has read it already."""
         return value
 
 
 class OnStream(AtOnce):
-    """The `Library` of torch on a GPU: results are copied to the host on the stream, and read when a task has ended."""
+    """Copies results to the host where torch runs on a GPU: a stream copies, and a value is read after its task's end."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -50,21 +53,24 @@ class OnStream(AtOnce):
     def value(
         self, task: Task, read: Callable[..., Any], *tensors: Tensor, beside: Sequence[Tensor] = ()
     ) -> Any:
-        """Start to copy tensors to the host's page-locked memory; returns a `Later`, which calls `read` with them."""
+        """Start to copy tensors to page-locked memory; returns a `Later`, which calls `read` with the copies on demand.
+
+        beside: not used by torch.
+        """
         return Later(read, self._read_back, tensors)
 
     def settled(self, value: Any) -> Any:
-        """Wait until the current stream has done all its work, then read the value."""
+        """Wait until the current stream has done all its work, then read the value if it is a `Later`; returns it."""
         wait_for_copies(self._device)
         return settled(value)
 
 
 class Later:
-    """The value of a task that the stream has yet to run; the constructor starts the copies to the host.
+    """The value of a task that a stream has not finished yet; the constructor starts the copies to the host.
 
     Args:
-        read: makes the value from arrays on the host, and keeps none of them.
-        read_back: gives the host's memory for the copies.
+        read: a function that makes the value from the copies, and must not keep references to them.
+        read_back: gives the host's memory for the copies, and takes it back when the value was read.
         tensors: results on the accelerator.
     """
 
@@ -74,7 +80,7 @@ class Later:
         self._copies = [read_back.copied(tensor) for tensor in tensors]
 
     def get(self) -> Any:
-        """Read the value; the stream must have run the task."""
+        """Make the value from the copies; may be called only after the stream has run the task, and only once."""
         value = self._read(*(copy.numpy() for copy, _ in self._copies))
         for _, memory in self._copies:
             if memory is not None:
@@ -83,10 +89,10 @@ class Later:
 
 
 def settled(value: Any) -> Any:
-    """The value of a task that has ended: that of a `Later`, or the value itself."""
+    """Return the value of a task that has ended: the value that a `Later` reads, or `value` itself if it is none."""
     return value.get() if isinstance(value, Later) else value
 
 
 def library_of(accelerator: torch.device) -> AtOnce:
-    """The runner's library for an accelerator."""
+    """Return the runner's library for an accelerator: an `AtOnce` for the CPU, an `OnStream` for a GPU."""
     return AtOnce() if accelerator.type == "cpu" else OnStream(accelerator)

@@ -18,8 +18,8 @@ class BeamSearches:
     """Advances the beam searches of a batch, and reorders their sequences in the KV cache.
 
     Args:
-        searches: the search of each request, by request.
-        states: the micro-batches, by number.
+        searches: the search of each request, by the request's number.
+        states: the state of each micro-batch, by the micro-batch's number.
     """
 
     def __init__(self, searches: Mapping[int, BeamSearch], states: Sequence[MicroBatchState]) -> None:
@@ -30,9 +30,15 @@ class BeamSearches:
     def advance(
         self, state: MicroBatchState, places: Sequence[int], logits_SV: npt.NDArray[np.float32]
     ) -> list[Standing]:
-        """Extend the beams of some requests of a micro-batch by a token; returns the standing of each search.
+        """Extend the beams of some requests of a micro-batch by one token.
 
-        places: indices of these requests in the micro-batch. logits_SV: logits of each of their beams.
+        Args:
+            state: the micro-batch; its input tokens of the next step are set.
+            places: indices of the requests among those of the micro-batch.
+            logits_SV: logits of all beams of these requests; just after prefill, of one sequence for each request.
+
+        Returns:
+            for each search the best sequence so far, its score, and whether it is final.
         """
         count = len(state.requests) * state.beams
         if len(state.new) != count:  # after prefill: one entry per prompt
@@ -45,7 +51,7 @@ class BeamSearches:
         return [search.standing for search in searches]
 
     def reorder(self, task: Task) -> None:
-        """Have each beam of a micro-batch continue its parent's cached sequence, as the last `advance` chose."""
+        """Make each beam of a micro-batch continue its parent's cached sequence, as the last `advance` chose."""
         use_cores(1)
         state = self._states[task.micro_batch]
         before = len(state.sequences) // len(state.requests)

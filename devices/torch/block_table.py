@@ -18,7 +18,12 @@ class OutOfBlocks(OverBudget):
 
 
 class Held(NamedTuple):
-    """The blocks that hold a sequence's tokens, in order; `first` is the number of the first block's first token."""
+    """The blocks that hold a sequence's tokens.
+
+    Attributes:
+        first: position in the sequence of the first token in the first block.
+        blocks: the blocks' numbers, in the order of the tokens.
+    """
 
     first: int
     blocks: list[int]
@@ -28,11 +33,12 @@ class Growth(NamedTuple):
     """The growth of a sequence by new tokens.
 
     Attributes:
-        past: number of its tokens before.
+        past: number of the sequence's tokens before.
         new: number of new tokens.
-        seen: the blocks with the tokens that the new ones see; with the new ones too, unless `kept` has them.
-        kept: the blocks with the tokens that later ones will see, where storing the new tokens overwrites some of
-            `seen`: within a window; otherwise None.
+        seen: the blocks with the tokens that the new tokens attend to; the new tokens are stored there, too, if `kept`
+            is None.
+        kept: the blocks that hold the sequence after the step, if storing the new tokens overwrites some tokens in
+            `seen`. That happens only with a window and several new tokens; otherwise None.
     """
 
     past: int
@@ -42,12 +48,18 @@ class Growth(NamedTuple):
 
     @property
     def length(self) -> int:
-        """The number of its tokens that are in the blocks `seen`, new ones included."""
+        """Number of the sequence's tokens from the first one in `seen` to the last new one."""
         return self.past + self.new - self.seen.first
 
 
 class SequenceBlocks(msgspec.Struct):
-    """A sequence's number of tokens, and its blocks in order; `first` is the number of the first token in them."""
+    """The state of a sequence in the block table.
+
+    Attributes:
+        length: number of the sequence's tokens.
+        blocks: the numbers of its blocks in the order of the tokens, reserved ones at the end.
+        first: position of the first token that is still in the blocks; above 0 only with a window.
+    """
 
     length: int
     blocks: list[int]
@@ -55,12 +67,15 @@ class SequenceBlocks(msgspec.Struct):
 
     @property
     def last(self) -> int:
-        """The number of the last block; -1 without any."""
+        """The number of the sequence's last block; -1 if the sequence has no blocks."""
         return self.blocks[-1] if self.blocks else -1
 
 
 class BlockCopy(NamedTuple):
-    """The copy of a block to another, by their numbers."""
+    """A copy of one block to another that is still to be made.
+
+    source, target: numbers of the two blocks.
+    """
 
     source: int
     target: int
@@ -73,9 +88,10 @@ class BlockTable:
 
     Args:
         blocks: number of blocks.
-        block_size: tokens in a block.
-        window: most tokens that a token sees, itself included. A sequence uses a block that has left the window again,
-            unless others share it. None keeps all tokens.
+        block_size: number of tokens in a block.
+        window: number of tokens that a token attends to, itself included. When all tokens of a block have left the
+            window, the sequence uses the block for new tokens, unless other sequences share it. None: all tokens are
+            kept.
     """
 
     def __init__(self, blocks: int, block_size: int, window: int | None = None) -> None:
@@ -114,12 +130,18 @@ class BlockTable:
         return -(-tokens // self._block_size)
 
     def most_blocks(self, tokens: int) -> int:
-        """Most blocks that a sequence of `tokens` tokens has at once; a window needs its blocks and one more."""
+        """Return the most blocks that a sequence of `tokens` tokens has at the same time.
+
+        With a window that is the number of blocks for the window, and one more, as the window may begin within a block.
+        """
         blocks = self.blocks_for(tokens)
         return blocks if self._window is None else min(blocks, self.blocks_for(self._window - 1) + 1)
 
     def grow(self, sequences: Sequence[int], new: Sequence[int]) -> list[Growth]:
-        """Add new[i] tokens to sequences[i].
+        """Lengthen each of the sequences: sequences[i] by new[i] tokens, for which blocks are taken.
+
+        Returns:
+            for each sequence its growth, in the same order.
 
         Raises:
             OutOfBlocks: there are not enough free blocks; no sequence has grown.
@@ -137,13 +159,15 @@ class BlockTable:
             return list(map(Growth, past, new, seen, map(self._held, states)))
 
     def _held(self, state: SequenceBlocks) -> Held:
-        """The blocks of a sequence that have tokens, without those that are only reserved."""
+        """Return the blocks of a sequence that contain tokens, without blocks that are only reserved."""
         return Held(state.first, state.blocks[: self.blocks_for(max(0, state.length - state.first))])
 
     def _leave(self, states: Iterable[SequenceBlocks], positions: Iterable[int]) -> None:
-        """Take from each sequence the blocks that have left the window of the token at its position.
+        """Take from each sequence the blocks whose tokens have all left the window.
 
-        They go to the end of its blocks, to be used again; those that others share are given up.
+        Such a block goes to the end of the sequence's blocks, to be used again; a block that others share is released.
+
+        positions: for each sequence the position of the next token, which the window ends with.
         """
         if self._window is None:
             return
@@ -154,7 +178,10 @@ class BlockTable:
                 state.first += left * self._block_size
 
     def _lengthen(self, states: Sequence[SequenceBlocks], new: Sequence[int]) -> None:
-        """Lengthen sequences by new tokens, and take the blocks that these need."""
+        """Lengthen sequences by new tokens, and give them the free blocks that they lack.
+
+        new: number of new tokens of each sequence.
+        """
         lengths = [state.length + tokens for state, tokens in zip(states, new, strict=True)]
         missing = [
             max(0, self.blocks_for(length - state.first) - len(state.blocks))
@@ -171,10 +198,15 @@ class BlockTable:
     ) -> list[BlockCopy]:
         """Replace sequences by others that continue them: heirs[i] continues sequences[parents[i]].
 
-        Full blocks are shared; a partly filled one is copied for every heir except the first.
+        Full blocks are shared; a partly filled block is copied for every heir of a sequence except the first.
+
+        Args:
+            sequences: numbers of the sequences, which end.
+            parents: for each heir the index of its parent in `sequences`.
+            heirs: numbers of the new sequences.
 
         Returns:
-            the copies to make before an heir is written to.
+            the copies that have to be made before tokens are added to an heir.
 
         Raises:
             OutOfBlocks: there are not enough free blocks for the copies.
@@ -200,7 +232,10 @@ class BlockTable:
             return self._copied(partly_filled)
 
     def _copied(self, partly_filled: Sequence[tuple[int, SequenceBlocks]]) -> list[BlockCopy]:
-        """Give each sequence a last block of its own; returns the copies of partly filled blocks into these."""
+        """Give each sequence a block of its own for the tokens of a partly filled block; returns the copies to make.
+
+        partly_filled: pairs of the number of the partly filled block and the sequence.
+        """
         self._free.require(len(partly_filled))
         for _, state in partly_filled:
             state.blocks += self._free.take(1, after=state.last)
@@ -208,7 +243,7 @@ class BlockTable:
 
 
 class _FreeBlocks:
-    """Keeps the free blocks, and counts the users of shared ones; a sequence gets neighbouring blocks if possible."""
+    """Keeps track of free blocks, and counts the users of shared ones; hands out neighbouring blocks if possible."""
 
     def __init__(self, blocks: int) -> None:
         self.count = self.total = blocks
@@ -216,13 +251,16 @@ class _FreeBlocks:
         self._further_users: Counter[int] = Counter()
 
     def require(self, blocks: int) -> None:
-        """Raise OutOfBlocks if fewer blocks are free."""
+        """Raise OutOfBlocks if fewer than `blocks` blocks are free."""
         if blocks > self.count:
             what = f"the KV cache has {self.count} free blocks of {self.total}, {blocks} are needed"
             raise OutOfBlocks(f"{what}; make it larger, or run fewer or shorter sequences at once")
 
     def take(self, blocks: int, after: int = -1) -> list[int]:
-        """Take `blocks` blocks: those that follow `after` if they are free, otherwise the first contiguous ones."""
+        """Take `blocks` free blocks, contiguous ones if possible; returns their numbers.
+
+        after: the block whose successors are taken if these are free; -1 for none.
+        """
         self.require(blocks)
         wanted = b"\1" * blocks
         following = range(after + 1, after + 1 + blocks)
@@ -238,17 +276,17 @@ class _FreeBlocks:
         return taken
 
     def share(self, blocks: list[int]) -> None:
-        """Add a user to blocks that are in use; they are free when all users have released them."""
+        """Count one more user of each of these blocks; a block becomes free when all users have released it."""
         self._further_users.update(blocks)
 
     def release(self, blocks: list[int]) -> list[int]:
-        """Remove a user from the blocks that others use, too; returns the other blocks."""
+        """Count one user less of those of the blocks that have several users; returns the blocks that have only one."""
         shared = {block for block in blocks if self._further_users[block]}
         self._further_users.subtract(shared)
         return [block for block in blocks if block not in shared]
 
     def give_back(self, blocks: list[int]) -> None:
-        """Remove a user from blocks; those without another user become free."""
+        """Count one user less of each of these blocks; blocks without another user become free."""
         for block in self.release(blocks):
             self._is_free[block] = 1
             self.count += 1

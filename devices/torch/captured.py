@@ -1,8 +1,8 @@
-"""Captured kernels: a bound kernel whose calls repeat is captured as a CUDA graph, and replayed from then on.
+"""Captured kernels: a bound kernel whose calls repeat is captured as a CUDA graph, which later calls replay.
 
-A graph contains the addresses and numbers of the call that was captured, so it stands for calls with the same ones.
-Numbers that differ from step to step, such as the lengths of sequences, are in the accelerator's memory, copied
-there ahead of the call on the same stream.
+A graph contains the addresses and numbers of the call that was captured, so it can replace only calls with the same
+addresses and numbers. Numbers that differ from step to step, such as the lengths of sequences, are therefore in the
+accelerator's memory; they are copied there ahead of the call on the same stream.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _log = Log(__name__)
 
 
 class Graphs:
-    """The CUDA graphs of a device, which share memory for what their kernels allocate.
+    """The CUDA graphs of a device, which share a pool of memory for what their kernels allocate.
 
     Args:
-        most: most graphs at a time; calls beyond them are launched kernel by kernel.
+        most: the most graphs at a time; further calls are launched kernel by kernel.
 
     Attributes:
-        count: number of calls that were captured.
-        refusal: the reason why no more calls are captured; empty while they are.
+        count: number of calls that were captured so far.
+        refusal: the reason why no more calls are captured; empty while calls are captured.
     """
 
     def __init__(self, device: torch.device, most: int = MOST_GRAPHS) -> None:
@@ -52,15 +52,23 @@ class Graphs:
 
     @property
     def used(self) -> Mapping[str, Sequence[str]]:
-        """For reports: the key "replay" with the ways in which calls are repeated; empty if none was captured."""
+        """The ways in which calls were repeated, for reports: {"replay": ways}; empty if no call was captured.
+
+        After a failed capture the only way is a sentence with the reason.
+        """
         if self.refusal:
             return {"replay": [f"launches, as a capture failed: {self.refusal}"]}
         return {"replay": self._ways} if self._ways else {}
 
     def capture(self, owner: Captured, run: Callable[[], Any]) -> tuple[Any, Any] | None:
-        """Capture a call of a kernel, which records it without running it; returns the graph and the call's result.
+        """Capture one call of a kernel in a graph: the call is recorded without being run.
 
-        Returns None if a capture failed, now or before, or if there are too many graphs.
+        Args:
+            owner: the kernel that will replay the graph.
+            run: makes the call.
+
+        Returns:
+            the graph and the call's result; None if a capture failed, now or before, or if there are too many graphs.
         """
         if self.refusal or len(self._live) >= self._most:
             return None
@@ -86,7 +94,7 @@ class Graphs:
         return graph, result
 
     def drop(self, owner: Captured) -> None:
-        """Count a kernel's graph no longer: it has been dropped."""
+        """Note that a kernel has dropped its graph, which makes room for another."""
         self._live.discard(owner)
 
     def _refuse(self, error: Exception) -> None:
@@ -95,11 +103,14 @@ class Graphs:
 
 
 class Captured:
-    """A bound kernel that wraps another: runs it, captures a call that has been repeated, and then replays its graph.
+    """A bound kernel that runs another one, and replays a CUDA graph instead once calls with equal arguments repeat.
 
-    After a graph that was replayed only a few times, the next one is captured after twice as many equal calls.
+    The first calls with some arguments run `run`; then one is captured, and later ones replay the graph. If arguments
+    change after few replays, the next capture waits for twice as many equal calls.
 
-    Attributes:
+    Args:
+        run: the bound kernel.
+        graphs: the device's graphs.
         way: the name of this way to repeat calls, for reports.
     """
 
@@ -138,7 +149,10 @@ class Captured:
         return self._result
 
     def _begin(self, identity: list[Any]) -> None:
-        """Drop the graph, if there is one, and count calls with other arguments from 0."""
+        """Begin to count calls with new arguments from 0, and drop the graph for earlier arguments, if there is one.
+
+        identity: the new arguments as by `identities`.
+        """
         if self._graph is not None:
             self._graphs.drop(self)
             if self._calls < 4 * self._warm:
@@ -158,7 +172,10 @@ class Captured:
 
 
 def identities(arguments: Iterable[Any]) -> list[Any]:
-    """The identity of a call's arguments: addresses of tensors, in sequences too, and all others as they are."""
+    """Convert a call's arguments to a list that is equal for calls that one graph can stand for.
+
+    The list has the address of each tensor, also of those in nested sequences, and all other arguments as they are.
+    """
     found: list[Any] = []
     for each in arguments:
         if isinstance(each, torch.Tensor):

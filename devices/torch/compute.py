@@ -1,4 +1,4 @@
-"""The accelerator of the torch device with its kernels, and the division of the host's cores."""
+"""The accelerator that the torch device computes on, its kernels, and the division of the host's cores."""
 
 from __future__ import annotations
 
@@ -22,20 +22,21 @@ from .fixed_steps import Replays
 
 
 class Compute:
-    """The accelerator that a model runs on, and its kernels, which all batches share.
+    """The accelerator that a model runs on, and the kernels on it and on the host, which all batches share.
 
     Args:
-        accelerator: torch device, such as "cuda:0".
+        accelerator: torch's name of the accelerator, such as "cuda:0", or "cpu".
         kernel, pin, threads, own_kernels: as for `TorchDevice`.
 
     Attributes:
         accelerator: torch device of the accelerator's tensors.
         dtype: dtype of weights and hidden states.
-        core_plan: the division of the host's cores; None on the CPU alone, where kernels have all.
-        use_cores_for: sets the number of cores for a product, given its numbers of rows and weights.
-        kernels: the kernels of the operations.
-        indices: makes an int64 tensor on the accelerator from numbers.
-        replays: wraps bound kernels so that a GPU replays them; None on the CPU.
+        core_plan: the numbers of the host's cores for kernels, for copies and for issuing tasks.
+        use_cores_for: a function that sets torch's number of cores for a matrix product, given the number of rows and
+            the number of entries of the matrix.
+        kernels: chooses and keeps the kernel of each operation.
+        indices: a function that makes an int64 tensor on the accelerator from a sequence of numbers.
+        replays: wraps bound kernels so that a GPU replays their calls; None on the CPU.
     """
 
     def __init__(
@@ -83,9 +84,9 @@ class Compute:
         return CODE_BYTES if bfloat16 and not self.kernels.all_native else 0
 
     def start(self, rows_an_expert: float) -> None:
-        """Start threads and fill the table of kernels; later calls do nothing.
+        """Start the kernels' threads and choose kernels for the operations; later calls do nothing.
 
-        rows_an_expert: mean number of an expert's rows in a decode step.
+        rows_an_expert: mean number of rows that an expert has in a decode step.
         """
         if self._threads_before is not None:
             return
@@ -98,7 +99,7 @@ class Compute:
         self.kernels.start(rows_an_expert, self.accelerator, self.indices, upload, captured)
 
     def close(self) -> None:
-        """End the threads, and restore torch's number of cores."""
+        """End the threads, and restore the number of cores that torch used before."""
         self.kernels.close()
         self.indices = host_indices
         if self._threads_before is not None:

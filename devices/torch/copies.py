@@ -1,4 +1,4 @@
-"""Copies of numbers from the host to an accelerator, through a ring of page-locked memory.
+"""Copies of integers from the host to an accelerator, through a ring of page-locked memory.
 
 Ordinary memory would not do: a copy from it blocks the calling thread until the stream has reached the copy.
 """
@@ -25,13 +25,13 @@ MOST_NUMBERS = NUMBER_RING_BYTES // (2 * NUMBER_BYTES)
 
 
 class NumberRing:
-    """Copies numbers to an accelerator through page-locked memory in two halves, which are filled in turn.
+    """Copies integers to an accelerator through page-locked memory in two halves, which are filled in turn.
 
     A half is filled again only after the copies from it have ended. All copies must be on one stream at a time. The
     memory is allocated at the first use.
 
     Args:
-        numbers: how many numbers a half holds.
+        numbers: number of integers in a half.
     """
 
     def __init__(self, device: torch.device, numbers: int = MOST_NUMBERS) -> None:
@@ -45,20 +45,20 @@ class NumberRing:
         """The event behind the copies from the other half; None while there are none."""
 
     def indices(self, numbers: Sequence[int]) -> Tensor:
-        """Make an int64 tensor of numbers on the accelerator, by asynchronous copies on the current stream."""
+        """Make an int64 tensor of these integers on the accelerator, by asynchronous copies on the current stream."""
         there = torch.empty(len(numbers), dtype=torch.int64, device=self._device)
         self.upload(numbers, there)
         return there
 
     def upload(self, numbers: Sequence[int], into: Tensor) -> None:
-        """Copy numbers to the first entries of an int64 tensor there, asynchronously on the current stream."""
+        """Copy integers to the first entries of an accelerator's int64 tensor, asynchronously on the current stream."""
         flat = into.view(-1)
         for start in range(0, len(numbers), self._most):
             piece = numbers[start : start + self._most]
             flat[start : start + len(piece)].copy_(self._held(piece), non_blocking=True)
 
     def _held(self, numbers: Sequence[int]) -> Tensor:
-        """Write numbers into the ring; returns the tensor of them there."""
+        """Write integers to the half that is being filled; returns the part of this half that has them."""
         if not self._halves:
             nbytes = 2 * self._most * NUMBER_BYTES
             memory = locked_if_possible(nbytes, self._device, "memory for indices")
@@ -71,7 +71,7 @@ class NumberRing:
         return held
 
     def _turn(self) -> None:
-        """Wait for the copies from the other half, and fill that one from now on."""
+        """Make the other half the one that is filled, after waiting for the copies from it."""
         if self._other_copied is not None and not self._other_copied.query():
             self._other_copied.synchronize()
         self._other_copied = self._module.Event(blocking=True)

@@ -1,4 +1,4 @@
-"""The number of cores for each product on the CPU."""
+"""Chooses the number of cores for each matrix product on the CPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ ONE_CORE_PRODUCTS = 1 << 26
 
 
 class Cores:
-    """Chooses the number of cores for a product by its shape alone, as float32 bits may depend on that number."""
+    """Chooses the number of cores for a matrix product by the product's shape alone.
+
+    The last bits of a product in float32 may depend on the number of cores.
+    """
 
     def __init__(self, cores: int, dtype: torch.dtype) -> None:
         self._cores = cores
@@ -21,7 +24,9 @@ class Cores:
     def use_for(self, tokens: int, weights: int) -> None:
         """Set torch's number of cores on this thread for the next product: one for a small product, else all.
 
-        tokens: rows of the product. weights: entries of its matrix.
+        Args:
+            tokens: number of rows of the product.
+            weights: number of entries of the matrix.
         """
         small = tokens * weights <= ONE_CORE_PRODUCTS and weights * self._itemsize <= ONE_CORE_BYTES
         use_cores(1 if small else self._cores)

@@ -1,4 +1,4 @@
-"""The torch device on CUDA: the same class, with its accelerator on the first CUDA device."""
+"""The torch device with a CUDA GPU as its accelerator."""
 
 from __future__ import annotations
 
@@ -35,13 +35,16 @@ ASSUMED_STAGING_BANDWIDTH = 1e10
 
 
 class CudaDevice(TorchDevice):
-    """Kernels on the GPU, weights and CPU attention in host memory, copies on streams of their own.
+    """Runs batches of one model on a CUDA GPU and the host: copies between the two run on streams of their own.
+
+    The host's memory has the weights that do not stay on the GPU, and the host computes attention or experts where the
+    policy says so.
 
     Args:
-        threads: threads for attention and experts on the host; by default one for each core that is not needed to issue
+        threads: threads for attention and experts on the host; None takes one for each core that is not needed to issue
             tasks and wait for them (`divided_cores`).
-        triton: whether the kernels in Triton go before all others but `own_kernels` in the table.
-        own_kernels: as for `TorchDevice`.
+        triton: whether the kernels in Triton are tried before all others but `own_kernels`.
+        keep_logits, direct, map_files, own_kernels: as for `TorchDevice`.
     """
 
     def __init__(
@@ -79,7 +82,14 @@ class CudaDevice(TorchDevice):
         )
 
     def join(self, rank: int, transport: Transport, first: Any) -> None:
-        """Become one of several ranks, each with its own GPU, or a node, with the first GPU of its machine.
+        """Make this device one of several ranks or nodes that run a model together.
+
+        Each rank of a tensor-parallel model has the GPU of its own number; a node has the first GPU of its machine.
+
+        Args:
+            rank: this device's number, from 0.
+            transport: carries exchanges between the devices.
+            first: not used by this device.
 
         Raises:
             BadInput: there are fewer GPUs than ranks, or the model has parts that only a device alone computes.
@@ -96,7 +106,9 @@ class CudaDevice(TorchDevice):
 
     @staticmethod
     def chosen_dtype(own: str) -> str:
-        """The dtype to compute in: the model's own, or float16 instead of bfloat16 where the GPU has no bfloat16.
+        """Choose the dtype to compute in: the model's own, or float16 if that is bfloat16 and the GPU has no bfloat16.
+
+        own: name of the model's dtype.
 
         Raises:
             BadInput: there is no CUDA device.
@@ -106,7 +118,10 @@ class CudaDevice(TorchDevice):
 
     @staticmethod
     def machine(host: Machine) -> Machine:
-        """This machine with its GPU, calibrated or with assumed rates, and with the GPU memory that is free."""
+        """Return the profile of this machine with its first GPU, whose memory is limited to what is free now.
+
+        The rates are those of a calibration of this GPU; without one they are assumed.
+        """
         require_cuda()
         gpu = torch.cuda.get_device_properties(0)
         free = torch.cuda.mem_get_info(0)[0]
@@ -145,10 +160,10 @@ class CudaDevice(TorchDevice):
 
     @staticmethod
     def check_machine(machine: Machine) -> None:
-        """Check that this machine can run as a given machine.
+        """Check that batches which were planned for a machine can run on a GPU.
 
         Raises:
-            BadInput: the given machine has no GPU with a memory of its own.
+            BadInput: the machine has no GPU with a memory of its own.
         """
         if machine.unified:
             raise BadInput(
@@ -158,25 +173,34 @@ class CudaDevice(TorchDevice):
 
 
 def dtype_on(capability: tuple[int, int], own: str) -> str:
-    """The dtype to compute in on a GPU of a compute capability, for a model whose own dtype is `own`."""
+    """Choose the dtype to compute in on a GPU: float16 if the GPU is too old for bfloat16, else the model's own.
+
+    Args:
+        capability: the GPU's compute capability, major and minor.
+        own: name of the model's dtype.
+    """
     return "float16" if own == "bfloat16" and capability < FIRST_WITH_BFLOAT16 else own
 
 
 def assumed_flops(capability: tuple[int, int]) -> dict[str, float]:
-    """Assumed FLOP/s of a GPU of a compute capability, by the dtypes that it has."""
+    """Return assumed FLOP/s of a GPU that was not calibrated, for each dtype that the GPU has.
+
+    capability: the GPU's compute capability, major and minor.
+    """
     return {dtype: rate for dtype, rate in ASSUMED_FLOPS.items() if dtype_on(capability, dtype) == dtype}
 
 
 def with_float16(flops: Mapping[str, float]) -> dict[str, float]:
-    """Add float16 to a processor's FLOP/s by dtype, at the rate of float32, in which it computes float16."""
+    """Add float16 to a CPU's FLOP/s by dtype, at the rate of float32, which the CPU converts float16 to."""
     return {**({"float16": flops["float32"]} if "float32" in flops else {}), **flops}
 
 
 def gpu_of(rank: int, ranks: int, gpus: int) -> int:
-    """The number of a rank's GPU: the rank's number if the model is cut over ranks, and 0 on a node.
+    """Return the number of a rank's GPU: the rank's own number if the model is cut over ranks, else 0.
 
     Args:
-        ranks: number of ranks that the model is cut over; 1 where nodes share its experts.
+        rank: number of the rank, from 0.
+        ranks: number of ranks that the model is cut over; 1 where nodes share the model's experts.
         gpus: number of GPUs that torch sees.
 
     Raises:
@@ -192,7 +216,7 @@ def require_cuda() -> None:
     """Check that torch can use the first CUDA device.
 
     Raises:
-        BadInput: it cannot; the message has the reason and the remedy.
+        BadInput: torch cannot use it; the message has the reason and the remedy.
     """
     reason = refusal(cuda_facts(most_gpus=1))
     if reason is not None:
@@ -200,16 +224,16 @@ def require_cuda() -> None:
 
 
 def refusal(cuda: CudaFacts) -> str | None:
-    """The reason why torch cannot use the first CUDA device, with the remedy; None if it can."""
+    """Return the reason why torch cannot use the first CUDA device, with the remedy; None if torch can."""
     trouble = trouble_of_driver(cuda) or trouble_of_gpu(cuda.gpus[0], cuda)
     return trouble and f"{trouble.says}: {trouble.remedy}; or use --device torch"
 
 
 def kernels_in_triton() -> Sequence[Row]:
-    """The kernels in Triton, whose launches this registers as operators.
+    """Register the launches of the Triton kernels as torch operators; returns the kernels' rows for the kernel table.
 
     Raises:
-        BadInput: Triton is not installed, or the GPU is too old for it.
+        BadInput: Triton is not installed, or the GPU is too old for Triton.
     """
     if find_spec("triton") is None:
         raise BadInput("triton is not installed: pip install triton, or leave out --device-set triton=true")

@@ -22,17 +22,17 @@ from .gpu_operations import GpuOperations
 
 
 class CudaProbe(GpuOperations):
-    """Runs operations on the first CUDA device and on the CPU, and models on both.
+    """Times operations on the first CUDA device and on the CPU, and runs small models on both.
 
     Args:
         cores: the division of the host's cores.
-        folder: models are written there.
+        folder: folder that the small models are written to.
 
     Attributes:
-        gpu_name: the GPU's name by torch.
-        gpu_bytes: size of the GPU's memory.
-        host_bytes: size of the host's memory.
-        half: the 16-bit dtype that the GPU computes in.
+        gpu_name: the GPU's name as torch gives it.
+        gpu_bytes: bytes of the GPU's memory.
+        host_bytes: bytes of the host's memory that are available.
+        half: the 16-bit dtype that the GPU computes in, "bfloat16" or "float16".
     """
 
     def __init__(self, cores: CorePlan, folder: Path) -> None:
@@ -54,9 +54,12 @@ class CudaProbe(GpuOperations):
         steps: int,
         machine: Machine,
     ) -> list[Task]:
-        """Run a small random model on the GPU, and return its tasks in the order in which they ended.
+        """Run a small model with random weights on the GPU; returns its tasks in the order in which they ended.
 
-        groups: lengths of the prompts of each micro-batch, in tokens. steps: number of steps.
+        Args:
+            groups: for each micro-batch the lengths of its prompts, in tokens.
+            steps: number of steps, prefill included.
+            machine: the machine that the run is planned for.
         """
         checkpoint = self._folder / model.name
         if not checkpoint.exists():

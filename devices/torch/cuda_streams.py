@@ -1,4 +1,4 @@
-"""CUDA streams as lanes: a stream for each lane, and events where a task waits for one of another lane.
+"""Runs tasks on CUDA streams: each lane has a stream, and an event lets a task wait for a task of another lane.
 
 Memory needs no `record_stream`: torch reuses a tensor's bytes on the stream that allocated it. The tensor is dropped by
 a task of that stream: the last that uses it, or the one that overwrites its block after waiting for all its users.
@@ -24,10 +24,10 @@ class CudaStreams:
     """Issues tasks to the streams of one CUDA device.
 
     Args:
-        device: torch device, such as "cuda:0"; torch's module of that type has the streams and events.
-        lanes: the names of the lanes that are streams, the accelerator's first.
-        execute: enqueues a task's kernels on the current stream; returns the task's value.
-        clock: the host's clock in nanoseconds, for the times of tasks.
+        device: torch device, such as "cuda:0"; torch's module for this type of device makes the streams and events.
+        lanes: the names of the lanes that have a stream, with the accelerator's lane first.
+        execute: a function that enqueues a task's kernels on the current stream, and returns the task's value.
+        clock: returns the host's time in nanoseconds.
     """
 
     def __init__(
@@ -48,20 +48,21 @@ class CudaStreams:
         self.begin()
 
     def begin(self) -> None:
-        """Prepare a run: forget failed tasks of earlier runs, all of which have ended, and measure times anew."""
+        """Prepare for a run: start a new clock, and forget earlier tasks, which must all have ended."""
         self._issued.clear()
         stream = self._module.Stream(self._device)
         self._clock = StreamClock(self._timed_event, stream, self._host_clock)
 
     def run(self, task: Task) -> Any:
-        """Run a task of a lane that is no stream, and wait for its end.
+        """Run a task of a lane that has no stream, and wait for the task's end; returns its value.
 
-        Its allocations belong to the first lane's stream, the accelerator's, as do the tasks that free them.
+        The task runs on the stream of the accelerator's lane, so that memory which it allocates belongs to that stream,
+        like the tasks that free the memory.
         """
         return self.complete(partial(self._execute, task))
 
     def complete(self, work: Callable[[], Any]) -> Any:
-        """Run `work` on the first lane's stream, and wait for its end."""
+        """Run `work` on the stream of the accelerator's lane, and wait for its end; returns its value."""
         stream = next(iter(self._streams.values()))
         with self._module.stream(stream):
             value = work()
@@ -69,7 +70,7 @@ class CudaStreams:
         return settled(value)
 
     def issue(self, task: Task, after: list[Task]) -> CudaTask:
-        """Enqueue a task on its lane's stream, after the tasks `after` on other streams."""
+        """Enqueue a task on its lane's stream; its kernels wait until the tasks `after` on other streams have ended."""
         stream = self._streams[task.lane.name]
         with self._lock:
             for other in after:
@@ -86,7 +87,10 @@ class CudaStreams:
         return issued
 
     def span_of(self, issued: CudaTask) -> tuple[int, int]:
-        """The start and end of a task that has ended, in nanoseconds of the host's clock; frees its events."""
+        """Return the start and the end of a task that has ended, in nanoseconds of the host's clock.
+
+        Must be called once for each task: the task's events are used again for other tasks.
+        """
         with self._lock:
             start, end = (self._time_of(event, issued.zero) for event in (issued.start, issued.end))
             del self._issued[issued.number]
@@ -94,7 +98,13 @@ class CudaStreams:
         return start, end
 
     def _time_of(self, event: torch.cuda.Event, zero: Zero) -> int:
-        """The time of an event on the host's clock, which is not after now, nor after the issue of any later task."""
+        """Return the time of an event on the host's clock, in nanoseconds.
+
+        The time is moved to an earlier one if it would be later than now, or than the issue of a task that started
+        later.
+
+        zero: the event that the time is measured from.
+        """
         device = self._clock.on_device(event, zero)
         reckoned = self._clock.reckoned(device)
         for other in reversed(self._issued.values()):
@@ -119,10 +129,10 @@ class CudaTask:
 
     Attributes:
         number: the task's id.
-        start, end: events before and after the task.
-        zero: the event from which their times are measured.
-        issued_at: time at which it was issued, in nanoseconds of the host's clock.
-        result: the task's value, or a `Later` of it.
+        start, end: events that happen on the stream before and after the task.
+        zero: the event that the times of `start` and `end` are measured from.
+        issued_at: time at which the task was enqueued, in nanoseconds of the host's clock.
+        result: the task's value, or a `Later` that reads it.
     """
 
     def __init__(
@@ -148,9 +158,9 @@ class CudaTask:
 
     @property
     def value(self) -> Any:
-        """The task's value; may be read once, after `wait`."""
+        """The task's value; may be read only once, after `wait`."""
         return settled(self.result)
 
     def span(self) -> tuple[int, int]:
-        """The start and end in nanoseconds of the host's clock; may be called once, after `wait`."""
+        """Return the task's start and end in nanoseconds of the host's clock; may be called only once, after `wait`."""
         return self._streams.span_of(self)

@@ -67,21 +67,22 @@ Other lanes are worker threads, whose copies have ended when a task returns.
 class TorchDevice(ChoosesDtype):
     """Runs batches of one model on torch, one after the other.
 
-    Weights are read from the checkpoint's files into slots, page by page. Resident weights are packed for oneDNN where
-    that is faster, and stay for the next batch.
+    Weights are read from the checkpoint's files into slots, page by page. Resident weights stay for the next batch;
+    where oneDNN computes faster with weights in its own order, they are packed that way.
 
     Args:
-        accelerator: torch device of the accelerator's tensors, such as "cuda". With "cpu", both memories of a machine
-            with two are in the host's.
-        keep_logits: append the logits (S, V) of each step of a micro-batch to `logits`, with their sequences.
-        direct: read past the page cache where the system allows it. Otherwise kernels read streamed pages in the page
-            cache itself where the system and the files allow that, and elsewhere a copy.
-        kernel: the kernels for few rows by bfloat16 weights on the CPU: "auto" for the native ones with the best
-            instruction set here, the name of another instruction set, or "torch".
-        map_files: have a GPU copy streamed weights from the page cache where that is possible.
-        pin: pin each thread of the native kernels to a core of its own.
-        own_kernels: kernels from outside the tree, in front of all others: classes, or names such as `file.py:Class`.
-        threads: threads of the kernels; by default one for each core that this process may use.
+        accelerator: torch's name of the accelerator, such as "cuda". With "cpu", a plan for a machine with two memories
+            has both in the host's memory.
+        keep_logits: whether to append the sequences and the logits (sequences, vocabulary) of each step of a
+            micro-batch to `logits`.
+        direct: whether to bypass the page cache when reading files, where the system allows that. With False, kernels
+            on the CPU use streamed pages in the page cache itself if the files allow that, and otherwise a copy.
+        kernel: the kernels on the CPU that multiply few rows by bfloat16 weights: "auto" for the native ones with the
+            best instruction set of this machine, the name of another instruction set, or "torch".
+        map_files: whether a GPU copies streamed weights directly from the page cache where that is possible.
+        pin: whether each thread of the native kernels is pinned to a core of its own.
+        threads: number of threads of the kernels; None takes one for each core that this process may use.
+        own_kernels: the user's kernels, which are tried before all others: classes, or names such as `file.py:Class`.
     """
 
     gives_scores = True
@@ -123,12 +124,12 @@ class TorchDevice(ChoosesDtype):
 
     @staticmethod
     def processors() -> str:
-        """The name of this machine's processor, and the number of its cores."""
+        """Return the name of this machine's processor, with the number of its cores."""
         return this_processor()
 
     @staticmethod
     def check_machine(machine: Machine) -> None:
-        """Check that this processor can run as a given machine.
+        """Check that batches which were planned for a machine can run on this processor.
 
         Raises:
             BadInput: the machine is a shipped profile, or its accelerator has a memory of its own.
@@ -140,17 +141,26 @@ class TorchDevice(ChoosesDtype):
             )
 
     def rows_apart(self, rows: int) -> bool:
-        """Test whether no row's bits depend on another row, in decode steps of up to `rows` rows."""
+        """Test whether each row's results are bit for bit the same whatever the other rows are, in decode steps.
+
+        rows: most rows of a micro-batch in such a step.
+        """
         return self._compute.kernels.rows_apart(rows)
 
     @property
     def kinds(self) -> Mapping[str, LaneKind]:
-        """Empty on the CPU, whose lanes are worker threads; on CUDA the accelerator and its copies are streams."""
+        """The kind "stream" for each lane that is a CUDA stream, by the lane's name; empty on the CPU.
+
+        All other lanes are worker threads.
+        """
         return {} if self._compute.on_cpu else dict.fromkeys(CUDA_LANES, "stream")
 
     @property
     def streams(self) -> Streams | None:
-        """The issuer of tasks to CUDA streams; None on the CPU. All runs share it, as torch allocates by stream."""
+        """The object that issues tasks to CUDA streams, prepared for a new run; None on the CPU.
+
+        All runs share the object, since torch reuses freed memory on the stream that allocated it.
+        """
         if self._compute.on_cpu:
             return None
         if self._cuda is None:
@@ -162,18 +172,21 @@ class TorchDevice(ChoosesDtype):
 
     @staticmethod
     def kernel_rows() -> list[KernelRow]:
-        """Describe the kernels in the table of the torch device."""
+        """Describe the kernels of the torch device, one row for each kernel."""
         return kernel_rows()
 
     @property
     def kernels(self) -> Mapping[str, Sequence[str]]:
-        """The names of the kernels that batches used so far, by operation; with "replay", how a GPU repeats calls."""
+        """The names of the kernels that batches used so far, by the name of the operation that they compute.
+
+        On a GPU the key "replay" has the ways in which calls were repeated, such as by CUDA graphs.
+        """
         replays = self._compute.replays
         return {**self._compute.kernels.table.used, **(replays.graphs.used if replays else {})}
 
     @property
     def own_bytes(self) -> int:
-        """Bytes that the device takes beyond the plan: code that oneDNN generates for products."""
+        """Bytes that the device takes beyond those that the plan counts: code that oneDNN generates for products."""
         return self._compute.own_bytes
 
     @property
@@ -182,7 +195,7 @@ class TorchDevice(ChoosesDtype):
         return self._store.bytes_read
 
     def bytes_to_read(self, page: Page) -> int:
-        """Bytes to read from the files for a page, in whole blocks."""
+        """Return the bytes that are read from the files for a page, as whole blocks of the disk."""
         return self._store.reader.location(page).bytes_to_read
 
     def slot_bytes(self, page: Page) -> int:
@@ -190,10 +203,15 @@ class TorchDevice(ChoosesDtype):
         return self._store.reader.bytes_in_slot(page)
 
     def join(self, rank: int, transport: Transport, first: Any) -> None:
-        """Become one of several devices that run a model together, and exchange data over a transport.
+        """Make this device one of several that run a model together, and exchange data over a transport.
 
-        Each is a rank, with its share of every matrix, if the model was cut; otherwise a node, with the experts that
-        a batch's plan gives it.
+        If the model was cut, each device is a rank with a share of every matrix; otherwise each is a node with the
+        experts that a batch's plan gives it.
+
+        Args:
+            rank: this device's number, from 0.
+            transport: carries the exchanges.
+            first: not used by this device.
 
         Raises:
             BadInput: the model has parts that only a device alone computes.
@@ -203,31 +221,31 @@ class TorchDevice(ChoosesDtype):
         self._transport = transport
 
     def observe_routing(self, observer: RoutingObserver) -> None:
-        """Report the experts that routers choose to an observer, from now on."""
+        """Tell an observer which experts the routers choose, from now on."""
         self._observers.routing = observer
 
     def observe_activations(self, observer: ActivationObserver) -> None:
-        """Report the experts' activations after SiLU to an observer; most kernels have to compute them once more."""
+        """Give an observer the experts' activations after SiLU; most kernels have to compute these once more."""
         self._observers.activations = observer
 
     def begin(self, plan: Plan, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
-        """Begin a batch: free the memory of the last one, and allocate what the plan says.
+        """Begin a batch: free the memory of the last batch, and allocate what the plan says.
 
         Weights that are resident in both batches stay.
 
         Raises:
             BadInput: a token id is outside the vocabulary.
-            OutOfMemory: the plan takes more of a GPU than it has.
+            OutOfMemory: the plan takes more memory of a GPU than there is.
         """
         check_token_ids(prompts, self.layout.config.vocabulary)
         self._start(plan)
         self._open(plan, states_of(plan, prompts, self._compute), sampling)
 
     def serve(self, plan: Plan) -> None:
-        """Begin to serve requests that join and leave: free the memory of the last batch, allocate what the plan says.
+        """Begin to serve requests that join and leave: free the last batch's memory, and allocate what the plan says.
 
         Raises:
-            OutOfMemory: the plan takes more of a GPU than it has.
+            OutOfMemory: the plan takes more memory of a GPU than there is.
         """
         self._start(plan)
         self._open(plan, places_of(plan, self._compute), Sampling())
@@ -254,7 +272,7 @@ class TorchDevice(ChoosesDtype):
         self._observers.first_request = plan.batch.first_request
 
     def _open(self, plan: Plan, states: list[MicroBatchState], sampling: Sampling) -> None:
-        """Make the verbs of a run, and warm up its kernels."""
+        """Make the functions that run a plan's tasks, and start the warm-up of a GPU if the plan's sizes are new."""
         choice = Choice(sampling, plan.batch.first_request, self._keep if self._keep_logits else None)
         topology = Topology(plan, states, choice, self._compute, self._store, self._observers)
         if self._compute.replays is not None:
@@ -295,7 +313,7 @@ class TorchDevice(ChoosesDtype):
         return topology.rank(self._global_weights, self._rank, self._transport)
 
     def execute(self, task: Task) -> Any:
-        """Run one task on the calling thread; on a GPU, its copies have ended on return."""
+        """Run one task on the calling thread; returns its value. On a GPU this waits for the task's end."""
         if self._cuda is None or isinstance(task, HostKernel):
             return self._verbs[task.verb](task)
         return self._cuda.run(task)
@@ -305,7 +323,7 @@ class TorchDevice(ChoosesDtype):
         self.close()
 
     def close(self) -> None:
-        """Close the device, for callers without an event loop."""
+        """Close the checkpoint's files and end the threads, without an event loop."""
         self._warm_ups.end()
         wait_for_device(self._compute.accelerator)
         self._verbs = {}
@@ -315,5 +333,5 @@ class TorchDevice(ChoosesDtype):
 
 
 def listed(kernels: str | type | Sequence[str | type]) -> Sequence[str | type]:
-    """The kernels from outside the tree as a sequence, where a single one may be given alone."""
+    """Put a single kernel into a list; a sequence of kernels is returned unchanged."""
     return [kernels] if isinstance(kernels, str | type) else kernels

@@ -1,4 +1,4 @@
-"""Memory on the accelerator for keys and values of chunked prompts whose KV cache is on the host."""
+"""Memory on the accelerator for the keys and values of prompts in several chunks whose KV cache is on the host."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from .compute import Compute
 
 
 class DeviceKV:
-    """Keeps the keys and values of prompts in one layer at a time on the accelerator, while their cache is on the host.
+    """Keeps keys and values of prompts on the accelerator, of one layer at a time, while their KV cache is on the host.
 
-    Each sequence begins with a block of its own, as in the cache, for the same bits.
+    As in the cache, each sequence begins at the start of a block, so that results are the same bit for bit.
 
     Args:
-        lengths: the number of a prompt's tokens, by sequence.
+        lengths: number of tokens of each prompt, by the number of its sequence.
     """
 
     def __init__(
@@ -37,7 +37,15 @@ class DeviceKV:
         self._slots = torch.empty(size, dtype=dtype, device=device)
 
     def extended(self, state: MicroBatchState, k_TKd: Tensor, v_TKd: Tensor) -> list[KVView]:
-        """Store a chunk's keys and values; returns views of all tokens that its sequences have so far, in order."""
+        """Store the keys and values of a chunk of prompts.
+
+        Args:
+            state: the chunk's state, with its sequences and their numbers of tokens.
+            k_TKd, v_TKd: the chunk's keys and values.
+
+        Returns:
+            for each sequence a view of the keys and values of all its tokens so far.
+        """
         views = []
         start = 0
         step = state.step
@@ -52,7 +60,11 @@ class DeviceKV:
 
 
 def device_kv_of(plan: Plan, states: Sequence[MicroBatchState], compute: Compute) -> dict[int, DeviceKV]:
-    """Make a `DeviceKV` for each micro-batch of chunked prompts whose KV cache is on the host; by number of chunk."""
+    """Make a `DeviceKV` for each micro-batch whose prompts are in several chunks and whose KV cache is on the host.
+
+    Returns:
+        the `DeviceKV` by the number of a chunk; chunks of one micro-batch share one.
+    """
     of_wholes: dict[int, DeviceKV] = {}
     of_chunks: dict[int, DeviceKV] = {}
     for number, chunk in plan.chunks.items():

@@ -1,7 +1,7 @@
-"""The host's memory for rows that micro-batches exchange with the accelerator; it is page-locked for a GPU.
+"""The host's memory for rows that a micro-batch copies to or from the accelerator; page-locked where that is a GPU.
 
-Each micro-batch has memory of its own for its decode steps, allocated once. A verb overwrites it only in the next
-layer, where its task waits for all that read the rows of this one. Prompts have many more rows, and only once: their
+Each micro-batch has memory of its own for its decode steps, allocated once. In the next layer a verb overwrites it; the
+verb's task waits for all tasks that read the rows of this layer. Prompts have many more rows, and only once: their
 memory comes from torch and is given back after the layer.
 
 Shapes in names are those of `functions.py`.
@@ -34,7 +34,7 @@ class Shape(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """The tensor's bytes, rounded up to whole cache lines, as the last bits of products depend on alignment."""
+        """Bytes of the tensor, rounded up to whole cache lines, since the last bits of products depend on alignment."""
         nbytes = math.prod(self.size) * self.dtype.itemsize
         return -(-nbytes // CACHE_LINE) * CACHE_LINE
 
@@ -45,7 +45,7 @@ class AttentionRows:
     Attributes:
         qkv: queries (T, H, d), keys and values (T, K, d).
         attended_TX: attention's output (T, H * d).
-        memory: has the output as its tensor, and keeps the kernels that are bound to it.
+        memory: contains `attended_TX` as the tensor "attended", and keeps kernels that are bound to that tensor.
     """
 
     def __init__(self, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, attended_TX: Tensor) -> None:
@@ -57,7 +57,11 @@ class AttentionRows:
 class RoutedRows(NamedTuple):
     """The host's memory for the rows of a micro-batch in experts on the host.
 
-    x_TD: the experts' input, by token. tokens_n: the token of each row. x_nD: the input rows. y_nD: the output rows.
+    Attributes:
+        x_TD: the experts' input, a row for each token.
+        tokens_n: index of the token of each of the n rows that experts compute.
+        x_nD: the input rows of the experts.
+        y_nD: the output rows of the experts.
     """
 
     x_TD: Tensor
@@ -67,7 +71,7 @@ class RoutedRows(NamedTuple):
 
 
 class ExchangeRows:
-    """Gives each micro-batch the host's memory for its rows."""
+    """Gives each micro-batch memory on the host for the rows that it exchanges with the accelerator."""
 
     def __init__(self, plan: Plan, compute: Compute) -> None:
         config, batch = plan.layout.config, plan.batch
@@ -90,14 +94,14 @@ class ExchangeRows:
         self._routed = {number: RoutedRows(*(next(tensors) for _ in range(4))) for number in routed}
 
     def attention(self, micro_batch: int, tokens: int) -> AttentionRows:
-        """The memory for attention of `tokens` tokens of a micro-batch on the host."""
+        """Return memory for attention on the host of `tokens` tokens of a micro-batch, given its number."""
         own = self._attention.get(micro_batch)
         if own is not None and len(own.attended_TX) == tokens:
             return own
         return AttentionRows(*map(self._allocate, self._shapes.attention(tokens)))
 
     def routed(self, micro_batch: int, tokens: int) -> RoutedRows:
-        """The memory for the experts of `tokens` tokens of a micro-batch on the host."""
+        """Return memory for experts on the host that compute `tokens` tokens of a micro-batch, given its number."""
         own = self._routed.get(micro_batch)
         if own is not None and len(own.x_TD) == tokens:
             return own
@@ -108,7 +112,7 @@ class ExchangeRows:
 
 
 class _Shapes:
-    """The shapes of the tensors in `AttentionRows` and `RoutedRows`, for a number of tokens."""
+    """Computes the shapes of the tensors in `AttentionRows` and `RoutedRows` from a number of tokens."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
         self._config = config
@@ -133,7 +137,7 @@ class _Shapes:
 
 
 def _cut(memory: Tensor, shapes: Iterable[Shape]) -> Iterator[Tensor]:
-    """Yield tensors of these shapes, one after the other in `memory`."""
+    """Yield a tensor of each of these shapes, one after the other in `memory`, which is uint8."""
     start = 0
     for shape in shapes:
         yield typed_view(memory, start, shape.size, shape.dtype)
