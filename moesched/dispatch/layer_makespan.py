@@ -37,8 +37,9 @@ class LayerCosts(Protocol):
         """Return the seconds that one expert with this number of tokens takes on the host."""
 
     def at_accelerator(self, tokens: int) -> float:
-        """Return the seconds that one expert with this number of tokens takes on the accelerator, once its weights are
-        there.
+        """Return the seconds that one expert with this number of tokens takes on the accelerator.
+
+        The time to fetch its weights is not included.
         """
 
     def to_host(self, tokens: int) -> float:
@@ -48,9 +49,7 @@ class LayerCosts(Protocol):
         """Return the seconds to copy `rows` rows of expert outputs from the host back to the accelerator."""
 
     def side_by_side(self, tokens: int) -> tuple[float, float]:
-        """Return the speeds, while both run, of an expert of `tokens` tokens on the host and of a fetch; 1 is full
-        speed.
-        """
+        """Return the speeds of a host expert of `tokens` tokens and of a fetch while both run; 1 is full speed."""
 
 
 class LayerDecision(NamedTuple):
@@ -260,8 +259,7 @@ class _Thresholds:
         return best
 
     def _least(self, away: int, fetched: int) -> float:
-        """Return a lower bound of the makespan in seconds, if `away` resident experts move and `fetched` are fetched.
-        """
+        """Return a lower bound in seconds of the makespan if `away` resident experts move and `fetched` are fetched."""
         host, here = self._away[away] + self._left[fetched], self._here[away] + self._gathered[fetched]
         return max(host, here, fetched * self._layer.transfer)
 

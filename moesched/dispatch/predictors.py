@@ -158,8 +158,7 @@ class FollowingExperts:
             before[layer] = chosen
 
     async def forecast(self, step: Step, layer: int, micro_batches: Sequence[int]) -> Forecast:
-        """Forecast, for each micro-batch, the experts that most often followed those chosen in its last routed layer.
-        """
+        """Forecast the experts that most often followed those chosen in each micro-batch's last routed layer."""
         return {j: self._expected(layer, self._chosen.get(j, {})) for j in micro_batches}
 
     def _expected(self, layer: int, before: Mapping[int, Mapping[int, int]]) -> dict[int, float]:
