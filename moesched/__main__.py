@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 
 
 def main() -> int:
@@ -15,7 +16,7 @@ def main() -> int:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     from moesched.errors import memory_refusal
     from moesched.system.collector import rare_collections
-    from moesched.system.signals import Stopped, ends_in_order, exit_code_of_signal
+    from moesched.system.signals import Stopped, ends_in_order, exit_code_of_signal, interruption
     from moesched.system.standard_output import reserve_stdout
 
     reserve_stdout()
@@ -24,7 +25,9 @@ def main() -> int:
             from moesched.cli.main import main as command_line
 
             return command_line()
-        except Stopped:
+        except Stopped:  # while modules are imported
+            with suppress(OSError):
+                sys.stderr.write(f"moesched: {interruption()}\n")
             return exit_code_of_signal()
         except (ImportError, MemoryError) as error:  # while modules are imported
             if memory_refusal(error) is None:

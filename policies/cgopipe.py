@@ -39,7 +39,7 @@ class CGOPipe:
         self.shares: dict[int, tuple[list[Page], ...]] = {}
 
     def _staging(self, plan: Plan) -> Pool | None:
-        """Pinned slots: as many as the buffer has, or as fit."""
+        """The pool of pinned memory, with as many slots as the buffer or as fit; None if the machine limits none."""
         if not plan.machine.roles.pinned:
             return None
         pages = [page for layer in self.streamed for page in layer]
@@ -105,13 +105,13 @@ class CGOPipe:
         return self.shares[j][i % len(step.layers)]
 
     def _pin(self, step: Step, pages: list[Page]) -> None:
-        """Copy pages to pinned memory; those that find no slot there wait until others were fetched."""
+        """Copy pages to pinned memory; pages that find no slot there wait until others were fetched from it."""
         if self.staging:
             self.waiting += pages
             self._fill(step, self.staging)
 
     def _fill(self, step: Step, staging: Pool) -> None:
-        """Copy the next pages to the slots of pinned memory whose pages were fetched."""
+        """Copy the next waiting pages to free slots of pinned memory."""
         free = len(staging.slots) - len(self.pinned)
         pages, self.waiting = self.waiting[:free], self.waiting[free:]
         if pages:
@@ -122,7 +122,7 @@ class CGOPipe:
         step.copy_to_pinned(pages, staging)
 
     def _fetch(self, step: Step, pages: list[Page]) -> None:
-        """Fetch pages into the buffer, in the order in which they were pinned, as many at a time as are."""
+        """Fetch pages into the buffer; through pinned memory, in its order and as many at a time as are there."""
         while pages:
             ready = pages
             if self.staging:

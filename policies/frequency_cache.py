@@ -20,7 +20,7 @@ from moesched.steps.step import Step
 
 
 class FrequencyCache(LayerByLayer):
-    """Cached experts run on the accelerator, the others on the host; where it cannot run any, they are fetched.
+    """Cached experts run on the accelerator, the others on the host; if the host cannot run experts, they are fetched.
 
     Settings:
         experts: number of experts in the cache; by default as many as fit.
@@ -30,11 +30,11 @@ class FrequencyCache(LayerByLayer):
     def __init__(self, experts: int = -1, half_life: int = 512) -> None:
         require_at_least(-1, experts=experts)
         self.most, self.half_life = experts, half_life
-        self.used: set[Expert] = set()
-        self.coming: Expert | None = None
-        """The expert that was fetched last."""
 
     def plan(self, plan: Plan) -> None:
+        self.used: set[Expert] = set()
+        self.coming: Expert | None = None
+        """The expert that was fetched last, until it has come."""
         plan.request_times()
         place_kv_and_dense(plan, experts=1)
         self.cache = PooledExperts(plan, FrequencyClasses(self.half_life), most=self.most)

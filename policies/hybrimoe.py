@@ -74,7 +74,10 @@ class HybriMoE(LayerByLayer):
         self.seconds = division.seconds
 
     def _prefetch(self, step: Step, expected: Mapping[int, Routed], begins: Mapping[int, float]) -> None:
-        """Prefetch the experts whose arrival shortens their layers most; `begins`: seconds until each layer does."""
+        """Prefetch the experts whose arrival shortens their layers most.
+
+        expected: the routing that is expected of each later layer. begins: seconds until each of these layers begins.
+        """
         gains = {n: self._gain(n, routed) for n, routed in expected.items() if tokens_of(routed)}
         while gains and len(self.prefetches) < self.buffers - 1:
             arrival = (len(self.prefetches) + 1) * self.decisions.transfer

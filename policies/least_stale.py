@@ -28,7 +28,7 @@ class LeastStaleCache(CachedLayers):
     """
 
     rule: Callable[[], Eviction] = LeastStale
-    """Makes the rule of the cache."""
+    """A function that makes the cache's rule of eviction."""
 
     def __init__(self, experts: int = -1, prefetches: int = 8) -> None:
         require_at_least(-1, experts=experts)

@@ -31,7 +31,7 @@ class LruOffload(LayerByLayer):
     """
 
     rule: Callable[[], Eviction] = LeastRecentlyUsed
-    """Makes the rule of each layer's cache."""
+    """A function that makes the rule of eviction of each layer's cache."""
 
     def __init__(self, offload_per_layer: int = -1, buffers: int = 4) -> None:
         require_at_least(-1, offload_per_layer=offload_per_layer)

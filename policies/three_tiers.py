@@ -28,7 +28,7 @@ class ThreeTiers(CGOPipe):
         self.direct = plan.machine.page_locked
 
     def _staging(self, plan: Plan) -> Pool | None:
-        """Pinned slots for all pages; where the host's memory is page-locked, slots there for a layer from the disk."""
+        """The pool that pages pass through: pinned memory, or, if all is page-locked, the host's, a layer large."""
         if not plan.machine.page_locked or plan.machine.weights_on_host:
             return super()._staging(plan)
         pages = [page for layer in self.streamed for page in layer]

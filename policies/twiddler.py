@@ -43,7 +43,7 @@ class Twiddler(LayerByLayer):
     """
 
     together = 8
-    """More chunks of a long prompt need more memory for activations; fewer make experts move more often."""
+    """Most chunks of a prompt in a layer at once: more take more memory, fewer make experts move more often."""
 
     def __init__(
         self, placement: str = "popular", popularity: str = "", experts: int = -1, seed: int = 0
@@ -92,7 +92,7 @@ class Twiddler(LayerByLayer):
         self.load_back(step, i, sorted(back))
 
     def _offload(self, step: Step, i: int, users: Iterable[int], back: set[int]) -> None:
-        """Copy rows of these micro-batches to the host; `back`: micro-batches whose rows are there."""
+        """Copy the rows of these micro-batches to the host, except of those in `back`, to which they are added."""
         for j in users:
             if j not in back:
                 step.offload_routed(i, j)

@@ -22,7 +22,7 @@ CLOCKS: tuple[Clock, ...] = ("virtual", "real")
 
 
 class Everything:
-    """Keeps all weights; runs expert by expert."""
+    """Keeps all weights; runs expert by expert. Other policies differ in one of its methods."""
 
     def plan(self, plan: Plan) -> None:
         plan.place_kv("accelerator")
@@ -36,12 +36,18 @@ class Everything:
             step.embed(j)
             for i in step.layers:
                 step.pre_attention(i, j)
-                step.attention(i, j)
-                await self.run_experts(step, i, j)
-                step.combine(i, j)
+                self.attend(step, i, j)
+                await self.feed_forward(step, i, j)
             step.sample(j)
 
     decode = prefill
+
+    def attend(self, step: Step, i: int, j: int) -> None:
+        step.attention(i, j)
+
+    async def feed_forward(self, step: Step, i: int, j: int) -> None:
+        await self.run_experts(step, i, j)
+        step.combine(i, j)
 
     async def run_experts(self, step: Step, i: int, j: int) -> None:
         for expert in await step.route(i, j):

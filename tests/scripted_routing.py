@@ -13,6 +13,7 @@ from moesched.machines import Machine, load_machine
 from moesched.machines.sustained import at_peak
 from moesched.plugins import make_policy
 from moesched.runs.simulation import simulate
+from moesched.seams import Policy
 from moesched.tasks import DONE, Task
 from moesched.testing import Case
 from moesched.trace import Recorder
@@ -73,8 +74,13 @@ def simulated(
 
     accuracy: of previews of the router.
     """
+    return run_of(make_policy(policy, dict(settings)), choices, accuracy, **case)
+
+
+def run_of(policy: Policy, choices: Choices, accuracy: float = 1.0, **case: Any) -> Watch:
+    """A run as `simulated`, of a policy that exists."""
     case = {"machine": T4, "prompts": (1,), "experts": 6, "layers": len(choices[0]), "weights": 1.5, **case}
-    made, watch = make_policy(policy, dict(settings)), Watch()
-    plan = Case(name="cache", new_tokens=len(choices), **case).plan(made)
-    simulate(plan, made, routing=Scripted(choices), preview_accuracy=accuracy, recorder=watch)
+    watch = Watch()
+    plan = Case(name="cache", new_tokens=len(choices), **case).plan(policy)
+    simulate(plan, policy, routing=Scripted(choices), preview_accuracy=accuracy, recorder=watch)
     return watch

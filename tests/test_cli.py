@@ -126,9 +126,9 @@ def test_the_commands_that_it_prints_work(
     assert command(*simulate[1:], "--batch-size", 8).code == 0
 
 
-@pytest.mark.parametrize("name", ["MyPolicy", "my-policy", "2nd", "../mine", "mine.py", ""])
+@pytest.mark.parametrize("name", ["MyPolicy", "my-policy", "2nd", "../mine", "mine.py", "class", ""])
 def test_a_name_that_no_module_has_is_refused(command: Any, name: str) -> None:
-    refused(command("new-policy", name), "is no name of a file: give small letters")
+    refused(command("new-policy", name), "is no name of a module: give small letters")
 
 
 def test_files_that_exist_are_not_replaced(command: Any, tmp_path: Path) -> None:
@@ -187,6 +187,12 @@ def test_list_parts_names_them_with_their_figures(command: Any) -> None:
     lines = command("list", "parts", "rtx 3090").out.splitlines()
     assert [line.split("  ")[0] for line in lines[1:]] == ["RTX 3090 Ti", "RTX 3090"]
     assert "24GiB at 936 GB/s, 71 TFLOP/s in 16 bits, 350 W, PCIe 4x16" in lines[2]
+    none = command("list", "parts", "abacus")
+    assert (none.code, none.out, none.err) == (
+        0,
+        "",
+        "moesched: none of the parts has 'abacus' in its name\n",
+    )
 
 
 def test_list_parts_has_every_part_with_its_source(command: Any) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -119,13 +117,6 @@ def test_the_work_of_a_token_is_that_of_the_published_shape() -> None:
 # ---------------------------------------------------------------- what is refused
 
 
-def change_config(directory: Path, section: str | None = None, **changes: Any) -> None:
-    path = directory / "config.json"
-    config = json.loads(path.read_text())
-    (config[section] if section else config).update(changes)
-    path.write_text(json.dumps(config))
-
-
 @pytest.mark.parametrize(
     ("name", "tensor", "said"),
     [
@@ -146,36 +137,3 @@ def test_a_missing_tensor_is_told_with_what_it_would_hold_and_a_bias_is_refused(
     kept = {name: each for name, each in changed.items() if each is not None}
     save_file(kept, folder / "model.safetensors")
     assert re.search(said, refusal(folder))
-
-
-@pytest.mark.parametrize(
-    ("section", "changes", "complaint"),
-    [
-        ("ffn_config", {"ffn_act_fn": {"name": "gelu"}}, "hidden_act is 'gelu'"),
-        ("ffn_config", {"moe_normalize_expert_weights": 2.0}, "moe_normalize_expert_weights is 2.0"),
-        ("ffn_config", {"moe_normalize_expert_weights": None}, "moe_normalize_expert_weights is None"),
-        ("ffn_config", {"moe_top_k": 6}, "num_experts_per_tok is 6, num_local_experts 5"),
-        ("ffn_config", {"ffn_hidden_size": "large"}, "$.ffn_config.ffn_hidden_size"),
-        ("attn_config", {"kv_n_heads": 4}, "6 attention heads and 4 key-value heads"),
-        ("attn_config", {"clip_qkv": -1.0}, "clip_qkv is -1"),
-        (
-            "attn_config",
-            {"rope_theta": 1e4},
-            "rope_theta is 10000 in attn_config and 500000 in rope_parameters",
-        ),
-        (
-            None,
-            {"rope_parameters": {"rope_type": "yarn"}},
-            "of type yarn: Object missing required field `factor`",
-        ),
-        (None, {"quantization_config": {"quant_method": "exl2"}}, "quant_method is 'exl2'"),
-        (None, {"n_layers": 0}, "layers is 0"),
-    ],
-)
-def test_a_model_that_the_kernels_do_not_compute_is_refused_with_its_value(
-    small: Path, section: str | None, changes: dict[str, Any], complaint: str
-) -> None:
-    change_config(small, section, **changes)
-    message = refusal(small)
-    assert message.startswith(str(small / "config.json"))
-    assert complaint in message

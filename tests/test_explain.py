@@ -304,6 +304,10 @@ def test_a_slow_exchange_is_the_bottleneck_although_each_rank_has_its_part() -> 
 def test_nothing_that_ran_cannot_be_explained() -> None:
     with pytest.raises(BadInput, match="the trace has no tasks"):
         explain(run_graph(lambda engine: None, ["gpu"]), ABOUT)
+    recording = run_graph(lambda engine: engine.submit(task(engine.lanes[0], "kernel", 1)), ["gpu"])
+    recording.slices[0].end = recording.slices[0].start
+    with pytest.raises(BadInput, match="the tasks of the trace take no time"):
+        explain(recording, ABOUT)
 
 
 def test_the_command_says_what_matters_in_its_first_ten_lines(command: Any, tmp_path: Path) -> None:

@@ -54,6 +54,13 @@ def test_what_is_no_array_of_numbers_cannot_be_sent(array: Any) -> None:
         pack(Frame(Kind.GATHER, Kind.GATHER, 0, shape=array.shape, values=array.reshape(-1)))
 
 
+@pytest.mark.parametrize("dtype", ["<c8", "<f4"])
+def test_lost_ranks_that_are_no_integers_are_refused(dtype: str) -> None:
+    lost = np.full(1, np.nan, dtype)
+    with pytest.raises(BadFrame, match="the ranks that were lost"):
+        unpack(pack(Frame(Kind.ABANDON, Kind.GATHER, 1, shape=(1,), values=lost)))
+
+
 @given(st.binary(max_size=300))
 def test_bytes_that_are_no_frame_are_refused_as_such(data: bytes) -> None:
     with pytest.raises(BadFrame):

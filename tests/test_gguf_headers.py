@@ -88,14 +88,8 @@ REFUSED: dict[str, tuple[Change, str]] = {
     "2^60 keys": (attribute(key_count=HUGE), "its metadata: they have 1,152,921,504,606,846,976 keys"),
     # metadata
     "a key of 2^60 bytes": (text_of_key(text("a", HUGE)), "key 1 of its metadata: it has a text of 1,152,9"),
-    "a key beyond the end": (
-        text_of_key(text("a", 9_000)),
-        "key 1 .*: the file is truncated: it has .* needs",
-    ),
-    "a text of 2^60 bytes": (
-        key("general.name", string("a", HUGE)),
-        "'general.name': it has a text of 1,152,9",
-    ),
+    "a key beyond the end": (text_of_key(text("a", 9_000)), "key 1 .*: the file is truncated: it has .* needs"),
+    "a text of 2^60 bytes": (key("general.name", string("a", HUGE)), "'general.name': it has a text of 1,152,9"),
     "a text beyond the end": (
         key("general.name", string("a", 1_000_000)),
         "'general.name': the file is truncated: it has",
@@ -110,28 +104,13 @@ REFUSED: dict[str, tuple[Change, str]] = {
     ),
     "a key that acts on the terminal": (key("\x1b[2J", number(1)), r"its name '\\x1b\[2J' cannot be shown"),
     "a key twice": (again("llama.block_count"), "'llama.block_count': its metadata have this key twice"),
-    "an array of 2^60 texts": (
-        key(TOKENS, texts(["a"], HUGE)),
-        f"'{TOKENS}': it is an array of 1,152,9.* items",
-    ),
-    "an array of 2^60 numbers": (
-        key(TOKENS, numbers([1], HUGE)),
-        f"'{TOKENS}': it is an array of 1,152,9.* items",
-    ),
+    "an array of 2^60 texts": (key(TOKENS, texts(["a"], HUGE)), f"'{TOKENS}': it is an array of 1,152,9.* items"),
+    "an array of 2^60 numbers": (key(TOKENS, numbers([1], HUGE)), f"'{TOKENS}': it is an array of 1,152,9.* items"),
     "an array beyond the end": (key(TOKENS, numbers([1], 1_000_000)), f"'{TOKENS}': the file is truncated"),
     "an array of arrays": (key(TOKENS, struct.pack("<IIQ", 9, 9, 1)), f"'{TOKENS}': its value is of type 9"),
-    "an unknown type of value": (
-        key("a", struct.pack("<I", 77)),
-        "'a': its value is of type 77, which is unknown",
-    ),
-    "alignment 0": (
-        key("general.alignment", number(0)),
-        "general.alignment is 0, and must be a power of two",
-    ),
-    "alignment 24": (
-        key("general.alignment", number(24)),
-        "general.alignment is 24, and must be a power of two",
-    ),
+    "an unknown type of value": (key("a", struct.pack("<I", 77)), "'a': its value is of type 77, which is unknown"),
+    "alignment 0": (key("general.alignment", number(0)), "general.alignment is 0, and must be a power of two"),
+    "alignment 24": (key("general.alignment", number(24)), "general.alignment is 24, and must be a power of two"),
     # tensors
     "an unknown type of tensor": (tensor(NORM, kind=77), f"'{NORM}': it is of type 77, which is unknown"),
     "a type without kernels": (
@@ -144,30 +123,18 @@ REFUSED: dict[str, tuple[Change, str]] = {
     ),
     "no dimensions": (tensor(NORM, lengths=[]), f"'{NORM}': it has 0 dimensions, and may have 1 to 4"),
     "5 dimensions": (tensor(NORM, lengths=[1] * 5), f"'{NORM}': it has 5 dimensions"),
-    "a dimension of 0": (
-        tensor(NORM, lengths=[0]),
-        rf"'{NORM}': its dimensions are \[0\], and must be positive",
-    ),
-    "a dimension of 2^60": (
-        tensor(NORM, lengths=[HUGE]),
-        f"'{NORM}': the file is truncated: it has|overlaps",
-    ),
+    "a dimension of 0": (tensor(NORM, lengths=[0]), rf"'{NORM}': its dimensions are \[0\], and must be positive"),
+    "a dimension of 2^60": (tensor(NORM, lengths=[HUGE]), f"'{NORM}': the file is truncated: it has|overlaps"),
     "a tensor twice": (more(Tensor(NORM, [8])), f"'{NORM}': the file has this tensor twice"),
     "a tensor over another": (tensor(NORM, offset=0), "it overlaps "),
     "a tensor at an odd place": (
         tensor(NORM, offset=33),
         f"'{NORM}': it begins at byte 33 of the weights, no multiple of 32",
     ),
-    "a tensor past the end": (
-        attribute(missing=1),
-        "'blk.0.ffn_up_exps.weight': the file is truncated: it has",
-    ),
+    "a tensor past the end": (attribute(missing=1), "'blk.0.ffn_up_exps.weight': the file is truncated: it has"),
     "a name of two lines": (more(Tensor("a\nb", [8])), r"its name 'a\\nb' cannot be shown"),
     # the model
-    "no architecture": (
-        key("general.architecture", None),
-        "no device has kernels for general.architecture None: use",
-    ),
+    "no architecture": (key("general.architecture", None), "no device has kernels for general.architecture None: use"),
     "an unknown architecture": (
         key("general.architecture", string("qwen3moee")),
         "general.architecture 'qwen3moee': did you mean qwen3moe?",
@@ -184,10 +151,7 @@ REFUSED: dict[str, tuple[Change, str]] = {
         "its header describes 1 layers with 100,000 experts",
     ),
     "more layers than tensors": (key("llama.block_count", number(2)), "lacks 16 of the model's tensors"),
-    "another width": (
-        key("llama.embedding_length", number(12)),
-        r"has shape \[6, 8\], its header says \[6, 12\]",
-    ),
+    "another width": (key("llama.embedding_length", number(12)), r"has shape \[6, 8\], its header says \[6, 12\]"),
     "an epsilon that is no number": (
         key("llama.attention.layer_norm_rms_epsilon", real(float("nan"))),
         "norm_eps is nan, but float32 overflows or loses it",
@@ -209,28 +173,19 @@ REFUSED: dict[str, tuple[Change, str]] = {
         more(Tensor("blk.0.ffn_gate_shexp.weight", [8, 6])),
         "ffn_gate_shexp.weight is no tensor of a model",
     ),
-    "a bias": (
-        more(Tensor("blk.0.attn_q.bias", [8])),
-        "attn_q.bias is a bias; use a checkpoint without biases",
-    ),
+    "a bias": (more(Tensor("blk.0.attn_q.bias", [8])), "attn_q.bias is a bias; use a checkpoint without biases"),
     "a missing tensor": (without(ROUTER), "lacks 1 of the model's tensors, layers.0.router"),
     "no weights": (attribute(tensors=[]), f"has no {EMBEDDING} of two dimensions: give a file"),
     "embeddings of one dimension": (
         tensor(EMBEDDING, lengths=[8]),
         f"has no {EMBEDDING} of two dimensions: give a file",
     ),
-    "another shape": (
-        tensor(ROUTER, lengths=[8, 4]),
-        rf"{ROUTER} has shape \[4, 8\], its header says \[3, 8\]",
-    ),
+    "another shape": (tensor(ROUTER, lengths=[8, 4]), rf"{ROUTER} has shape \[4, 8\], its header says \[3, 8\]"),
     "a vocabulary of another size": (
         key("llama.vocab_size", number(7)),
         f"vocab_size says 7 tokens, and {EMBEDDING} has 6 rows",
     ),
-    "scores of other tokens": (
-        key(TOKENS, texts(["a"] * 5)),
-        "scores has 6 entries for 5 tokens",
-    ),
+    "scores of other tokens": (key(TOKENS, texts(["a"] * 5)), "scores has 6 entries for 5 tokens"),
     "tokens of another size": (
         tensor(EMBEDDING, lengths=[8, 7]),
         f"{TOKENS} says 6 tokens, and {EMBEDDING} has 7 rows",
@@ -243,7 +198,7 @@ REFUSED: dict[str, tuple[Change, str]] = {
         key("tokenizer.ggml.eos_token_id", number(6)),
         "eos_token_id is 6, and there are 6 tokens",
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("broken", REFUSED.values(), ids=REFUSED)

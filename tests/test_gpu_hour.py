@@ -16,11 +16,12 @@ from benchmarks.gpu._claims import claims as bars
 from benchmarks.gpu._figures import of_run
 from benchmarks.gpu._peers import llama_cpp
 from benchmarks.gpu._policies import Case, in_turn
-from benchmarks.gpu._preparations import Preparation, Preparations, write_model
+from benchmarks.gpu._preparations import Preparation, Preparations
 from benchmarks.gpu._rows import IN_ORDER, PARTS, Bench, Places, Row, rows
 from benchmarks.gpu._sizes import FULL, SMALL, Sizes
 from benchmarks.record.results import RESULTS, stored
 from benchmarks.shared.fresh_process import FreshProcess, RowFailed, in_fresh_process
+from benchmarks.shared.kept_models import kept_model
 
 OTHERS = "others"
 
@@ -302,7 +303,7 @@ def of_cases(cases: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def test_a_case_that_there_is_no_time_for_or_that_does_not_fit_is_named(tmp_path: Path) -> None:
-    write_model(SMALL.model, tmp_path / "model")
+    kept_model(SMALL.model, tmp_path / "model")
     cases = [
         Case("flexgen", SMALL.ordered, gpu=1000),
         Case("layer_streaming", SMALL.ordered, SMALL.gpu),

@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks.robustness._damage import Damage, Damaged, Kind, end_of
 from benchmarks.shared.small_runs import ONE_MEMORY, THREE_TIERS, TWO_MEMORIES, Generated, generate, same_bits
+from meddling import Everything
 from moesched.devices.emulated.rehearsal import rehearse
 from moesched.devices.torch.device import TorchDevice
 from moesched.errors import NotResident, PolicyError
@@ -38,7 +39,7 @@ VISITORS = 2
 """Number of experts that the accelerator has room for beside those that stay."""
 
 
-class EverySecond:
+class EverySecond(Everything):
     """All that every token needs stays on the accelerator, the experts on the host; every second one runs there."""
 
     def __init__(self, early: bool = True) -> None:
@@ -54,18 +55,7 @@ class EverySecond:
             plan.keep(experts, "host")
         self.slots = None if self.device_kv else visitors(plan, experts)
 
-    async def prefill(self, step: Step) -> None:
-        for j in step.micro_batches:
-            step.embed(j)
-            for i in step.layers:
-                step.pre_attention(i, j)
-                step.attention(i, j)
-                await self._experts(step, i, j)
-            step.sample(j)
-
-    decode = prefill
-
-    async def _experts(self, step: Step, i: int, j: int) -> None:
+    async def feed_forward(self, step: Step, i: int, j: int) -> None:
         routing = step.route(i, j)
         if self.early:
             step.offload_routed(i, j)
@@ -202,11 +192,11 @@ class Misplanned(EverySecond):
 
     def __init__(self, *, declared: bool) -> None:
         super().__init__()
-        self.declared = declared
+        self.says_so = declared
 
     def plan(self, plan: Plan) -> None:
         experts = [page for page in plan.layout.pages if page.expert >= 0]
-        if self.declared:
+        if self.says_so:
             super().plan(plan)
             plan.keep(experts)
             self.slots = None

@@ -19,12 +19,13 @@ from benchmarks.shared.small_runs import (
     generate,
     same_bits,
 )
+from moesched.devices.kernels.resources import host_indices
 from moesched.devices.lagging.device import GPU_DEVICE, LaggingDevice, LaggingGpu
 from moesched.devices.native.compiled import availability, instruction_sets
 from moesched.devices.native.kernels import NativeKernels
 from moesched.devices.torch.block_table import Growth, Held
 from moesched.devices.torch.compute import Compute
-from moesched.devices.torch.copies import NumberRing, host_indices
+from moesched.devices.torch.copies import NumberRing
 from moesched.devices.torch.device import TorchDevice
 from moesched.devices.torch.kv_cache import BlockedKV
 from moesched.devices.torch.kv_offload import KVOffload

@@ -14,7 +14,7 @@ import pytest
 from commands import SIMULATE
 from moesched.cli.main import main
 from moesched.errors import BadInput
-from moesched.machines import load_machine, machine_names, parse_machine
+from moesched.machines import AcceleratorGroup, Interconnect, load_machine, machine_names, parse_machine
 from moesched.machines.changes import changed
 from moesched.machines.networks import NETWORK, Network, load_network, network_names
 from moesched.machines.profiles import COST_FORMAT
@@ -200,8 +200,14 @@ def test_a_machine_without_a_network_has_no_cost_for_an_exchange() -> None:
         Roofline(at_peak(load_machine("m2-ultra")), "bfloat16").work(Work("all_reduce", NETWORK, nbytes=1))
 
 
-def test_a_machine_is_written_with_its_network_and_its_price() -> None:
-    machine = msgspec.structs.replace(at_peak(load_machine("m2-ultra")), network=load_network("rocev2"))
+def test_a_machine_is_written_with_its_network_its_price_and_names_of_any_characters() -> None:
+    mac, path = at_peak(load_machine("m2-ultra")), 'it\'s a "back\\slash"'
+    machine = msgspec.structs.replace(
+        mac,
+        network=load_network("rocev2"),
+        links=[msgspec.structs.replace(mac.links[0], path=path)],
+        accelerator_group=AcceleratorGroup(interconnect=Interconnect(bandwidth=1e9, paths=[path])),
+    )
     assert parse_machine(machine_toml(machine).encode(), "written") == machine
     assert machine.price_usd == 6599
 

@@ -42,6 +42,7 @@ from moesched.models.tensor_parallel import cut_config
 from moesched.plugins import make_policy
 from odd_models import GLM, MINIMAX
 from reference import read_weights
+from small_models import SMALL_DBRX
 from stored_checkpoints import refusal
 from tables import table
 
@@ -180,7 +181,9 @@ def test_heads_are_normalised_as_many_together_as_the_weight_is_long(together: i
 # ---------------------------------------------------------------- configurations
 
 
-REFUSED = {"Qwen3-MoE": SMALL["qwen3_moe"], "GLM-4.5": GLM, "MiniMax-M2": MINIMAX}
+REFUSED = {"Qwen3-MoE": SMALL["qwen3_moe"], "GLM-4.5": GLM, "MiniMax-M2": MINIMAX, "DBRX": SMALL_DBRX}
+SECTIONS = ("attn_config", "ffn_config")
+"""Keys of DBRX whose values are settings, too."""
 
 
 @pytest.mark.parametrize(
@@ -192,7 +195,8 @@ def test_a_model_that_the_kernels_do_not_compute_is_refused_with_its_value(
 ) -> None:
     directory = write_random_model(REFUSED[family], tmp_path / "small")
     config = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps(config | changes))
+    config |= {key: config[key] | value if key in SECTIONS else value for key, value in changes.items()}
+    (directory / "config.json").write_text(json.dumps(config))
     message = refusal(directory)
     assert message.startswith(str(directory / "config.json"))
     assert complaint in message

@@ -381,15 +381,16 @@ def test_a_damaged_library_does_not_load(tmp_path: Path) -> None:
     assert reason.startswith("_kernels.so does not load (")
 
 
-@pytest.mark.parametrize("version", [VERSION - 1, VERSION + 1])
-def test_a_library_of_another_version_is_not_used(tmp_path: Path, version: int) -> None:
-    library = compiled(tmp_path, f"int moesched_version(void) {{ return {version}; }}")
-    assert load([library]) == f"_kernels.so has version {version} instead of {VERSION}"
-
-
-def test_a_library_from_before_versions_is_not_used(tmp_path: Path) -> None:
-    library = compiled(tmp_path, "int moesched_most_batch(void) { return 32; }")
-    assert load([library]) == f"_kernels.so has version 1 instead of {VERSION}"
+@pytest.mark.parametrize(
+    ("source", "version"),
+    [
+        *((f"int moesched_version(void) {{ return {each}; }}", each) for each in (VERSION - 1, VERSION + 1)),
+        ("int moesched_most_batch(void) { return 32; }", 1),
+    ],
+    ids=["older", "newer", "from before versions"],
+)
+def test_a_library_of_another_version_is_not_used(tmp_path: Path, source: str, version: int) -> None:
+    assert load([compiled(tmp_path, source)]) == f"_kernels.so has version {version} instead of {VERSION}"
 
 
 def test_without_a_library_the_reason_and_the_remedy_are_told() -> None:

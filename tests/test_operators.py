@@ -18,6 +18,7 @@ from benchmarks.shared.small_runs import TWO_MEMORIES, Generated, generate, same
 from moesched.devices.kernels.check import check_kernel, cpu_resources
 from moesched.devices.kernels.layer_weights import Weights
 from moesched.devices.kernels.memory import Memory
+from moesched.devices.kernels.resources import host_upload
 from moesched.devices.kernels.seam import Bound, Case
 from moesched.devices.kernels.triton_attention_rows import TritonAttention, TritonAttentionInputs
 from moesched.devices.kernels.triton_kernel import TritonKernel
@@ -32,7 +33,6 @@ from moesched.devices.kernels.triton_rows import (
 )
 from moesched.devices.lagging.device import LaggingDevice, LaggingGpu
 from moesched.devices.torch.captured import identities
-from moesched.devices.torch.copies import host_upload
 from moesched.devices.torch.device import TorchDevice
 from moesched.devices.torch.kv_cache import BlockedKV
 from moesched.machines.launches import launches

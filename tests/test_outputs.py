@@ -18,6 +18,7 @@ from clusters import cluster, host
 from command_options import call, commands, options_of
 from commands import refused
 from every_command import COMMANDS, OTHERS, prepare
+from forked_commands import ForkedCommand
 from moesched.cli.files import require_files
 from moesched.cluster.cluster_file import cluster_toml
 from moesched.cluster.curve.keys import PUBLIC_NAME, SECRET_NAME, write_keys
@@ -251,12 +252,9 @@ def test_options_for_output_say_that_they_write() -> None:
 
 
 def test_a_file_that_standard_output_goes_to_is_not_written_by_an_option(tmp_path: Path) -> None:
-    line = "simulate --model mixtral-0.8b --policy resident --machine t4 --workload mtbench --json --report out.json"
-    command = [sys.executable, "-m", "moesched", *line.split()]
-    with (tmp_path / "out.json").open("wb") as out:
-        said = subprocess.run(command, cwd=tmp_path, stdout=out, stderr=subprocess.PIPE)
-    assert said.returncode == 2
-    assert b"out.json: standard output has the command's results: name a file" in said.stderr
+    line = "simulate --model mixtral-0.8b --policy resident --machine t4 --workload mtbench --json --report"
+    said = ForkedCommand(tmp_path, [*line.split(), tmp_path / "out"]).end()
+    refused(said, "out: standard output has the command's results: name a file")
 
 
 def test_a_report_does_not_replace_a_picture_of_a_reproduction(command: Any, tmp_path: Path) -> None:
@@ -378,10 +376,9 @@ def test_every_command_that_has_a_result_prints_it_as_json() -> None:
     }
 
 
-@pytest.mark.parametrize("option", [[], ["--json"]])
-def test_what_a_policys_module_prints_is_no_result(tmp_path: Path, option: list[str]) -> None:
+def test_what_a_policys_module_prints_is_no_result(tmp_path: Path) -> None:
     (tmp_path / "noisy.py").write_text(POLICY)
-    command = [sys.executable, "-m", "moesched", *SIMULATE.split(), *option]
+    command = [sys.executable, "-m", "moesched", *SIMULATE.split()]
     said = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
     assert set(said.stderr.split()) == {"print", "write", "puts", "echo"}
     assert not {"print", "write", "puts", "echo"} & set(said.stdout.split())

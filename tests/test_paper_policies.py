@@ -19,7 +19,7 @@ from moesched.runs.planning import plan_run
 from moesched.seams import Policy
 from moesched.tasks import IDLE, HostKernel, Task, class_of
 from moesched.testing import Case, policy_cases, run_on_symbols
-from scripted_routing import BALANCED, SLOW_CPU, T4, Choices, Watch, simulated, with_rates
+from scripted_routing import BALANCED, SLOW_CPU, T4, Choices, Watch, run_of, simulated, with_rates
 
 SLOW_LINK = with_rates(link=1e5, cpu=1e12)
 """An expert takes far longer to come than to run on the host."""
@@ -54,6 +54,12 @@ def test_one_expert_comes_at_a_time_and_runs_on_the_host_until_it_is_there() -> 
         *((step, expert, "host") for step in (0, 1) for expert in (4, 5)),
         *((2, 4, "gpu"), (2, 5, "host"), (3, 4, "gpu"), (3, 5, "gpu")),
     ]
+
+
+def test_a_policy_that_ran_before_begins_with_an_empty_memory() -> None:
+    policy = make_policy("frequency_cache", {"experts": 2})
+    fetched = [run_of(policy, [[[5]], [[5]]], machine=SLOW_LINK).experts("fetch") for _ in range(2)]
+    assert fetched == [[(1, 0, 5)]] * 2
 
 
 def test_the_least_frequent_class_makes_room() -> None:

@@ -22,6 +22,7 @@ from moesched.machines.cost import cost_model
 from moesched.models.checkpoint import Checkpoint, open_checkpoint
 from moesched.models.layout import weight_layout
 from moesched.plugins import make_policy
+from moesched.policies.resident import Resident
 from moesched.requests.batch import Batch
 from moesched.requests.sampling import Sampling
 from moesched.runs.assembly import assemble
@@ -222,24 +223,17 @@ def test_a_micro_batch_whose_sequences_have_ended_takes_no_part_in_later_steps()
     assert steps[0] == steps[1] == steps[3] == set(range(6))
 
 
-class Insisting:
+class Insisting(Resident):
     """Schedules all micro-batches of the plan in every step."""
 
     def plan(self, plan: Plan) -> None:
-        plan.place_kv("accelerator")
-        plan.keep(plan.layout.pages)
+        super().plan(plan)
         self.numbers = plan.micro_batches
 
-    async def prefill(self, step: Step) -> None:
-        for j in self.numbers:
+    async def decode(self, step: Step) -> None:
+        for j in set(self.numbers) - set(step.micro_batches):
             step.embed(j)
-            for i in step.layers:
-                step.pre_attention(i, j)
-                step.attention(i, j)
-                step.post_attention(i, j)
-            step.sample(j)
-
-    decode = prefill
+        await super().decode(step)
 
 
 def test_a_verb_for_a_micro_batch_that_has_ended_is_refused_with_a_remedy() -> None:

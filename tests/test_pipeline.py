@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 from msgspec.structs import replace
 
+from meddling import Everything
 from moesched.errors import BadInput, PolicyError
 from moesched.machines import AcceleratorGroup, Interconnect, Machine, load_machine
 from moesched.machines.group import written_out
@@ -129,7 +130,7 @@ def test_a_batch_of_fewer_micro_batches_than_stages_goes_through_as_well(micro_b
     assert ended.tokens == ended.expected
 
 
-class AllVerbs:
+class AllVerbs(Everything):
     """A pipeline that keeps all weights, runs expert by expert, and attends where the cache is."""
 
     pipelines = True
@@ -142,21 +143,7 @@ class AllVerbs:
         for layers in plan.stages:
             plan.keep([page for i in layers for page in plan.layout.layer(i)])
 
-    async def prefill(self, step: Step) -> None:
-        for j in step.micro_batches:
-            step.embed(j)
-            for i in step.layers:
-                step.pre_attention(i, j)
-                self._attend(step, i, j)
-                routed = await step.route(i, j)
-                for expert in routed:
-                    step.run_expert(i, expert, j)
-                step.combine(i, j)
-            step.sample(j)
-
-    decode = prefill
-
-    def _attend(self, step: Step, i: int, j: int) -> None:
+    def attend(self, step: Step, i: int, j: int) -> None:
         if self.kv == "host" and step.kind == "decode":
             step.offload_qkv(i, j)
             step.cpu_attention(i, j)

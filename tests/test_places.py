@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
+from operator import add
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from moesched.errors import BadInput
-from moesched.models.kv_blocks import cached_tokens
+from moesched.models.kv_blocks import cached_tokens, tokens_beside
+from moesched.requests.batch import Batch
 from moesched.requests.batching import BatchSizes
 from moesched.requests.logprobs import WantedLogprobs
-from moesched.requests.rows import Rows
+from moesched.requests.rows import Row, Rows
 from moesched.serving.admission import FairAmongUsers, FirstCome, ShortestPrompt
 from moesched.serving.arrivals import ListedArrivals
 from moesched.serving.capacity import Capacity, capacity_for
@@ -63,11 +66,21 @@ class Blocks:
         self.in_flight.append({row.request for place in rows.values() for row in place.rows})
 
 
+def assert_takes_no_more(rows: Sequence[Row], fullest: Batch) -> None:
+    """Assert that parts of prompts need no more memory than is reserved for the fullest batch."""
+    starts, tokens = [row.start for row in rows], [row.tokens for row in rows]
+    most = fullest.chunks()[0]
+    assert sum(tokens) <= sum(most.tokens)
+    assert sum(starts) <= sum(most.starts)
+    assert max(map(add, starts, tokens)) <= fullest.longest
+    assert tokens_beside(starts, tokens, 16) <= tokens_beside(most.starts, most.tokens, 16)
+
+
 @given(CAPACITIES, st.data())
 def test_any_program_of_entries_steps_and_departures_serves_everyone_within_the_capacity(
     capacity: Capacity, data: st.DataObject
 ) -> None:
-    places, blocks = Places(capacity), Blocks(capacity)
+    places, blocks, fullest = Places(capacity), Blocks(capacity), capacity.fullest()
     most = min(capacity.prompt_tokens, capacity.cache_tokens - 1)
     waiting = [
         Request(
@@ -99,6 +112,8 @@ def test_any_program_of_entries_steps_and_departures_serves_everyone_within_the_
             phase = next(iter(rows.values())).phase
             blocks.embed(rows)
             for place in rows.values():
+                if capacity.chunk and place.phase == "prefill":
+                    assert_takes_no_more(place.rows, fullest)
                 limit = capacity.chunk or capacity.prompt_tokens
                 tokens = sum(row.tokens for row in place.rows)
                 assert place.phase == "decode" or tokens <= limit <= capacity.prompt_tokens

@@ -16,7 +16,7 @@ from moesched.machines import load_machine
 from moesched.machines.sustained import at_peak
 from moesched.models.layout import weight_layout
 from moesched.models.shapes import SHAPES
-from moesched.planner import Proposal, Setting, plan_best, plan_model, plannable, splits_kv
+from moesched.planner import Best, Setting, plan_best, plan_model, plannable, splits_kv
 from moesched.planner.candidate import Candidate
 from moesched.planner.few_layers import few_layers
 from moesched.planner.missing import missing_bytes
@@ -30,7 +30,8 @@ pytestmark = pytest.mark.usefixtures("as_users_run")
 
 T4 = load_machine("t4")
 LAYOUT = weight_layout(SHAPES["mixtral-8x7b"])
-FEW_GPU_BYTES: dict[str, int | str] = {"gpu": "900MB", "host": "4GB"}
+SMALL = weight_layout(SHAPES["mixtral-0.8b"])
+FEW_GPU_BYTES = {"gpu": 900_000_000, "host": 4_000_000_000}
 
 
 def asking(policy: str, **budgets: int) -> Setting:
@@ -39,31 +40,40 @@ def asking(policy: str, **budgets: int) -> Setting:
 
 
 @pytest.fixture(scope="module")
-def proposals() -> dict[Objective, Proposal]:
-    objectives: tuple[Objective, ...] = ("throughput", "latency", "interactive")
+def bests() -> dict[Objective, Best]:
+    """For one request all policies, for a batch only some of them: their schedules have many tasks."""
+    asked: dict[Objective, list[str] | None] = {
+        "throughput": ["resident", "cgopipe", "twiddler", "layer_streaming"],
+        "latency": None,
+        "interactive": ["resident", "twiddler", "twiddler_makespan", "expert_cache", "cgopipe"],
+    }
     return {
-        each: plan_model(
-            "mixtral-0.8b", machine="t4", objective=each, gen=8, budgets=FEW_GPU_BYTES, band=False
+        objective: plan_best(
+            T4,
+            SMALL,
+            [100] * 512,
+            8,
+            objective=objective,
+            policies=policies,
+            budgets=FEW_GPU_BYTES,
+            band=False,
         )
-        for each in objectives
+        for objective, policies in asked.items()
     }
 
 
 # -- all policies, best first ------------------------------------------------------------------------------------------
 
 
-def test_all_policies_that_one_machine_can_run_are_ranked(proposals: dict[Objective, Proposal]) -> None:
+def test_all_policies_that_one_machine_can_run_are_ranked(bests: dict[Objective, Best]) -> None:
     shared = [
         name for name in plugins.names("policies") if is_expert_parallel(plugins.find("policies", name))
     ]
     assert sorted([*plannable(), *shared]) == plugins.names("policies")
-    for proposal in proposals.values():
-        assert sorted(row.policy for row in proposal.ranking) == sorted(plannable())
+    assert sorted(row.policy for row in bests["latency"].ranking) == sorted(plannable())
 
 
-def test_the_best_policy_comes_first_by_the_figure_of_the_objective(
-    proposals: dict[Objective, Proposal],
-) -> None:
+def test_the_best_policy_comes_first_by_the_figure_of_the_objective(bests: dict[Objective, Best]) -> None:
     def seconds(objective: Objective, row: Ranked) -> float:
         assert row.throughput_tokens_per_second and row.decode_step_seconds and row.first_token_seconds
         if objective == "throughput":
@@ -71,34 +81,28 @@ def test_the_best_policy_comes_first_by_the_figure_of_the_objective(
         answer = row.first_token_seconds + 7 * row.decode_step_seconds
         return row.decode_step_seconds if objective == "latency" else answer
 
-    for objective, proposal in proposals.items():
-        fitting = [row for row in proposal.ranking if row.fits]
-        assert [seconds(objective, row) for row in fitting] == sorted(
-            seconds(objective, row) for row in fitting
-        )
-        assert proposal.plan.policy == fitting[0].policy
-        assert proposal.predicted.decode_step_seconds == fitting[0].decode_step_seconds
+    for objective, best in bests.items():
+        figures = [seconds(objective, row) for row in best.ranking if row.fits]
+        assert figures == sorted(figures)
+        assert best.policy == best.ranking[0].policy
+        assert best.seen.trial_run.step_seconds == best.ranking[0].decode_step_seconds
 
 
-def test_latency_and_interactive_are_for_one_request(proposals: dict[Objective, Proposal]) -> None:
-    assert proposals["throughput"].plan.batch_size > 100
+def test_latency_and_interactive_are_for_one_request(bests: dict[Objective, Best]) -> None:
+    assert bests["throughput"].seen.batch_size > 100
     for objective in ("latency", "interactive"):
-        assert {row.batch_size for row in proposals[objective].ranking if row.fits} == {1}
+        assert {row.batch_size for row in bests[objective].ranking if row.fits} == {1}
 
 
-def test_a_batch_wants_another_policy_than_one_request(proposals: dict[Objective, Proposal]) -> None:
+def test_a_batch_wants_another_policy_than_one_request(bests: dict[Objective, Best]) -> None:
     """A batch streams weights that many tokens share; one request runs its few experts where they are."""
-    streaming, alone = proposals["throughput"], proposals["latency"]
-    places = [[row.policy for row in each.ranking].index("cgopipe") for each in (streaming, alone)]
-    assert places[0] < places[1]
-    rates = {row.policy: row.decode_step_seconds or 0.0 for row in alone.ranking}
-    assert rates["cgopipe"] > 2 * rates[alone.plan.policy]
+    alone = {row.policy: row.decode_step_seconds or 0.0 for row in bests["latency"].ranking}
+    assert bests["throughput"].policy == "cgopipe"
+    assert alone["cgopipe"] > 2 * alone[bests["latency"].policy]
 
 
-def test_each_row_tells_its_busiest_lane_and_the_change_that_helps(
-    proposals: dict[Objective, Proposal],
-) -> None:
-    rows = {row.policy: row for row in proposals["latency"].ranking}
+def test_each_row_tells_its_busiest_lane_and_the_change_that_helps(bests: dict[Objective, Best]) -> None:
+    rows = {row.policy: row for row in bests["latency"].ranking}
     assert rows["layer_streaming"].bound_by == "host->gpu"
     gain = rows["layer_streaming"].gain
     assert gain is not None and gain.resource == "host->gpu bandwidth"

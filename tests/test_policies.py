@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from meddling import Everything
 from moesched import plugins
 from moesched.errors import BadInput, OutOfOrder, PolicyError
 from moesched.machines import load_machine
@@ -213,7 +214,7 @@ def test_cgopipe_fetches_nothing_for_a_step_that_does_not_come() -> None:
 # -- keys and values --------------------------------------------------------------------------------
 
 
-class Loads:
+class Loads(Everything):
     """Says a number of `load_kv` at the start of the first decode step."""
 
     def __init__(self, role: Role, loads: Sequence[tuple[int, int]]) -> None:
@@ -225,16 +226,10 @@ class Loads:
         plan.reserve_kv_buffers(2)
         plan.keep([page for i in plan.layers for page in plan.layout.layer(i)])
 
-    async def prefill(self, step: Step) -> None:
-        for j in step.micro_batches:
-            step.embed(j)
-            for i in step.layers:
-                step.pre_attention(i, j)
-                step.attention(i, j)
-                if self.role == "host":
-                    step.offload_kv(i, j)
-                step.post_attention(i, j)
-            step.sample(j)
+    def attend(self, step: Step, i: int, j: int) -> None:
+        step.attention(i, j)
+        if self.role == "host":
+            step.offload_kv(i, j)
 
     async def decode(self, step: Step) -> None:
         for j in step.micro_batches:

@@ -12,6 +12,7 @@ import pytest
 
 import moesched
 from benchmarks.fidelity._previewing import Kept, Previewing
+from meddling import Everything
 from moesched.errors import OutOfOrder, TaskFailed, report_of
 from moesched.jobs.report import merge_reports
 from moesched.machines import load_machine
@@ -77,33 +78,24 @@ def test_runs_report_what_the_policy_saw(no_text: Path, given: dict[str, Any]) -
     ]
 
 
-class Late(Previewing):
+class Late(Everything):
     """Awaits no preview, and ends with a step whose layers run as one kernel or not at all."""
 
     def __init__(self, *, fails: bool) -> None:
-        super().__init__()
         self._fails = fails
 
-    async def prefill(self, step: Step) -> None:
-        for j in step.micro_batches:
-            step.embed(j)
-            for i in step.layers:
-                step.pre_attention(i, j)
-                step.attention(i, j)
-                if i == 2:
-                    step.post_attention(i, j)
-                    continue
-                route = step.route(i, j)
-                for later in step.layers[i + 1 :]:
-                    step.preview_route(later, j)
-                for expert in await route:
-                    step.run_expert(i, expert, j)
-                step.combine(i, j)
-            if self._fails and step.index == 1:
-                step.sample(99)
-            step.sample(j)
-
-    decode = prefill
+    async def feed_forward(self, step: Step, i: int, j: int) -> None:
+        if i == 2:
+            step.post_attention(i, j)
+            return
+        route = step.route(i, j)
+        for later in step.layers[i + 1 :]:
+            step.preview_route(later, j)
+        for expert in await route:
+            step.run_expert(i, expert, j)
+        step.combine(i, j)
+        if self._fails and (step.index, i) == (1, step.layers[-1]):
+            step.sample(99)
 
 
 def test_previews_count_that_nobody_awaits_unless_their_layer_is_never_routed() -> None:
@@ -117,27 +109,21 @@ def test_previews_count_that_nobody_awaits_unless_their_layer_is_never_routed() 
     ]
 
 
-class FirstStep(Previewing):
+class FirstStep(Everything):
     """Previews layer 1 in prefill, where that layer then runs as one kernel, and no more."""
 
-    async def prefill(self, step: Step) -> None:
-        for j in step.micro_batches:
-            step.embed(j)
-            for i in step.layers:
-                step.pre_attention(i, j)
-                step.attention(i, j)
-                if i == 1 and not step.index:
-                    step.post_attention(i, j)
-                    continue
-                routed = await step.route(i, j)
-                if i == 0 and not step.index:
-                    await step.preview_route(1, j)
-                for expert in routed:
-                    step.run_expert(i, expert, j)
-                step.combine(i, j)
-            step.sample(j)
+    async def feed_forward(self, step: Step, i: int, j: int) -> None:
+        if (step.index, i) == (0, 1):
+            step.post_attention(i, j)
+        else:
+            await super().feed_forward(step, i, j)
 
-    decode = prefill
+    async def run_experts(self, step: Step, i: int, j: int) -> None:
+        routed = await step.route(i, j)
+        if (step.index, i) == (0, 0):
+            await step.preview_route(1, j)
+        for expert in routed:
+            step.run_expert(i, expert, j)
 
 
 def test_a_preview_is_of_its_own_step() -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch.nn.functional as F
 
 import moesched
-from commands import refused
+from commands import ONLY_FIGURES, refused
 from moesched.analysis.heat_map import draw_heat_map
 from moesched.devices.kernels import expert_functions
 from moesched.devices.products.linear import linear
@@ -172,7 +172,7 @@ def test_a_simulation_takes_the_choices_of_the_run_that_was_recorded(
 def test_what_is_simulated_depends_on_the_routing(command: Any) -> None:
     simulated = (
         "simulate", "--model", "mixtral-0.8b", "--machine", "t4", "--policy", "expert_streaming",
-        "--workload", "mtbench", "--batch-size", 8, "--micro-batch-size", 8, "--gen", 4, "--json",
+        "--workload", "mtbench", "--batch-size", 8, "--micro-batch-size", 8, "--gen", 4, "--json", *ONLY_FIGURES,
     )  # fmt: skip
     even = json.loads(command(*simulated).out)
     uneven = json.loads(command(*simulated, "--routing", "zipf", "--routing-set", "exponent=4").out)

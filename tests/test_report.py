@@ -22,6 +22,7 @@ from moesched.report import write_comparison_page, write_run_page
 from moesched.report.kernel_points import kernel_points
 from moesched.report.page import MODULES
 from moesched.seams import Demand
+from moesched.steps.pool_counts import Counted
 from moesched.tasks import Work
 from moesched.trace import About, Recorder, Recording, TitledRun, critical_path, read_trace, write_trace
 from moesched.trace.recording import Roof
@@ -161,6 +162,14 @@ def test_only_the_pages_own_scripts_and_style_are_allowed(run: Run, tmp_path: Pa
         digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
         assert f"'sha256-{digest}'" in policy
     assert "unsafe" not in policy
+
+
+def test_a_page_keeps_room_for_the_curves_that_it_draws(run: Run, tmp_path: Path) -> None:
+    first = run.recording.pools[0]
+    unused = first._replace(pool="unused", counted=Counted(0, 0, 0, 0, 0))
+    text = page_of(replace(run.recording, pools=[*run.recording.pools, unused]), ABOUT, tmp_path)
+    [found] = data_of(text)["runs"]
+    assert f"--curves: {len(found['memory']) + len(found['pools'])};" in text
 
 
 def test_hostile_names_stay_text(run: Run, tmp_path: Path) -> None:

@@ -12,11 +12,8 @@ from benchmarks.shared.equal_bits import SCHEDULES, EqualRun
 from benchmarks.shared.small_runs import ONE_MEMORY, THREE_TIERS, TWO_MEMORIES, generate, same_bits
 from moesched.devices.torch.device import TorchDevice
 from moesched.devices.torch.kv_cache import BlockedKV
-from moesched.errors import BadInput
 from moesched.machines import Machine
 from moesched.plugins import make_policy
-from moesched.requests.batch import split_batch
-from moesched.runs.planning import plan_run
 from odd_models import PROMPTS, Reference, name_of
 from runs import Ended
 
@@ -133,11 +130,3 @@ def test_a_batch_frees_the_kv_caches_of_the_one_before(reference: Reference, mac
 def kv_caches() -> int:
     """The number of KV caches that exist."""
     return sum(type(each) is BlockedKV for each in gc.get_objects())
-
-
-def test_a_model_that_does_not_fit_host_memory_is_refused(reference: Reference) -> None:
-    device = TorchDevice(reference.checkpoint, reference.layout)
-    policy = make_policy("layer_streaming")
-    batch = split_batch([3], 4, 1)
-    with pytest.raises(BadInput, match="host"):
-        plan_run(TWO_MEMORIES, device.layout, batch, policy, {"host": 10_000}, device.slot_bytes)

@@ -16,7 +16,6 @@ from moesched import plugins
 from moesched.devices.lagging.device import LaggingDevice, LaggingGpu
 from moesched.devices.torch.device import TorchDevice
 from moesched.errors import BadInput
-from moesched.jobs.cut_prompts import with_cut_prompts
 from moesched.machines import Machine, load_machine
 from moesched.models.checkpoint import Checkpoint, open_checkpoint
 from moesched.models.layout import weight_layout
@@ -142,10 +141,9 @@ def test_prompts_that_are_cut_over_steps_have_the_log_probabilities_of_whole_one
 
     def scores(chunk: int) -> tuple[list[int], list[float]]:
         policy, device = make_policy("resident"), make(checkpoint)
-        layout = weight_layout(checkpoint.config, "float32")
-        plan = plan_run(M2_ULTRA, layout, capacity.fullest(), policy, slot_bytes=device.slot_bytes)
-        arrivals = ListedArrivals(asking)
-        serving = serve_on(device, ServingSetup(plan, policy, replace(capacity, chunk=chunk), arrivals))
+        layout, cut = weight_layout(checkpoint.config, "float32"), replace(capacity, chunk=chunk)
+        plan = plan_run(M2_ULTRA, layout, cut.fullest(), policy, slot_bytes=device.slot_bytes)
+        serving = serve_on(device, ServingSetup(plan, policy, cut, ListedArrivals(asking)))
         asyncio.run(device.aclose())
         first, *others = serving.requests[0].prompt
         assert first is None
@@ -249,9 +247,9 @@ def test_requests_join_and_leave_while_steps_of_as_many_rows_are_one_graph(
 def test_prompts_that_are_cut_over_steps_give_the_tokens_of_whole_ones(
     checkpoint: Checkpoint, alone: dict[int, list[int]], name: str
 ) -> None:
-    policy, device = make_policy(name), TorchDevice(checkpoint, LAYOUT)
-    plan, arrivals = planned(policy, device=device), ListedArrivals(asked(10))
-    serving = serve_on(device, ServingSetup(plan, policy, replace(CAPACITY, chunk=5), arrivals))
+    policy, device, capacity = make_policy(name), TorchDevice(checkpoint, LAYOUT), replace(CAPACITY, chunk=5)
+    plan, arrivals = planned(policy, capacity, device), ListedArrivals(asked(10))
+    serving = serve_on(device, ServingSetup(plan, policy, capacity, arrivals))
     device.close()
     assert tokens_of(serving) == alone
 
@@ -281,20 +279,6 @@ def test_one_who_leaves_between_two_parts_of_its_prompt_gives_its_blocks_to_othe
 def test_policies_serve_prompts_that_are_cut_over_steps(name: str) -> None:
     policy, capacity = make_policy(name), replace(CAPACITY, chunk=5)
     check_served(policy, planned(policy, capacity), capacity, random_requests(3, 20, 8, 10))
-
-
-@pytest.mark.parametrize(("name", "chunk"), [("resident", 12), ("expert_streaming", 0), ("cgopipe", 0)])
-def test_prompts_are_cut_by_default_where_all_weights_and_the_cache_stay(name: str, chunk: int) -> None:
-    policy, capacity = make_policy(name), replace(CAPACITY, prompt_tokens=12)
-    assert with_cut_prompts(capacity, planned(policy), None).chunk == chunk
-
-
-def test_prompts_are_cut_at_the_length_that_is_asked_for_or_the_policy_is_refused() -> None:
-    assert with_cut_prompts(CAPACITY, planned(make_policy("resident")), 9).chunk == 5
-    with pytest.raises(
-        BadInput, match="--prefill-chunk 9 cuts prompts over steps, and the plan has the KV cache"
-    ):
-        with_cut_prompts(CAPACITY, planned(make_policy("cgopipe")), 9)
 
 
 def simulated(

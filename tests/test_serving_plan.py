@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 import moesched
 from benchmarks.shared.small_runs import TWO_MEMORIES
@@ -21,6 +22,7 @@ from moesched.jobs.served_options import ServedOptions
 from moesched.jobs.serving_plan import ServingPlan, context_of, plan_serving, serving_job
 from moesched.machines import load_machine
 from moesched.models.layout import room_for
+from moesched.models.shapes import SHAPES
 from moesched.planner import plannable
 from moesched.runs.service_report import ServiceReport
 from moesched.server.messages import Ready
@@ -101,6 +103,46 @@ def test_where_no_policy_fits_the_missing_bytes_are_named() -> None:
 def test_where_only_fewer_requests_fit_the_remedies_are_those_of_a_server(policy: str) -> None:
     with pytest.raises(BadInput, match=r"raise --budget, or lower --batch-size or --context$"):
         planned(policy, context=512, batch_size=32, budgets={"gpu": "8MB", "host": "7MB"})
+
+
+CUT = {"context": 2048, "batch_size": 4, "micro_batch_size": 2}
+"""Two places with prompts of up to 2,047 tokens."""
+
+
+@pytest.mark.parametrize(
+    ("policy", "asked", "chunk"),
+    [
+        ("resident", None, 512),
+        ("resident", 99, 50),
+        ("expert_streaming", None, 0),
+        ("expert_streaming", 100, 50),
+        ("cgopipe", None, 0),
+    ],
+)
+def test_prompts_are_cut_where_weights_and_cache_stay_or_where_that_is_asked_for(
+    policy: str, asked: int | None, chunk: int
+) -> None:
+    found = planned(policy, prefill_chunk=asked, **CUT)
+    assert (found.capacity.places, found.capacity.chunk) == (2, chunk)
+    assert found.plan.batch == found.capacity.fullest()
+
+
+def test_a_policy_with_the_cache_on_the_host_is_refused_if_cut_prompts_are_asked_for() -> None:
+    with pytest.raises(BadInput, match="--prefill-chunk 99 cuts prompts over steps, and the plan has the KV"):
+        planned("cgopipe", prefill_chunk=99, **CUT)
+
+
+def test_memory_is_reserved_for_parts_of_prompts_and_not_for_the_longest() -> None:
+    machine, config = load_machine("m2-ultra"), SHAPES["mixtral-8x7b"]
+    given = PlannedOptions(machine=machine, policy="resident", batch_size=4)
+    job = serving_job(given, config, machine)
+    found = plan_serving(job, 32_768, room_for, partial(assumed_process, machine), chooses=False)
+    whole, _ = job.plan(replace(found.capacity, chunk=0).fullest(), room_for)
+    cut, long = (
+        sum(each.nbytes for each in plan.reservations.of(plan.declared) if each.content == "buffers")
+        for plan in (found.plan, whole)
+    )
+    assert 8 * cut < long
 
 
 def test_settings_need_the_policy_that_they_are_for() -> None:

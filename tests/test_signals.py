@@ -150,6 +150,26 @@ def test_a_module_is_loaded_whole_before_a_signal_is_delivered(tmp_path: Path) -
         assert end_of(program) == (130, "True\nstopped\n", "")
 
 
+LOADED = """
+import sys
+from moesched.system.signals import Stopped
+
+class Finder:
+    def find_spec(self, name, *others):
+        if name == "moesched.cli.main":
+            raise Stopped
+
+sys.meta_path.insert(0, Finder())
+from moesched.__main__ import main
+sys.exit(main())
+"""
+
+
+def test_a_command_that_a_signal_ends_while_it_is_loaded_says_so() -> None:
+    ended = subprocess.run([sys.executable, "-c", LOADED], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "moesched: interrupted\n")
+
+
 FINALIZER = """
 class Finalized:
     def __del__(self):

@@ -49,12 +49,13 @@ GIGA = 1e9
     table("published.md", "Parameters"),
 )
 def test_parameters_are_the_published_ones(
-    name: str, total: float | None, active: float, digit: float
+    name: str, total: float | None, active: float | None, digit: float
 ) -> None:
     config = SHAPES[name]
     left_out = ARCHITECTURES[config.form].left_out
     # Some cards cut digits off instead of rounding, such as 3.3 for 3.353.
-    assert count_active_weights(config, left_out) / GIGA == pytest.approx(active, abs=0.6 * digit)
+    if active is not None:
+        assert count_active_weights(config, left_out) / GIGA == pytest.approx(active, abs=0.6 * digit)
     if total is not None:
         assert count_weights(config) / GIGA == pytest.approx(total, rel=0.01)
 

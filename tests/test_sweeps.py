@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -55,24 +56,18 @@ def test_a_sweep_runs_each_point_once_and_goes_on_after_a_line_that_was_cut_off(
     assert lines_in(out) == lines
 
 
-def test_a_process_that_is_killed_takes_no_other_point_with_it_and_its_own_has_a_second_try(
+def test_a_point_whose_process_is_killed_twice_or_whose_policy_changed_fails_and_the_others_go_on(
     tmp_path: Path,
 ) -> None:
-    policies = f"{FAULTY}:DiesAtFour,{FAULTY}:DiesOnce"
+    policies = f"{FAULTY}:DiesAtFour,{FAULTY}:DiesOnce,resident"
     sweep = prepared(policy=policies, batch_size="4,1", settings=(f"mark={tmp_path / 'mark'}",))
+    sweep.found.policies["resident"] = "an older one"
+    changed = "policy resident changed while the sweep ran: run the sweep again"
     with Store(tmp_path / "x.jsonl") as store:
         result = run_sweep(sweep, store, workers=1)
-        assert [line.failure for line in result.lines] == [KILLED, None, None, None]
+        assert [line.failure for line in result.lines] == [KILLED, None, changed, None, None, changed]
         assert missing_points(sweep, store) == []
-        assert missing_points(sweep, store, retry=True) == sweep.points[:1]
-
-
-def test_a_policy_that_changes_before_a_process_loads_it_fails_its_points(tmp_path: Path) -> None:
-    sweep = prepared()
-    sweep.found.policies["resident"] = "an older one"
-    with Store(tmp_path / "x.jsonl") as store:
-        [line] = run_sweep(sweep, store, workers=1).lines
-    assert line.failure == "policy resident changed while the sweep ran: run the sweep again"
+        assert missing_points(sweep, store, retry=True) == [sweep.points[number] for number in (0, 2, 5)]
 
 
 def test_a_full_disk_keeps_what_is_done(command: Any, tmp_path: Path) -> None:
@@ -333,25 +328,30 @@ def test_the_pareto_front_has_the_points_that_no_other_beats() -> None:
     assert [(each.inputs["batch_size"], each.inputs["policy"]) for each in front] == [(1, "a"), (8, "b")]
 
 
+AXES: Axes = {"machine": ["t4", "l4"], "batch_size": [1, 64], "policy": ["a", "b"]}
+
+
+def lines_at_all_points() -> list[Line]:
+    return [
+        line(size, policy, size * 2.0, machine=machine) for machine, size, policy in product(*AXES.values())
+    ]
+
+
 @pytest.mark.parametrize(
     "picture", [Picture("batch_size", "throughput"), Picture("latency", "dollars", True)]
 )
 def test_pictures_name_policies_and_machines(tmp_path: Path, picture: Picture) -> None:
-    axes: Axes = {"machine": ["t4", "l4"], "batch_size": [1, 64], "policy": ["a", "b"]}
-    lines = [
-        line(size, policy, size * 2.0, machine=machine)
-        for size in (1, 64) for policy in ("a", "b") for machine in ("t4", "l4")
-    ]  # fmt: skip
-    draw_sweep(tmp_path / "x.svg", picture, lines, axes, FIGURES)
+    lines = lines_at_all_points()
+    draw_sweep(tmp_path / "x.svg", picture, lines, AXES, FIGURES)
     drawn = (tmp_path / "x.svg").read_text()
     shown = ["Pareto front", "t4, a", "others"] if picture.pareto else ["a", "b", "t4", "l4"]
     assert all(f">{text}<" in drawn for text in shown)
-    assert default_x(axes) == "batch_size"
+    assert default_x(AXES) == "batch_size"
     with pytest.raises(
         BadInput, match="no point has figures for batch_size and dollars; dollars need --price"
     ):
         draw_sweep(
-            tmp_path / "y.svg", Picture("batch_size", "dollars"), lines, axes, FIGURES._replace(prices={})
+            tmp_path / "y.svg", Picture("batch_size", "dollars"), lines, AXES, FIGURES._replace(prices={})
         )
 
 
@@ -359,14 +359,10 @@ def test_pictures_name_policies_and_machines(tmp_path: Path, picture: Picture) -
 def test_curves_join_numbers_only_and_a_title_names_what_all_points_share(
     tmp_path: Path, x: str, joined: bool
 ) -> None:
-    axes: Axes = {"machine": ["t4", "l4"], "batch_size": [1, 64], "policy": ["a", "b"]}
-    lines = [
-        line(size, policy, size * 2.0, machine=machine)
-        for size in (1, 64) for policy in ("a", "b") for machine in ("t4", "l4")
-    ]  # fmt: skip
+    lines = lines_at_all_points()
     for each in lines:
         each.inputs.update(model="m", workload="w")
-    draw_sweep(tmp_path / "x.svg", Picture(x, "throughput"), lines, axes, FIGURES)
+    draw_sweep(tmp_path / "x.svg", Picture(x, "throughput"), lines, AXES, FIGURES)
     drawn = (tmp_path / "x.svg").read_text()
     assert ("stroke-width: 1.2; stroke-linecap: square" in drawn) == joined
     assert drawn.count(">m, w<") == 1
@@ -376,10 +372,13 @@ def test_curves_join_numbers_only_and_a_title_names_what_all_points_share(
 def test_a_picture_of_many_series_names_the_best(tmp_path: Path) -> None:
     policies = [f"policy-{number}" for number in range(24)]
     lines = [line(1, policy, 1.0 + number) for number, policy in enumerate(policies)]
-    axes: Axes = {"machine": ["t4"], "policy": policies}
+    for each in lines:
+        each.inputs["dtype"] = "float32"
+    not_taken: Axes = {"settings.ahead": [1, 2], "settings.slots": [1, 2]}
+    axes: Axes = {"machine": ["t4"], "policy": policies, **not_taken, "dtype": ["float32", "bfloat16"]}
     draw_sweep(tmp_path / "x.svg", Picture("batch_size", "throughput"), lines, axes, FIGURES)
     drawn = (tmp_path / "x.svg").read_text()
-    assert [f">{policy}<" in drawn for policy in policies] == 4 * [False] + 20 * [True]
+    assert [f">{policy}, float32<" in drawn for policy in policies] == 4 * [False] + 20 * [True]
     assert ">the best 20 of 24<" in drawn
 
 

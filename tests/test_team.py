@@ -13,7 +13,10 @@ from moesched.devices.products.bfloat16_support import has_bfloat16
 from moesched.devices.products.packed_weights import cores_keep_bits
 from moesched.devices.products.plain_weights import plain_linear
 from moesched.devices.products.team import Team, one_core, use_cores
+from moesched.devices.torch.compute import Compute
+from moesched.models.layout import weight_layout
 from moesched.system.cores import usable_cores
+from small_models import SMALL
 
 
 @pytest.fixture
@@ -130,3 +133,15 @@ def test_one_core_gives_the_others_back() -> None:
         assert torch.get_num_threads() == 1
         raise ZeroDivisionError
     assert torch.get_num_threads() == before
+
+
+def test_a_number_of_cores_is_set_again_after_a_device_was_closed() -> None:
+    before = torch.get_num_threads()
+    compute = Compute("cpu", weight_layout(SMALL, "float32"), "torch", pin=False, threads=None)
+    compute.start(1.0)
+    use_cores(before + 1)
+    compute.close()
+    assert torch.get_num_threads() == before
+    use_cores(before + 1)
+    assert torch.get_num_threads() == before + 1
+    use_cores(before)

@@ -89,9 +89,11 @@ def test_a_window_that_cannot_be_is_refused(given: dict[str, str], told: str) ->
         choose_window(steps_of(50, 4, 8), **given)
 
 
-def test_a_run_without_tasks_has_no_window() -> None:
+def test_a_run_without_tasks_or_whose_tasks_take_no_time_has_no_window() -> None:
     with pytest.raises(BadInput, match="the trace has no tasks"):
         choose_window(recording())
+    with pytest.raises(BadInput, match="prefill takes no time: choose another part"):
+        choose_window(steps_of(0))
 
 
 # -- rows ------------------------------------------------------------------------------------------------

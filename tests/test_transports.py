@@ -131,6 +131,20 @@ def test_it_keeps_what_transports_promise(name: str, tmp_path: Path) -> None:
     check_transport(MAKERS[name](tmp_path))
 
 
+def test_threads_whose_arrays_differ_are_all_told_at_once() -> None:
+    transport, exchange = InprocTransport(2), Exchange(1, "sum")
+    with ThreadPoolExecutor(2) as pool:
+        shapes = [pool.submit(transport.all_reduce, rank, exchange, np.ones(2 + rank)) for rank in range(2)]
+        nothing = [pool.submit(transport.broadcast, rank, Exchange(2, "sent"), None, 0) for rank in range(2)]
+    for ended, said in (
+        (shapes, r"rank 0: float64 \(2,\); rank 1: float64 \(3,\)"),
+        (nothing, "nothing to send"),
+    ):
+        for each in ended:
+            with pytest.raises(TransportError, match=said):
+                each.result()
+
+
 @pytest.mark.parametrize("name", ["inproc", "zeromq", "torch_distributed", "mx_distributed"])
 def test_transports_are_found_by_name(name: str) -> None:
     if name == "mx_distributed":

@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ from urllib.parse import parse_qs
 import pytest
 
 from commands import refused
+from forked_commands import ForkedCommand
 from moesched.cli.view import has_display
 from moesched.trace import TitledRun, write_side_by_side, write_trace
 from moesched.trace.viewer import Viewer, interface_folder
@@ -214,18 +214,15 @@ def test_a_port_that_cannot_be_used_is_named(port: str, command: Any, streamed_t
     [(signal.SIGINT, 0, []), (signal.SIGINT, 0, ["--json"]), (signal.SIGTERM, 143, [])],
 )
 def test_ctrl_c_is_the_viewer_s_normal_end(
-    by: signal.Signals, code: int, option: list[str], streamed_trace: Path
+    by: signal.Signals, code: int, option: list[str], streamed_trace: Path, tmp_path: Path
 ) -> None:
-    arguments = [sys.executable, "-m", "moesched", "view", str(streamed_trace), "--no-open", *option]
-    with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        said = process.stdout.readline()
-        assert "http://127.0.0.1:" in (json.loads(said)["address"] if option else said)
-        process.send_signal(by)
-        more, err = process.communicate(timeout=PATIENCE_SECONDS)
-    assert not more
-    assert process.returncode == code
-    assert err == ("" if code == 0 else "moesched: interrupted (SIGTERM)\n")
+    viewing = ForkedCommand(tmp_path, ["view", streamed_trace, "--no-open", *option])
+    viewing.wait_for("\n")
+    viewing.send(by)
+    said = viewing.end()
+    assert "http://127.0.0.1:" in (said.json["address"] if option else said.out)
+    assert said.out.count("\n") == 1
+    assert (said.code, said.err) == (code, "" if code == 0 else "moesched: interrupted (SIGTERM)\n")
 
 
 @pytest.mark.skipif(

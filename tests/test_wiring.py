@@ -54,29 +54,20 @@ def step_seconds(
     return simulate(first.plan, first.policy, observers=observers, peers=peers).step_seconds
 
 
-SEVERAL_NODES = """
-from runs import Ended
-from test_wiring import machine, step_seconds
-ran = Ended()
-step_seconds(machine(), "ep_router_aided", nodes=5, new_tokens=3, observers=[ran])
-print([(task.verb, task.step, task.layer, task.expert, task.start, task.end) for task in ran.tasks])
-"""
+def on_five_nodes() -> str:
+    """All tasks and their times."""
+    ran = Ended()
+    step_seconds(machine(), "ep_router_aided", nodes=5, new_tokens=3, observers=[ran])
+    return str([(task.verb, task.step, task.layer, task.expert, task.start, task.end) for task in ran.tasks])
 
 
 def test_the_virtual_clock_does_not_know_how_python_hashes() -> None:
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-c", SEVERAL_NODES],
-            cwd=Path(__file__).parent,
-            env=os.environ | {"PYTHONHASHSEED": seed},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for seed in ("0", "2")
-    ]
-    first, second = (process.communicate()[0] for process in started)
-    assert first
-    assert first == second
+    program = [sys.executable, "-c", "from test_wiring import on_five_nodes; print(on_five_nodes(), end='')"]
+    environment = os.environ | {"PYTHONHASHSEED": "2"}
+    there = subprocess.run(
+        program, cwd=Path(__file__).parent, env=environment, capture_output=True, text=True, check=True
+    )
+    assert there.stdout == on_five_nodes()
 
 
 def test_an_array_that_was_used_lately_is_wired() -> None:

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -119,25 +120,29 @@ def test_a_rank_that_is_too_far_ahead_is_named(tmp_path: Path) -> None:
 # -- ranks that disagree ---------------------------------------------------------------------------
 
 
-def test_parts_of_different_shapes_are_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (
+            lambda one: one.all_reduce(one.rank, FIRST, np.ones(one.rank + 1)),
+            ["float64 (1,)", "float64 (2,)"],
+        ),
+        (
+            lambda one: one.gather(one.rank, FIRST, ONE, one.rank),
+            ["gather #0 with root 0", "gather #0 with root 1"],
+        ),
+        (
+            lambda one: one.all_reduce(one.rank, Exchange(one.rank), ONE),
+            ["all-reduce #0", "all-reduce #1"],
+        ),
+    ],
+    ids=["parts of different shapes", "each waits for the other", "another order"],
+)
+def test_ranks_that_disagree_are_told_what_each_said(tmp_path: Path, call: Any, said: list[str]) -> None:
     with closing(mesh_of(sockets_in(tmp_path, 2))) as ranks:
-        found = at_once(
-            *(lambda one=one: one.all_reduce(one.rank, FIRST, np.ones(one.rank + 1)) for one in ranks)
-        )
-        for error in found:
+        for error in at_once(*(partial(call, one) for one in ranks)):
             assert isinstance(error, TransportError)
-            assert "float64 (1,)" in str(error)
-            assert "float64 (2,)" in str(error)
-
-
-def test_ranks_that_each_wait_for_the_other_find_out(tmp_path: Path) -> None:
-    """Neither sends anything, since each is the one who is sent to."""
-    with closing(mesh_of(sockets_in(tmp_path, 2))) as ranks:
-        found = at_once(*(lambda one=one: one.gather(one.rank, FIRST, ONE, one.rank) for one in ranks))
-        for error in found:
-            assert isinstance(error, TransportError)
-            assert "gather #0 with root 0" in str(error)
-            assert "gather #0 with root 1" in str(error)
+            assert all(each in str(error) for each in said)
 
 
 def test_a_rank_that_left_out_an_exchange_is_named(tmp_path: Path) -> None:
@@ -149,12 +154,6 @@ def test_a_rank_that_left_out_an_exchange_is_named(tmp_path: Path) -> None:
         )
         assert isinstance(found[0], TransportError)
         assert "rank 2" in str(found[0])
-
-
-def test_calls_in_another_order_are_named_by_their_tickets(tmp_path: Path) -> None:
-    with closing(mesh_of(sockets_in(tmp_path, 2))) as ranks:
-        found = at_once(*(lambda one=one: one.all_reduce(one.rank, Exchange(one.rank), ONE) for one in ranks))
-        assert all("all-reduce #0" in str(error) and "all-reduce #1" in str(error) for error in found)
 
 
 def test_an_exchange_that_a_rank_gave_up_can_be_followed_by_others(tmp_path: Path) -> None:
@@ -358,6 +357,13 @@ def test_a_port_in_use_is_named() -> None:
     with closing([ZeroMqTransport(addresses, 0)]), pytest.raises(BadInput) as refused:
         ZeroMqTransport(addresses, 0)
     assert str(refused.value) == f"rank 0 cannot listen at {addresses[0]}: Address already in use"
+
+
+def test_an_address_that_nobody_can_connect_to_is_named() -> None:
+    long = f"ipc://{'x' * 200}"
+    with pytest.raises(BadInput) as refused:
+        ZeroMqTransport([long, *ports(1)], 1)
+    assert str(refused.value) == f"rank 1 cannot connect to {long}: File name too long"
 
 
 @pytest.mark.parametrize(

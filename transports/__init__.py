@@ -1,1 +1,1 @@
-"""Transports: they carry out collectives between ranks."""
+"""Transports: they carry out collectives (all-reduce, broadcast, gather) between ranks."""

@@ -1,4 +1,4 @@
-"""Keys of a mesh of ranks, for connections that CURVE authenticates and encrypts."""
+"""The CURVE keys of ranks, by which ZeroMQ authenticates and encrypts their connections."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from moesched.errors import BadInput
 
 
 class Keys(NamedTuple):
-    """A rank's secret key and the public keys of all ranks; each is 40 characters of Z85.
+    """The keys that a rank needs; each is 40 characters of Z85.
 
     Attributes:
-        secret: the rank's own.
-        public: those of all ranks, in order.
+        secret: the rank's own secret key.
+        public: the public keys of all ranks, in order.
     """
 
     secret: str
@@ -47,7 +47,7 @@ def check_keys(keys: Keys, rank: int, ranks: int) -> None:
 
 
 def seal(socket: zmq.Socket[bytes], keys: Keys, rank: int, peer: int | None) -> None:
-    """Encrypt a socket with CURVE: to one peer, or, where `peer` is None, for all peers that the watch admits."""
+    """Encrypt a socket of a rank with CURVE: one that connects to `peer`, or, if that is None, the one that listens."""
     socket.curve_publickey = keys.public[rank].encode()
     socket.curve_secretkey = keys.secret.encode()
     if peer is None:

@@ -1,4 +1,4 @@
-"""The wire format: a fixed header, a text and the elements of an array. Nothing is ever unpickled.
+"""The wire format of frames: a fixed header, a text and the elements of an array. Nothing is ever unpickled.
 
 The header is little-endian, 96 bytes. The text (UTF-8, padded with zeros to 16 bytes) and the elements (C order)
 follow:
@@ -46,17 +46,18 @@ _PLACE = struct.Struct("<QQqqq")
 _SUBJECT = struct.Struct("<QBBBxHH8I")
 HEADER = struct.Struct("<" + "".join(part.format.lstrip("<") for part in (_SENDER, _PLACE, _SUBJECT)))
 SENDER_BYTES = _SENDER.size
-"""Length of the part of a header that differs between the ranks of an exchange."""
+"""Bytes at the beginning of a header, which differ between the ranks of an exchange."""
 
 DIMENSIONS = 8
+"""Most dimensions of an array."""
 TEXT_BYTES = 4096
-"""Limit of a text; a longer one is cut, and ends in a digest of the whole."""
+"""Most bytes of a text; a longer one is cut, and ends in a digest of the whole."""
 
 TEXT_UNIT = 16
-"""Texts are padded to a multiple of these bytes."""
+"""Bytes to a multiple of which texts are padded."""
 
 JOINED_UP_TO = 64 * 1024
-"""Smaller frames are cheaper to copy; larger ones are sent from the memory that they are put together in."""
+"""Most bytes of a frame that ZeroMQ copies; larger ones are sent from the memory that they are put together in."""
 
 DTYPES = tuple(
     np.dtype(name)
@@ -70,18 +71,18 @@ NOTHING = np.empty(0, np.uint8)
 
 
 class BadFrame(ValueError):
-    """The bytes are not a valid frame."""
+    """An error: bytes are not a valid frame."""
 
 
 class Kind(IntEnum):
     """The purpose of a frame."""
 
     ALL_REDUCE = 1
-    """A rank's part, whole."""
+    """The whole part of a rank in an all-reduce."""
     SCATTER = 2
-    """The piece of a rank's part that the receiver sums."""
+    """The piece of a rank's part that the receiver is to sum."""
     SUM = 3
-    """The piece of the sum that the sender made."""
+    """The piece of the sum that the sender computed."""
     BROADCAST = 4
     GATHER = 5
     WAITING = 6
@@ -91,7 +92,7 @@ class Kind(IntEnum):
     LEAVE = 8
     """The sender takes no part in any later exchange; the text is the reason."""
     HERE = 9
-    """The receiver can reach the sender on this connection; belongs to no exchange."""
+    """A greeting: the receiver can reach the sender on this connection. It belongs to no exchange."""
 
     __hash__ = int.__hash__  # that of enumerations is written in Python, and each exchange needs three
 
@@ -107,15 +108,15 @@ NAMES = {
     Kind.GATHER: "gather",
     Kind.ABANDON: "exchange",
 }
-"""Names of exchanges in messages."""
+"""The names of operations in messages for users."""
 
 
 class Frame(msgspec.Struct, frozen=True, gc=False):
     """One message between two ranks; the module's docstring describes the fields.
 
     Attributes:
-        text: the exchange's signature, or the reason that a rank gave up.
-        values: the elements that the frame carries, flat.
+        text: the exchange's signature, or the reason why a rank gave up.
+        values: the elements that the frame carries, flat; in ABANDON, the numbers of ranks that were lost.
     """
 
     kind: Kind
@@ -132,7 +133,7 @@ class Frame(msgspec.Struct, frozen=True, gc=False):
     values: Array = NOTHING
 
     def names_the_same_as(self, other: Frame) -> bool:
-        """Test whether both belong to one exchange, and, for an all-reduce, have arrays of one shape and type."""
+        """Test whether two frames belong to one exchange; in an all-reduce shapes and dtypes must be equal, too."""
         mine = (self.ticket, self.step, self.layer, self.root, self.operation, cut(self.text))
         if mine != (other.ticket, other.step, other.layer, other.root, other.operation, cut(other.text)):
             return False
@@ -140,7 +141,7 @@ class Frame(msgspec.Struct, frozen=True, gc=False):
         return alike or self.operation is not Kind.ALL_REDUCE
 
     def describe(self) -> str:
-        """The frame's exchange, in words."""
+        """Describe the frame's exchange in words."""
         what = f"{NAMES[self.operation]} #{self.ticket}"
         if self.operation is Kind.ALL_REDUCE:
             what += f" of {self.values.dtype} {self.shape}"
@@ -150,14 +151,14 @@ class Frame(msgspec.Struct, frozen=True, gc=False):
 
 
 def sender(kind: Kind, rank: int) -> bytes:
-    """The first bytes of a frame: its format, its kind and the rank that sends it."""
+    """The first bytes of a header: format, kind and the rank that sends it."""
     return _SENDER.pack(MAGIC, VERSION, kind, rank)
 
 
 def common(
     place: tuple[int, ...], operation: Kind, root: int, values: Array, shape: tuple[int, ...], text: str
 ) -> bytes:
-    """The header after the sender, and the text. In an all-reduce these bytes are the same on all ranks.
+    """The rest of a header after `sender`, and the text. In an all-reduce these bytes are the same on all ranks.
 
     Args:
         place: epoch, sequence, ticket, step and layer.
@@ -176,7 +177,7 @@ def common(
 def _subject(
     operation: Kind, root: int, dtype: np.dtype[Any], elements: int, shape: tuple[int, ...], said: int
 ) -> bytes:
-    """The part of a header that similar exchanges share, which is cached."""
+    """The end of a header, which similar exchanges share, so that it is cached."""
     code = _CODES.get(dtype)
     if code is None or len(shape) > DIMENSIONS or max(shape, default=0) >> 32:
         raise TransportError(f"an array of {dtype} {shape} cannot be sent")
@@ -185,27 +186,27 @@ def _subject(
 
 
 def common_of_parts(place: tuple[int, ...], part: Array, text: str) -> bytes:
-    """The bytes that `common` gives for whole parts of an all-reduce, with fewer calls. Raises as `common`."""
+    """The bytes of `common` for whole parts of an all-reduce, by fewer calls. Raises as `common`."""
     return _PLACE.pack(*place) + _subject_of_parts(part.dtype, part.shape, text)
 
 
 @lru_cache(256)
 def _subject_of_parts(dtype: np.dtype[Any], shape: tuple[int, ...], text: str) -> bytes:
-    """The part of `common` that follows the place, cached for the parts of similar exchanges."""
+    """The bytes of `common` after the place, which are cached for similar exchanges."""
     said = cut(text).encode()
     subject = _subject(Kind.ALL_REDUCE, 0, dtype, prod(shape), shape, len(said))
     return b"".join((subject, said, bytes(-len(said) % TEXT_UNIT)))
 
 
 def pack(frame: Frame) -> bytes | memoryview:
-    """The bytes of a frame, as a copy, so that the values may change afterwards. Raises as `common`."""
+    """Encode a frame; its values are copied, so that they may change afterwards. Raises as `common`."""
     place = frame.epoch, frame.sequence, frame.ticket, frame.step, frame.layer
     after = common(place, frame.operation, frame.root, frame.values, frame.shape, frame.text)
     return joined(sender(frame.kind, frame.rank), after, frame.values)
 
 
 def joined(first: bytes, after: bytes, values: Array) -> bytes | memoryview:
-    """The bytes of a frame, from its sender, its other bytes and its contiguous values."""
+    """Join the bytes of a frame: those of `sender`, those of `common`, and contiguous values."""
     if values.nbytes <= JOINED_UP_TO:
         return b"".join((first, after, values.data))
     before = first + after
@@ -236,6 +237,8 @@ def unpack(data: Any) -> Frame:
     if kind is None or operation not in NAMES or code >= len(DTYPES) or dimensions > DIMENSIONS:
         raise BadFrame(f"kind {kind_code} of {operation_code}, dtype {code}, {dimensions} dimensions")
     dtype, shape = DTYPES[code], tuple(lengths[:dimensions])
+    if kind is Kind.ABANDON and dtype.kind not in "iu":
+        raise BadFrame(f"the ranks that were lost, as {dtype}")
     if count > prod(shape) or (kind in _WHOLE and count != prod(shape)):
         raise BadFrame(f"{count} elements of an array {shape}")
     start = HEADER.size + _padded(said)
@@ -247,7 +250,7 @@ def unpack(data: Any) -> Frame:
 
 
 def cut(text: str) -> str:
-    """A text cut to fit into a frame; different texts stay different."""
+    """Cut a text so that it fits into a frame; different texts stay different, as a cut one ends in a digest."""
     if len(text) * 4 <= TEXT_BYTES or len(text.encode()) <= TEXT_BYTES:
         return text
     digest = f" … {blake2b(text.encode(), digest_size=16).hexdigest()}"

@@ -1,8 +1,8 @@
-"""Collectives built on an all-gather of bytes, which every communication library has.
+"""The base of transports over a communication library: collectives by its all-gather of bytes.
 
 Libraries may add in an order that differs between ranks. Here every rank gets all parts and adds them itself, in the
 order of the ranks. An exchange begins with an all-gather of headers, so that ranks in different exchanges get an error.
-It brings small arrays too; larger ones take a second all-gather.
+Small arrays come with the headers; larger ones take a second all-gather.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ BESIDE_HEADER = 32 * 1024
 """Largest array, in bytes, that is sent beside its header: larger than that of a token of DBRX, 24 KiB."""
 FIRST_BYTES = 4 + HEADER.size + TEXT_BYTES + BESIDE_HEADER
 SLICE_SECONDS = 0.05
-"""Interval at which a waiting rank checks whether its transport was closed."""
+"""Seconds between a waiting rank's checks whether its transport was closed."""
 
 CLOSED = "the transport was closed"
 
 
 class GatheringTransport(ABC):
-    """Collectives of one rank over a library's all-gather, which runs on its own thread: nothing can interrupt it.
+    """Collectives of one rank over a library's all-gather, which runs on a thread, since nothing can interrupt it.
 
     Args:
         rank: this rank, from 0.
@@ -59,7 +59,7 @@ class GatheringTransport(ABC):
 
     @abstractmethod
     def all_gather(self, data: Array) -> list[Array]:
-        """The bytes of all ranks, in order; all ranks give the same number. May raise the library's exceptions."""
+        """Gather the bytes of all ranks, in order; all ranks give equally many. May raise the library's exceptions."""
 
     @abstractmethod
     def free(self) -> None:
@@ -74,12 +74,12 @@ class GatheringTransport(ABC):
         return sum_in_order(self._exchange(Kind.ALL_REDUCE, rank, exchange, part, 0))
 
     def broadcast(self, rank: int, exchange: Exchange, array: Array | None, root: int) -> Array:
-        """The root's array. Raises as `all_reduce`."""
+        """The root's array, on every rank. Raises as `all_reduce`."""
         brought = array if rank == root else None
         return self._exchange(Kind.BROADCAST, rank, exchange, brought, root)[root]
 
     def gather(self, rank: int, exchange: Exchange, part: Array, root: int) -> list[Array] | None:
-        """All ranks' parts in their order, on the root. Raises as `all_reduce`."""
+        """All ranks' parts in their order, on the root; None on the others. Raises as `all_reduce`."""
         parts = self._exchange(Kind.GATHER, rank, exchange, part, root)
         return parts if rank == root else None
 
@@ -93,7 +93,7 @@ class GatheringTransport(ABC):
     def _exchange(
         self, operation: Kind, rank: int, exchange: Exchange, part: Array | None, root: int
     ) -> list[Array]:
-        """The arrays of all ranks, in order, as copies."""
+        """Exchange arrays with all ranks; returns those of all ranks, in order, as copies."""
         where = f"{NAMES[operation]} #{exchange.ticket}"
         if rank != self.rank or not 0 <= root < self.ranks:
             raise TransportError(f"{where}: asked for rank {rank} and root {root} of rank {self.rank}")
@@ -137,7 +137,7 @@ class GatheringTransport(ABC):
                 return future.result()
 
     def _problem(self, future: Future[list[Array]], until: float) -> str:
-        """The reason that a call of the library has failed; empty where it has succeeded or is still running."""
+        """The reason why a call of the library has failed; empty if it has succeeded or is still running."""
         if future.done():
             error = future.exception()
             return "" if error is None else CLOSED if self._closed else _one_line(error)
@@ -155,7 +155,7 @@ class GatheringTransport(ABC):
 
 
 def _padded(data: Any, nbytes: int) -> Array:
-    """The length of the data, the data, and zeros up to a total length."""
+    """Put 4 bytes with their length before the data, and zeros behind them, up to `nbytes` bytes in all."""
     padded = np.zeros(nbytes, np.uint8)
     padded[:4] = np.frombuffer(len(data).to_bytes(4, "little"), np.uint8)
     padded[4 : 4 + len(data)] = np.frombuffer(data, np.uint8)

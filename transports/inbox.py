@@ -1,4 +1,4 @@
-"""Early frames of other ranks: kept until their exchange begins, up to a limit."""
+"""The inbox of a rank: keeps early frames of other ranks until their exchange begins, up to a limit."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from .frames import Frame, Kind
 from .mesh import Mesh
 
 AHEAD_FRAMES = 1024
-"""Limit of early frames from one rank; full queues make a faster sender wait before it is reached."""
+"""Most early frames from one rank; full queues make a faster sender wait long before."""
 
 
 class Inbox:
-    """Frames that were received before their exchange began.
+    """Sorts messages into frames of this exchange and early ones.
 
     Attributes:
-        reached: the last frame of each rank.
-        left: the reasons of ranks that closed their transport.
+        reached: the last frame of each rank, by rank.
+        left: the reasons of ranks that closed their transport, by rank.
         early: frames of later exchanges, by the exchange's number.
     """
 
@@ -30,12 +30,12 @@ class Inbox:
         self._sequence = 0
 
     def begin(self, sequence: int) -> list[Frame]:
-        """Begin an exchange; returns its early frames."""
+        """Begin an exchange, given its number; returns its early frames."""
         self._sequence = sequence
         return self.early.pop(sequence, [])
 
     def accept(self, message: Any) -> Frame | None:
-        """Take in a message; returns its frame where that belongs to the current exchange.
+        """Take in a message; returns its frame if that belongs to the current exchange, otherwise None.
 
         Raises:
             TransportError: a rank is too far ahead.

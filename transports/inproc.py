@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from functools import reduce
+from functools import partial, reduce
 from operator import add
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class InprocTransport:
-    """Ranks meet in memory: the last one to arrive computes the result, and each gets its own copy.
+    """Collectives in memory: the last rank to arrive computes the result, and each gets a copy of its own.
 
     Args:
         ranks: number of ranks.
@@ -36,19 +36,19 @@ class InprocTransport:
         """The sum of all ranks' parts, added in the order of the ranks.
 
         Raises:
-            TransportError: a rank did not arrive in time, gave up, arrived twice, or is in another exchange; the
-                transport was closed.
+            TransportError: a rank did not arrive in time, gave up, arrived twice, is in another exchange, or has an
+                array of another shape or dtype; the transport was closed.
         """
-        total: Array = self._meet("all-reduce", rank, exchange, part, lambda parts: reduce(add, parts))
+        total: Array = self._meet("all-reduce", rank, exchange, part, _sum)
         return total.copy()
 
     def broadcast(self, rank: int, exchange: Exchange, array: Array | None, root: int) -> Array:
-        """Return the root's array, on every rank."""
-        sent: Array = self._meet("broadcast", rank, exchange, array, lambda parts: parts[root])
+        """The root's array, on every rank. Raises as `all_reduce`."""
+        sent: Array = self._meet("broadcast", rank, exchange, array, partial(_sent_by, root))
         return sent.copy()
 
     def gather(self, rank: int, exchange: Exchange, part: Array, root: int) -> list[Array] | None:
-        """All ranks' parts in their order, on the root."""
+        """All ranks' parts in their order, on the root; None on the others. Raises as `all_reduce`."""
         parts: Sequence[Array] = self._meet("gather", rank, exchange, part, tuple)
         return [each.copy() for each in parts] if rank == root else None
 
@@ -58,7 +58,7 @@ class InprocTransport:
             self._break(self._come(rank, exchange, "exchange"), f"rank {rank} gave up: {reason}")
 
     async def aclose(self) -> None:
-        """Wake the waiting ranks, each with an error."""
+        """Close the transport; waiting ranks get an error."""
         with self._changed:
             self._closed = True
             for meeting in self._meetings.values():
@@ -67,12 +67,15 @@ class InprocTransport:
     def _meet(
         self, what: str, rank: int, exchange: Exchange, part: Any, result: Callable[[Sequence[Any]], T]
     ) -> T:
-        """Wait for all ranks' parts; returns the result computed from them."""
+        """Bring a rank's part to an exchange and wait for the others; returns `result` of all parts."""
         with self._changed:
             meeting = self._come(rank, exchange, what)
             meeting.parts[rank] = part
             if len(meeting.parts) == self.ranks and not meeting.problem:
-                meeting.result = result([meeting.parts[each] for each in range(self.ranks)])
+                try:
+                    meeting.result = result([meeting.parts[each] for each in range(self.ranks)])
+                except TransportError as error:
+                    meeting.problem = str(error)
                 self._changed.notify_all()
             if not self._changed.wait_for(lambda: self._ended(meeting), self.timeout_seconds):
                 missing = ", ".join(str(each) for each in range(self.ranks) if each not in meeting.came)
@@ -83,7 +86,7 @@ class InprocTransport:
             return found
 
     def _come(self, rank: int, exchange: Exchange, what: str) -> _Meeting:
-        """Note that a rank arrived at an exchange; the last one to arrive removes it from the open ones."""
+        """Note that a rank has come to an exchange; the last one to come removes the exchange from the open ones."""
         ticket = exchange.ticket
         if self._closed:
             raise TransportError(f"{what} #{ticket}: the transport was closed")
@@ -106,6 +109,23 @@ class InprocTransport:
     def _break(self, meeting: _Meeting, problem: str) -> None:
         meeting.problem = meeting.problem or problem
         self._changed.notify_all()
+
+
+def _sum(parts: Sequence[Array]) -> Array:
+    """The sum of all parts, in order; raises TransportError if their shapes or dtypes differ."""
+    kinds = [f"{part.dtype} {part.shape}" for part in parts]
+    if len(set(kinds)) > 1:
+        said = "; ".join(f"rank {rank}: {kind}" for rank, kind in enumerate(kinds))
+        raise TransportError(f"the ranks disagree on it: {said}")
+    return reduce(add, parts)
+
+
+def _sent_by(root: int, parts: Sequence[Array | None]) -> Array:
+    """The root's array; raises TransportError if it brought none."""
+    array = parts[root]
+    if array is None:
+        raise TransportError("the root has nothing to send")
+    return array
 
 
 class _Meeting:

@@ -1,4 +1,4 @@
-"""The socket that a rank listens on, and the higher ranks that have connected to it."""
+"""The socket that a rank listens on, and the higher ranks that connect to it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ send, receive = (
 )  # `zmq.Socket` looks for options of other sockets first, in Python
 
 SETTLED_SECONDS = 1.0
-"""Time after which a socket knows of all connections that ended before."""
+"""Seconds after which a socket knows of all connections that ended before."""
 
 
 class Message(msgspec.Struct, frozen=True, gc=False):
@@ -28,7 +28,7 @@ class Message(msgspec.Struct, frozen=True, gc=False):
 
     Attributes:
         content: its bytes.
-        peer: the rank whose key its connection has; None where several may have it, and ZeroMQ knows.
+        peer: the rank whose key the connection has; None if several ranks may have sent it, of which ZeroMQ knows one.
     """
 
     content: zmq.Frame
@@ -36,12 +36,12 @@ class Message(msgspec.Struct, frozen=True, gc=False):
 
 
 class Listener:
-    """A ROUTER that sends only on connections on which a rank has greeted, so that a stranger learns nothing.
+    """A ZeroMQ ROUTER that sends only on connections on which a rank has greeted, so that a stranger learns nothing.
 
     Args:
         socket: the ROUTER.
         callers: the ranks that may connect.
-        read: decodes a message, or refuses it.
+        read: decodes a message; returns None for one that it refuses.
     """
 
     def __init__(
@@ -51,9 +51,9 @@ class Listener:
         self.callers = callers
         self.only_caller = callers[0] if len(callers) == 1 else None
         self.unmet = {sender(Kind.HERE, each): each for each in callers}
-        """Ranks that have not greeted yet, by the first bytes of their greeting."""
+        """The ranks that have not greeted yet, by the first bytes of their greeting."""
         self.names: dict[int, bytes] = {}
-        """ZeroMQ's name of the connection to each rank that has."""
+        """ZeroMQ's name of the connection to each rank that has greeted."""
         self._read = read
         self._asked: dict[int, float] = {}
 
@@ -67,7 +67,9 @@ class Listener:
         send(self.socket, data, NOW, copy)
 
     def receive(self, flags: int) -> Message:
-        """The next message that is not the first greeting of a rank.
+        """Receive the next message that is not the first greeting of a rank.
+
+        flags: as for `zmq.Socket.recv`.
 
         Raises:
             zmq.Again: none came in time.
@@ -83,10 +85,10 @@ class Listener:
                 return message
 
     def should_ask(self, rank: int, ended: float) -> bool:
-        """Test whether a connection ended of late, which may be that of a rank; a frame to it will tell.
+        """Test whether to send a rank a frame in order to find out if it was its connection that ended.
 
         Args:
-            ended: the time at which a connection ended last, on the monotonic clock.
+            ended: the time at which some connection ended last, on the monotonic clock.
         """
         due = rank in self.names and self._asked.get(rank, 0.0) < ended + SETTLED_SECONDS
         if due:
@@ -94,7 +96,7 @@ class Listener:
         return due
 
     def _meets(self, name: bytes, message: Message) -> bool:
-        """Test whether a message is the first greeting of a rank; its connection is that rank's from then on."""
+        """Test whether a message is the first greeting of a rank; from then on its connection is that rank's."""
         first = bytes(message.content.buffer[:SENDER_BYTES])
         if first not in self.unmet:
             return False

@@ -1,8 +1,8 @@
-"""Sockets between all pairs of ranks: one connection for each pair, which the higher rank opens.
+"""The mesh of a rank: its connections to all others, of which the higher rank of a pair opens one.
 
 A rank listens on one ROUTER for all higher ranks, and has one DEALER for each lower rank. A rank that connects greets
-in its first frame, and the ROUTER sends only on connections on which a rank did: a stranger learns nothing from it. One
-address for each rank is enough, and ranks may start in any order.
+in its first frame, and the ROUTER sends only on connections on which a rank has greeted, so that a stranger learns
+nothing. Each rank needs one address, and ranks may start in any order.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import zmq
@@ -23,14 +23,15 @@ from .listener import NOW, Listener, Message, receive, send
 from .watch import Watch
 
 WAITING_FRAMES = 64
-"""Length of each queue; the sender waits while it is full."""
+"""Most frames in a queue; the sender waits while it is full."""
 
 SLICE_MILLISECONDS = 50
-"""Interval at which a waiting rank checks for lost ranks and a closed transport."""
+"""Milliseconds between a waiting rank's checks for lost ranks and a closed transport."""
 
 HANDSHAKE_MILLISECONDS = 5_000
+"""Milliseconds that a handshake may take."""
 LINGER_MILLISECONDS = 5_000
-"""Time allowed for sending the last frames when a transport is closed, since a peer may not read them."""
+"""Most milliseconds for sending the last frames when a transport is closed, since a peer may not read them."""
 
 _starting = threading.Lock()
 
@@ -42,8 +43,8 @@ class Mesh:
 
     Args:
         addresses: one for each rank: `tcp://HOST:PORT` or `ipc://PATH`.
-        rank: this one's.
-        epoch: the number of the ranks' start; frames of others are refused.
+        rank: the number of this rank.
+        epoch: the number of the ranks' start; frames of other starts are refused.
         keys: None is allowed only where all addresses are on this machine.
         listen: the address to bind, if not the rank's own, such as `tcp://*:PORT` where HOST is a name.
         lost_after_seconds: silence after which a machine counts as lost. The end of a process is noticed at once,
@@ -77,9 +78,9 @@ class Mesh:
         self.watch = Watch(self._context, known)
         self._greeting = pack(Frame(Kind.HERE, Kind.ABANDON, rank, epoch))
         self._gone: set[int] = set()
-        """Higher ranks whose connection ended."""
+        """The higher ranks whose connection ended."""
         self._kept: deque[Message] = deque()
-        """Messages that were received while a rank was looked for."""
+        """The messages that were received while a rank's greeting was looked for."""
         self._ready: deque[zmq.Socket[bytes]] = deque()
         self._poller = zmq.Poller()
         own = listen or addresses[rank]
@@ -87,23 +88,25 @@ class Mesh:
         self._dealers = {
             peer: self._socket(addresses[peer], peer, lost_after_seconds) for peer in range(rank)
         }
-        self._bind(own)  # by all ranks, so that each is told of a port in use
+        self._use(
+            "listen at", self._listener.socket.bind, own
+        )  # by all ranks, so that each is told of a port in use
         self._sources: dict[zmq.Socket[bytes], int | None] = {
             dealer: peer for peer, dealer in self._dealers.items()
         }
-        """The sockets that ranks send to, each with the rank if it is the only one that may."""
+        """The sockets to receive from, each with its rank; None for the listener if several ranks send to it."""
         if callers:
             self._sources[self._listener.socket] = self._listener.only_caller
         self._only = next(iter(self._sources)) if len(self._sources) == 1 else None
         for each in self._sources:
             self._poller.register(each, zmq.POLLIN)
         for peer, dealer in self._dealers.items():
-            dealer.connect(addresses[peer])
+            self._use("connect to", dealer.connect, addresses[peer])
             send(dealer, self._greeting, NOW)
         self.watch.begin()
 
     def send(self, peer: int, data: Any) -> bool:
-        """Send a frame's bytes; False where the peer is not connected, or its queue is full."""
+        """Send a frame's bytes to a rank; returns False if it is not connected, or its queue is full."""
         copy = len(data) <= JOINED_UP_TO
         try:
             if peer in self.watch.connected:
@@ -121,7 +124,7 @@ class Mesh:
         return True
 
     def receive(self) -> Message | None:
-        """The next message; None after a short time-out."""
+        """Receive the next message; returns None if none comes within SLICE_MILLISECONDS."""
         if self._kept:
             return self._kept.popleft()
         if self._only is None:
@@ -132,7 +135,7 @@ class Mesh:
             return None
 
     def read(self, message: Message) -> Frame | None:
-        """The frame in a message; None where it is refused."""
+        """Decode the frame in a message; returns None if it is refused, which is counted and logged."""
         try:
             frame = unpack(message.content.buffer)
             if frame.rank not in self._dealers and frame.rank not in self._listener.callers:
@@ -147,17 +150,17 @@ class Mesh:
         return frame
 
     def is_from(self, message: Message, rank: int) -> bool:
-        """Test whether a message was sent with the key of a rank; without keys, nobody can tell."""
+        """Test whether a message was sent with the key of a rank; always True without keys, as nobody can tell."""
         if self._keys is None or message.peer == rank:
             return True
         return message.peer is None and _metadata(message, "User-Id") == str(rank)
 
     def poll(self, milliseconds: int) -> bool:
-        """Test whether a message arrives within some time."""
+        """Wait up to some milliseconds for a message; returns whether there is one."""
         return bool(self._kept or self._poller.poll(milliseconds))
 
     def lost(self, rank: int) -> bool:
-        """Test whether the connection to a rank ended; what it sent before can be received by now."""
+        """Test whether the connection to a rank has ended; all that it sent before can be received then."""
         if rank in self._dealers:
             return rank in self.watch.lost
         if self._listener.should_ask(rank, self.watch.ended):
@@ -165,7 +168,7 @@ class Mesh:
         return rank in self._gone
 
     def trouble(self, rank: int) -> str:
-        """The likely reason that a rank is not connected; empty where none is known."""
+        """The likely reason why a rank is not connected; empty if none is known."""
         return (
             self.watch.refusal if rank in self._listener.unmet.values() else self.watch.trouble.get(rank, "")
         )
@@ -186,7 +189,7 @@ class Mesh:
         self.watch.refuse("a frame", why, _metadata(message, "Peer-Address") or "this machine")
 
     def _next(self, milliseconds: int) -> Message | None:
-        """The next message of any socket; None where none comes in time."""
+        """Receive the next message of any socket; returns None if none comes in time."""
         if not self._ready:
             self._ready.extend(each for each, _ in self._poller.poll(milliseconds))
         if not self._ready:
@@ -197,7 +200,7 @@ class Mesh:
             return None
 
     def _from(self, source: zmq.Socket[bytes], flags: int) -> Message:
-        """The next message of a socket. Raises `zmq.Again` if none comes in time."""
+        """Receive the next message of a socket. Raises `zmq.Again` if none comes in time."""
         if source is self._listener.socket:
             return self._listener.receive(flags)
         return Message(
@@ -205,7 +208,7 @@ class Mesh:
         )
 
     def _met(self, peer: int) -> bool:
-        """Test whether a higher rank has connected, with the messages that are there by now."""
+        """Test whether a higher rank has greeted, after taking in the messages that are there by now."""
         while peer in self._listener.unmet.values() and len(self._kept) < WAITING_FRAMES:
             message = self._next(0)
             if message is None:
@@ -239,22 +242,27 @@ class Mesh:
         self.watch.over(socket, peer)
         return socket
 
-    def _bind(self, address: str) -> None:
+    def _use(self, purpose: str, call: Callable[[str], object], address: str) -> None:
+        """Call a socket's function with an address.
+
+        Raises:
+            BadInput: the system refuses the address; all sockets are then freed.
+        """
         try:
-            self._listener.socket.bind(address)
+            call(address)
         except zmq.ZMQError as error:
             self.watch.begin()
             self.close()
             raise BadInput(
-                f"rank {self._rank} cannot listen at {address}: {zmq.strerror(error.errno or 0)}"
+                f"rank {self._rank} cannot {purpose} {address}: {zmq.strerror(error.errno or 0)}"
             ) from None
 
 
 def is_ipv6(address: str) -> bool:
-    """Test whether an address is a literal one of IPv6, such as `tcp://[::1]:7001`.
+    """Test whether an address is a literal IPv6 address, such as `tcp://[::1]:7001`.
 
-    Names are resolved to IPv4: a Mac's name, such as `mac-0.local`, resolves first to an IPv6 address of one link,
-    which cannot be reached without the name of the network card.
+    Names are resolved to IPv4, since a Mac's name, such as `mac-0.local`, resolves first to an IPv6 address of one
+    link, which cannot be reached without the name of the network card.
     """
     host, _, _ = address.removeprefix("tcp://").rpartition(":")
     return address.startswith("tcp://") and ":" in host
@@ -293,7 +301,7 @@ def _start_collector() -> None:
 
 
 def _key_of(message: Message) -> str:
-    """The rank with whose key a message was sent."""
+    """The number of the rank with whose key a message was sent, as a text."""
     return _metadata(message, "User-Id") if message.peer is None else str(message.peer)
 
 

@@ -44,7 +44,7 @@ class MxDistributedTransport(GatheringTransport):
         super().__init__(self._group.rank(), self._group.size(), timeout_seconds=timeout_seconds)
 
     def all_gather(self, data: Array) -> list[Array]:
-        """The bytes of all ranks, in order; all ranks give the same number."""
+        """Gather the bytes of all ranks, in order; all ranks give equally many."""
         found = self._distributed.all_gather(mx.array(data), group=self._group, stream=mx.cpu)
         gathered: Array = np.array(found)
         return list(gathered.reshape(self.ranks, -1))

@@ -1,7 +1,7 @@
-"""An all-reduce of small parts as nearly all of them go: the next frames are the others' parts, and all of them.
+"""The fast path of an all-reduce of small parts, in which the next frames are the parts of all other ranks.
 
-Every token takes this path in every layer, mostly with cold caches, so it makes few calls. A `Turn` does the rest where
-another frame comes, or none in time.
+Every token takes it in every layer, mostly with cold caches, so it makes few calls. If another frame comes, or none in
+time, a `Turn` does the rest.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ else:
 
 
 PAUSE_SECONDS = 100e-6
-"""Time without an exchange after which ZeroMQ's thread is given the core, should it be this thread's."""
+"""Seconds without an exchange after which this thread gives its core to ZeroMQ's thread, in case they share one."""
 
 
 class Rest(NamedTuple):
-    """The unfinished part of a swap, for a `Turn`.
+    """The rest of a swap that a `Turn` has to do.
 
     Attributes:
-        unsent: the ranks that have yet to be sent the part.
-        message: one that is not the expected part of another rank; None where none came in time.
+        unsent: the ranks to which the part has still to be sent.
+        message: a message that is not the expected part of another rank; None if none came in time.
     """
 
     unsent: tuple[int, ...]
@@ -46,9 +46,10 @@ class Rest(NamedTuple):
 
 
 def swap(side: Side, exchange: Exchange, part: Array, parts: dict[int, Array]) -> Rest | None:
-    """Send a part to all other ranks, and add theirs to `parts`, which has it; returns the rest, None if all is done.
+    """Send a part to all other ranks, and add theirs to `parts`, by rank; returns what is left to do, or None.
 
-    A frame that begins as this rank's own, but for the sender, is not decoded. Parts are views of the frames.
+    Received parts are views of their frames. A frame is recognised by its bytes, which equal those of this rank's own
+    but for the sender and the elements, and is not decoded.
 
     Raises:
         TransportError: the array cannot be sent.

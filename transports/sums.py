@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def sum_in_order(parts: Sequence[Array]) -> Array:
-    """The sum of arrays of one shape and type, added in order; a new array."""
+    """Add arrays of one shape and dtype in their order; returns a new array."""
     if len(parts) == 1:
         return parts[0].copy()
     total: Array = np.asarray(parts[0] + parts[1])
@@ -24,6 +24,6 @@ def sum_in_order(parts: Sequence[Array]) -> Array:
 
 
 def pieces(elements: int, ranks: int) -> list[slice]:
-    """The elements of an array that each rank sums, as slices of about equal length."""
+    """Cut an array of `elements` elements into a slice for each rank, of about equal length."""
     ends = [elements * rank // ranks for rank in range(ranks + 1)]
     return [slice(start, end) for start, end in pairwise(ends)]

@@ -60,14 +60,14 @@ class TorchDistributedTransport(GatheringTransport):
         super().__init__(rank, ranks, timeout_seconds=timeout_seconds)
 
     def all_gather(self, data: Array) -> list[Array]:
-        """The bytes of all ranks, in order; all ranks give the same number."""
+        """Gather the bytes of all ranks, in order; all ranks give equally many."""
         mine = torch.from_numpy(data).to(self._device)
         found = [torch.empty_like(mine) for _ in range(self.ranks)]
         self._group.allgather([found], [mine]).wait()
         return [each.cpu().numpy() for each in found]
 
     def free(self) -> None:
-        """Abort the running call, which the other ranks notice."""
+        """Abort the running call; the other ranks notice that."""
         with suppress(RuntimeError):
             self._group.abort()
 

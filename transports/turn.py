@@ -1,4 +1,4 @@
-"""One rank's part in one exchange: it sends, and receives from the others."""
+"""A rank's turn in one exchange: it sends to the others, and receives from them."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
     from moesched.seams import Array
 
 ROOM_MILLISECONDS = 2
-"""Pause before a frame is offered again to a rank whose queue is full."""
+"""Milliseconds before a frame is offered again to a rank whose queue is full."""
 
 TELL_SECONDS = 5.0
-"""Time for which a rank that gives up tries to reach ranks that may not have started; at most its timeout."""
+"""Seconds for which a rank that gives up tries to tell ranks that may not have started; at most its timeout."""
 
 
 class Turn:
-    """One rank's part in one exchange, as a context manager: on an error, it tells the others the reason.
+    """A rank's turn in one exchange, a context manager: if an error leaves the context, the others are told the reason.
 
-    Entered with the side's lock `calling` held.
+    It is entered while the side's lock `calling` is held.
 
     Args:
         side: the rank.
@@ -96,17 +96,17 @@ class Turn:
             raise TransportError(where + str(error)) from None
 
     def go_on(self, kind: Kind, came: dict[int, Array], message: Message | None) -> None:
-        """Take over arrays of that kind that came before the turn, and then a message of any kind."""
+        """Take over arrays that came before the turn, in frames of this kind, and then a message of any kind."""
         self._came.setdefault(kind, {}).update(came)
         if message is not None:
             self._accept(message)
 
     def send(self, kind: Kind, ranks: Iterable[int], values: Array) -> None:
-        """Send elements to ranks; waits where a queue is full."""
+        """Send elements to ranks; waits while a queue is full."""
         self._send(ranks, pack(self._frame(kind, values)))
 
     def receive(self, kind: Kind, ranks: Iterable[int]) -> dict[int, Array]:
-        """Arrays from these ranks, in frames of that kind; pieces of arrays are flat."""
+        """Receive arrays from these ranks, in frames of this kind; pieces of arrays are flat."""
         came = self._came.setdefault(kind, {})
         wanted = set(ranks)
         while missing := wanted - came.keys():
@@ -137,7 +137,7 @@ class Turn:
         )  # fmt: skip
 
     def _waiting(self) -> Frame:
-        """This rank's exchange, without its elements."""
+        """The frame that describes this rank's exchange, without elements."""
         return self._frame(Kind.WAITING, NOTHING if self._part is None else self._part.reshape(-1)[:0])
 
     def _send(self, ranks: Iterable[int], data: bytes | memoryview) -> None:

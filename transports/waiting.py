@@ -1,4 +1,4 @@
-"""Checks whether a rank should keep waiting for others, and gives the reason where it should not."""
+"""The checks whether a rank should keep waiting for others in an exchange."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Side(Protocol):
     """A rank's end of the transport, as its turns use it.
 
     Attributes:
-        sender: the first bytes of this rank's parts of an all-reduce.
-        senders: the others' ranks, by the first bytes of theirs.
-        calling: held by the turn in progress.
+        sender: the first bytes of this rank's frames in an all-reduce.
+        senders: the other ranks, by the first bytes of their frames.
+        calling: the lock that the turn in progress holds.
         sequence: number of exchanges so far.
         swapped: the time at which the last swap of small parts ended, on the monotonic clock.
     """
@@ -41,7 +41,7 @@ class Side(Protocol):
 
 
 def check_waiting(side: Side, missing: set[int], sequence: int, until: float) -> None:
-    """Check that the missing ranks can still come.
+    """Check that the missing ranks can still come to an exchange.
 
     Args:
         sequence: the number of the exchange.
@@ -69,7 +69,7 @@ def check_waiting(side: Side, missing: set[int], sequence: int, until: float) ->
 
 
 def is_gone(side: Side, rank: int) -> bool:
-    """Test whether a rank has left or hung up, so that nothing more need be sent to it."""
+    """Test whether a rank has closed its transport or lost its connection, so that nothing need be sent to it."""
     return rank in side.inbox.left or side.mesh.lost(rank)
 
 

@@ -1,7 +1,7 @@
-"""Watches the connections of a mesh: admits peers by their keys, notices lost connections, logs refusals.
+"""The watch over the connections of a mesh: admits peers by their keys, notices lost connections, logs refusals.
 
-It is one thread, which wakes only for handshakes and lost connections. The thread answers ZeroMQ's requests to
-authenticate peers, and reads the monitors of all sockets.
+It is a thread that answers ZeroMQ's requests to authenticate peers, and reads the monitors of all sockets. It wakes
+only for handshakes and lost connections.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ for _event in _FAILED:
 
 
 class Watch:
-    """A thread beside the sockets of one mesh.
+    """Watches the sockets of one mesh, on a thread of its own.
 
     Args:
-        context: that of the sockets; ZeroMQ asks about keys once per context.
+        context: the context of the sockets; ZeroMQ asks about keys once for each context.
         public: the ranks' public keys; None to admit everybody.
 
     Attributes:
-        connected: the ranks that this one is connected to, of those that it connects to itself.
-        lost: those whose connection ended once.
-        trouble: by rank, the reason that the last attempt to connect to it failed.
-        refusal: the last refusal of a connection, in words; empty where none was refused.
-        ended: the time at which a connection that was accepted ended last, on the monotonic clock.
+        connected: the lower ranks to which there is a connection; those are the ones that this rank connects to.
+        lost: the lower ranks whose connection has ended once.
+        trouble: the reason why the last attempt to connect to a rank failed, by rank.
+        refusal: the last refusal of a connection, in words; empty if none was refused.
+        ended: the time at which an accepted connection ended last, on the monotonic clock.
         refused: number of connections and frames that were refused.
     """
 
@@ -68,7 +68,7 @@ class Watch:
         self._thread = threading.Thread(target=self._work, name="transport watch", daemon=True)
 
     def over(self, watched: zmq.Socket[bytes], peer: int | None) -> None:
-        """Watch the socket that leads to a peer, or, where `peer` is None, the one that accepts connections."""
+        """Watch a socket: one that connects to `peer`, or, if that is None, the one that listens."""
         self._monitors[watched.get_monitor_socket(_EVENTS)] = peer
         self._watched.append(watched)
 
@@ -120,7 +120,7 @@ class Watch:
             self.lost.add(peer)
 
     def _note_incoming(self, kind: Any, value: int) -> None:
-        """Process an event of the listening socket; `value` is the descriptor of an accepted connection."""
+        """Take in an event of the listening socket; `value` is the descriptor of an accepted connection."""
         if kind == zmq.EVENT_ACCEPTED:
             self._address = _address_of(value)
         elif kind == zmq.EVENT_DISCONNECTED:
@@ -134,7 +134,7 @@ _REFUSED_BY = {zmq.EVENT_HANDSHAKE_FAILED_AUTH: "it does not know our key"}
 
 
 def _address_of(descriptor: int) -> str:
-    """The remote address of a connection; "unknown" where it has ended already."""
+    """The remote address of a connection, given its descriptor; "unknown" if it has ended already."""
     try:
         with socket.socket(fileno=os.dup(descriptor)) as connection:
             name = connection.getpeername()

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from moesched.seams import Array
 
 WHOLE_UP_TO = 32 * 1024
-"""Larger parts of three and more ranks are summed in pieces, each by one rank: fewer bytes, but two hops."""
+"""Most bytes of a part that is sent whole; three and more ranks sum larger ones in pieces: fewer bytes, two hops."""
 
 
 class ZeroMqTransport:
@@ -36,9 +36,9 @@ class ZeroMqTransport:
     Args:
         addresses: one for each rank, `tcp://HOST:PORT` or `ipc://PATH`.
         rank: this rank, from 0.
-        keys: its secret key and all ranks' public keys, in Z85. Without keys nothing is encrypted, which is refused
-            unless all addresses are on this machine.
-        epoch: the number of the ranks' start; frames of another one are refused.
+        keys: this rank's secret key and all ranks' public keys, in Z85. Without keys nothing is encrypted, which is
+            refused unless all addresses are on this machine.
+        epoch: the number of the ranks' start; frames of other starts are refused.
         timeout_seconds: time limit of an exchange.
         listen: the address to bind, if not the rank's own.
         lost_after_seconds: silence after which a machine counts as lost; the end of a process is noticed at once.
@@ -110,7 +110,7 @@ class ZeroMqTransport:
                 return self._sum(turn.receive(Kind.ALL_REDUCE, self.others))
 
     def broadcast(self, rank: int, exchange: Exchange, array: Array | None, root: int) -> Array:
-        """The root's array. The root does not wait for the others. Raises as `all_reduce`."""
+        """The root's array, on every rank. The root does not wait for the others. Raises as `all_reduce`."""
         with self.calling, Turn(self, Kind.BROADCAST, rank, exchange, array, root) as turn:
             if rank != root:
                 found: Array = turn.receive(Kind.BROADCAST, (root,))[root].copy()
@@ -121,7 +121,7 @@ class ZeroMqTransport:
             return array.copy()
 
     def gather(self, rank: int, exchange: Exchange, part: Array, root: int) -> list[Array] | None:
-        """All ranks' parts in their order, on the root; the others do not wait. Raises as `all_reduce`."""
+        """All ranks' parts in order, on the root; None on the others, which do not wait. Raises as `all_reduce`."""
         with self.calling, Turn(self, Kind.GATHER, rank, exchange, part, root) as turn:
             if rank != root:
                 turn.send(Kind.GATHER, (root,), contiguous(part))
@@ -142,7 +142,7 @@ class ZeroMqTransport:
         return sum_in_order([*map(parts.__getitem__, range(self.ranks))])
 
     def _sum_in_pieces(self, turn: Turn, part: Array) -> Array:
-        """Sum one piece of all parts here, and exchange the sums of pieces with the others."""
+        """All-reduce in pieces: each rank sums one piece of all parts, and sends that sum to the others."""
         flat = part.reshape(-1)
         cuts = pieces(flat.size, self.ranks)
         for each in self.others:
@@ -173,5 +173,5 @@ class ZeroMqTransport:
 
 
 def contiguous(array: Array) -> Array:
-    """The array with its elements in C order, one after the other."""
+    """The array itself if its elements are contiguous in C order, otherwise such a copy."""
     return array if array.flags.c_contiguous else np.ascontiguousarray(array)

@@ -132,6 +132,7 @@ def figures(case: Case, policy: str, settings: Mapping[str, Any]) -> dict[str, A
         gen=24,
         batch_size=case.batch_size,
         micro_batch_size=case.micro_batch_size,
+        band=False,
         **ROUTING,
     )
     uses = sum(pool.hits + pool.misses for pool in report.pools)

@@ -12,8 +12,6 @@ from typing import Any, NamedTuple
 from benchmarks.shared import gguf_files
 from benchmarks.shared.fresh_process import FreshProcess, RowFailed, last_line
 from moesched.models.checkpoint import open_checkpoint
-from moesched.models.config import ModelConfig
-from moesched.models.random_model import write_random_model
 from moesched.system.cores import usable_cores
 
 LLAMA = "llama-batched-bench"
@@ -95,12 +93,6 @@ class Preparations:
             elif self.ready(each.after):
                 del self._waiting[name]
                 self._running[name] = FreshProcess(each.call, *each.arguments)
-
-
-def write_model(config: ModelConfig, folder: Path) -> None:
-    """Write a random model, unless it is there."""
-    if not folder.exists():
-        write_random_model(config, folder)
 
 
 def build_llama(source: Path, folder: Path) -> None:

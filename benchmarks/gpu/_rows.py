@@ -21,9 +21,10 @@ from benchmarks.gpu._cuda_probe import rates
 from benchmarks.gpu._figures import of_run
 from benchmarks.gpu._peers import hugging_face, llama_cpp
 from benchmarks.gpu._policies import Case, in_turn
-from benchmarks.gpu._preparations import LLAMA, Preparation, build_llama, write_gguf, write_model
+from benchmarks.gpu._preparations import LLAMA, Preparation, build_llama, write_gguf
 from benchmarks.gpu._sizes import Requests, Sizes, active_bytes, flops_of_a_token, weight_bytes
 from benchmarks.shared.fresh_process import command, in_fresh_process
+from benchmarks.shared.kept_models import kept_model
 from moesched.system.memory import available_memory
 
 Figures = dict[str, Any]
@@ -148,7 +149,7 @@ class Row(NamedTuple):
 def preparations(bench: Bench, rows: Sequence[Row]) -> Mapping[str, Preparation]:
     """Preparations of the rows: models, and programs that can be built."""
     sizes, places = bench.sizes, bench.places
-    known = {MODEL: Preparation(write_model, (sizes.model, places.of(MODEL)))}
+    known = {MODEL: Preparation(kept_model, (sizes.model, places.of(MODEL)))}
     if places.llama_source is not None:
         known[PROGRAM] = Preparation(build_llama, (places.llama_source, places.of(PROGRAM).parent.parent))
     elif places.llama is not None:
@@ -223,7 +224,7 @@ def policies_in_order(bench: Bench, seconds: float) -> Figures:
 
 def family(name: str, bench: Bench, seconds: float) -> Figures:
     """A model of another family, all of whose weights stay, and its greedy tokens in float32 beside the CPU's."""
-    left = bench.make(seconds, write_model, (bench.sizes.family(name),), bench.places.of(name))
+    left = bench.make(seconds, kept_model, (bench.sizes.family(name),), bench.places.of(name))
     found = bench.run(left, name, "resident", bench.sizes.familiar)
     tokens = [
         in_fresh_process(
@@ -239,14 +240,14 @@ def family(name: str, bench: Bench, seconds: float) -> Figures:
 
 def family_streamed(name: str, bench: Bench, seconds: float) -> Figures:
     """The same on a GPU that holds nine tenths of the weights."""
-    left = bench.make(seconds, write_model, (bench.sizes.family(name),), bench.places.of(name))
+    left = bench.make(seconds, kept_model, (bench.sizes.family(name),), bench.places.of(name))
     budget = weight_bytes(bench.sizes.family(name)) * 9 // 10
     return bench.run(left, name, "layer_streaming", bench.sizes.familiar, gpu=budget)
 
 
 def large(bench: Bench, seconds: float) -> Figures:
     """Many requests of a model that is far larger than the GPU's memory."""
-    left = bench.make(seconds, write_model, (bench.sizes.large,), bench.places.of(LARGE))
+    left = bench.make(seconds, kept_model, (bench.sizes.large,), bench.places.of(LARGE))
     return bench.run(left, LARGE, "cgopipe", bench.sizes.many, gpu=bench.sizes.large_gpu)
 
 

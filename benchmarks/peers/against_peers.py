@@ -33,10 +33,10 @@ from benchmarks.peers.protocol import PeerFailed, Worker
 from benchmarks.peers.registry import CAPPED, OURS, OURS_ON_DISK, PAGE_CACHE, RESIDENT
 from benchmarks.peers.rounds import Field, add_patience
 from benchmarks.record.benchmark import Benchmark, progress
+from benchmarks.shared.kept_models import kept_model
 from benchmarks.shared.reading import warm
 from moesched.models.checkpoint import open_checkpoint
 from moesched.models.config import ITEM_BYTES
-from moesched.models.random_model import write_random_model
 from moesched.models.tensors import count_weights
 from moesched.system.cache import cache_folder
 
@@ -51,9 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print, write the JSON after each part."""
     options = BENCHMARK.parse(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # processes and caps end, too
-    if not options.model.exists():
-        progress.print(f"writing a random {MODEL} to {options.model}")
-        write_random_model(MODEL, options.model)
+    kept_model(MODEL, options.model)
     found = {part: figures for part, figures in BENCHMARK.stored().items() if part in PARTS}
     for part in options.only:
         progress.print(f"[bold]{part}[/bold]")

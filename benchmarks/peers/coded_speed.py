@@ -27,8 +27,8 @@ from benchmarks.record.benchmark import Benchmark, progress
 from benchmarks.record.claims import Claim, Result, at_least, at_most
 from benchmarks.shared.decoding import Model
 from benchmarks.shared.gguf_files import q4_k_m, quantized, write_gguf
+from benchmarks.shared.kept_models import kept_model
 from moesched.models.checkpoint import open_checkpoint
-from moesched.models.random_model import write_random_model
 from moesched.system.cache import cache_folder
 
 MODEL = "mixtral-0.8b"
@@ -88,9 +88,7 @@ def disk_steps(options: argparse.Namespace) -> Result:
 
 def models(name: str) -> tuple[Path, Path]:
     """The model's folder in bfloat16 and its file in a format; written now if there are none."""
-    plain, coded = cache_folder() / MODEL, cache_folder() / f"{MODEL}-{name}.gguf"
-    if not plain.exists():
-        write_random_model(MODEL, plain)
+    plain, coded = kept_model(MODEL), cache_folder() / f"{MODEL}-{name}.gguf"
     if not coded.exists():
         begun = coded.with_suffix(".part")
         write_gguf(open_checkpoint(plain), begun, TYPES[name])

@@ -23,9 +23,9 @@ from benchmarks.peers.registry import HUGGING_FACE, OURS
 from benchmarks.peers.rounds import Field, add_patience
 from benchmarks.record.benchmark import Benchmark, progress
 from benchmarks.record.claims import Claim, Result, at_least
+from benchmarks.shared.kept_models import kept_model
 from moesched.models.checkpoint import open_checkpoint
 from moesched.models.config import ModelConfig
-from moesched.models.random_model import write_random_model
 from moesched.models.shapes import SHAPES
 from moesched.system.cache import cache_folder
 
@@ -66,11 +66,7 @@ def measured(name: str, options: argparse.Namespace) -> Result:
 
 def written(name: str) -> Path:
     """A random model of the shape in the cache folder, written if it is not there."""
-    path = cache_folder() / f"{name}-{LAYERS}-layers-{EXPERTS[name]}-experts"
-    if not path.exists():
-        progress.print(f"writing {path.name}")
-        write_random_model(shape_of(name), path)
-    return path
+    return kept_model(shape_of(name), cache_folder() / f"{name}-{LAYERS}-layers-{EXPERTS[name]}-experts")
 
 
 def shape_of(name: str) -> ModelConfig:

@@ -26,11 +26,10 @@ from benchmarks.peers.registry import OURS, ours
 from benchmarks.peers.rounds import Field, add_patience, turned
 from benchmarks.record.benchmark import Benchmark, track
 from benchmarks.record.claims import Claim, Result, at_most, none_of
+from benchmarks.shared.kept_models import kept_model
 from benchmarks.shared.pairs import Pairs, compared, starts_of
 from benchmarks.shared.reading import warm
 from moesched.models.checkpoint import open_checkpoint
-from moesched.models.random_model import write_random_model
-from moesched.system.cache import cache_folder
 
 BEFORE = "before"
 SLOWEST = 0.98
@@ -119,9 +118,7 @@ class Jobs:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure in turns, print a line for each row, and return 1 if a bar is missed."""
     options = BENCHMARK.parse(arguments)
-    model = cache_folder() / MODEL
-    if not model.exists():
-        write_random_model(MODEL, model)
+    model = kept_model(MODEL)
     warm(model)
     rows: dict[str, Any] = {}
     different: set[str] = set()

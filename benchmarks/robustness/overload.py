@@ -22,10 +22,8 @@ import psutil
 
 from benchmarks.record.benchmark import Benchmark
 from benchmarks.record.claims import Claim, Result, all_of, at_most, none_of
+from benchmarks.shared.kept_models import kept_model
 from benchmarks.shared.servers import Server, connected, idle_state, memory_of, page, running
-from moesched.models.random_model import write_random_model
-from moesched.models.shapes import SHAPES
-from moesched.system.cache import cache_folder
 
 MODEL = "mixtral-0.8b"
 PLACES, QUEUE = 16, 64
@@ -70,9 +68,7 @@ BENCHMARK.parser.add_argument(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure what the server carries, send more, and write what became of it."""
     options = BENCHMARK.parse(arguments)
-    model = cache_folder() / MODEL
-    if not model.exists():
-        write_random_model(SHAPES[MODEL], model)
+    model = kept_model(MODEL)
     command = [sys.executable, "-m", "moesched", "serve", str(model), "--port", "0", "--context", "128"]
     command += ["--policy", "resident", "--batch-size", str(PLACES), "--queue", str(QUEUE)]
     with running(command) as server:

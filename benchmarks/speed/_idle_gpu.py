@@ -17,11 +17,11 @@ from typing import Any
 import torch
 
 from benchmarks.shared.small_runs import ONE_MEMORY
+from moesched.devices.kernels.resources import host_indices
 from moesched.devices.kernels.seam import Case
 from moesched.devices.kernels.triton_rows import TRITON
 from moesched.devices.runner.micro_batch import MicroBatchState
 from moesched.devices.torch.captured import Graphs
-from moesched.devices.torch.copies import host_indices
 from moesched.devices.torch.cuda_streams import CudaStreams
 from moesched.devices.torch.device import CUDA_LANES, TorchDevice
 from moesched.devices.torch.fixed_steps import Replays

@@ -36,6 +36,7 @@ import torch
 from benchmarks.record.benchmark import Benchmark, track
 from benchmarks.record.claims import Claim, Result, all_of, at_least
 from benchmarks.record.tables import across
+from benchmarks.shared.kept_models import kept_model
 from benchmarks.shared.limits import Contender, Race
 from moesched.devices.native.compiled import instruction_sets
 from moesched.devices.native.kernels import NativeKernels
@@ -46,9 +47,7 @@ from moesched.devices.products.packed_weights import pack, packing_pays
 from moesched.devices.products.team import Team, use_cores
 from moesched.devices.shared.arena import aligned_bytes
 from moesched.jobs.run_model import run_model
-from moesched.models.random_model import write_random_model
 from moesched.models.shapes import SHAPES
-from moesched.system.cache import cache_folder
 from moesched.system.cores import usable_cores
 
 EXPERTS = ("mixtral-8x7b", "mixtral-0.8b", "qwen3-30b-a3b", "dbrx")
@@ -281,9 +280,7 @@ def last_level_cache() -> int:
 
 def measure_decode(batch: int, runs: int) -> dict[str, Any]:
     """Tokens per second with the kernel and with torch alone; the sides take turns."""
-    model = cache_folder() / MODEL
-    if not (model / "config.json").exists():
-        write_random_model(SHAPES[MODEL], model)
+    model = kept_model(MODEL)
     rates: dict[str, list[float]] = {"auto": [], "torch": []}
     for _ in track(range(runs), f"batch {batch}"):
         for kernel, found in rates.items():

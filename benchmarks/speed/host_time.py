@@ -27,6 +27,7 @@ from benchmarks.record.benchmark import Benchmark, track
 from benchmarks.record.claims import Claim, Result, at_most
 from benchmarks.record.tables import table_of
 from benchmarks.shared.compiled import compiled
+from benchmarks.shared.kept_models import kept_model
 from benchmarks.speed import _idle_gpu
 from moesched.calibration.other_load import OtherLoad
 from moesched.devices.native.compiled import library
@@ -125,8 +126,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print what came out, write the result."""
     BENCHMARK.parser.add_argument("--model", type=Path, default=cache_folder() / MODEL, metavar="FOLDER")
     options = BENCHMARK.parse(arguments)
-    if not (options.model / "config.json").exists():
-        write_random_model(SHAPES[MODEL], options.model)
+    kept_model(MODEL, options.model)
     found = {}
     with TemporaryDirectory() as folder:
         small = write_random_model(small_shape(), Path(folder) / "model")

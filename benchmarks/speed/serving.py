@@ -19,16 +19,14 @@ from typing import Any, NamedTuple
 import moesched
 from benchmarks.record.benchmark import Benchmark, track
 from benchmarks.record.claims import Claim, Result, at_least, at_most
+from benchmarks.shared.kept_models import kept_model
 from moesched.jobs.served_model import served_model
 from moesched.jobs.served_options import ServedOptions
 from moesched.models.checkpoint import open_checkpoint
 from moesched.models.layout import weight_layout
-from moesched.models.random_model import write_random_model
-from moesched.models.shapes import SHAPES
 from moesched.runs.serving import Served, Serving
 from moesched.serving.live import LiveArrivals
 from moesched.serving.request import Request
-from moesched.system.cache import cache_folder
 
 MODEL = "mixtral-0.8b"
 USERS, TURNS, PROMPT, NEW_TOKENS = 16, 2, 64, 48
@@ -105,9 +103,7 @@ def simulated() -> Result:
 
 def beside_a_batch(way: Way, rounds: int) -> Result:
     """Rounds of a batch job and of serving, in turn."""
-    model = cache_folder() / MODEL
-    if not model.exists():
-        write_random_model(SHAPES[MODEL], model)
+    model = kept_model(MODEL)
     given = ServedOptions(
         model=model, policy=way.policy, batch_size=USERS, budgets=budgets(model, way), context=128
     )

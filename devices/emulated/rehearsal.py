@@ -41,7 +41,7 @@ NO_LIMIT = 1 << 62
 
 
 class Rehearsed(NamedTuple):
-    """The seconds of one kind of operation on its lane, real ones here and modelled ones there, for all layers."""
+    """One kind of operation on its lane: its real seconds on this machine and its modelled seconds, for all layers."""
 
     lane: str
     verb: str

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from . import samples
 from .guarded import Guarded
 from .layer_weights import Tensor, Weights
 from .memory import Memory
-from .resources import Resources, as_it_is
+from .resources import Resources, as_it_is, host_indices, host_upload
 from .samples import Cut, Sample
 from .seam import OPERATIONS, Case, Kernel
 from .table import KernelTable
@@ -128,8 +127,8 @@ def cpu_resources(config: ModelConfig, dtype: torch.dtype, threads: NativeKernel
         config=config,
         dtype=dtype,
         device=torch.device("cpu"),
-        indices=partial(torch.tensor, dtype=torch.int64),
-        upload=_upload,
+        indices=host_indices,
+        upload=host_upload,
         captured=as_it_is,
         use_cores_for=lambda rows, weights: None,
         team=None,
@@ -139,10 +138,6 @@ def cpu_resources(config: ModelConfig, dtype: torch.dtype, threads: NativeKernel
     )
     fill(resources.table, resources)
     return resources
-
-
-def _upload(numbers: Sequence[int], into: Tensor) -> None:
-    into.view(-1)[: len(numbers)] = torch.tensor(numbers)
 
 
 @contextmanager

@@ -1,6 +1,7 @@
-"""Kernels on single elements, joined into one where there is Metal: a GPU takes longer to start most than to run them.
+"""Functions on single elements, each of which is compiled to one kernel where there is Metal.
 
-MLX joins kernels on a processor too, but needs a C++ compiler there while it runs, so elsewhere they run one by one.
+A GPU takes longer to start most of their operations than to run them. On a processor MLX needs a C++ compiler to join
+operations, so there each runs as a kernel of its own.
 """
 
 from __future__ import annotations

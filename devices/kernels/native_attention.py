@@ -13,33 +13,23 @@ from ..native.attention import (
     NativeAttention,
     refuses_prompts,
 )
-from ..native.compiled import instruction_sets, why_unusable
+from ..native.compiled import instruction_sets
 from .layer_weights import Tensor, Weights, sinks_of
 from .memory import Memory
+from .native_kernel import LibraryKernel
 from .resources import Resources
-from .seam import Bound, Case, Kernel
+from .seam import Bound, Case
 
 QKV = tuple[Tensor, Tensor, Tensor]
 
 
-class NativeAttentionKernel(Kernel):
-    """The base of attention by the native library. A token's bits depend on no other token."""
-
-    name = "native"
-    independent = True
-    has_threads = True
+class NativeAttentionKernel(LibraryKernel):
+    """The base of attention by the native library."""
 
     def __init__(self, resources: Resources) -> None:
-        assert resources.threads is not None, "the library is there"
-        self._instruction_set = resources.threads.instruction_set
-        self._attention = NativeAttention(resources.threads)
+        super().__init__(resources)
+        self._attention = NativeAttention(self._threads)
         self._dtype = resources.dtype
-        self.name = f"native {self._instruction_set}"
-
-    @classmethod
-    def problem(cls) -> str | None:
-        """The reason why the native library cannot be used: it is missing or does not load; None if it can."""
-        return why_unusable() or None
 
 
 class NativeDecodeAttention(NativeAttentionKernel):
@@ -106,7 +96,8 @@ class NativePromptAttention(NativeAttentionKernel):
             return "it attends in bfloat16"
         assert case.layer is not None, "it is in a layer"
         attention = case.layer.grouped
-        return refuses_prompts(self._instruction_set, attention.heads, attention.kv_heads, attention.head_dim)
+        heads = attention.heads, attention.kv_heads, attention.head_dim
+        return refuses_prompts(self._threads.instruction_set, *heads)
 
     def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
         """Bind attention of prompts: (q_THd, views) -> attended_TX."""

@@ -1,4 +1,4 @@
-"""The base of the native library's kernels for bfloat16 models: the cases that they take."""
+"""The bases of the native library's kernels: their threads, and the cases that those for bfloat16 models take."""
 
 from __future__ import annotations
 
@@ -22,25 +22,33 @@ MOST_GROUPS = 64
 """Most groups of experts that a router may have, as in moe_layer.c."""
 
 
-class NativeKernel(Kernel):
-    """A kernel of the native library. A row's bits depend on no other row, only on the instruction set."""
+class LibraryKernel(Kernel):
+    """The base of the native library's kernels. A row's bits depend on no other row, only on the instruction set."""
 
     name = "native"
-    takes = "rows of bfloat16 by coded weights, and few by bfloat16 ones, on a CPU"
     independent = True
     has_threads = True
 
     def __init__(self, resources: Resources) -> None:
         assert resources.threads is not None, "the library is there"
         self._threads: NativeKernels = resources.threads
-        self._config: ModelConfig = resources.config
-        self._prepare = Preparation(resources.config)
         self.name = f"native {self._threads.instruction_set}"
 
     @classmethod
     def problem(cls) -> str | None:
         """The reason why the native library cannot be used: it is missing or does not load; None if it can."""
         return why_unusable() or None
+
+
+class NativeKernel(LibraryKernel):
+    """A kernel of the native library for bfloat16 models: all operations but attention."""
+
+    takes = "rows of bfloat16 by coded weights, and few by bfloat16 ones, on a CPU"
+
+    def __init__(self, resources: Resources) -> None:
+        super().__init__(resources)
+        self._config: ModelConfig = resources.config
+        self._prepare = Preparation(resources.config)
 
     def refusal(self, case: Case) -> str:
         """A reason to refuse cases that the library lacks, and many rows, for which torch is faster; else empty."""

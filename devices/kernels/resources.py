@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -17,6 +18,8 @@ from .table import KernelTable
 
 Indices = Callable[[Sequence[int]], torch.Tensor]
 """A function that makes an int64 tensor of numbers on the accelerator."""
+host_indices: Indices = partial(torch.tensor, dtype=torch.int64)
+"""The `Indices` of the host."""
 Upload = Callable[[Sequence[int], torch.Tensor], None]
 """A function that copies numbers to the first entries of an int64 tensor on the accelerator."""
 Capture = Callable[[Bound, str, Memory], Bound]
@@ -25,6 +28,11 @@ Capture = Callable[[Bound, str, Memory], Bound]
 Its arguments are the bound kernel, which must only launch GPU kernels and write to memory that stays; its operation;
 and the memory that it is bound to.
 """
+
+
+def host_upload(numbers: Sequence[int], into: torch.Tensor) -> None:
+    """Copy numbers to the first entries of an int64 tensor on the host: the `Upload` of the host."""
+    into.view(-1)[: len(numbers)] = host_indices(numbers)
 
 
 def as_it_is(run: Bound, operation: str, memory: Memory) -> Bound:

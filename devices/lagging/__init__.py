@@ -1,1 +1,1 @@
-"""The lagging device: CUDA's code path on the CPU, over streams that lag, overtake each other and fail."""
+"""The lagging device: tests the CUDA device's code on the CPU, over imitated streams that lag, overtake and fail."""

@@ -1,4 +1,4 @@
-"""The work that a stream records for an imitated CUDA graph, and what it may not do meanwhile."""
+"""A capture: the work that a stream records for an imitated CUDA graph, and the calls that CUDA forbids meanwhile."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Protocol
 
 
 class InPool(Protocol):
-    """A block of memory; `pool` is the graphs' memory that it was cut from, if it was."""
+    """A block of memory; `pool` is the memory pool of graphs that it was taken from; None for ordinary memory."""
 
     pool: object
 
 
 class Capture:
-    """The work that a stream records from the begin of a capture to its end.
+    """The work that a stream records, from the beginning of a capture to its end.
 
     Attributes:
-        pool: the memory that captured calls allocate from.
+        pool: the memory pool that captured calls allocate from.
         works: the pieces of work, in order.
-        broken: whether a call in between was refused.
+        broken: whether a call during the capture was refused.
     """
 
     def __init__(self, pool: object, mode: str) -> None:
@@ -32,7 +32,7 @@ class Capture:
         self._blocks: list[weakref.ref[InPool]] = []
 
     def uses(self, block: InPool) -> None:
-        """Note that captured work reads or writes a block."""
+        """Note that captured work uses a block; blocks of the pool need not be noted."""
         if block.pool is not self.pool:
             self._blocks.append(weakref.ref(block))
 
@@ -41,14 +41,14 @@ class Capture:
         return threading.get_ident() == self._thread
 
     def forbids(self) -> bool:
-        """True if the calling thread may not make calls that CUDA counts as unsafe."""
+        """True if the capture forbids the calling thread to make calls that CUDA counts as unsafe."""
         return self._mode == "global" or self.is_of_this_thread()
 
     def refused(self, why: str = "") -> RuntimeError:
-        """Break the capture; returns the error to raise."""
+        """Mark the capture as broken by a refused call; returns the error to raise."""
         self.broken = True
         return RuntimeError(f"CUDA error: operation not permitted when stream is capturing{why}")
 
     def freed(self) -> bool:
-        """True if a block outside of the pool is gone."""
+        """True if a block that captured work uses, outside of the pool, has been freed."""
         return any(block() is None for block in self._blocks)

@@ -1,4 +1,4 @@
-"""The lagging device: the CUDA device's own code on the CPU, over imitated streams that do all that CUDA permits."""
+"""The lagging device: the CUDA device's own code on the CPU, over imitated GPUs that use all freedom that CUDA has."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ GPU_DEVICE = torch.device(DEVICE_TYPE, 0)
 
 
 class LaggingGpu:
-    """Imitated GPUs on the CPU; torch uses the ones that were made last.
+    """Imitated GPUs on the CPU; a process has one set of them at a time, the one that was made last.
 
     Args:
         seed: seed of the random order in which work of different streams runs.
-        fails_at: the number of the piece of work that fails, from 1 on; 0 for none.
+        fails_at: the number of the piece of work that fails, counted from 1; 0 for none.
         capacity: bytes of each GPU's memory; None for no limit.
-        reported_free: bytes that a GPU reports as free, in addition to those that torch holds.
+        reported_free: bytes that a GPU reports as free.
         clock: the host's clock in nanoseconds; the GPUs' clocks drift from it.
         count: number of GPUs.
 
     Attributes:
-        streams: the GPUs' queues of work.
-        memories: each GPU's memory, with the bytes that are in use.
-        pinned: page-locked memory of the host: its limit, and faults in its use.
+        streams: the streams of all GPUs, with their queues of work.
+        memories: the memory of each GPU.
+        pinned: the page-locked memory of the host.
         operations: runs or queues torch's calls on the GPUs' tensors, and counts them.
     """
 
@@ -80,13 +80,13 @@ class LaggingGpu:
 
 
 class LaggingDevice(TorchDevice):
-    """Runs tasks with the CUDA device's code on imitated GPUs; a process can have one set of them at a time.
+    """Runs tasks with the CUDA device's code on imitated GPUs.
 
     Args:
-        gpu: by default one with seed 0; the ranks of a tensor-parallel model share it.
+        gpu: the imitated GPUs, by default one with seed 0; the ranks of a tensor-parallel model share them.
         kernel: the choice of kernels on the host, as for `TorchDevice`.
-        triton: whether the operators that CUDA runs by kernels in Triton stand in front of other kernels; here their
-            references in torch run.
+        triton: whether the operators that CUDA runs by kernels in Triton go before other kernels; here their references
+            in torch run.
     """
 
     def __init__(
@@ -158,7 +158,10 @@ def _on_gpu(verb: Verb) -> Verb:
 
 
 def _install(operations: Operations, free: int) -> None:
-    """Make the imitated GPU known to torch under the name of its device type, like `torch.cuda`."""
+    """Make the imitated GPUs known to torch as a device type, with a module of functions like `torch.cuda`.
+
+    free: bytes that a GPU reports as free.
+    """
     module = getattr(torch, DEVICE_TYPE, None)
     if module is None:
         module = ModuleType(f"torch.{DEVICE_TYPE}")

@@ -1,8 +1,8 @@
-"""Imitated CUDA graphs: a stream records its work instead of running it, and replays queue it again and again.
+"""Imitated CUDA graphs: a stream records its work instead of running it, and replays queue that work again and again.
 
-A graph knows addresses, not tensors: replays read and write the memory that the captured calls had, whatever is there.
-What CUDA refuses while a stream captures breaks the capture here, too: waits of the host, memory that another stream
-would have to get from the system, edges to streams that do not capture.
+A graph knows addresses, not tensors: a replay reads and writes the memory of the captured calls, whatever is there by
+now. Calls that CUDA refuses while a stream captures break the capture here, too: waits of the host, allocations for
+another stream that take memory from the system, and events between streams of which only one captures.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ MODES = ("global", "thread_local")
 
 
 class GraphPool:
-    """Memory of graphs alone, from which calls allocate while they are captured."""
+    """A memory pool of graphs, from which calls allocate while they are captured."""
 
     def __init__(self) -> None:
         self._graphs: weakref.WeakSet[LaggingGraph] = weakref.WeakSet()
         self._is_new = True
 
     def add(self, graph: LaggingGraph) -> None:
-        """Add a graph to those that use the memory.
+        """Add a graph to those that use the pool.
 
         Raises:
-            RuntimeError: all graphs that used it are gone, so that torch may free it at any time.
+            RuntimeError: all graphs that used it are gone, so that torch may have freed it.
         """
         if not (self._is_new or self.is_live):
             raise RuntimeError("it->second->use_count > 0 INTERNAL ASSERT FAILED")
@@ -35,17 +35,17 @@ class GraphPool:
         self._graphs.add(graph)
 
     def discard(self, graph: LaggingGraph) -> None:
-        """Remove a graph from those that use the memory."""
+        """Remove a graph from those that use the pool."""
         self._graphs.discard(graph)
 
     @property
     def is_live(self) -> bool:
-        """True while a graph uses the memory."""
+        """True while a graph uses the pool."""
         return len(self._graphs) > 0
 
 
 class LaggingGraph:
-    """As `torch.cuda.CUDAGraph`: captures the work of the current stream, and replays it.
+    """Imitates `torch.cuda.CUDAGraph`: captures the work of the current stream, and replays it.
 
     Args:
         gpu: the GPU whose streams it captures and replays on.
@@ -58,11 +58,11 @@ class LaggingGraph:
         self._pool: GraphPool
 
     def capture_begin(self, pool: GraphPool | None = None, capture_error_mode: str = "global") -> None:
-        """Let the current stream record its work, until `capture_end`.
+        """Make the current stream record its work, until `capture_end`.
 
         Args:
-            pool: memory for what captured calls allocate; by default the graph's own.
-            capture_error_mode: the threads that may make no unsafe calls meanwhile: all of them, or the calling one.
+            pool: the memory pool that captured calls allocate from; by default one of the graph's own.
+            capture_error_mode: "global" forbids unsafe calls to all threads meanwhile, "thread_local" to this one.
 
         Raises:
             RuntimeError: the stream is the default one, or captures already, or all graphs of the pool are gone.
@@ -105,12 +105,12 @@ class LaggingGraph:
         self._gpu.replay(capture.works)
 
     def reset(self) -> None:
-        """Forget the captured work, and give its memory back."""
+        """Forget the captured work, and use the memory pool no longer."""
         if self._capture is not None:
             self._pool.discard(self)
             self._capture = None
 
     def pool(self) -> Any:
-        """The graph's memory, for other graphs that are to share it."""
+        """The graph's memory pool, for other graphs that are to share it."""
         assert self._capture is not None, "it is captured"
         return self._pool

@@ -1,4 +1,4 @@
-"""Imitated memory of a GPU: blocks, of which freed ones are handed on at once."""
+"""The imitated memory of a GPU, whose freed blocks are used again at once."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from .streams import Gpu, LaggingStream
 
 
 class Block:
-    """A block of GPU memory; free as soon as nothing refers to it, even if queued work still uses it.
+    """A block of GPU memory; it is freed as soon as nothing refers to it, even if queued work still uses it.
 
     Attributes:
         raw: the bytes.
-        stream: the stream that allocated it; the next allocation of that stream may reuse it.
-        pool: the memory of graphs that it was taken from; None if it was allocated by a call that ran.
+        stream: the stream that allocated it; later allocations of that stream may use it again.
+        pool: the memory pool of graphs that it was taken from; None if the call that allocated it was not captured.
         inferring: whether the call that allocated it was made in torch's inference mode.
     """
 
@@ -34,7 +34,7 @@ class Block:
         self._memory.free(self._piece, self._nbytes)
 
     def tensor(self, like: torch.Tensor) -> torch.Tensor:
-        """A tensor in this memory with the type, shape, strides and offset of `like`."""
+        """A tensor in this memory with the dtype, shape, strides and offset of `like`."""
         items = self.raw.view(like.dtype)
         return items.as_strided(like.size(), like.stride(), items.storage_offset() + like.storage_offset())
 
@@ -47,9 +47,9 @@ class GpuMemory:
 
     Attributes:
         allocations: number of blocks that were allocated so far.
-        wanted, most_wanted: bytes of tensors that are in use now, and the most so far.
-        taken, most_taken: bytes of their blocks, whose sizes are rounded up, now and at most.
-        most_reserved: the most bytes of segments, from which blocks are cut.
+        wanted, most_wanted: bytes that blocks in use were asked for, now and at most so far.
+        taken, most_taken: bytes of these blocks, whose sizes are rounded up, now and at most so far.
+        most_reserved: most bytes so far of the segments from which blocks are cut.
     """
 
     def __init__(self, gpu: Gpu, capacity: int | None = None) -> None:
@@ -61,11 +61,11 @@ class GpuMemory:
         self._freed: deque[tuple[Piece, int]] = deque()
 
     def allocate(self, nbytes: int, stream: LaggingStream) -> Block:
-        """Allocate a block for a stream; it is filled with poison when the stream reaches this point.
+        """Allocate a block for a stream; the stream fills it with POISON when it reaches this point.
 
         Raises:
             torch.OutOfMemoryError: there is not enough memory.
-            RuntimeError: it takes memory from the system for this stream while another one captures.
+            RuntimeError: the block needs memory of the system while another stream captures, which CUDA forbids.
         """
         with self._gpu.lock:
             self.allocations += 1
@@ -88,7 +88,7 @@ class GpuMemory:
             return block
 
     def free(self, piece: Piece, nbytes: int) -> None:
-        """Free a block's memory; takes no lock, since the garbage collector may call it anywhere."""
+        """Free a block's memory; this takes no lock, since the garbage collector may call it anywhere."""
         self._freed.append((piece, nbytes))
 
     @property

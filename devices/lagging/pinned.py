@@ -1,4 +1,4 @@
-"""Page-locked memory of the host, as an imitated GPU sees it: what is locked, and copies that it lost."""
+"""The page-locked memory of the host, as an imitated GPU sees it, with the faults in its use."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ READ_ONLY = 8
 """Flag of CUDA: memory that the process may not write to either."""
 
 INVALID_VALUE, OUT_OF_MEMORY, ALREADY_REGISTERED, NOT_REGISTERED = 1, 2, 712, 713
-"""CUDA's errors."""
+"""Numbers of CUDA's errors."""
 
 
 class PinnedMemory:
-    """Page-locked memory of the host: the addresses that are locked.
+    """Keeps the addresses of the host's page-locked memory.
 
-    A copy uses locked memory by address alone, when its stream runs it: the memory has to be locked until then.
+    A copy uses locked memory by its address, when its stream runs the copy: the memory has to be locked until then.
 
     gpu: the GPU whose streams copy.
 
     Attributes:
-        registered: number of bytes of existing memory that was locked, by its address.
-        most_registered: the most bytes that may be locked so; None for no limit.
-        refuses_files: the number of CUDA's error when memory of files is locked; 0 if that succeeds.
-        faults: uses of locked memory that a real GPU might answer with wrong bytes, or not at all.
+        registered: the bytes of existing memory that was registered with CUDA, by its address.
+        most_registered: most bytes that may be registered; None for no limit.
+        refuses_files: the number of CUDA's error when memory of files is registered; 0 if that succeeds.
+        faults: descriptions of uses of locked memory for which a real GPU might give wrong bytes, or fail.
         allocations: number of allocations of locked memory so far, registrations included.
     """
 
@@ -48,7 +48,7 @@ class PinnedMemory:
         self._copies = 0
 
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:  # CUDA's name
-        """Lock existing memory; returns 0, or the number of CUDA's error."""
+        """Register existing memory, which locks it; returns 0, or the number of CUDA's error."""
         most = self.most_registered
         if any(start < address + nbytes and address < end for start, end in self._registrations()):
             return ALREADY_REGISTERED
@@ -61,7 +61,7 @@ class PinnedMemory:
         return 0
 
     def cudaHostUnregister(self, address: int) -> int:  # CUDA's name
-        """Unlock memory; returns 0, or the number of CUDA's error."""
+        """Unlock registered memory; returns 0, or the number of CUDA's error."""
         if address not in self.registered:
             self.faults.append(f"unregistered {address:#x}, which is not registered")
             return NOT_REGISTERED
@@ -72,7 +72,7 @@ class PinnedMemory:
         return 0
 
     def empty(self, size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """A poisoned tensor in page-locked memory."""
+        """Make a tensor in page-locked memory, filled with POISON."""
         items = max(1, int(np.prod(size)))
         memory = np.full(items * dtype.itemsize + ROUNDING, POISON, np.uint8)
         weakref.finalize(memory, self._cached.pop, memory.ctypes.data)
@@ -91,9 +91,9 @@ class PinnedMemory:
         return tensor.untyped_storage().data_ptr() in self._cached or self._is_registered(tensor)
 
     def at_its_time(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """A function that returns a locked tensor of the host when its copy runs; fails if it is unlocked by then.
+        """A function to call when a copy runs: returns the host's tensor in locked memory, or raises if it is unlocked.
 
-        It keeps no reference to the tensor until then.
+        It keeps no reference to the tensor, as a real copy keeps none.
         """
         if tensor.untyped_storage().data_ptr() in self._cached:
             return lambda: tensor  # torch keeps it until its copies ran

@@ -1,4 +1,4 @@
-"""Segments of a GPU's memory, and the blocks that are cut from them, with the sizes of torch's caching allocator."""
+"""Segments of a GPU's memory, from which blocks are cut by the rules and sizes of torch's caching allocator."""
 
 from __future__ import annotations
 
@@ -7,22 +7,25 @@ from typing import Any
 import torch
 
 ROUNDING = 512
-"""Bytes that the sizes of blocks are rounded up to."""
+"""Bytes to a multiple of which the sizes of blocks are rounded up."""
 SMALL = 1 << 20
-"""Bytes of the largest block that is cut from a small segment; a rest of a large one is cut off if it has more."""
+"""Most bytes of a block in a small segment; in a large segment, a rest is cut off only if it has more bytes."""
 SMALL_SEGMENT, LARGE_SEGMENT = 2 << 20, 20 << 20
-"""Bytes of segments: blocks from half of a large one on get a segment of their own, in multiples of a small one."""
+"""Bytes of a small and of a large segment.
+
+A block of at least half a large segment gets one of its own, whose size is a multiple of that of a small one.
+"""
 
 POISON = 0xFF
-"""The byte in memory that was not written to: NaN in floats, -1 in integers."""
+"""The value of bytes that were not written to: NaN in floats, -1 in integers."""
 
 
 class Piece:
     """A part of a segment, free or in use.
 
     Attributes:
-        pool: the stream or graphs that the segment belongs to, and whether its blocks are small.
-        before, behind: the pieces next to it in the segment.
+        pool: the stream or the graphs that the segment belongs to, and whether its blocks are small.
+        before, behind: the pieces next to it in the segment; None at its ends.
     """
 
     __slots__ = ("before", "behind", "free", "memory", "nbytes", "pool", "start")
@@ -37,11 +40,11 @@ class Piece:
         self.behind: Piece | None = None
 
     def bytes(self) -> torch.Tensor:
-        """The piece's memory."""
+        """The bytes of the piece."""
         return self.memory[self.start : self.start + self.nbytes]
 
     def cut(self, nbytes: int) -> Piece:
-        """Shorten the piece to that many bytes; returns the rest as a new piece."""
+        """Shorten the piece to `nbytes` bytes; returns the rest as a new piece."""
         rest = Piece(self.memory, self.start + nbytes, self.nbytes - nbytes, self.pool)
         rest.before, rest.behind, self.nbytes = self, self.behind, nbytes
         if self.behind is not None:
@@ -60,7 +63,7 @@ class Piece:
 
 
 class Segments:
-    """Cuts blocks from segments: the smallest free piece that fits; of equal pieces, the one that was freed last.
+    """Cuts blocks from segments: from the smallest free piece that fits; of equal ones, from that which was freed last.
 
     Attributes:
         reserved: bytes of all segments.
@@ -71,14 +74,14 @@ class Segments:
         self._free: dict[tuple[Any, bool], list[Piece]] = {}
 
     def fits(self, nbytes: int, owner: Any) -> bool:
-        """True if a block can be cut from the segments of an owner."""
+        """Test whether a block can be cut from the segments of an owner, a stream or graphs."""
         nbytes = _rounded(nbytes)
         return any(piece.nbytes >= nbytes for piece in self._free.get((owner, nbytes <= SMALL), ()))
 
     def take(self, nbytes: int, owner: Any, capacity: int | None, *, releases: bool = True) -> Piece | None:
-        """Allocate a block for a stream or for graphs; None if segments would exceed `capacity` bytes.
+        """Cut a block for an owner, a stream or graphs; None if that would take segments beyond `capacity` bytes.
 
-        releases: whether unused segments may be freed for that.
+        releases: whether unused segments may be freed to stay within the capacity.
         """
         nbytes = _rounded(nbytes)
         pool = (owner, nbytes <= SMALL)
@@ -118,7 +121,7 @@ class Segments:
         self._free[piece.pool].append(piece)
 
     def _release_unused(self) -> None:
-        """Free the segments without a block in use; torch waits for all streams before, and keeps those of graphs."""
+        """Free the segments of which no block is in use, except those of graphs."""
         for pool, pieces in self._free.items():
             if getattr(pool[0], "is_live", False):
                 continue

@@ -1,4 +1,4 @@
-"""Shapes of the results of calls of torch, remembered: on tiny tensors, computing one takes longer than the call."""
+"""A cache of the shapes of results of torch's calls: on tiny tensors, finding a shape takes longer than the call."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 Call = Callable[..., Any]
 
 MOST = 20_000
-"""Shapes that are remembered."""
+"""Most shapes that are remembered."""
 
 
 class Shape(NamedTuple):
-    """The shape of a result, and its memory: a view of the operand with the number `operand`, or a new tensor (-1)."""
+    """The shape of a result: of a view of the operand with the number `operand`, or of a new tensor if that is -1."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -25,13 +25,13 @@ class Shape(NamedTuple):
 
 
 class Shapes:
-    """Shapes of results by call and operands."""
+    """Remembers shapes of results by call and operands."""
 
     def __init__(self) -> None:
         self._known: dict[Any, Shape] = {}
 
     def of(self, func: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The shapes of a call's results, in the structure of the results; computed once on the device "meta"."""
+        """The results of a call as tensors without values, on torch's device "meta"; their shapes are computed once."""
         operands: list[torch.Tensor] = []
         try:
             key = (func, _signature(args, operands), _signature(kwargs, operands))
@@ -47,7 +47,13 @@ class Shapes:
 
 
 def _signature(of: Any, operands: list[torch.Tensor]) -> Any:
-    """A key for the arguments of a call; calls with equal keys have results of equal shapes."""
+    """Make a key for the arguments of a call: calls with equal keys have results of equal shapes.
+
+    Tensors among the arguments are appended to `operands`.
+
+    Raises:
+        TypeError: the values of a tensor may matter.
+    """
     if isinstance(of, torch.Tensor):
         if of.device.type != "meta":
             raise TypeError  # its value may matter
@@ -63,7 +69,7 @@ def _signature(of: Any, operands: list[torch.Tensor]) -> Any:
 
 
 def _first(tensor: torch.Tensor, operands: list[torch.Tensor]) -> int:
-    """The number of the first operand in the same memory."""
+    """The number of the first operand that is in the same memory as a tensor."""
     memory = tensor.untyped_storage()._cdata
     return next(number for number, each in enumerate(operands) if each.untyped_storage()._cdata == memory)
 

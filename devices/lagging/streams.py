@@ -1,4 +1,4 @@
-"""Imitated streams: what is enqueued runs late, and in any order that streams and events allow."""
+"""Imitated streams: enqueued work runs late, and in any order that streams and events allow."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from ..products.team import use_cores
 from .captures import Capture
 
 EAGERNESS = (0.0, 0.0, 0.1, 1.0)
-"""Chances, one drawn for each stream, that a stream runs what it can when something is enqueued anywhere."""
+"""Probabilities, one of which is drawn for each stream, that it runs its ready work when work is enqueued anywhere."""
 
 DRIFT = 50e-6
-"""Drift of a GPU's clock: its rate over the host's, minus one, or one minus that."""
+"""Share by which a GPU's clock is faster than the host's, or slower."""
 
 
 class DeviceLost(RuntimeError):
-    """An asynchronous error: raised by every call after it, not by the one that caused it."""
+    """An asynchronous error of a GPU: every call after it raises it, not the call that caused it."""
 
 
 class Item(NamedTuple):
-    """An item of a stream's queue: a piece of work, the recording of an event, or, if `waits`, waiting for one."""
+    """An item of a stream's queue: a piece of work; or the recording of an event, or, if `waits`, waiting for it."""
 
     work: Callable[[], object] | None = None
     event: LaggingEvent | None = None
@@ -43,7 +43,7 @@ class LaggingStream:
     Attributes:
         number: number of its GPU.
         eagerness: probability that it runs its ready work whenever something is enqueued on any stream.
-        capture: the capture that records its work instead of running it; None most of the time.
+        capture: the capture that records its work; None while the stream does not capture.
     """
 
     def __init__(self, gpu: Gpu, number: int) -> None:
@@ -54,20 +54,20 @@ class LaggingStream:
         self._gpu = gpu
 
     def enqueue(self, work: Callable[[], object]) -> None:
-        """Run `work` after everything that is in the queue."""
+        """Append a piece of work to the queue, or to the capture."""
         if self.capture is not None:
             self.capture.works.append(work)
         else:
             self._put(Item(work=work))
 
     def record(self, event: LaggingEvent) -> None:
-        """Let an event happen after everything that is in the queue."""
+        """Append the recording of an event to the queue: it happens when all before it has run."""
         event.capture = self.capture
         if self.capture is None:
             self._put(Item(event=event, version=event.recorded))
 
     def wait_event(self, event: LaggingEvent) -> None:
-        """Delay all later work until the event has happened, as it was last recorded.
+        """Delay all later work of this stream until the last recording of an event has happened.
 
         Raises:
             RuntimeError: the stream captures and the event is none of its own, or the event was captured elsewhere.
@@ -79,7 +79,7 @@ class LaggingStream:
             self._put(Item(event=event, version=event.recorded, waits=True))
 
     def synchronize(self) -> None:
-        """Wait until everything that is in the queue has run."""
+        """Wait until all work in the queue has run."""
         if self.capture is not None:
             raise self.capture.refused()
         self._gpu.drained[threading.current_thread().name] += 1
@@ -108,10 +108,10 @@ class LaggingStream:
 
 
 class LaggingEvent:
-    """An event of a stream, which may be recorded again and again.
+    """An event, which may be recorded on a stream again and again.
 
     Attributes:
-        recorded, happened: numbers of the last recording that was enqueued, and of the last one that ran.
+        recorded, happened: numbers of the last recording that was enqueued, and of the last one that has happened.
         blocking: whether a thread that waits for it leaves its core to others.
         capture: the capture that has its last recording; None if a stream's queue has it.
     """
@@ -142,28 +142,28 @@ class LaggingEvent:
             stream.record(self)
 
     def synchronize(self) -> None:
-        """Wait until the event has happened."""
+        """Wait until the event's last recording has happened."""
         if self.capture is not None:
             raise self.capture.refused()
         version = self.recorded
         self._gpu.run_until(lambda: self.happened >= version)
 
     def query(self) -> bool:
-        """True if the work before the event's last `record` has run."""
+        """Test whether the event's last recording has happened."""
         with self._gpu.lock:
             self._gpu.refuse_unsafe()
             self._gpu.raise_error()
             return self.happened >= self.recorded
 
     def happen(self, version: int, nanoseconds: int) -> None:
-        """Note that the stream reached recording number `version` of the event at a time in nanoseconds."""
+        """Note that recording number `version` of the event happened, at a time in nanoseconds."""
         self.happened, self._nanoseconds = version, nanoseconds
 
     def elapsed_time(self, end: LaggingEvent) -> float:
-        """Milliseconds until another event, in float32 as CUDA gives them.
+        """The milliseconds from this event to another, in float32 as CUDA gives them.
 
         Raises:
-            RuntimeError: an event does not keep its time, has not happened, or is another GPU's.
+            RuntimeError: an event does not keep its time or has not happened, or the events are of two GPUs.
         """
         self._gpu.raise_error()
         if self._number != end._number:
@@ -180,14 +180,14 @@ class Gpu:
 
     Args:
         seed: seed of the random order of work.
-        fails_at: the number of the piece of work that fails, from 1 on; 0 for none.
-        clock: the host's clock in nanoseconds; the device's clock drifts from it.
+        fails_at: the number of the piece of work that fails, counted from 1; 0 for none.
+        clock: the host's clock in nanoseconds; the GPUs' clocks drift from it.
 
     Attributes:
         ran: number of pieces of work that ran so far.
-        failed_at: time of the failure on the host's clock; None without a failure.
-        events: the events that are still referred to.
-        events_made: number of all events that were made.
+        failed_at: the time of the failure on the host's clock; None without a failure.
+        events: the events that something still refers to.
+        events_made: number of events that were made so far.
         waits: number of times that the host has waited for a GPU.
         captures, replays: numbers of graphs that were captured, and of replays.
         drained: number of times that each thread has waited for a stream to run empty, by the thread's name.
@@ -212,7 +212,7 @@ class Gpu:
 
     @property
     def number(self) -> int:
-        """Number of the calling thread's current GPU."""
+        """The number of the calling thread's current GPU."""
         number: int = getattr(self._threads, "number", 0)
         return number
 
@@ -233,7 +233,7 @@ class Gpu:
 
     @contextmanager
     def on_gpu(self, number: int) -> Iterator[None]:
-        """Make a GPU the calling thread's current one."""
+        """Make a GPU the calling thread's current one, while the context lasts."""
         before, self._threads.number = self.number, number
         try:
             yield
@@ -242,7 +242,7 @@ class Gpu:
 
     @contextmanager
     def on(self, stream: LaggingStream) -> Iterator[None]:
-        """Make a stream the calling thread's current one, and its GPU."""
+        """Make a stream and its GPU the calling thread's current ones, while the context lasts."""
         name = f"stream {stream.number}"
         before = getattr(self._threads, name, None)
         setattr(self._threads, name, stream)
@@ -259,21 +259,21 @@ class Gpu:
             return self._streams[-1]
 
     def is_default(self, stream: LaggingStream) -> bool:
-        """True for a stream that calls are on whose thread chose none."""
+        """Test whether a stream is the default stream of a GPU, which is used by threads that chose none."""
         return stream in self._defaults.values()
 
     def synchronize(self, number: int) -> None:
-        """Return when all queues of a GPU are empty."""
+        """Wait until all queues of a GPU are empty."""
         for stream in self._streams:
             if stream.capture is not None and stream.number == number:
                 raise stream.capture.refused()
         self.run_until(lambda: not any(each.queue for each in self._streams if each.number == number))
 
     def begin_capture(self, stream: LaggingStream, capture: Capture) -> None:
-        """Let a stream record its work.
+        """Make a stream record its work instead of running it.
 
         Raises:
-            RuntimeError: it does already.
+            RuntimeError: it does so already.
         """
         with self.lock:
             self.raise_error()
@@ -283,7 +283,7 @@ class Gpu:
             self.captures += 1
 
     def end_capture(self, stream: LaggingStream) -> None:
-        """Let a stream run its work again."""
+        """Make a stream run its work again instead of recording it."""
         with self.lock:
             stream.capture = None
 
@@ -298,10 +298,10 @@ class Gpu:
                 stream.enqueue(work)
 
     def refuse_unsafe(self) -> None:
-        """Refuse a call that CUDA counts as unsafe for captures.
+        """Check that the calling thread may make a call that CUDA counts as unsafe during captures.
 
         Raises:
-            RuntimeError: a stream captures, and forbids such calls to the calling thread.
+            RuntimeError: a capture forbids it.
         """
         for stream in self._streams:
             if stream.capture is not None and stream.capture.forbids():
@@ -309,16 +309,16 @@ class Gpu:
 
     @property
     def queued(self) -> int:
-        """Number of items in all queues."""
+        """The number of items in all queues."""
         with self.lock:
             return sum(len(stream.queue) for stream in self._streams)
 
     def nanoseconds(self, number: int) -> int:
-        """The time on a GPU's clock; the clocks of neighbours drift in opposite directions."""
+        """The time on a GPU's clock, in nanoseconds; GPUs of even and odd numbers drift in opposite directions."""
         return int(self._clock() * (1 + (-DRIFT if number % 2 else DRIFT)))
 
     def lag(self) -> None:
-        """Run some of the work that is ready, chosen at random by the streams' eagerness."""
+        """Run all ready work of some streams, each of which is chosen at random by its eagerness."""
         for stream in self._streams:
             if self._error is None and stream.queue and self.random.random() < stream.eagerness:
                 while stream.is_ready():

@@ -1,4 +1,4 @@
-"""Tensors of the imitated GPU: their shapes are known at once, and their values when the stream has come so far."""
+"""The tensors of imitated GPUs: shapes are known at once, values are there when the stream has run the work."""
 
 from __future__ import annotations
 
@@ -20,34 +20,34 @@ from .streams import Gpu, LaggingStream
 Call = Callable[..., Any]
 
 DEVICE_TYPE = "privateuseone"
-"""The name that torch has for devices of others."""
+"""The name of torch's device type for devices that others add."""
 
 _FACTS = (
     "size stride dim numel nelement data_ptr is_contiguous element_size __len__ "
     "is_floating_point is_complex is_inference ndimension __repr__ __hash__ __format__"
 )
 FACTS = frozenset(_FACTS.split())
-"""Methods that ask for nothing but shape, type or place."""
+"""Methods that depend only on a tensor's shape, dtype or address, and run at once."""
 
 ANSWERS = frozenset(
     ("item", "tolist", "__bool__", "__int__", "__float__", "__index__", "equal", "allclose", "__contains__")
 )
-"""Methods whose result is on the host: they wait for the stream."""
+"""Methods whose result is on the host, so that they wait for the stream."""
 
 SIZED_BY_VALUES = frozenset(("bincount", "nonzero", "unique", "masked_select"))
-"""Operations that wait for the stream, since the shape of their result depends on values."""
+"""Operations the shape of whose result depends on values, so that they wait for the stream."""
 
 _SHAPES = Shapes()
-"""Those of all calls in this process."""
+"""The shapes of results of all calls in this process."""
 
 
 class LaggingTensor(torch.Tensor):
-    """A tensor on the imitated GPU.
+    """A tensor on an imitated GPU.
 
     Attributes:
         block: its memory.
-        values_now: a CPU tensor in that memory, with the values after the work that ran so far.
-        twin: a tensor without values that has its shape; twins of views share memory as the views do.
+        values_now: a CPU tensor in that memory, with the values that it has after the work that ran so far.
+        twin: a tensor of its shape without values, on torch's device "meta"; twins share memory as the tensors do.
     """
 
     block: Block
@@ -62,7 +62,7 @@ class LaggingTensor(torch.Tensor):
 
 
 class OnGpu(TorchFunctionMode):
-    """A context in which the calling thread can make tensors on the imitated GPU, and page-locked ones."""
+    """Lets the calling thread make tensors on imitated GPUs, and page-locked ones, while the context lasts."""
 
     def __torch_function__(
         self, func: Call, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -76,8 +76,8 @@ class Operations:
     Attributes:
         gpu, memories: the streams, and the memory of each GPU.
         pinned: page-locked memory of the host.
-        blocked: copies that were to be asynchronous but made their thread wait, as the host's memory is not
-            page-locked.
+        blocked: number of copies that were asked to be asynchronous but made their thread wait, as the host's memory is
+            not page-locked.
         staged: number of copies between host and GPU for which torch needs temporary memory on the GPU.
         calls: number of operations that were queued, by name.
         launches, copies: number of kernels and of copies that were queued, except those of graphs.
@@ -94,12 +94,12 @@ class Operations:
         self.calls: Counter[str] = Counter()
         self.launches = self.copies = 0
         self._caller = threading.local()
-        """`inferring`: True if the calling thread made its call in inference mode."""
+        """Has `inferring`: whether the calling thread made its call in torch's inference mode."""
         self.misaligned = 0
         self.most_to_host = 0
 
     def call(self, func: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Carry out one call of torch, with tensors of the host or of GPUs."""
+        """Carry out one call of torch with tensors of the host or of GPUs; returns its result."""
         self._caller.inferring = torch.is_inference_mode_enabled()
         with torch._C.DisableTorchFunction(), torch.inference_mode():
             name = getattr(func, "__name__", "")
@@ -158,7 +158,7 @@ class Operations:
     def _queue(
         self, func: Call, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], number: int
     ) -> Any:
-        """Queue a call on the GPU's current stream; the results' shapes come from tensors without values."""
+        """Queue a call on the GPU's current stream; returns the results, whose shapes the arguments' twins give."""
         stream = self.gpu.current_of(number)
         if stream.capture is None:
             self.calls[name] += 1
@@ -199,7 +199,7 @@ class Operations:
         return args[0] if changes and name != "__setitem__" else results
 
     def _launch(self, operator: OpOverload[Any, None], args: tuple[Any, ...], number: int) -> None:
-        """Queue an operator that writes to tensors that it is given."""
+        """Queue an operator of `operators.py`, which writes to some of its arguments."""
         stream = self.gpu.current_of(number)
         if stream.capture is None:
             self.calls[operator.overloadpacket.__name__] += 1
@@ -209,7 +209,7 @@ class Operations:
         self._enqueue(stream, lambda: operator(*reals), _tensors(args))
 
     def _require_writable(self, targets: Any) -> None:
-        """Refuse writes to tensors of inference mode outside of it, as torch does."""
+        """Raise RuntimeError, as torch does, if a call outside of inference mode writes to tensors made in it."""
         if not self._caller.inferring and any(
             isinstance(each, LaggingTensor) and each.block.inferring for each in _tensors(targets)
         ):
@@ -218,7 +218,7 @@ class Operations:
     def _enqueue(
         self, stream: LaggingStream, work: Callable[[], object], tensors: Sequence[torch.Tensor]
     ) -> None:
-        """Queue a kernel that uses these tensors."""
+        """Queue a kernel, whose arguments are these tensors."""
         self.launches += stream.capture is None
         _note_use(stream, *tensors)
         stream.enqueue(work)
@@ -250,7 +250,10 @@ class Operations:
         return self._copy(target, tensor, at_once=at_once)
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor, *, at_once: bool) -> torch.Tensor:
-        """Copy between any two memories, on the current stream of the GPU that one of them belongs to."""
+        """Queue a copy between any two memories, on the current stream of the GPU that one of them belongs to.
+
+        at_once: whether to wait for the copy.
+        """
         to_gpu, from_gpu = isinstance(target, LaggingTensor), isinstance(source, LaggingTensor)
         if not to_gpu and not from_gpu:
             return target.copy_(source)
@@ -277,7 +280,7 @@ class Operations:
         return target
 
     def _at_its_time(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """A function that returns the source or target of a copy when the stream runs the copy."""
+        """A function to call when the stream runs a copy: returns the copy's source or target."""
         if isinstance(tensor, LaggingTensor):
             values = tensor.values_now
             return lambda: values
@@ -304,7 +307,7 @@ def _shown(twin: torch.Tensor, block: Block) -> LaggingTensor:
 
 
 def _note_use(stream: LaggingStream, *tensors: torch.Tensor) -> None:
-    """Note the blocks that captured work uses."""
+    """Note the memory blocks that captured work uses; does nothing if the stream does not capture."""
     if stream.capture is not None:
         for each in tensors:
             if isinstance(each, LaggingTensor):
@@ -312,7 +315,7 @@ def _note_use(stream: LaggingStream, *tensors: torch.Tensor) -> None:
 
 
 def is_gpu(device: Any) -> bool:
-    """True for the imitated GPU."""
+    """Test whether a device is an imitated GPU."""
     return device is not None and torch.device(device).type == DEVICE_TYPE
 
 
@@ -339,7 +342,7 @@ def _twins(of: Any) -> Any:
 
 
 def _mapped(change: Callable[[LaggingTensor], torch.Tensor], of: Any) -> Any:
-    """The arguments of a call with each GPU tensor replaced by `change` of it."""
+    """Replace each GPU tensor among the arguments of a call by `change` of it."""
     if isinstance(of, LaggingTensor):
         return change(of)
     if isinstance(of, tuple | list):
@@ -367,7 +370,7 @@ def _is_empty(name: str) -> bool:
 
 
 def _changes(name: str, kwargs: dict[str, Any]) -> bool:
-    """True if a call writes to its first argument."""
+    """Test whether a call, given its name, writes to its first argument."""
     by_name = name.endswith("_") and not name.endswith("__")
     return by_name or name == "__setitem__" or name.startswith("__i") or bool(kwargs.get("inplace"))
 
@@ -406,7 +409,7 @@ def _destination(
 
 
 def operate(gpu: Gpu, memories: Sequence[GpuMemory]) -> Operations:
-    """Make these the GPUs that tensors of DEVICE_TYPE are on; returns what carries out their calls."""
+    """Make these the GPUs that tensors of DEVICE_TYPE are on; returns the object that carries out their calls."""
     global _operations
     _operations = Operations(gpu, memories)
     return _operations

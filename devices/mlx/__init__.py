@@ -1,1 +1,1 @@
-"""The MLX device, for machines with one memory such as Apple silicon."""
+"""The MLX device, for machines with one memory, such as Apple silicon."""

@@ -41,7 +41,7 @@ from .topologies import DEFERRABLE, Topology, Verbs
 from .weights import MlxWeights
 
 KEPT_BACK_BYTES = 64_000_000
-"""Limit of the memory that MLX caches after kernels freed it."""
+"""Most bytes that MLX may keep for reuse after kernels freed them."""
 
 
 class MlxDevice:
@@ -54,7 +54,7 @@ class MlxDevice:
     host needs. Beam search and observing activations exist only on the torch device.
 
     Args:
-        keep_logits: store every step's logits (S, V) by micro-batch, in `logits`.
+        keep_logits: append the logits (S, V) of each step of a micro-batch to `logits`, with their requests.
         direct: read past the page cache where the system allows it.
         evaluate: "needed" evaluates where the host needs a value; "task" at the end of every task, so that each task's
             time is its own in a trace.
@@ -104,7 +104,7 @@ class MlxDevice:
 
     @staticmethod
     def kernel_rows() -> list[KernelRow]:
-        """The rows of MLX's table of kernels."""
+        """Describe the kernels in the table of the MLX device."""
         return listed(MLX)
 
     @property
@@ -128,7 +128,7 @@ class MlxDevice:
 
     @property
     def evaluations(self) -> int:
-        """Number of evaluations in the current batch so far, each of which waits for the processor."""
+        """The number of evaluations in the current batch so far, each of which waits for the processor."""
         return 0 if self._evaluations is None else self._evaluations.count
 
     def slot_bytes(self, page: Page) -> int:
@@ -136,7 +136,7 @@ class MlxDevice:
         return self._weights.slot_bytes(page)
 
     def observe_routing(self, observer: RoutingObserver) -> None:
-        """Report the routers' choices to the observer, from the next batch on."""
+        """Report the experts that routers choose to an observer, from the next batch on."""
         self._observers.routing = observer
 
     def join(self, rank: int, transport: Transport, first: Any) -> None:
@@ -144,7 +144,7 @@ class MlxDevice:
         self._transport = transport
 
     def begin(self, plan: Plan, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
-        """Allocate all that the plan says, and store the prompts' token ids; resident weights are kept.
+        """Begin a batch: allocate what the plan says; weights that were resident in the last batch stay.
 
         Raises:
             BadInput: a token id is outside the vocabulary, a beam search is asked for, or the plan takes more memory
@@ -157,7 +157,7 @@ class MlxDevice:
         self._thread.call(self._begin, plan, partial(states_of, plan, prompts), sampling)
 
     def serve(self, plan: Plan) -> None:
-        """Allocate all that the plan says, for requests that join and leave.
+        """Begin to serve requests that join and leave: allocate what the plan says.
 
         Raises:
             BadInput: the plan takes more memory than this Mac keeps wired.

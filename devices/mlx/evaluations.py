@@ -1,4 +1,4 @@
-"""Evaluation of arrays: where the host needs a value, or at the end of every task."""
+"""The evaluation of lazy arrays: when the host needs a value, or at the end of every task."""
 
 from __future__ import annotations
 
@@ -19,21 +19,24 @@ from ..kernels.mlx_functions import Array
 Evaluate = Literal["needed", "task"]
 
 FEW_TOKENS = 64
-"""Tasks of more tokens are evaluated one by one: each takes long beside an evaluation, and their intermediate results
-at once would take more memory than the plan reserves."""
+"""Most tokens of a task whose results are evaluated later.
+
+Tasks of more tokens are evaluated one by one: each takes long beside an evaluation, and the intermediate results of
+several would take more memory than the plan reserves.
+"""
 
 
 class Evaluations:
-    """Evaluates the arrays of one batch on the device's thread.
+    """The runner's `Library` for MLX: evaluates the arrays of one batch, on the device's thread.
 
-    A deferred task's results are evaluated when the host needs a value of the same micro-batch. A task that reads slots
-    is never deferred, since the next page is read into these as soon as it has ended.
+    The results of a deferred task are evaluated when the host needs a value of the same micro-batch. A task that reads
+    slots is never deferred, since other pages are read into these slots as soon as the task has ended.
 
     Args:
         evaluate: "needed", or "task" for no deferred tasks.
 
     Attributes:
-        count: evaluations so far.
+        count: number of evaluations so far.
     """
 
     computing = nullcontext
@@ -44,19 +47,19 @@ class Evaluations:
         self._decoded = dict(enumerate(map(len, plan.batch.micro_batches)))
         self._prefilled = {number: sum(chunk.tokens) for number, chunk in plan.chunks.items()}
         self._open: dict[int, list[Array]] = {}
-        """Results of deferred tasks, by micro-batch."""
+        """The results of deferred tasks that are to be evaluated, by micro-batch."""
 
     def defers(self, task: Task) -> bool:
-        """True if a task's results may be evaluated after the task's end; callable from any thread."""
+        """Test whether a task's results may be evaluated after the task's end; any thread may call this."""
         if not self._defers or (isinstance(task.operands, View) and task.operands.moving):
             return False
         return _tokens(task, self._decoded if task.phase == "decode" else self._prefilled) <= FEW_TOKENS
 
     def later(self, task: Task, *arrays: Array, micro_batch: int | None = None) -> None:
-        """Evaluate a task's results now, or later if the task is deferred.
+        """Evaluate a task's results: later if the task is deferred, otherwise now.
 
         Args:
-            micro_batch: the results' micro-batch, if it is not the task's.
+            micro_batch: the micro-batch of the results, if it is not that of the task.
         """
         number = task.micro_batch if micro_batch is None else micro_batch
         if self.defers(task):
@@ -76,18 +79,18 @@ class Evaluations:
     def value(
         self, task: Task, read: Callable[..., Any], *arrays: Array, beside: Sequence[Array] = ()
     ) -> Any:
-        """The value of a task, which `read` makes of arrays on the host; `beside` are evaluated at the same time."""
+        """Evaluate arrays, and those `beside` them, and call `read` with the arrays on the host; returns its result."""
         self.settle(task.micro_batch, *arrays, *beside)
         return read(*map(self.on_host, arrays))
 
     def settled(self, value: Any) -> Any:
-        """The value itself."""
+        """Return the value unchanged: it has been read."""
         return value
 
     def close_others(self, micro_batch: int) -> None:
-        """Evaluate all deferred results of other micro-batches, which may read a KV cache that is about to be written.
+        """Evaluate all deferred results of other micro-batches, before this one writes to a KV cache.
 
-        MLX would copy the cache for the writer.
+        They may read that cache, and MLX would copy the whole of it before writing.
         """
         for other in [each for each in self._open if each != micro_batch]:
             self.settle(other)

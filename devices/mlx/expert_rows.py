@@ -1,4 +1,4 @@
-"""The rows that the experts of a layer read on MLX, and their outputs."""
+"""The rows that the experts of a layer read and write on MLX."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from ..kernels.mlx_functions import MANY_ROWS, Array, Rows, group_by_expert
 
 
 class Span(NamedTuple):
-    """Some of an expert's rows, counted from the expert's first row, and the tiles that contain them.
+    """Some rows of an expert, counted from its first one, and the rows of the tiles that contain them.
 
-    Tiles are computed whole: bits may depend on the other rows of a product.
+    Tiles are computed whole, because bits may depend on the other rows of a product.
     """
 
     expert: int
@@ -43,7 +43,7 @@ class ExpertRows:
         self.counts: list[int] = []
         self.many = len(self.x_nD) >= MANY_ROWS
         self._outputs: dict[int, dict[int, Array]] = {}
-        """Those of the experts that ran, by expert, then by the first of its rows."""
+        """The outputs of experts that ran, by expert, and then by the first of the rows that ran."""
 
     def span(self, expert: int, start: int = 0, stop: int | None = None) -> Span:
         """Some of an expert's rows; by default all of them."""
@@ -60,7 +60,7 @@ class ExpertRows:
         return self.x_nD[first + span.tiles.start : first + span.tiles.stop]
 
     def keep(self, span: Span, y_nD: Array) -> Array:
-        """Keep the outputs of a span's rows, cut from those of its tiles; returns them."""
+        """Keep the outputs of a span's rows, given those of its tiles; returns what is kept."""
         if len(y_nD) > len(span.rows):
             start, stop = (each - span.tiles.start for each in (span.rows.start, span.rows.stop))
             y_nD = mx.contiguous(y_nD[start:stop])  # a copy: the tiles can be freed
@@ -68,12 +68,12 @@ class ExpertRows:
         return y_nD
 
     def arrays(self) -> list[Array]:
-        """All arrays that later kernels read."""
+        """The arrays that later kernels read, to be evaluated."""
         index = [] if self._rows_Tk is None else [self._rows_Tk]
         return [self.x_nD, self._weights_Tk, self._experts_n, *index]
 
     def outputs(self) -> tuple[Array, Array | None, Array]:
-        """The experts' outputs by row, zeros until an expert has run; the row of each choice; the choices' weights."""
+        """All output rows (n, D), zeros where no expert ran; the rows and weights of each token's experts (T, k)."""
         parts: list[Array] = []
         for expert, count in enumerate(self.counts):
             ran = self._outputs.get(expert, {})
@@ -84,7 +84,7 @@ class ExpertRows:
 
 
 def rows_of_one(count: int, index: int, *, many: bool) -> Rows:
-    """`Rows` of a single expert; `index` is its index in its stack."""
+    """Make the `Rows` of `count` rows of one expert, given its index in its stack."""
     return Rows(_alike(count, index), [0] * index + [count], many)
 
 

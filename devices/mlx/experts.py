@@ -1,4 +1,4 @@
-"""The experts of a layer on MLX: rows grouped by expert, and experts run on them."""
+"""The runner's `Experts` for MLX: sorts rows by expert, and runs experts on them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ class MlxExperts:
     """Runs the experts of a layer.
 
     Args:
-        weights: returns the arrays of the pages that a view shows.
+        states: the micro-batches, by number.
+        weights: returns the weights in a task's view of pages.
         evaluations: evaluates results.
     """
 
@@ -42,7 +43,7 @@ class MlxExperts:
         self._evaluations = evaluations
 
     def group(self, task: Task, routed: Routed, read: Callable[..., Any], *arrays: Array) -> Any:
-        """Keep each expert's rows, and evaluate them and the given arrays; returns the task's value, by `read`."""
+        """Sort a micro-batch's rows by expert and keep them in its state; returns the task's value, made by `read`."""
         rows = ExpertRows(routed.x_TD, routed.experts_Tk, routed.weights_Tk)
         self._states[task.micro_batch].rows = rows
         experts = self._config.layer(task.layer).feed_forward.experts
@@ -61,10 +62,10 @@ class MlxExperts:
             self._apply(rows, rows.span(expert), weights)
 
     def run_shared(self, task: Task, weights: Arrays) -> None:
-        """Do nothing: models with a network that every token uses are refused."""
+        """Do nothing: the device refuses models with shared experts."""
 
     def run_expert(self, task: Task) -> None:
-        """Run one expert on its rows of one or several micro-batches, each as if it ran alone."""
+        """Run one expert on its rows of one or several micro-batches; each has the results that it would have alone."""
         weights = self._weights(task.operands)
         for micro_batch, start, stop in task.expert_rows:
             rows: ExpertRows = self._states[micro_batch].rows

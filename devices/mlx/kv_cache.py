@@ -22,8 +22,9 @@ class KVStep(NamedTuple):
 
     Attributes:
         past, new: number of tokens of each request before the step, and in it.
-        before, starts: the token of each request in its first slot, before the step and in it.
-        in_place: whether the cache can hold all that the new tokens see at once; else they overwrite some of it.
+        before, starts: number of the token in each request's first slot, before the step and in it.
+        in_place: whether the cache holds all tokens that the new ones see, after these were stored; otherwise storing
+            them overwrites some.
         positions: the new tokens' positions in their requests, int64.
         slots_T: slots of the new tokens in the cache; a slice if they are consecutive.
         last: index of each request's last token among the T new tokens.
@@ -43,14 +44,14 @@ class KVStep(NamedTuple):
 
 
 class RequestsKV:
-    """A KV cache of layers with the same window: keys and values, (slots, K, d) for each.
+    """A KV cache of layers with one window: two arrays (slots, K, d) for each layer.
 
-    A request has contiguous slots, as many as its tokens at the end, or as a window takes. Once these are full, the
-    tokens that are still in the window are moved to the first ones.
+    A request has contiguous slots: one for each token that it has at its end, or as many as a window takes. Once these
+    are full, the tokens that are still in the window are moved to the first slots.
 
     Args:
         layers: numbers of the layers that it has.
-        slots: the tokens of all requests that it keeps at once.
+        slots: number of slots, for all requests that it keeps at once.
 
     Attributes:
         places: the numbers of its layers.
@@ -69,7 +70,7 @@ class RequestsKV:
         mx.eval(self._layers)
 
     def open(self, request: int, tokens: int) -> None:
-        """Begin a request that will have as many tokens; others may move, so none may be within a step.
+        """Begin a request of up to `tokens` tokens; others may move to other slots, so none may be within a step.
 
         Raises:
             OutOfSlots: there are not enough free slots; nothing has changed.
@@ -82,12 +83,12 @@ class RequestsKV:
         self._length[request] = self._start[request] = 0
 
     def close(self, request: int) -> None:
-        """End a request: its slots are free."""
+        """End a request, and free its slots."""
         self._slots.close(request)
         del self._length[request], self._start[request]
 
     def extend(self, requests: Sequence[int], new: Sequence[int]) -> KVStep:
-        """Make room for new[i] tokens of requests[i], which count as cached from now on."""
+        """Make room for new[i] more tokens of requests[i]; returns the step with the slots of the new tokens."""
         past = tuple(self._length[request] for request in requests)
         before = tuple(self._start[request] for request in requests)
         lengths = list(map(add, past, new))
@@ -113,11 +114,11 @@ class RequestsKV:
         return KVStep(*sizes, in_place, positions, slots_T, last, max(new) == 1)
 
     def at(self, layer: int) -> CachedLayer:
-        """The keys and values of a layer, as attention kernels take them."""
+        """The keys and values of a layer, for attention kernels."""
         return CachedLayer(self, layer)
 
     def extended(self, layer: int, step: KVStep, keys_TKd: Array, values_TKd: Array) -> list[KVView]:
-        """Store the new tokens' keys and values of one layer; returns all that the step's tokens see."""
+        """Store the keys and values of a step's new tokens in one layer; returns views of all that these tokens see."""
         halves = list(zip(self._layers[layer], (keys_TKd, values_TKd), strict=True))
         if not step.in_place:
             joined = (self._joined(array, step, fresh_TKd) for array, fresh_TKd in halves)
@@ -137,7 +138,7 @@ class RequestsKV:
         return [array for halves in self._layers.values() for array in halves]
 
     def _move(self, array_NKd: Array, step: KVStep) -> None:
-        """Move the tokens that stay in the window to the first slots, of requests whose slots were full."""
+        """For requests whose slots were full, move the tokens that are still in the window to the first slots."""
         for request, past, before, start in zip(
             step.requests, step.past, step.before, step.starts, strict=True
         ):
@@ -148,7 +149,7 @@ class RequestsKV:
                 ]
 
     def _joined(self, array_NKd: Array, step: KVStep, fresh_TKd: Array) -> list[Array]:
-        """Keys or values that each request's new tokens see (1, L, K, d); the last of them are stored."""
+        """Join the keys or values that each request's new tokens see, (1, L, K, d), and store those that stay."""
         assert self._window is not None, "all tokens have room without one"
         joined, stop = [], 0
         for request, past, new, before, start in zip(
@@ -164,7 +165,11 @@ class RequestsKV:
         return joined
 
     def _parts(self, step: KVStep) -> list[tuple[int, int, int, list[int]]]:
-        """Groups of neighbours for one view each: new tokens, length and distance of all its requests, first slots."""
+        """Group neighbouring requests that one view can show.
+
+        Returns for each group the requests' number of new tokens and of all tokens, the slots from one request to the
+        next, and the first slot of each request.
+        """
         parts: list[tuple[int, int, int, list[int]]] = []
         for request, past, new, start in zip(step.requests, step.past, step.new, step.starts, strict=True):
             first, length = self._slots[request].start, past + new - start
@@ -190,13 +195,13 @@ class RequestsKV:
 
 
 class CachedLayer(NamedTuple):
-    """One layer of a KV cache, as attention kernels take it."""
+    """One layer of a KV cache, for attention kernels."""
 
     cache: RequestsKV
     layer: int
 
     def extended(self, step: KVStep, keys_TKd: Array, values_TKd: Array) -> list[KVView]:
-        """Store the new tokens' keys and values; returns all that the step's tokens see, theirs included."""
+        """Store the keys and values of a step's new tokens; returns views of all that these tokens see."""
         return self.cache.extended(self.layer, step, keys_TKd, values_TKd)
 
     @property
@@ -206,7 +211,7 @@ class CachedLayer(NamedTuple):
 
 
 def _slice_or_array(slots: npt.NDArray[np.int64]) -> Array | slice:
-    """The slots as a slice if they are consecutive, which takes fewer kernels to write to; otherwise as an array."""
+    """Convert slots to a slice if they are consecutive, since writing then takes fewer kernels; else to an array."""
     if np.all(np.diff(slots) == 1):
         return slice(int(slots[0]), int(slots[-1]) + 1)
     return mx.array(slots)

@@ -1,4 +1,4 @@
-"""The machine that MLX runs on, and MLX's process-wide memory limits."""
+"""The machine that MLX runs on, and MLX's memory limits for the process."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from moesched.system.macos import raise_wired_limit
 from moesched.units import format_bytes
 
 ASSUMED_FLOPS = {"float32": 5e12, "bfloat16": 1e13}
-"""FLOP/s of an Apple GPU, by dtype, where it was not calibrated."""
+"""Assumed FLOP/s of an Apple GPU that was not calibrated, by dtype."""
 
 
 LEAST_ROOM, ROOM_SHARE = 4_000_000_000, 0.05
-"""Bytes, and share of the plan's bytes, that the wired limit leaves for kernels beside the plan; the larger counts."""
+"""Room that the wired limit leaves for kernels beside the plan: bytes, or a share of the plan's bytes if more."""
 
 
 def with_metal(host: Machine) -> Machine:
-    """This machine with its GPU on Apple silicon; elsewhere unchanged."""
+    """Add this machine's GPU on Apple silicon; elsewhere the machine is returned unchanged."""
     if not mx.metal.is_available():
         return host
     return with_gpu(host, str(mx.device_info()["device_name"]), recommended_bytes())
 
 
 def with_gpu(host: Machine, gpu: str, recommended: int | None) -> Machine:
-    """The machine with a GPU that computes from the host's memory; the GPU's rates are assumed.
+    """Add a GPU to a machine that computes from the host's memory, with assumed rates.
 
     Args:
         gpu: name of the GPU.
@@ -65,7 +65,7 @@ def require_unified(machine: Machine) -> None:
 
 
 class ProcessLimit:
-    """A process-wide memory limit, which is restored after use.
+    """A memory limit of the process, which is restored after use.
 
     Args:
         set_limit: sets the limit in bytes, and returns the previous one.
@@ -89,11 +89,10 @@ class ProcessLimit:
 
 
 class WiredLimit:
-    """The limit of memory that Metal keeps wired, so that idle weights need not be wired again.
+    """The limit of the memory that Metal keeps wired, so that idle weights need not be wired again.
 
-    It is higher than the plan's bytes: with a limit of exactly these, any further array makes Metal drop another
-    one. It is never lowered between batches, which would drop weights that the next batch uses. Without Metal it has no
-    effect.
+    It is above the plan's bytes, because with exactly these any further array would make Metal unwire another one. It
+    is not lowered between batches, which would unwire weights that the next batch uses. Without Metal it has no effect.
 
     Args:
         set_limit: sets the limit in bytes, and returns the previous one.
@@ -136,7 +135,7 @@ def wired_limit() -> WiredLimit:
 
 
 def cache_limit() -> ProcessLimit:
-    """The limit of memory that MLX caches after kernels freed it."""
+    """This process's limit of the memory that MLX keeps for reuse after kernels freed it."""
     return ProcessLimit(mx.set_cache_limit)
 
 

@@ -1,4 +1,4 @@
-"""Memory of MLX arrays that files are read into, without a copy between the disk and the kernels."""
+"""Memory that files are read into and that MLX arrays show, without a copy."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ Array = mx.array
 ARRAY_DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16}
 
 _RAW = {4: mx.uint32, 2: mx.uint16}
-"""Types that numpy knows too, by their size in bytes: it has no bfloat16."""
+"""Integer dtypes that numpy has, too, by their size in bytes: it has no bfloat16."""
 
 
 class Bytes:
-    """Bytes of memory at a multiple of 4096, shared by the page reader and kernels.
+    """Memory at a multiple of 4096, which the page reader writes to and kernels read.
 
-    Nothing may be written while a kernel that reads them is running.
+    Nothing may be written while a kernel that reads it is running.
 
     Attributes:
         array: the bytes, uint8, with padding on both sides.
@@ -46,7 +46,7 @@ class Bytes:
 
 
 def shared(shape: Sequence[int], dtype: str) -> tuple[Array, torch.Tensor]:
-    """An MLX array of zeros, and a torch tensor over the same memory."""
+    """Make an MLX array of zeros, and a torch tensor over the same memory."""
     raw = mx.zeros(tuple(shape), dtype=_RAW[DTYPES[dtype].itemsize])
     array = raw.view(ARRAY_DTYPES[dtype])
     mx.eval(raw, array)

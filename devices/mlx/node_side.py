@@ -1,4 +1,4 @@
-"""Kernels on MLX around the exchanges between nodes: sums of the node's own experts, rows routed by the first node.
+"""The computations on MLX around exchanges between nodes: sums of own experts, rows that the first node routed.
 
 Exchanges take and return numpy arrays, on any thread; kernels convert them from and to MLX arrays on the device's
 thread.
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class MlxNodeSide:
-    """Runs the kernels that exist only where several nodes share a model's experts.
+    """Runs the computations that exist only where several nodes share a model's experts.
 
     Args:
         evaluations: evaluates results.
@@ -51,7 +51,7 @@ class MlxNodeSide:
         self._project_output = project_output
 
     def partial_sum(self, task: Task) -> Array:
-        """The weighted sum (T, D), float32, of the outputs of this node's own experts."""
+        """The weighted sum (T, D), float32, of the outputs of this node's own experts, on the host."""
         state = self._states[task.micro_batch]
         total_TD = functions.sum_experts(*state.rows.outputs())
         del state.rows
@@ -59,17 +59,20 @@ class MlxNodeSide:
         return self._evaluations.on_host(total_TD)
 
     def on_host(self, tensor: Array) -> Array:
-        """The array itself: it is in the host's memory."""
+        """Return the array unchanged: it is in the host's memory."""
         return tensor
 
     def combine(self, task: Task, total_TD: Array) -> None:
-        """Add the residual to the sum over all nodes, and round once, as a single machine does."""
+        """Add the residual to the sum (T, D) over all nodes, and round once, as a single machine does."""
         state = self._states[task.micro_batch]
         state.hidden_TD = mlx_elements.added_to(state.hidden_TD, mx.array(total_TD))
         self._evaluations.later(task, state.hidden_TD)
 
     def route(self, task: Task) -> tuple[dict[int, int], Array]:
-        """Run the router; returns rows by expert, and all inputs, expert ids and weights in one float32 array."""
+        """Run the router; returns the number of rows of each expert that has any, and its result for `take_rows`.
+
+        The result is float32 (T, D + 2 k) on the host: the experts' input, each token's experts and their weights.
+        """
         self._project_output(task)
         routed = self._moe.route(task)
         parts = (routed.x_TD, routed.experts_Tk, routed.weights_Tk)
@@ -77,7 +80,7 @@ class MlxNodeSide:
         return self._moe.group(task, routed), np.array(routed_TX)
 
     def take_rows(self, task: Task, routed_TX: Array) -> dict[int, int]:
-        """Take the rows that the first node routed; returns the number of rows of each expert that has any."""
+        """Take over the first node's result of `route`; returns the number of rows of each expert that has any."""
         width = routed_TX.shape[-1] - 2 * self._top_k
         x_TD, experts_Tk, weights_Tk = mx.split(mx.array(routed_TX), [width, width + self._top_k], axis=-1)
         routed = Routed(x_TD.astype(self._dtype), experts_Tk.astype(mx.uint32), weights_Tk)

@@ -1,4 +1,4 @@
-"""Contiguous slots of a cache: each request has a range of them, between those of others."""
+"""The slots of a KV cache, of which each request has a contiguous range."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class OutOfSlots(OverBudget):
 
 
 class Moved(NamedTuple):
-    """A request whose slots are others now: the first one before, and after."""
+    """A move of a request to other slots: its first slot before, and after."""
 
     request: int
     before: int
@@ -35,15 +35,13 @@ class ContiguousSlots:
         return self._ranges[request]
 
     def open(self, request: int, slots: int) -> list[Moved]:
-        """Give a request a range of slots.
-
-        If enough are free, but no gap is wide enough, the others move together.
+        """Give a request a range of slots. If no gap between others is wide enough, they are moved together.
 
         Returns:
-            those that moved, in the order in which their slots have to be copied.
+            the moves of other requests, in the order in which their slots have to be copied.
 
         Raises:
-            OutOfSlots: too few are free; nothing has changed.
+            OutOfSlots: too few slots are free; nothing has changed.
         """
         free = self._count - sum(map(len, self._ranges.values()))
         if slots > free:
@@ -59,7 +57,7 @@ class ContiguousSlots:
         del self._ranges[request]
 
     def _gap(self, slots: int) -> int | None:
-        """The first slot of the first gap with as many slots; None if there is none."""
+        """The first slot of the first gap with at least `slots` slots; None if there is none."""
         stop = 0
         for each in sorted(self._ranges.values(), key=_first):
             if each.start - stop >= slots:
@@ -68,7 +66,7 @@ class ContiguousSlots:
         return stop if self._count - stop >= slots else None
 
     def _together(self) -> list[Moved]:
-        """Move all ranges to the first slots, in their order."""
+        """Close all gaps: move the ranges to the first slots, in their order; returns the moves."""
         moved, stop = [], 0
         for request, each in sorted(self._ranges.items(), key=lambda item: _first(item[1])):
             if each.start > stop:

@@ -1,4 +1,4 @@
-"""Resident experts in few stacked arrays: all experts of a layer, or an expert's matrices of all layers."""
+"""Stacks of resident experts in few arrays: all experts of a layer, or an expert's matrices of all layers."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class Key(NamedTuple):
 
 
 class Stacked(Protocol):
-    """Expert pages in few large arrays.
+    """A stack: expert pages in few large arrays.
 
     Attributes:
-        arrays: all arrays.
-        missing: the ids of pages that were not copied in yet.
+        arrays: all its arrays.
+        missing: the ids of its pages that were not copied in yet.
     """
 
     arrays: list[Array]
@@ -45,11 +45,11 @@ class Stacked(Protocol):
         """Copy the tensors of a page into the arrays."""
 
     def find(self, page: Page) -> tuple[Arrays, int]:
-        """The stack that has a page's expert, and its index there."""
+        """The weights for kernels in which a page's expert is, and its index there."""
 
 
 class _Block(NamedTuple):
-    """Rows of one of an expert's matrices, as a page contains them."""
+    """A row block of one of an expert's matrices, as a page contains it."""
 
     page_index: int
     part: str
@@ -57,7 +57,7 @@ class _Block(NamedTuple):
 
 
 class StackedLayer:
-    """All experts of one layer, each part's blocks as arrays (experts, rows, columns), as `gather_mm` takes them."""
+    """All experts of one layer: for each row block of a matrix an array (experts, rows, columns), for `gather_mm`."""
 
     def __init__(self, layout: WeightLayout, layer: int) -> None:
         config = layout.config
@@ -83,7 +83,7 @@ class StackedLayer:
 
 
 class StackedExpert:
-    """One expert in all layers, as one array (layers, items): the cluster paper's prestacking, section 4.1."""
+    """One expert of all layers in one array (layers, numbers): prestacking of the cluster paper, section 4.1."""
 
     def __init__(self, layout: WeightLayout, expert: int) -> None:
         self._layout = layout
@@ -119,10 +119,10 @@ class StackedExpert:
 
 
 def stacks_for(layout: WeightLayout, pages: Iterable[Page]) -> dict[int, Key]:
-    """The key of the stack for each resident expert page, by the page's id; some pages have none.
+    """Choose the stack of each resident expert page, by the page's id; some pages are in none.
 
-    Fully resident layers are stacked by layer; in the other layers, experts that stay in all of them are stacked by
-    expert. Arrays larger than the system allocates are omitted.
+    Layers of which all experts are resident are stacked by layer. In the other layers, experts that are resident in all
+    layers are stacked by expert. No stack is made whose arrays are larger than the system allocates.
     """
     experts = [page for page in pages if page.expert >= 0]
     config, item = layout.config, DTYPES[layout.dtype].itemsize
@@ -154,7 +154,7 @@ def open_stack(layout: WeightLayout, key: Key) -> Stacked:
 def stored_blocks(
     layout: WeightLayout, views: Mapping[str, list[torch.Tensor]]
 ) -> Iterable[tuple[str, torch.Tensor]]:
-    """An expert's blocks of rows as in the files, each with the name of its matrix."""
+    """Yield the row blocks of an expert as the files have them, each after the name of its matrix."""
     for name, blocks in views.items():
         for block in blocks:
             yield _part(name), block.T if is_transposed(layout.config, name) else block

@@ -1,4 +1,4 @@
-"""The states of a batch's micro-batches, or of places, with their KV caches."""
+"""The making of the states of a plan's micro-batches, with their KV caches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from .memory import ARRAY_DTYPES
 
 
 def states_of(plan: Plan, prompts: Sequence[Sequence[int]]) -> list[MicroBatchState]:
-    """Make the states of decode micro-batches, then those of prefill chunks if prompts are cut."""
+    """Make the states of a batch: of its micro-batches, then of prefill's chunks if prompts are cut.
+
+    prompts: the tokens of each request, by request.
+    """
     batch = plan.batch
     states = wholes_of(batch.micro_batches, prompts, beams=1)
     if plan.nodes.attends:
@@ -27,9 +30,9 @@ def states_of(plan: Plan, prompts: Sequence[Sequence[int]]) -> list[MicroBatchSt
 
 
 def places_of(plan: Plan) -> list[MicroBatchState]:
-    """Make the states of empty places.
+    """Make the states of micro-batches for serving, without requests.
 
-    Each has caches of its own, as requests move in them between its steps, while other places may be within one.
+    Each has caches of its own: requests move in them between its steps, while others may be within a step.
     """
     states: list[MicroBatchState] = []
     for requests in plan.batch.micro_batches:
@@ -41,7 +44,7 @@ def places_of(plan: Plan) -> list[MicroBatchState]:
 
 
 def _caches(plan: Plan, requests: Sequence[int]) -> list[RequestsKV]:
-    """Make a cache for each kind of window, with room for these requests."""
+    """Make a cache for all layers with one window, for each window, with room for these requests."""
     config, dtype = plan.layout.config, ARRAY_DTYPES[plan.layout.dtype]
     caches = []
     for layers in config.by_window(range(config.layers)):

@@ -35,7 +35,7 @@ DEFERRABLE = {
     "warm_expert",
     "combine",
 }
-"""Verbs whose results the host does not need: they add to a micro-batch's state."""
+"""Verbs that may be deferred, because their results stay in a micro-batch's state and the host does not need them."""
 
 
 class Topology:
@@ -88,7 +88,7 @@ class Topology:
         return {**self._layers(attention, moe), **exchanges.verbs}
 
     def _halves(self, embedding: Arrays) -> tuple[Attention, MoELayer]:
-        """The runners of a layer's first half and of its second half."""
+        """Make the runners of a layer's first half and of its second half."""
         states, shown, kernels = self._states, self._weights.show, self._kernels
         attention = Attention(states, shown, embedding, kernels)
         moe = MoELayer(
@@ -105,7 +105,7 @@ class Topology:
         return attention, moe
 
     def _layers(self, attention: Attention, moe: MoELayer) -> Verbs:
-        """The verbs of the layers, those before them, and those that move pages."""
+        """The verbs of layers, those before them, and those that move pages."""
         weights, experts = self._weights, self._experts
         attend = self._evaluated(attention.attention, _attended)
         attend = after(lambda task: self._evaluations.close_others(task.micro_batch), attend)
@@ -126,7 +126,7 @@ class Topology:
         }
 
     def _evaluated(self, verb: Verb, results: Callable[[MicroBatchState, int], Sequence[Array]]) -> Verb:
-        """A verb followed by the evaluation, now or deferred, of `results(state, layer)`."""
+        """Wrap a verb so that `results(state, layer)` are evaluated after it, at once or later."""
 
         def run(task: Task) -> Any:
             value = verb(task)

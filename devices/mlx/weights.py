@@ -1,9 +1,9 @@
-"""Weights as MLX kernels read them: pages in slots, pages that stay, and experts that stay in stacks.
+"""The weights of a model on MLX: pages in slots, resident pages, and stacks of resident experts.
 
-Files are read straight into slots and single pages. A stack takes the bytes of its weights, and is filled through one
-more page, which is freed when all stacks are loaded. If a layer's experts are one stack, they are multiplied together,
-and the host need not know the routing; otherwise they are multiplied one after the other. A router that stays is
-kept in float32 as well, in which it is used.
+Files are read straight into slots and single pages. A stack is filled through the memory of one more page, which is
+freed when all stacks are loaded. If the experts of a layer are in one stack, kernels multiply by all of them at once,
+and the host need not know the router's choices; otherwise they run one after the other. A resident router is kept in
+float32 as well, in which it is used.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from .stacks import PARTS, Key, Stacked, open_stack, stacks_for, stored_blocks
 
 
 class MlxWeights:
-    """Weights of one model, batch after batch: pages in slots and stacks, and tensors that are in no page.
+    """The weights of one model, for batch after batch.
 
     Args:
-        reader: reads pages; on any thread, as long as no running kernel reads the same slot.
+        reader: reads pages, on any thread, while no kernel reads the same slot.
 
     Attributes:
-        globals: the tensors that are in no page, by canonical name; empty if the node has no attention.
+        globals: the tensors outside the layers, by canonical name; empty on a node that does not attend.
     """
 
     def __init__(self, reader: PageReader, layout: WeightLayout) -> None:
@@ -47,13 +47,13 @@ class MlxWeights:
         self._resident: dict[int, Bytes] = {}
         self._read: set[int] = set()
         self._routers: dict[int, list[Array]] = {}
-        """In float32, by the page that has them and stays."""
+        """The routers of resident pages in float32, by the page's id."""
         self._stacks: dict[Key, Stacked] = {}
         self._key_of: dict[int, Key] = {}
         self._staging = torch.empty(0, dtype=torch.uint8)
 
     def slot_bytes(self, page: Page) -> int:
-        """The bytes that a page takes in a slot, with a copy of its router in float32 unless it is stored so."""
+        """The bytes that a page takes in a slot, with a float32 copy of its router if that is stored otherwise."""
         copied = 0
         for extent in page.extents:
             item = self._reader.format_of(extent.tensor).block_bytes
@@ -63,17 +63,17 @@ class MlxWeights:
 
     @property
     def embedding(self) -> Arrays:
-        """The embedding; empty if the node has no attention."""
+        """The embedding, on a node that attends."""
         return Arrays({"embedding": [self.globals["embedding"]]})
 
     @property
     def head(self) -> Arrays:
-        """The last norm and the LM head; empty if the node has no attention."""
+        """The last norm and the LM head, on a node that attends."""
         matrix_VD = self.globals.get("lm_head", self.globals["embedding"])
         return Arrays({"final_norm": [self.globals["final_norm"]], "lm_head": [matrix_VD.T]})
 
     def begin(self, plan: Plan) -> None:
-        """Allocate slots and memory for resident pages; pages that stay from the previous batch are kept."""
+        """Allocate slots, and memory for resident pages; pages that were resident in the last batch stay."""
         self._allocate(plan.weights.pools, [page for pool in plan.weights.resident for page in pool.pages()])
         if plan.nodes.attends and not self.globals:
             self.globals = {name: self._read_global(name) for name in global_shapes(self._layout.config)}
@@ -84,7 +84,7 @@ class MlxWeights:
         self.globals = {}
 
     def load(self, task: PageTransfer) -> None:
-        """Read the task's pages, which stay in memory; those already there are skipped."""
+        """Read the resident pages of a task; those already there are skipped."""
         for page in task.pages:
             key = self._key_of.get(page.id)
             if key is not None:
@@ -99,14 +99,14 @@ class MlxWeights:
             self._reader.read(page, self._slots[slot.pool][slot.index].tensor)
 
     def show(self, view: View[Any]) -> Arrays:
-        """The arrays of the pages that a view shows; called on the thread that evaluates them."""
+        """The weights in a view of pages, by their names within the layer; called on the thread that evaluates them."""
         if view.bound is None:
             view.bound = self._bind(view)
         bound: Arrays = view.bound
         return bound
 
     def touch(self) -> int:
-        """Touch every resident array; returns their number."""
+        """Read one number of every resident array; returns the number of arrays."""
         stacked = [array for stack in self._stacks.values() for array in stack.arrays]
         arrays = [*self.globals.values(), *(memory.array for memory in self._resident.values()), *stacked]
         mx.eval([one_item(array) + 0 for array in arrays])
@@ -184,5 +184,5 @@ def _is_router(name: str) -> bool:
 
 
 def one_item(array: Array) -> Array:
-    """The first item of an array, without flattening it: a dimension cannot have the items of a large one."""
+    """The first number of an array, without flattening it, as one dimension cannot be as long as a large array."""
     return array[(0,) * array.ndim]

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moesched.errors import NotFinite
+from moesched.models.footprint import SCORED_ROWS
 from moesched.requests.beams import Standing
 from moesched.requests.logprobs import Logprob, ScoredToken, WantedLogprobs
 from moesched.requests.next_token import NO_TOKEN, logprobs_of, require_finite, sample_finite, traced
@@ -22,9 +23,6 @@ from .library import Library
 from .micro_batch import MicroBatchState
 
 Logits = npt.NDArray[np.float32]
-
-PROMPT_ROWS = 64
-"""Rows of a prompt whose logits are computed together."""
 
 
 class Beams(Protocol):
@@ -149,8 +147,8 @@ class NextTokens:
         ids = state.new[place] if following is None else [*state.new[place], following]
         first = sum(map(len, state.new[:place]))
         found: list[Logprob | None] = [] if state.step.past[place] else [None]
-        for start in range(0, len(ids) - 1, PROMPT_ROWS):
-            scored = ids[start + 1 : start + 1 + PROMPT_ROWS]
+        for start in range(0, len(ids) - 1, SCORED_ROWS):
+            scored = ids[start + 1 : start + 1 + SCORED_ROWS]
             rows = range(first + start, first + start + len(scored))
             logits = self._kernels.bound("logits", self._head, Memory(len(rows)))(state.hidden_TD, rows)
             found += logprobs_of(self._library.on_host(logits), scored, likeliest)

@@ -311,7 +311,7 @@ def _wanted(raw: torch.Tensor, stored: StoredTensor) -> torch.Tensor:
 
 
 def _copy_here(items: torch.Tensor, out: torch.Tensor) -> None:
-    """Copy and convert on the calling thread alone.
+    """Copy numbers to `out`, converted to its dtype, on the calling thread alone.
 
     Torch converts larger pieces on its thread pool; while other lanes keep the cores busy, waiting for the pool took
     8 ms per call when measured.

@@ -9,14 +9,14 @@ import torch
 from moesched.models.layout import WeightLayout
 from moesched.system.cores import CorePlan, divided_cores, usable_cores
 
-from ..kernels.resources import Indices, Upload, as_it_is
+from ..kernels.resources import Indices, Upload, as_it_is, host_indices, host_upload
 from ..kernels.torch_kernels import TorchKernels
 from ..products.bfloat16_support import has_bfloat16
 from ..products.row_tiles import CODE_BYTES
 from ..products.team import use_cores
 from ..shared.page_reader import DTYPES
 from .captured import Graphs
-from .copies import NumberRing, host_indices, host_upload
+from .copies import NumberRing
 from .cores import Cores
 from .fixed_steps import Replays
 

@@ -6,8 +6,7 @@ Ordinary memory would not do: a copy from it blocks the calling thread until the
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,17 +18,6 @@ from .locked_memory import locked_if_possible
 Tensor = torch.Tensor
 
 HOST = torch.device("cpu")
-
-Indices = Callable[[Sequence[int]], Tensor]
-"""A function that makes an int64 tensor of numbers on some device."""
-
-host_indices: Indices = partial(torch.tensor, dtype=torch.int64)
-"""The `Indices` of the host."""
-
-
-def host_upload(numbers: Sequence[int], into: Tensor) -> None:
-    """Copy numbers to the first entries of an int64 tensor on the host."""
-    into.view(-1)[: len(numbers)] = host_indices(numbers)
 
 
 MOST_NUMBERS = NUMBER_RING_BYTES // (2 * NUMBER_BYTES)

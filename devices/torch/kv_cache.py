@@ -11,12 +11,12 @@ from moesched.errors import BadInput
 from moesched.models.config import ModelConfig
 
 from ..kernels.attention_functions import KVView
+from ..kernels.resources import Indices, host_indices
 from ..native.attention import LayerAddresses
 from ..native.kernels import NativeKernels
 from ..native.kv_rows import store
 from ..products.team import use_cores
 from .block_table import BlockTable
-from .copies import Indices, host_indices
 from .kv_step import Gather, KVStep, Run, slots_of
 from .prompt_views import prompt_views
 
@@ -24,7 +24,7 @@ Tensor = torch.Tensor
 
 
 class BlockedKV:
-    """The keys and values of layers with one window, in an arena (layers, 2, slots, K, d); blocks of slots by sequence.
+    """The keys and values of layers with one window: an arena (layers, 2, slots, K, d), with slots in blocks.
 
     A sequence may reserve the blocks for its final length when it is opened, which makes them contiguous, so that its
     views need no copies; or it takes blocks as it grows. `append` and `views` for steps that `extend` returned may run

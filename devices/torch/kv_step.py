@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import torch
 
+from ..kernels.resources import Indices, host_indices
 from ..native.attention import SequencesInBlocks
 from .block_table import Growth, Held
-from .copies import Indices, host_indices
 
 Tensor = torch.Tensor
 

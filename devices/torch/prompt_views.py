@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby, islice
 
+from moesched.models.host_buffers import CACHE_LINE
 from moesched.models.kv_blocks import PROMPT_TILE, cached_tokens
 
 from ..kernels.attention_functions import KVView
 from ..products.linear import Tensor
 from .kv_step import KVStep
-
-CACHE_LINE = 64
 
 
 def prompt_views(step: KVStep, cached: Iterable[Tensor], new: Iterable[Tensor]) -> list[KVView]:

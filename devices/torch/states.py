@@ -12,10 +12,11 @@ from moesched.steps.plan import Plan
 from moesched.steps.reservations import held_alike
 from moesched.steps.roles import KV_ROLES
 
+from ..kernels.resources import host_indices
 from ..runner.micro_batch import MicroBatchState, chunks_of, wholes_of
 from ..runner.served import ServedState
 from .compute import Compute
-from .copies import HOST, host_indices
+from .copies import HOST
 from .kv_cache import BlockedKV
 from .locked_memory import locked_if_possible
 

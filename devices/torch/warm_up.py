@@ -23,6 +23,7 @@ from moesched.tasks import Kernel, Lane, PageTransfer, Work
 
 from ..kernels import attention_functions
 from ..kernels.layer_weights import Weights
+from ..kernels.resources import host_indices
 from ..products.linear import Tensor
 from ..runner.attention import Attention, itself
 from ..runner.micro_batch import MicroBatchState
@@ -31,7 +32,7 @@ from ..runner.next_tokens import Choice, NextTokens
 from ..runner.observers import DeviceObservers
 from .at_once import library_of
 from .compute import Compute
-from .copies import HOST, host_indices
+from .copies import HOST
 from .experts import TorchExperts
 from .global_weights import GlobalWeights
 from .kv_cache import BlockedKV

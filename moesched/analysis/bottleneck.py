@@ -194,12 +194,12 @@ def _with_room(recording: Recording) -> Recording:
 
 
 def _length(recording: Recording, durations: Sequence[int]) -> int:
-    """Return how many nanoseconds a replay with these durations takes."""
+    """Return the nanoseconds of a replay with these durations of tasks."""
     return replay_recording(recording, durations, handovers=True).end
 
 
 def _most(stretches: Sequence[Stretch], field: Literal["lane", "kind", "cause", "line"]) -> Any:
-    """Return the value of a field that covers most time of these stretches."""
+    """Return the value that a field of the stretches has for most of their time."""
     spent: Counter[str] = Counter()
     for each in stretches:
         spent[getattr(each, field)] += each.nanoseconds

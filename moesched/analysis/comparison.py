@@ -8,7 +8,7 @@ from typing import Literal
 import msgspec
 
 from moesched.analysis.difference import Cause, Difference
-from moesched.analysis.published import published_prefills
+from moesched.analysis.published import PUBLISHED_PREFILLS
 from moesched.analysis.sides import Section, Unit
 from moesched.system.cells import html_of
 from moesched.units import format_bytes, format_flops, format_number, format_seconds
@@ -162,7 +162,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
 
     def _published_prefills(self, columns: int) -> list[str]:
         """Return the cells of the row below a predicted prefill: the usual error of such predictions."""
-        name, error = published_prefills()
+        name, error = PUBLISHED_PREFILLS
         cells = [name, "", *(error if _foretold(run) else "" for run in self.runs)]
         return [*cells, *[""] * (columns - len(cells))]
 

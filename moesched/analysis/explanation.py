@@ -93,12 +93,14 @@ def explain(
         decode_steps: number of the whole run's decode steps, if only the first ones were recorded.
 
     Raises:
-        BadInput: no task ran, or a change names nothing of the run.
+        BadInput: no task ran, or tasks took no time, or a change names nothing of the run.
     """
     if not recording.slices:
         raise BadInput("the trace has no tasks: record a run that generates tokens")
     run = without_loading(recording)
     total = run.end - run.start
+    if not total:
+        raise BadInput("the tasks of the trace take no time: record the run again")
     waits = waits_of(run)
     returning = returning_pages(recording)
     stretches = list(stretches_of(run, waits, returning))

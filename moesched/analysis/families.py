@@ -54,5 +54,5 @@ def family_of(task: TaskInfo) -> Family:
 
 
 def family_of_verb(verb: str) -> Family:
-    """Return the family of a task by its verb; it is no transfer of weights and no collective."""
+    """Return the family of a task by its verb, if the task is neither a transfer of weights nor a collective."""
     return _FAMILIES.get(verb, "other")

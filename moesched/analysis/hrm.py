@@ -91,7 +91,7 @@ def fetched(hierarchy: Hierarchy, intensity: Intensity) -> Bound:
 
 
 def first_turning_point(hierarchy: Hierarchy) -> float:
-    """Return P1 (Eq. 9): the I^j up to which fetching never pays, in FLOP/byte.
+    """Return P1 (Eq. 9): the intensity I^j, in FLOP per byte of the lower memory, up to which fetching never pays.
 
     P1 is where the link's roof B^{j,i} I meets the lower level's own, min(P^j, B^j I). A link that is slower than the
     lower memory meets the compute roof only; any other link meets neither, and P1 is 0.
@@ -102,17 +102,21 @@ def first_turning_point(hierarchy: Hierarchy) -> float:
 
 
 def second_turning_point(hierarchy: Hierarchy, upper_intensity: float) -> float:
-    """Return P2 (Eq. 10): the I^j from which the link no longer limits a computation with this I^i, in FLOP/byte.
+    """Return P2 (Eq. 10): the intensity I^j, in FLOP per byte of the lower memory, from which the link limits no more.
 
-    If the upper level reaches less than P^j at this I^i, P2 is below P1, and fetching never pays.
+    If the upper level is slower at I^i than the lower level's peak, P2 is below P1, and fetching never pays.
+
+    upper_intensity: I^i, the computation's FLOPs per byte of the upper memory.
     """
     return in_place(hierarchy.upper, upper_intensity).performance / hierarchy.link
 
 
 def balance_point(hierarchy: Hierarchy, upper_intensity: float) -> float | None:
-    """Return the I^j at which link and upper memory limit equally (Eq. 11), in FLOP/byte.
+    """Return the intensity I^j, in FLOP per byte of the lower memory, at which link and upper memory limit equally.
 
-    None if the upper level's processor limits first, so that a higher I^i would not help.
+    This is Eq. 11. None if the upper level's processor limits first, so that a higher I^i would not help.
+
+    upper_intensity: I^i, the computation's FLOPs per byte of the upper memory.
     """
     intensity = hierarchy.upper.bandwidth * upper_intensity / hierarchy.link
     return intensity if upper_intensity <= ridge(hierarchy.upper) else None
@@ -155,7 +159,7 @@ def touched_expert_bytes(operations: Operations, tokens: int) -> float:
 
 
 def batch_reaching(operations: Operations, lower_intensity: float) -> int | None:
-    """Return the smallest batch size whose FFN reaches this I^j; None if none does."""
+    """Return the smallest batch size whose FFN has this many FLOPs per byte of the lower memory; None if none has."""
 
     def reached(batch: int) -> float:
         return ffn_intensity(operations, batch, 1).lower

@@ -109,7 +109,10 @@ def together(recording: Recording) -> Together:
 def lane_times(
     recording: Recording, waits: Sequence[Wait], alone: Mapping[LaneName, int]
 ) -> dict[str, LaneTime]:
-    """Return the busy and idle time of each lane, by title; `alone`: nanoseconds of each as the only busy lane."""
+    """Return the busy and idle time of each lane, by the lane's title.
+
+    alone: nanoseconds in which each lane was the only busy one.
+    """
     spans = idle_spans(recording, waits)
     busy = dict.fromkeys(recording.lanes, 0)
     launching = dict.fromkeys(recording.lanes, 0)

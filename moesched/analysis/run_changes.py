@@ -17,19 +17,19 @@ FACTOR = re.compile(r"([a-z]+) (.+) x([0-9]*\.?[0-9]+)")
 NO_HANDOVERS = "no handovers"
 
 Cost = Literal["time", "rate"]
-"""A factor of time multiplies what a task takes in all, a factor of a rate what its lane moves in a second."""
+"""The cost that a factor multiplies: the whole time of a task, or the bytes that its lane moves in a second."""
 
 
 class Kind(NamedTuple):
-    """A kind of change, which multiplies a cost of some tasks: "WORD NAME xFACTOR".
+    """A kind of change, which multiplies a cost of some tasks and is written "WORD NAME xFACTOR".
 
     Attributes:
-        example: of such a change, as it is written.
-        effect: of the example, in words.
-        named: what NAME is the name of, in words.
-        cost: what FACTOR multiplies.
-        names: the names that a run has.
-        name_of: the name that a task on a lane has.
+        example: an example of such a change.
+        effect: the effect of the example, in words.
+        named: the thing that NAME names, in words.
+        cost: the cost that FACTOR multiplies.
+        names: returns all names that occur in a run.
+        name_of: returns the name of a task on a lane.
     """
 
     example: str
@@ -69,15 +69,15 @@ class Change:
     """A change of a run.
 
     Attributes:
-        factors: by kind of change and name.
-        handovers: whether time passes between tasks, as it did.
+        factors: factors of costs, by WORD of the kind of change and by name.
+        handovers: whether the replay has the time between tasks that the run had; otherwise it has none.
     """
 
     factors: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     handovers: bool = True
 
     def factor(self, cost: Cost, task: TaskInfo, lane: LaneName) -> float:
-        """The factor of a cost of a task on a lane."""
+        """Return the factor by which the change multiplies a cost of a task on a lane."""
         return prod(
             factors.get(kind.name_of(task, lane), 1.0)
             for word, factors in self.factors.items()

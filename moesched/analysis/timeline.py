@@ -100,7 +100,11 @@ def choose_window(recording: Recording, *, steps: str = "", layers: str = "", wi
     times = {each.step: each for each in summarize(recording).steps}
     low, high = _bounds("--steps", steps, times) if steps else [_typical(times, recording.trimmed)] * 2
     chosen = _of_steps(times[low], times[high])
-    return _layers(recording, low, chosen, layers) if layers else chosen
+    if layers:
+        chosen = _layers(recording, low, chosen, layers)
+    if chosen.start == chosen.end:
+        raise BadInput(f"{chosen.name} takes no time: choose another part of the run, or record it again")
+    return chosen
 
 
 def _times(recording: Recording, text: str) -> Window:
@@ -217,7 +221,7 @@ def _blocks(
 def merged(blocks: Sequence[Block], least: float) -> list[Block]:
     """Merge neighbouring blocks that are shorter, and less far apart, than `least` nanoseconds.
 
-    A merged block lasts at most twice `least`. It has the family, and the place on the critical path or not, of most of
+    A merged block lasts at most twice `least`. Its family, and whether it is on the critical path, are those of most of
     its time.
     """
     result: list[Block] = []

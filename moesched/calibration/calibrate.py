@@ -88,10 +88,10 @@ def written_to(file: Path | None, device: str, measure: Callable[[Path], Machine
     """Measure a machine and write its file.
 
     Args:
-        file: by default the one that `--machine auto` reads.
-        device: as `calibrated_file` takes it.
-        measure: measures in a new folder on the disk of the cache, whose files are removed in the end. The system's
-            folder for temporary files may lie in memory.
+        file: the file to write; by default the one that `--machine auto` reads.
+        device: name of the GPU's device, or empty, as for `calibrated_file`.
+        measure: returns the measured machine, given a new folder for temporary files, which are removed in the end. It
+            is on the disk of the cache, as the system's folder for temporary files may lie in memory.
 
     Raises:
         BadInput: the file, or the folder and its files, cannot be written.
@@ -144,7 +144,7 @@ class Calibration:
         return self._machine()
 
     def _steps(self) -> Iterator[Step]:
-        """Yield the steps of all measurements in turn, so that each median covers the drift of the machine's speed."""
+        """Yield the steps of all measurements, round by round, so that medians cover drifts of the machine's speed."""
         extent = self._extent
         rounds = extent.operations.rounds
         turns = max(
@@ -186,7 +186,7 @@ class Calibration:
         )
 
     def _transfers(self, reads: Sequence[CostPoint]) -> list[CostPoint]:
-        """Return the costs of page transfers from the disk: single reads, times how much longer whole fetches took."""
+        """Return the costs of page transfers from the disk: those of single reads, scaled to times of whole fetches."""
         longer = self._models.tasks.longer_than(DISK, Surface(reads))
         return [point(DISK, "", each.rows, each.size, longer(each.size) * each.seconds) for each in reads]
 
@@ -201,7 +201,10 @@ class Calibration:
 
 
 def contention_of(rates: Mapping[tuple[str, str], Sequence[float]]) -> list[Contention]:
-    """Return measured relative speeds as entries of a machine file: the median of each (sort of work, sorts beside)."""
+    """Return measured relative speeds as entries of a machine file.
+
+    rates: speeds in several runs by (sort of work, sorts that run beside it); the median of each counts.
+    """
     return [
         Contention(work=sort, beside=other, rate=rounded(median(found)))
         for (sort, other), found in sorted(rates.items())

@@ -1,4 +1,4 @@
-"""Estimates how much tasks slow each other down, from tasks that were timed alone and beside others."""
+"""Estimates by how much tasks slow each other down, from tasks that were timed alone and beside others."""
 
 from __future__ import annotations
 
@@ -12,11 +12,16 @@ LEAST_OVERLAP = 0.3
 """A task counts if it ran beside others for at least this share of its time."""
 LEAST_RATE = 0.05
 MOST_TIMES_SLOWER = 3.0
-"""A task whose slowdown is this many times the median of its sort lost its core to another thread, for up to 4 ms where
-attention takes 0.1 ms. This does not depend on the tasks beside it, so it does not count."""
+"""Tasks do not count whose slowdown is more than this many times the median of their sort.
+
+They lost their core to another thread, for up to 4 ms where attention takes 0.1 ms, whatever ran beside them.
+"""
 PRIOR_SECONDS = 0.005
-"""Strength of the regularisation, as observation time. Rates of mixes that were seen for less, or always in the same
-proportions, are drawn to the rate of all mixes together; least squares could not tell them apart."""
+"""Strength of the regularisation, as seconds of observation.
+
+It draws the rates of mixes that were seen for less time, or always in the same proportions, to the rate of all mixes
+together, since least squares cannot tell them apart.
+"""
 
 
 class Observed(NamedTuple):

@@ -1,7 +1,7 @@
 """The policy under which small models run so that their tasks can be timed.
 
-In RESIDENT mode all weights stay in memory. In the others, the first layer's stay and the second layer's are fetched in
-each step; in STREAMING mode the weights of both layers are.
+In RESIDENT mode all weights stay in memory. In STREAMING mode the weights of both layers are fetched in each step; in
+all other modes only those of the second layer are.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Exercise:
     """The policy of one timed run.
 
     Args:
-        turn: number of the run. With an even sum of turn and step, a serial step submits `post_attention`, else the
-            separate tasks that replace it: route, experts and combine.
+        turn: number of the run. In modes without overlap, a step submits `post_attention` if the sum of turn and step
+            is even, otherwise the tasks that replace it: route, experts and combine.
         host_attended: micro-batches whose attention runs on the host, in ATTENDING mode.
     """
 
@@ -136,7 +136,7 @@ class Exercise:
             self._sample(step, i, j)
 
     def _sample(self, step: Step, i: int, j: int) -> None:
-        """Sample if layer i is the last. Its weights then have evicted the LM head from the processor's caches."""
+        """Sample if layer i is the last, whose weights then have evicted the LM head from the processor's caches."""
         if i == step.layers[-1]:
             self.last = step.sample(j)
 
@@ -163,7 +163,7 @@ class Exercise:
 
 
 class FinishedTasks:
-    """Observer that collects finished tasks, without those that load weights before the first step."""
+    """Observer that collects finished tasks, except those that load weights before the first step."""
 
     def __init__(self) -> None:
         self.tasks: list[Task] = []

@@ -12,10 +12,10 @@ CODED = ("q8_0", "q4_k", "q6_k", "mxfp4")
 
 
 class OperationExtent(msgspec.Struct, frozen=True, kw_only=True):
-    """Operations that are timed by themselves.
+    """Operations that are timed by themselves, without a model.
 
     Attributes:
-        rounds: how often each operation is measured; the median counts.
+        rounds: number of times that each operation is measured; the median counts.
         seconds: time to spend on each operation in each round.
         rows, matrices: sizes of matrix products; a matrix is (outputs, inputs).
         copies, reads: bytes of each copy and of each read from the disk.
@@ -39,12 +39,10 @@ class Prompts(msgspec.Struct, frozen=True, kw_only=True):
     """One batch of prompts for the small models.
 
     Attributes:
-        groups: prompt lengths in tokens of each micro-batch.
+        groups: prompt lengths of each micro-batch, in tokens.
         host_attended: indices in `groups` of micro-batches whose attention runs on the host in some runs.
-        long: prompt lengths of more micro-batches, for the smallest model only.
-
-    The first prompt of a length is slower, since its memory is new to the process; so each long prompt occurs several
-    times.
+        long: prompt lengths of more micro-batches, for the smallest model only. Each length occurs several times, as
+            the first prompt of a length is slower, whose memory is new to the process.
     """
 
     groups: tuple[tuple[int, ...], ...]
@@ -59,7 +57,7 @@ class Runs(msgspec.Struct, frozen=True, kw_only=True):
         models: the models, smallest first; costs are interpolated between their sizes.
         steps: steps of each run, prefill included.
         resident: number of runs of each model in RESIDENT mode.
-        serial: number of runs of each model in SERIAL mode, with which those with overlap are compared.
+        serial: number of runs of each model in SERIAL mode, the baseline of the runs with overlap.
         fresh: number of runs of each model in FRESH mode.
         together: number of runs in each mode with overlap: of every model in STREAMING mode, else of the largest model.
     """
@@ -80,7 +78,7 @@ class Extent(msgspec.Struct, frozen=True, kw_only=True):
         batches: batches of small and of large micro-batches, since a device chooses kernels, and the order of weights
             in memory, by the largest micro-batch of a batch.
         runs: runs of the small models by dtype; costs in dtypes without runs are scaled from bfloat16.
-        repeats: how many measurements at most are repeated because other processes were busy.
+        repeats: most measurements that are repeated because other processes were busy.
     """
 
     name: str
@@ -93,7 +91,7 @@ class Extent(msgspec.Struct, frozen=True, kw_only=True):
 def small_model(name: str, *, heads: int, **sizes: int) -> ModelConfig:
     """Return the shape of a model of two equal layers to measure with.
 
-    sizes: the others, by their names in `ModelConfig` and its layers.
+    sizes: all other sizes of the model, by their names in `ModelConfig` and its layers.
     """
     kv_heads = heads // 4
     return SHAPES["mixtral-0.8b"].varied(

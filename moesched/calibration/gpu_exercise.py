@@ -18,7 +18,7 @@ from moesched.steps.step import Step
 from moesched.tasks import Task
 
 BESIDE = ("attention", "cache writes", "attention", "experts")
-"""Kind of task beside which a step's fetch starts, by the step's index modulo 4; even steps attend on the host."""
+"""Kind of task beside which the fetch of a step starts, by the step's index modulo 4."""
 
 
 class GpuExercise:
@@ -85,13 +85,13 @@ class GpuExercise:
         await last
 
     async def _alone(self, task: Task) -> Task:
-        """Wait for a task and return it; with `beside`, return at once, so that others run beside it."""
+        """Wait for a task and return it; with `beside`, return it at once, so that other tasks run beside it."""
         if not self.beside:
             await task
         return task
 
     def _fetch(self, step: Step, pages: Sequence[Page]) -> Task:
-        """Fetch pages, one transfer per expert: during a short copy only one kind of task runs beside it.
+        """Fetch pages in one transfer per expert, short enough that only one kind of task runs beside each.
 
         All pages are staged first in one task, so that slowdown by staging can be told from slowdown by fetches.
         """
@@ -107,7 +107,10 @@ class GpuExercise:
             step.evict(pages, self.staging)
 
     def _attend(self, step: Step, i: int, j: int, *, on_gpu: bool) -> Task:
-        """Submit attention and its copies, with `on_gpu` even for a cache on the host; return the last task."""
+        """Submit attention and its copies; return the last task.
+
+        on_gpu: whether attention runs on the GPU even if the KV cache is on the host.
+        """
         if step.kv_on_accelerator(j, i):
             return step.attention(i, j)
         if step.phase(j) == "decode" and not on_gpu:

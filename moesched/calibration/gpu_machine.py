@@ -41,8 +41,9 @@ Progress = Callable[[int, int], object]
 
 PROBE = "moesched.devices.torch.cuda_probe:CudaProbe"
 HBM_BANDWIDTH = 1.2e12
+"""Least memory bandwidth, in bytes per second, of an unknown GPU that is taken for one of a data center."""
 SERVER_BANDWIDTH = 120e9
-"""Memory bandwidths, in bytes per second, from which an unknown GPU and a CPU are assumed to be of a server's class."""
+"""Least memory bandwidth, in bytes per second, of a CPU that is taken for one of a server."""
 
 
 def calibrate_gpu(
@@ -71,6 +72,8 @@ def calibrate_gpu(
 def measured_machine(probe: GpuProbe, extent: GpuExtent, progress: Progress) -> Machine:
     """Measure a machine with a GPU, in the dtypes that the GPU computes in.
 
+    Args:
+        progress: called with (measurements done, measurements in all).
 
     Raises:
         BadInput: a rate could not be measured; the message says which, and the remedy.
@@ -189,7 +192,7 @@ def _machine(
 def _processor(
     times: gpu_rates.Times, extent: GpuExtent, name: str, device_class: str, rates: dict[str, Estimate]
 ) -> Processor:
-    """Return a processor: its peaks are the best measured rates, its sustained shares come from the other rounds."""
+    """Return a processor: its peaks are the best measured rates, its sustained shares are those of all rounds."""
     found = {dtype: gpu_rates.products(times, name, dtype) for dtype in extent.dtypes}
     shares = [rate.share for rate in found.values()]
     products = Estimate(
@@ -218,7 +221,10 @@ def _link(times: gpu_rates.Times, source: str, destination: str) -> Link:
 
 
 def gpu_class(name: str, bandwidth: float) -> str:
-    """Return the class of a GPU, for rates that are not measured: by its name, or guessed by memory bandwidth."""
+    """Return the class of a GPU, for rates that are not measured: by its name or, if unknown, by its memory bandwidth.
+
+    bandwidth: bytes per second of the GPU's memory.
+    """
     try:
         return find_gpu(name)[0].device_class
     except BadInput:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import starmap
 from statistics import median
 from typing import NamedTuple
 
@@ -20,13 +19,13 @@ from moesched.models.stored_formats import STORED_FORMATS
 
 MEASURED = "measured by `moesched calibrate`"
 LAUNCHES_OF_A_KERNEL = 1.5
-"""A kernel shorter than this many launch times may have waited for its launch: its time says nothing about memory."""
+"""Kernels shorter than this many launches may have waited for their launch, and tell nothing about memory."""
 
 Times = Mapping[Operation, Sequence[float]]
 
 
 class SharedRate(NamedTuple):
-    """The best rate over all sizes and rounds, and the share of it that the rounds reach."""
+    """The best of several measured rates, and an estimate of the share of it that all reach."""
 
     best: float
     share: Estimate
@@ -56,7 +55,9 @@ def products(times: Times, processor: str, dtype: str) -> SharedRate:
 def weights(times: Times, processor: str, launch: float, bandwidth: float) -> Estimate:
     """Return the share of a memory's bandwidth that products of one row reach.
 
-    launch: seconds of a kernel's launch; kernels hardly longer do not count.
+    Args:
+        launch: seconds of a kernel's launch; kernels that are hardly longer do not count.
+        bandwidth: bytes per second of the memory.
 
     Raises:
         BadInput: all kernels were too short.
@@ -99,7 +100,7 @@ def launch_seconds(times: Times) -> Estimate:
 
 
 def host_seconds(times: Times, launch: float) -> Estimate:
-    """Return the seconds that the host waits for a kernel's result, less the seconds of the launch."""
+    """Return the seconds that the host waits for a kernel's result, without those of the launch, `launch`."""
     waits = [seconds for each, rounds in times.items() if isinstance(each, Answer) for seconds in rounds]
     return estimate([max(LEAST_SECONDS, seconds - launch) for seconds in waits])
 
@@ -158,20 +159,20 @@ def table(times: Times, dtype: str) -> list[CostPoint]:
 
 
 def product_speeds(times: Times, dtype: str) -> list[float]:
-    """Return the speed of products in each round, relative to the median round: the median over all products."""
+    """Return the median speed of products in each round, relative to their median time over rounds."""
     products = [rounds for each, rounds in times.items() if isinstance(each, Product) and each.dtype == dtype]
     return [median(median(rounds) / rounds[turn] for rounds in products) for turn in range(len(products[0]))]
 
 
 def speed_beside(alone: Sequence[float], together: Sequence[float]) -> float:
     """Return a copy's speed beside another one, relative to alone, from its seconds in each round; at most 1."""
-    return rounded(
-        min(1.0, median(starmap(lambda before, after: before / after, zip(alone, together, strict=True))))
-    )
+    return rounded(min(1.0, median(before / after for before, after in zip(alone, together, strict=True))))
 
 
 def shared(rates: Sequence[float], what: str) -> SharedRate:
-    """Return the best of several rates, and the shares of it that all reach.
+    """Return the best of several rates, and the share of it that all reach.
+
+    what: the measured things, for the error message.
 
     Raises:
         BadInput: there are no rates.

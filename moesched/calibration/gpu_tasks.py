@@ -22,7 +22,12 @@ ON_HOST = (ATTENTION, FEW_ROWS, MANY_ROWS, CACHE_WRITE)
 
 
 class Alike(NamedTuple):
-    """Key of tasks of one run that should take equally long."""
+    """Key of tasks in one run that should take equally long.
+
+    Attributes:
+        kind: the kind of their work.
+        calls: number of calls that each task makes.
+    """
 
     resource: str
     kind: str
@@ -77,10 +82,10 @@ class GpuTasks:
         return rates
 
     def host_attention(self) -> list[float]:
-        """Return for each run the bytes of KV cache that attention on the host reads per second.
+        """Return the bytes of KV cache per second that attention on the host read in each run.
 
-        The rate is the difference in bytes over the difference in time of micro-batches with equally many sequences,
-        short and long. Runs in which long ones took no longer are left out.
+        The rate is the difference in bytes over the difference in time of two micro-batches with equally many
+        sequences, short and long ones. Runs are left out in which the long ones took no longer.
         """
         rates = []
         for alike in self._runs:
@@ -98,7 +103,7 @@ class GpuTasks:
     def points(self, running: Callable[[Work], float]) -> list[CostPoint]:
         """Return dispatch times as points of the cost table: medians over the tasks of a run, then over runs.
 
-        Where tasks on several resources measure one point, the fastest count: the others waited for something, too.
+        Of several measurements for one point, the shortest counts: the others include a wait.
 
         Args:
             running: returns the seconds that a work of the host or of a link takes once it has started.
@@ -117,7 +122,10 @@ class GpuTasks:
         return [fastest[key] for key in sorted(fastest, key=_order)]
 
     def speeds(self) -> list[float]:
-        """Return each run's speed of dispatch on the GPU, relative to the median run: the median over kinds of task."""
+        """Return the speed of dispatch on the GPU in each run, relative to the median run.
+
+        It is the median over all kinds of task.
+        """
         times = [
             {
                 key: median(each.seconds for each in timed)
@@ -136,7 +144,10 @@ def _is_timed_beside(task: Task) -> bool:
 
 
 def _tells_of_dispatch(task: Task) -> bool:
-    """Test whether a task takes little longer than its dispatch: no fetch, and no kernel of a prefill but attention."""
+    """Test whether a task takes little longer than its dispatch.
+
+    Fetches take longer, and so do all kernels of a prefill except attention.
+    """
     if task.verb == "fetch":
         return False
     copies = task.work.resource not in (GPU, CPU)
@@ -144,7 +155,10 @@ def _tells_of_dispatch(task: Task) -> bool:
 
 
 def _dispatch(timed: Timed, running: Callable[[Work], float]) -> float:
-    """Return the seconds that a task took to start; on the GPU all, as kernels run while the next ones start."""
+    """Return the seconds that a task took to start.
+
+    On the GPU these are all of its seconds, as kernels run while the next ones start.
+    """
     work, seconds = timed
     return seconds if work.resource == GPU else max(0.0, seconds - running(work))
 
@@ -159,7 +173,7 @@ def _order(point: CostPoint) -> tuple[str, str, float, float]:
 
 
 def _page_locked(sort: str) -> str:
-    """Rename a copy from pinned memory to the GPU as one from host memory, as runs without staging name it."""
+    """Return a sort of work under its name in runs without staging, where copies to the GPU are from host memory."""
     return f"{HOST}->{GPU}" if sort == f"{PINNED}->{GPU}" else sort
 
 

@@ -43,7 +43,10 @@ class ModelRuns:
         self._extent = extent
 
     def steps(self, turn: int) -> Iterator[Step]:
-        """Yield the runs of round `turn` of the measurements as steps; each returns the call that records it."""
+        """Yield the runs of one round as steps, each of which returns a call that records the times.
+
+        turn: number of the round, from 0.
+        """
         for dtype, runs in self._extent.runs.items():
             for batch in range(len(self._extent.batches)):
                 for model in runs.models:
@@ -132,10 +135,10 @@ def run_exercise(
 
 
 def _counts(mode: Mode, sort: str, beside: str) -> bool:
-    """Test whether runs in this mode count for the speed of a sort of work beside others.
+    """Test whether runs in a mode count for the speed of a sort of work beside other sorts.
 
-    A read slows a kernel that waited for its weights more than one of many in a row. Weights that stream are waited
-    for, so only STREAMING counts for kernels beside reads.
+    A read slows a kernel that waited for its weights more than a kernel among many in a row. Kernels wait for weights
+    that stream, so only STREAMING counts for kernels beside reads.
     """
     if mode is Mode.ATTENDING:
         return not (sort in (FEW_ROWS, MANY_ROWS) and beside == DISK)

@@ -28,12 +28,16 @@ DISK = "disk->host"
 READ, STREAM = "read", "stream"
 DTYPES: tuple[DType, ...] = ("bfloat16", "float32")
 LINEAR = "float32"
-"""The dtype in which products with coded weights take a time linear in their rows; the two smallest numbers suffice."""
+"""Dtype in which the time of a product with coded weights is linear in its rows, so that two numbers suffice."""
 SCRATCH_BLOCK = 16 << 20
 
 
 class DeviceProbe(Protocol):
-    """A device's operations, ready to be timed."""
+    """The operations of a device, as calls to time.
+
+    `ready` is a context in which calls are timed. `packs` tells whether resident weights of a dtype are packed.
+    `product` returns a function from the number of rows to a call.
+    """
 
     def ready(self) -> AbstractContextManager[object]: ...
     def packs(self, dtype: str) -> bool: ...

@@ -1,4 +1,4 @@
-"""The spread of a calibration: by how much the measured speed of each kind of work varied around its median."""
+"""The spread of a calibration: the range of the measured speed of each kind of work around its median."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ TENTHS = 10
 
 
 def spread(speeds: Mapping[str, Sequence[float]]) -> dict[str, Estimate]:
-    """Estimate each kind's relative speed: 1, from the lowest to the highest decile measured.
+    """Estimate the relative speed of each kind of work: 1, with the lowest and the highest decile as its range.
 
     Args:
-        speeds: measured speeds relative to the median of the same task, by kind of work.
+        speeds: measured speeds by kind of work, each relative to the median of the same task.
     """
     return {kind: _estimate(found) for kind, found in sorted(speeds.items()) if found}
 

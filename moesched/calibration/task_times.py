@@ -1,8 +1,8 @@
-"""Turns the timed tasks of small models into points of a cost table, and into speeds of tasks beside each other."""
+"""Converts the timed tasks of small models to points of a cost table, and to speeds of tasks beside each other."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from math import log2
 from statistics import fmean, median
@@ -78,7 +78,7 @@ class TaskTimes:
         self._moves: dict[WorkPart, list[float]] = {}
 
     def add(self, source: Source, tasks: Iterable[Task]) -> None:
-        """Add a run of one task after the other, as the baseline of `rates`, and for the times of its transfers."""
+        """Add a run of one task after the other: the baseline of `rates`, and the source of transfer times."""
         for task in tasks:
             self._alone.setdefault(_key(source, task), []).append(_seconds(task))
             if task.verb == "fetch" and source.dtype == source.model.dtype:  # otherwise a fetch converts, too
@@ -103,20 +103,17 @@ class TaskTimes:
         self._add_means(source, on_weights, resident=False)
 
     def _add_means(self, source: Source, tasks: Iterable[Task], *, resident: bool) -> None:
+        """Add the mean time of each group of tasks without its first task, which binds kernels for all that follow."""
         times: dict[Group, list[float]] = {}
         for task in tasks:
             group = _group(source, task, resident=resident)
             times.setdefault(group, []).append(_seconds(task))
             self._works.setdefault(group, task.work)
-        self._take_means(times)
-
-    def _take_means(self, times: Mapping[Group, Sequence[float]]) -> None:
-        """Add the mean of each group, without its first task, which binds kernels for all that follow."""
         for group, seconds in times.items():
             self._times.setdefault(group, []).append(fmean(seconds[1:] or seconds))
 
     def add_gaps(self, tasks: Sequence[Task]) -> None:
-        """Add the gaps between a task and the next that waited for it only: on one lane, and across lanes."""
+        """Add the gaps between a task and the next one that waited only for it, on one lane and across lanes."""
         on_lane = [task for task in sorted(tasks, key=_start) if task.lane.name == "accelerator"]
         self._gaps[DISPATCH] += [
             (after.start - before.end) / 1e9
@@ -136,9 +133,9 @@ class TaskTimes:
         self._gaps[HOP] += hops.values()
 
     def longer_than(self, link: str, seconds: Callable[[float, float], float]) -> Callable[[float], float]:
-        """Return a function of a page's bytes: the time of transfers of such pages over that of single reads of them.
+        """Return a function from the bytes of a page to the time of its transfer over that of a single read of it.
 
-        It is 1 if no page was moved. Pages consist of several tensors, so small pages have small reads.
+        The function is 1 if no page was moved. Pages consist of several tensors, so small pages have small reads.
 
         Args:
             link: name of the link.
@@ -165,7 +162,7 @@ class TaskTimes:
         return points + [point(name, "", 1, 0, median(gaps)) for name, gaps in self._gaps.items() if gaps]
 
     def speeds(self) -> dict[str, list[float]]:
-        """Return the speeds of tasks in all runs, relative to the median of the same task, by kind of work."""
+        """Return the speeds of tasks in all runs, by sort of work, each relative to the median of the same task."""
         found: dict[str, list[float]] = {}
         for group, times in self._times.items():
             middle = median(times)
@@ -175,7 +172,7 @@ class TaskTimes:
     def rates(
         self, source: Source, tasks: Sequence[Task], *, fresh: bool = False
     ) -> dict[tuple[str, str], float]:
-        """Return relative speeds of tasks under contention, by (sort of work, sorts that run with it).
+        """Return relative speeds of tasks under contention, by (sort of work, sorts that run beside it).
 
         fresh: as for `observed`.
         """
@@ -193,7 +190,7 @@ class TaskTimes:
         Prefill is left out: the first task of a size may take longer even alone.
 
         Args:
-            fresh: whether to compare with tasks of `add_fresh`, on just fetched weights, not with those of `add`.
+            fresh: whether the times alone are those of `add_fresh`, on just fetched weights, instead of those of `add`.
         """
         observed: dict[str, list[Observed]] = {}
         for task in tasks:
@@ -219,10 +216,10 @@ class TaskTimes:
             yield point(part.operation, group.dtype, part.rows, part.size, seconds)
 
     def _experts(self, group: Group, prefix: str, seconds: float) -> Iterator[CostPoint]:
-        """Yield the parts of `post_attention`: the router's, and the seconds per expert of what is left.
+        """Yield the costs of the parts of `post_attention`: of the router, and of each expert.
 
-        The router's part is a product like `pre_attention`, and takes as long for as many bytes. The task `route` also
-        hands the choices to the host.
+        The router is a product like `pre_attention`, and takes as long for as many bytes; the time of the task `route`
+        would include the hand-over of choices to the host. The experts share the rest of the time.
         """
         before = self._times.get(group._replace(verb="pre_attention", resident=True))
         after = self._times.get(group._replace(verb="combine", resident=False))

@@ -24,10 +24,10 @@ class Others(Protocol):
 
 
 def undisturbed(step: Step, repeats: int, watch: Callable[[], Others] = OtherLoad) -> tuple[float, int]:
-    """Measure a step and record the result; measure again while other processes are busy.
+    """Measure a step and record the result; measure it again if other processes were busy meanwhile.
 
     Args:
-        repeats: how often the step may be repeated.
+        repeats: number of times that the step may be repeated.
         watch: starts to measure the load of other processes.
 
     Returns:

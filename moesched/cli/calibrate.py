@@ -69,7 +69,7 @@ def calibrate(
 
 
 def print_calibration(machine: Machine, file: Path, used: str, *, json: bool) -> None:
-    """Print the calibrated machine and its file; `used` is a text on the option that uses the file."""
+    """Print a calibrated machine and its file; `used` ends the sentence with the option that reads the file."""
     if json:
         print_json({"file": str(file), "machine": msgspec.to_builtins(machine)})
         return

@@ -65,10 +65,10 @@ def chat(
 
 
 class Conversation:
-    """Messages to a model, and its answers, which are printed as they come.
+    """A conversation with a model, whose answers are printed as they come.
 
     Args:
-        chat: asks for the answer to a conversation; gives it in pieces.
+        chat: yields the answer to a list of messages, in pieces.
     """
 
     def __init__(self, chat: Callable[[list[dict[str, str]]], Generator[str]]) -> None:
@@ -80,7 +80,7 @@ class Conversation:
         self._messages.clear()
 
     def ask(self, text: str) -> None:
-        """Ask, and print the answer. One that broke off is kept; a message without any is forgotten.
+        """Send a message, and print the answer. A message that got no answer at all is removed from the conversation.
 
         Raises:
             MoeschedError: the server does not answer, or not to the end.
@@ -100,7 +100,7 @@ class Conversation:
 
 
 def talk(conversation: Conversation) -> None:
-    """Ask what is typed, until Ctrl-D; neither Ctrl-C nor an error ends the conversation.
+    """Send each line that is typed, until Ctrl-D. Ctrl-C and errors end an answer, but not the conversation.
 
     Raises:
         Stopped: another signal asks the program to end.
@@ -123,7 +123,7 @@ def talk(conversation: Conversation) -> None:
 
 
 def typed() -> str | None:
-    """Read a line from the terminal, which can be edited and has a history; None for its end."""
+    """Read a line from the terminal, where it can be edited and has a history; None after Ctrl-D."""
     with suppress(ImportError):  # some builds of Python have none
         import readline  # noqa: F401  # `input` uses it
     of_descriptor_1 = sys.__stdout__ or sys.stderr  # elsewhere Python lets nobody edit a line
@@ -148,22 +148,22 @@ def lines() -> Iterator[str]:
 
 
 def not_utf8(error: UnicodeDecodeError) -> BadInput:
-    """The error for input in another encoding."""
+    """Make the error for standard input that is not UTF-8."""
     return BadInput(f"standard input is not UTF-8: {error}: write it in UTF-8")
 
 
 def write(text: str) -> None:
-    """Write text at once."""
+    """Write text to standard output without delay; control characters are escaped."""
     out = command_output()
     out.write("\n".join(map(plain_text, text.split("\n"))))
     out.flush()
 
 
 def key_of(file: Path | None) -> str | None:
-    """The key to send, if there is one.
+    """Return the server's API key: from a file, by default from the environment; None if there is none.
 
     Raises:
-        BadInput: it cannot be read.
+        BadInput: the file cannot be read.
     """
     from moesched.server.options import environment_key, read_key
 

@@ -24,7 +24,7 @@ EPILOGUE = """Examples:
       --batch-size 1 --batch-size 64"""
 
 MOST_PROBLEMS = 3
-"""The most cells of the grid without figures whose reason is printed."""
+"""Number of cells of the grid without figures whose reasons are printed, at most."""
 
 
 class CheckArguments(PolicyOptions):

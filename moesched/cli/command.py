@@ -27,7 +27,7 @@ _COMMANDS: dict[Callable[..., Any], Command] = {}
 
 
 class Several(NamedTuple):
-    """Mark of a parameter that holds, by option name, several values as text for each option of a class."""
+    """Mark of a parameter that holds several values for each option of a class, as text by the option's name."""
 
     options: type[Options]
 
@@ -74,7 +74,7 @@ def add_commands(app: App, functions: Sequence[Callable[..., Any]], called: str 
 
 
 def flat(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function with one parameter per flag, as cyclopts reads them, that calls the given one."""
+    """Wrap a command in a function with one parameter for each flag, as cyclopts reads them."""
     hints = get_type_hints(function, include_extras=True)
     flags: list[Described] = []
     makers: dict[str, Make] = {}
@@ -121,7 +121,7 @@ def _on_command_line(kind: type[Options]) -> list[Described]:
 
 
 def _flags(each: Described) -> list[Described]:
-    """Return an option's flag; if its value is a class of options, the flags of all of these."""
+    """Return the flag of an option; if the option's value is a class of options, the flags of all of that class."""
     nested = _nested(each)
     return [each] if nested is None else [flag for own in _on_command_line(nested) for flag in _flags(own)]
 
@@ -132,7 +132,7 @@ def _nested(each: Described) -> type[Options] | None:
 
 
 def _several(each: Described) -> Described:
-    """Return a flag that takes several values of an option, separated by commas."""
+    """Return a copy of an option whose flag takes several values, separated by commas."""
     sentence, _, _ = each.option.help.partition(". ")
     option = replace(
         each.option,
@@ -191,7 +191,7 @@ def read_table(each: Described, texts: Sequence[str]) -> dict[str, Any]:
 
 
 def _parameter(each: Described, group: Group | None) -> inspect.Parameter:
-    """Return the parameter of a flag, as cyclopts reads it; `group` is its heading in the help."""
+    """Return the parameter for an option's flag, as cyclopts reads it; `group` is the flag's heading in the help."""
     option, kind, default = each.option, _kind(each), each.default
     if get_origin(kind) is tuple:
         default = ()

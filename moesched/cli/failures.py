@@ -9,7 +9,6 @@ import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from contextvars import ContextVar
-from signal import SIGINT, Signals
 
 from cyclopts.exceptions import RepeatArgumentError, UnknownOptionError
 
@@ -24,16 +23,16 @@ from moesched.errors import (
 )
 from moesched.runs.policy_errors import explained, is_policys
 from moesched.system.plain_text import plain_text
-from moesched.system.signals import exit_code_of_signal, first_signal
+from moesched.system.signals import exit_code_of_signal, first_signal, interruption
 from moesched.system.standard_output import command_output
 from moesched.system.whole_file import path_refusal
 
 BAD_INPUT = 2
 FAILED = 1
 LONGEST_LINE = 4000
-"""The most characters of an error; a longer one, which quotes a long name or value, loses its middle."""
+"""The most characters of an error's line; a longer one, which quotes a long name or value, loses its middle."""
 OF_SEVERAL_MACHINES = ("--nodes", "--local", "--hosts", "--network")
-"""Flags of other commands, which users may expect of `serve`."""
+"""Flags of other commands that users may expect `serve` to have."""
 WHOLE_TRACEBACK: ContextVar[bool] = ContextVar("whole traceback", default=False)
 """True if the command was called with --traceback."""
 
@@ -54,8 +53,9 @@ def exit_code_of(error: BaseException, *, forgotten: Sequence[PolicyError] = ())
         _abandon_stdout()
         tell(interruption())
         return exit_code_of_signal()
-    if isinstance(error, BrokenPipeError):
-        return _reader_left()
+    if isinstance(error, BrokenPipeError):  # the reader of standard output has closed it, as `head` does
+        _abandon_stdout()
+        return FAILED
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         _abandon_stdout()
         tell(f"{error.filename or 'standard output'}: {error.strerror}: free some space, or write elsewhere")
@@ -111,18 +111,6 @@ def tell_more(text: str) -> None:
         line = f"{line[: LONGEST_LINE // 2]} ... {line[-LONGEST_LINE // 2 :]}"
     with suppress(OSError):
         print(line, file=sys.stderr, flush=True)
-
-
-def interruption() -> str:
-    """Return "interrupted", with the signal's name if a signal other than Ctrl-C ended the run."""
-    number = first_signal()
-    return "interrupted" if number in (None, SIGINT) else f"interrupted ({Signals(number).name})"
-
-
-def _reader_left() -> int:
-    """Return the exit code if the reader of standard output has closed it, as `head` does; print nothing."""
-    _abandon_stdout()
-    return FAILED
 
 
 def _abandon_stdout() -> None:

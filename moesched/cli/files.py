@@ -1,4 +1,4 @@
-"""Checks of a command's files before it begins: those that it writes, and all others that its options name."""
+"""Checks of a command's files before it begins: output files, and all other files that its options name."""
 
 from __future__ import annotations
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -13,6 +12,7 @@ import msgspec
 
 from moesched.cli import options
 from moesched.cli.command import command
+from moesched.cli.failures import tell
 from moesched.cli.output import print_json
 from moesched.cli.tables import print_table
 from moesched.errors import BadInput
@@ -56,6 +56,9 @@ def list_kind(
     ]
     if json:
         print_json({kind: entries})
+        return
+    if wanted and not entries:
+        tell(f"none of the {kind} has {containing!r} in its name")
         return
     print_table(
         [listing.title or kind, *listing.columns],
@@ -143,24 +146,22 @@ def _model_row(entry: Entry) -> list[str]:
 def _machines() -> list[Entry]:
     """Return a row per machine: bytes of each memory, bytes per second of each link, number of accelerators."""
     from moesched.inputs.lookup import find_machine
-    from moesched.machines import machine_names
+    from moesched.machines import Machine, machine_names
 
-    entries = []
-    for name in ("auto", *machine_names()):
-        entry = _loaded(name, find_machine)
-        with suppress(BadInput):
-            machine = find_machine(name)
-            entry["accelerators"] = machine.accelerator_group.count
-            entry["accelerator_memory"] = machine.accelerator.memory
-            entry["page_locked_memory"] = machine.host.memory if machine.page_locked else None
-            entry["memories"] = {name: tier.nbytes for name, tier in machine.memories.items()}
-            entry["links"] = {f"{link.source}->{link.destination}": link.bandwidth for link in machine.links}
-        entries.append(entry)
-    return entries
+    def figures(machine: Machine) -> Entry:
+        return {
+            "accelerators": machine.accelerator_group.count,
+            "accelerator_memory": machine.accelerator.memory,
+            "page_locked_memory": machine.host.memory if machine.page_locked else None,
+            "memories": {name: tier.nbytes for name, tier in machine.memories.items()},
+            "links": {f"{link.source}->{link.destination}": link.bandwidth for link in machine.links},
+        }
+
+    return [_loaded(name, find_machine, figures) for name in ("auto", *machine_names())]
 
 
 def _machine_row(entry: Entry) -> list[str]:
-    """Return the sizes of a machine's memories and the rates of its links as text, of several accelerators each."""
+    """Return the cells of a machine: its name, sizes of memories, rates of links, and its description."""
     memories = []
     for name, nbytes in entry.get("memories", {}).items():
         several = entry["accelerators"] > 1 and name == entry["accelerator_memory"]
@@ -202,18 +203,12 @@ def _part_figures(entry: Entry) -> str:
 
 def _networks() -> list[Entry]:
     """Return a row per network: latency in seconds, bytes per second, and price of a network card in USD."""
-    from moesched.machines.networks import load_network, network_names
+    from moesched.machines.networks import Network, load_network, network_names
 
-    entries = []
-    for name in network_names():
-        entry = _loaded(name, load_network)
-        with suppress(BadInput):
-            network = load_network(name)
-            entry["latency_seconds"] = network.latency_seconds
-            entry["bandwidth"] = network.bandwidth
-            entry["price_usd"] = network.price_usd
-        entries.append(entry)
-    return entries
+    def figures(network: Network) -> Entry:
+        return {key: getattr(network, key) for key in ("latency_seconds", "bandwidth", "price_usd")}
+
+    return [_loaded(name, load_network, figures) for name in network_names()]
 
 
 def _network_row(entry: Entry) -> list[str]:
@@ -226,14 +221,16 @@ def _network_row(entry: Entry) -> list[str]:
 def _workloads() -> list[Entry]:
     from moesched.requests.workloads import load_workload, workload_names
 
-    return [_loaded(name, load_workload) for name in workload_names()]
+    return [_loaded(name, load_workload, lambda workload: {}) for name in workload_names()]
 
 
-def _loaded(name: str, load: Callable[[str], Any]) -> Entry:
+def _loaded(name: str, load: Callable[[str], Any], figures: Callable[[Any], Entry]) -> Entry:
+    """Return the entry of what `load` loads by its name: its description and figures, or the reason if it cannot."""
     try:
-        return {"name": name, "description": load(name).description, "problem": None}
+        found = load(name)
     except BadInput as error:
         return {"name": name, "description": "", "problem": str(error)}
+    return {"name": name, "description": found.description, "problem": None, **figures(found)}
 
 
 def _first_sentence(found: Any) -> str:
@@ -244,13 +241,14 @@ def _first_sentence(found: Any) -> str:
 
 
 class Listing(NamedTuple):
-    """A kind that can be listed.
+    """One kind of thing that can be listed, with its table.
 
     Attributes:
-        entries: gives every entry: its name, its description or figures, and the reason if it cannot load.
-        columns: the titles of its table after the first one.
-        spare: titles of columns that go where the terminal is narrow.
-        title: the first one; empty for that of the kind.
+        entries: returns the entries, each with its name, its description or figures, and the reason if it cannot load.
+        columns: titles of the table's columns after the first one.
+        row: returns the cells of an entry.
+        spare: titles of columns that are left out on a narrow terminal, the first one first.
+        title: title of the first column; by default the name of the kind.
     """
 
     entries: Callable[[], list[Entry]]

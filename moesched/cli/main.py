@@ -50,13 +50,15 @@ HELP = "Write, run and compare schedules of Mixture-of-Experts inference for wei
 
 EPILOGUE = paragraphs(
     "Start here:",
-    """  moesched random-model mixtral-0.8b models/mixtral-0.8b
+    """  moesched run examples/tiny-mixtral --prompt "Return a new"
+  moesched serve examples/tiny-mixtral
+  moesched plan --model mixtral-8x7b --machine t4
+  moesched simulate --model mixtral-8x7b --machine t4 --policy cgopipe \\
+      --workload mtbench
+  moesched random-model mixtral-0.8b models/mixtral-0.8b
   moesched run models/mixtral-0.8b --policy cgopipe --budget host=640MB \\
       --prompt-ids "1,2,3"
-  moesched run models/mixtral-0.8b --local 2 --policy ep_router_aided \\
-      --prompt-ids "1,2,3"
-  moesched simulate --model mixtral-8x7b --machine t4 --policy cgopipe \\
-      --workload mtbench""",
+  moesched new-policy my_policy""",
     "`moesched run --help` explains a command. KB, MB and GB are powers of 1000; KiB, MiB and GiB of 1024.",
     "With --traceback any command shows all frames of an error, and not only those of your policy.",
     "Results go to standard output, progress and logs to standard error. MOESCHED_LOG=info shows more logs.",

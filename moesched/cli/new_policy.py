@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from importlib.resources import files
+from keyword import iskeyword
 from pathlib import Path
 from typing import Annotated
 
@@ -55,9 +56,9 @@ def write_starter(name: str, directory: Path) -> tuple[Path, Path]:
     Raises:
         BadInput: the name cannot be a module's, or one of the files exists.
     """
-    if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
+    if iskeyword(name) or not re.fullmatch(r"[a-z][a-z0-9_]*", name):
         raise BadInput(
-            f"{shown(name)} is no name of a file: give small letters, digits and underscores, as in mine"
+            f"{shown(name)} is no name of a module: give small letters, digits and underscores, as in mine"
         )
     policy, test = directory / f"{name}.py", directory / f"test_{name}.py"
     for path in (policy, test):

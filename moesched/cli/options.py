@@ -1,4 +1,4 @@
-"""Options that several commands share, apart from options of jobs."""
+"""Options that several commands share, apart from those of jobs."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from moesched.cli.failures import BAD_INPUT, tell
+from moesched.errors import BadInput
 from moesched.jobs.options import OUTPUT
 from moesched.options import Option, Options
 from moesched.system.outputs import is_html
@@ -44,6 +45,18 @@ class ReportArguments(Options):
     def json_report(self) -> Path | None:
         """File of the report if that is JSON; None otherwise."""
         return None if self.page else self.report
+
+
+def require_json(report: Path | None, what: str) -> None:
+    """Check that a report is not to be written as an HTML page.
+
+    what: subject and verb of the error, such as "a reproduction has".
+
+    Raises:
+        BadInput: the file's name ends in .html.
+    """
+    if is_html(report):
+        raise BadInput(f"--report {report}: {what} no page to look at: end its name in .json")
 
 
 def paragraphs(*texts: str) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from moesched.analysis.published import published_prefills
+from moesched.analysis.published import PUBLISHED_PREFILLS
 from moesched.cli import options
 from moesched.cli.command import command
 from moesched.cli.output import Bar, in_band, print_json, say, say_band
@@ -117,7 +117,8 @@ def print_proposal(proposal: Proposal) -> None:
     say()
     say_band(proposal.widest_rate, proposal.at_peak)
     busy = sorted(predicted.utilization.items(), key=lambda lane: -lane[1])
-    print_table(["lane, in decode", "busy"], [[lane, f"{share:.0%}"] for lane, share in busy], figures=1)
+    phase = "decode" if proposal.new_tokens > 1 else "prefill"
+    print_table([f"lane, in {phase}", "busy"], [[lane, f"{share:.0%}"] for lane, share in busy], figures=1)
     say()
     peaks = [[memory, format_bytes(peak)] for memory, peak in predicted.peak_bytes.items() if peak]
     print_table(["memory", "peak"], peaks, figures=1)
@@ -233,7 +234,7 @@ def _plan_rows(proposal: Proposal) -> Iterator[tuple[str, str]]:
     for name, figure in (("decode step", "decode_step_seconds"), ("prefill", "prefill_seconds")):
         seconds = format_seconds(getattr(predicted, figure))
         yield name, seconds + in_band(band, figure, format_seconds)
-    yield published_prefills()
+    yield PUBLISHED_PREFILLS
 
 
 def _run_seconds(proposal: Proposal) -> float:

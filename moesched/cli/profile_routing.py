@@ -11,14 +11,14 @@ import msgspec
 from moesched.analysis.pictures import require_picture
 from moesched.cli import options
 from moesched.cli.command import command
-from moesched.cli.failures import interruption, tell
+from moesched.cli.failures import tell
 from moesched.cli.generation_options import PROMPT_FILE
 from moesched.cli.output import Bar, print_json, say
 from moesched.cli.tables import print_table
 from moesched.errors import BadInput
 from moesched.jobs.options import OUTPUT, ProfiledRun, RoutingOptions, SparsityRun
 from moesched.options import Option, part_of
-from moesched.system.signals import exit_code_of_signal
+from moesched.system.signals import exit_code_of_signal, interruption
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -8,7 +8,7 @@ from itertools import groupby
 from pathlib import Path
 
 from moesched.analysis.helps import Help
-from moesched.analysis.published import published_prefills
+from moesched.analysis.published import PUBLISHED_PREFILLS
 from moesched.analysis.what_if import DECISIONS_HELD
 from moesched.cli.output import in_band, say, say_band
 from moesched.cli.tables import print_table
@@ -54,7 +54,7 @@ def print_report(report: JobReport, trace: Path | str | None = None) -> None:
     else:
         beside = _rates(expected)
         rows = [(name, figure, beside.get(name, "")) for name, figure in rates.items()]
-        name, error = published_prefills()
+        name, error = PUBLISHED_PREFILLS
         rows.insert(list(rates).index("prefill") + 1, (name, "", error))
         print_table(["", measured, "expected"], rows, figures=2)
     if repeated := _repeated(report):
@@ -112,7 +112,7 @@ def _rates(report: JobReport) -> dict[str, str]:
         + in_band(report.band, "prefill_seconds", format_seconds),
     }
     if not report.measured:
-        rates |= [published_prefills()]
+        rates |= [PUBLISHED_PREFILLS]
     if report.first_token_seconds is not None:
         rates["first token, on average"] = format_seconds(report.first_token_seconds)
     if report.between_tokens_seconds is not None:
@@ -127,7 +127,8 @@ def _new_tokens(report: JobReport) -> str:
     most, tokens = report.plan.new_tokens, report.tokens
     if tokens is None or all(len(each) == most for each in tokens):
         return "1 new token" if most == 1 else f"{most} new tokens"
-    return f"{sum(map(len, tokens)):,} new tokens, at most {most} a request"
+    made = sum(map(len, tokens))
+    return f"{made:,} new token{'' if made == 1 else 's'}, at most {most} a request"
 
 
 def _repeated(report: JobReport) -> str:
@@ -203,7 +204,12 @@ def _print_pools(pools: Sequence[PoolUse]) -> None:
 
 
 def _accuracy(source: str, forecasts: Sequence[PreviewUse | ForecastUse], noun: str) -> str:
-    """Return the accuracy of one source's forecasts of experts as text, by the number of layers ahead."""
+    """Return a sentence on the accuracy of forecasts of experts, by the number of layers ahead.
+
+    Args:
+        source: name of the source of the forecasts.
+        noun: word for several forecasts.
+    """
     rates = [
         f"{each.accuracy:.1%} {each.ahead} layer{'s' * (each.ahead > 1)} ahead ({each.forecasts:,} {noun})"
         for each in forecasts

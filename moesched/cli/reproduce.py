@@ -61,6 +61,7 @@ def reproduce(
     from moesched.reproduce.picture import draw_reproduction, picture_files, require_folder
     from moesched.reproduce.report import write_reproduction
 
+    options.require_json(report, "a reproduction has")
     if out is not None:
         require_folder(out)
     pictures = [] if out is None else picture_files(paper, out)

@@ -5,18 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from moesched.cli.failures import interruption, tell
+from moesched.cli.failures import tell
 from moesched.cli.options import ReportArguments
 from moesched.cli.output import print_json, say
 from moesched.cli.report_tables import print_report
 from moesched.errors import BadInput, MoeschedError, PolicyError, attach_report
 from moesched.jobs.batch_reports import JobEnding, reported
 from moesched.jobs.report import JobReport, write_report
+from moesched.system.signals import interruption
 
 
 def hand_out(job: Callable[[], JobReport], given: ReportArguments, trace: Path | str | None) -> JobReport:
     """Run a job, write its report as JSON if that is asked for, print it and return it.
 
+    Args:
+        trace: file of the run's trace, which is named at the end; None if none is written.
 
     Raises:
         BadInput: the job cannot run, or the report or the trace cannot be written.
@@ -53,7 +56,7 @@ def say_where(trace: Path | str | None, html: Path | None) -> None:
 
 
 def _is_the_policys(error: Exception) -> bool:
-    """Test whether the error is a fault of the policy or of this program, so that the report is not printed."""
+    """Test whether an error is a fault of the policy or of this program; the report is then not printed."""
     return isinstance(error, PolicyError) or not isinstance(error, MoeschedError)
 
 

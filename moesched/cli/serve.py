@@ -60,13 +60,13 @@ def serve(model: ServedOptions, http: FrontOptions) -> int:
 
 
 def tell_closing(answers: int) -> None:
-    """Say what a server that closes waits for."""
+    """Tell the user the number of answers that a closing server still waits for; nothing if there are none."""
     if answers:
         tell(f"no more requests are taken; answers to come: {answers}; a second signal ends them at once")
 
 
 def chosen(ready: Ready) -> str:
-    """The prediction for which the planner chose the policy, in words; empty if it was named."""
+    """Return the rate that the planner predicted for the policy of its choice, in words; empty if the user named it."""
     if ready.predicted is None:
         return ""
     rate, requests = ready.predicted, ready.places * ready.sequences
@@ -75,7 +75,7 @@ def chosen(ready: Ready) -> str:
 
 
 def lacks(notes: Notes) -> list[str]:
-    """Notes for users of the model, a line each."""
+    """Return what the model lacks for users, a tokenizer or a chat template, as lines to print."""
     if not notes.has_tokenizer:
         return ["the model has no tokenizer: prompts and answers are the ids of tokens"]
     if not notes.has_template:

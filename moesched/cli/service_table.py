@@ -1,4 +1,4 @@
-"""The report of requests that were served, in words and tables."""
+"""The report on requests that arrive over time, in words and tables."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from moesched.units import format_seconds
 
 
 def print_service(report: ServiceReport) -> None:
-    """Print a report: what ran, times of requests, rates, and how full the places were."""
+    """Print the report: model and policy, times of requests, rates, requests at once, and use of the KV cache."""
     word = "measured" if report.measured else "predicted"
     capacity = report.capacity
     place = report.machine if report.nodes == 1 else f"{report.nodes} nodes of {report.machine}"

@@ -43,7 +43,7 @@ EPILOGUE = """Examples:
 
 
 class SimulateOptions(SimulationOptions):
-    """The options of batches, and of requests that arrive over time, whose policy the planner may choose."""
+    """The options of a simulation; with --arrivals the policy may be omitted, and the planner chooses it."""
 
     policy: Annotated[
         PolicyGiven,
@@ -100,10 +100,7 @@ def _simulate_arrivals(
     from moesched.jobs.simulate_arrivals import simulate_arrivals
     from moesched.system.whole_file import write_json
 
-    if shown.page is not None:
-        raise BadInput(
-            f"--report {shown.page}: requests that arrive over time have no page to look at: end its name in .json"
-        )
+    options.require_json(shown.report, "requests that arrive over time have")
     with Bar("simulating") as bar:
         report = simulate_arrivals(
             **part_of(given, ScenarioOptions),

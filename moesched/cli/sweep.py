@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from moesched.analysis.pictures import require_picture
 from moesched.cli.command import Several, command
-from moesched.cli.failures import FAILED, interruption, tell
+from moesched.cli.failures import FAILED, tell
 from moesched.cli.files import require_apart
 from moesched.cli.output import Bar, print_json, say
 from moesched.cli.sweep_options import SweepArguments
@@ -18,7 +18,7 @@ from moesched.errors import BadInput
 from moesched.jobs.options import ScenarioOptions
 from moesched.options import Option
 from moesched.system.outputs import Output
-from moesched.system.signals import exit_code_of_signal
+from moesched.system.signals import exit_code_of_signal, interruption
 from moesched.units import format_number
 
 if TYPE_CHECKING:
@@ -196,7 +196,7 @@ def _hand_out(given: SweepArguments, out: Path, prepared: Prepared, result: Swee
 
 
 def _reason(line: Line) -> str:
-    """Return a line on a failed point: its policy, its machine, and the reason."""
+    """Describe a failed point in one line: its policy, its machine, and the reason."""
     return (
         f"{line.inputs['policy']} on {line.inputs['machine']}: {shorten(line.failure or '', LONGEST_REASON)}"
     )

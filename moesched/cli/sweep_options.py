@@ -91,7 +91,11 @@ class SweepArguments(Running, Drawing):
         return merged(read_sweep(file) if file else Sweep({}), sweep_of_options({**axes, **prices}))
 
     def picture(self, sweep: Sweep) -> Picture:
-        """Return what the picture of --plot shows."""
+        """Return the axes of the picture that --plot draws.
+
+        Raises:
+            BadInput: there is no figure or axis of that name, or no prices for dollars.
+        """
         from moesched.sweeps.figures import require_figure
         from moesched.sweeps.plots import Picture, default_x
 

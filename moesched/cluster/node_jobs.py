@@ -265,7 +265,8 @@ class NodeJob:
             for micro_batch_size in _halves(batch_size) if size is None else [min(size, batch_size)]:
                 chunk = fixed.prefill_chunk
                 if chunk is None and micro_batch_size == batch_size and ask.nodes > 1:
-                    chunk = _half_of_long(sum(sorted(map(len, ask.prompts))[-batch_size:]))
+                    tokens = sum(sorted(map(len, ask.prompts))[-batch_size:])
+                    chunk = -(-tokens // 2) if tokens >= LONG_PROMPTS else None
                 yield dataclasses.replace(
                     fixed, batch_size=batch_size, micro_batch_size=micro_batch_size, prefill_chunk=chunk
                 )
@@ -293,8 +294,3 @@ def _halves(count: int) -> Sequence[int]:
     while found[-1] > 1:
         found.append(-(-found[-1] // 2))
     return found
-
-
-def _half_of_long(tokens: int) -> int | None:
-    """Return half of a micro-batch's prompt tokens if it has at least `LONG_PROMPTS`; otherwise None."""
-    return -(-tokens // 2) if tokens >= LONG_PROMPTS else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from moesched import plugins
@@ -72,7 +72,7 @@ def find_machine(
             kind.check_machine(found)
     imitates = kind is not None and issubclass(kind, Emulates)
     if kind is not None and not imitates and not foreign:
-        require_measured_on(found, _processors_of(kind))
+        require_measured_on(found, kind.processors if issubclass(kind, IsCalibrated) else this_processor)
     return found
 
 
@@ -83,11 +83,6 @@ def changed_machine(machine: Machine | str, changes: Mapping[str, str] | None) -
         BadInput: the name is unknown, or a change is impossible.
     """
     return changed(find_machine(machine), [f"{what}={value}" for what, value in (changes or {}).items()])
-
-
-def _processors_of(kind: type[Device]) -> Callable[[], str]:
-    """Return the function that names the processors that a device computes on: its own, or else this machine's CPU."""
-    return kind.processors if issubclass(kind, IsCalibrated) else this_processor
 
 
 def machine_file(machine: Machine | str) -> Path | None:

@@ -1,4 +1,7 @@
-"""Long prompts that are cut over steps, so that those who are being answered wait for a part of one only."""
+"""Long prompts that are cut over steps, so that those who are being answered wait for a part of one only.
+
+Memory is reserved for the parts, and not for the longest prompt.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +15,22 @@ CHUNK = 1024
 """Prompt tokens between two steps of tokens by default, where all weights stay in memory."""
 
 
-def with_cut_prompts(capacity: Capacity, plan: Plan, asked: int | None) -> Capacity:
-    """The capacity with prompts that are cut over steps, where the plan allows it.
+def with_cut_prompts(capacity: Capacity, asked: int | None) -> Capacity:
+    """The capacity with prompts that are cut over steps.
+
+    asked: the most prompt tokens of a step; None for the default.
+    """
+    each = -(-(asked or CHUNK) // capacity.places)
+    return replace(capacity, chunk=min(each, capacity.prompt_tokens))
+
+
+def cuts_prompts(plan: Plan, asked: int | None) -> bool:
+    """Test whether a plan of cut prompts is to run.
 
     A part of a prompt attends to the parts before it: the KV cache has to be where prompts attend. Where weights are
     streamed, each part takes as long as to stream them, so that prompts are cut only if that is asked for.
 
     Args:
-        plan: of the capacity's fullest batch.
         asked: the most prompt tokens of a step; None for the default.
 
     Raises:
@@ -31,10 +42,7 @@ def with_cut_prompts(capacity: Capacity, plan: Plan, asked: int | None) -> Capac
             f"--prefill-chunk {asked} cuts prompts over steps, and the plan has the KV cache on the host, or several "
             "machines: omit it"
         )
-    if asked is None and (plan.weights.pools or not allowed):
-        return capacity
-    each = -(-(asked or CHUNK) // capacity.places)
-    return replace(capacity, chunk=min(each, capacity.prompt_tokens))
+    return allowed and (asked is not None or not plan.weights.pools)
 
 
 def may_cut_prompts(plan: Plan) -> bool:

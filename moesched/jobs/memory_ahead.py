@@ -40,10 +40,10 @@ def pieces_to_take(
 
     The list is empty if the device keeps weights elsewhere or in another form, if the process's memory is limited, or
     if the plan does not fit, which the run itself will report.
-
     """
     settings = given.device_settings or {}
-    limited = PROCESS in (given.budgets or {}) or _address_space_is_limited()
+    address_space, _ = resource.getrlimit(resource.RLIMIT_AS)
+    limited = PROCESS in (given.budgets or {}) or address_space != resource.RLIM_INFINITY
     if name_of("devices", given.device) != DEVICE or settings.get("accelerator", "cpu") != "cpu" or limited:
         return []
     try:
@@ -68,10 +68,6 @@ def _sizes_by_plan(
         for name, shape in global_shapes(config).items()
     ]
     return tensors + [room_for(page) for pool in plan.weights.resident for page in pool.pages()]
-
-
-def _address_space_is_limited() -> bool:
-    return resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
 
 
 def _rows(batch: Batch, config: ModelConfig) -> float:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
 
 from moesched.errors import BadInput
 from moesched.inputs.defaults import POLICY
-from moesched.jobs.cut_prompts import with_cut_prompts
+from moesched.jobs.cut_prompts import cuts_prompts, with_cut_prompts
 from moesched.jobs.job import Job
 from moesched.jobs.options import PlannedOptions
 from moesched.jobs.planners_choice import choose_policy_of, chooses_for_one_machine, policy_until_chosen
@@ -113,15 +114,31 @@ def plan_serving(
 def _planned(job: Job, context: int, slot_bytes: Callable[[Page], int]) -> ServingPlan:
     try:
         sizes = job.sizes(*_requests(job, context), slot_bytes, successive=False)
-        capacity = capacity_for(sizes, context)
-        plan, policy = job.plan(capacity.fullest(), slot_bytes)
-        capacity = with_cut_prompts(capacity, plan, job.options.prefill_chunk)
+        capacity, plan, policy = _fullest(job, capacity_for(sizes, context), slot_bytes)
     except BadInput as error:
         if not str(error).endswith(SMALLER):
             raise
         raise BadInput(str(error).removesuffix(SMALLER) + REMEDY) from error
     require_one_accelerator(plan, policy, job.nodes)
     return ServingPlan(capacity, plan, policy, job.policy_name)
+
+
+def _fullest(
+    job: Job, capacity: Capacity, slot_bytes: Callable[[Page], int]
+) -> tuple[Capacity, Plan, Policy]:
+    """The capacity and its plan: of prompts that are cut over steps where that is of use, else of whole ones."""
+    asked = job.options.prefill_chunk
+    cut = with_cut_prompts(capacity, asked)
+    try:
+        plan, policy = job.plan(cut.fullest(), slot_bytes)
+    except BadInput:
+        if asked is None:  # the mask of a part may take more than a small model's whole prompts
+            with suppress(BadInput):
+                return capacity, *job.plan(capacity.fullest(), slot_bytes)
+        raise
+    if cuts_prompts(plan, asked):
+        return cut, plan, policy
+    return capacity, *job.plan(capacity.fullest(), slot_bytes)
 
 
 def _requests(job: Job, context: int) -> tuple[list[int], int]:

@@ -92,8 +92,8 @@ class BuiltMachine(msgspec.Struct, frozen=True):
     """A machine with the sources of its figures.
 
     Attributes:
-        comments: sources by table of the machine's file, such as "processors.gpu" or "links.host->gpu".
-        assumed: figures that the parts left open, each with the option that gives it.
+        comments: source of each table of the machine's file, by the table's name, such as "processors.gpu".
+        assumed: figures that the parts left open, in words, each with the option that would give it.
     """
 
     machine: Machine

@@ -1,4 +1,4 @@
-"""Texts on the figures of a machine that was built from parts: comments in its file, and its description."""
+"""Comments in the file of a machine that was built from parts, on the sources of its figures."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class GpuLinks(NamedTuple):
 
 
 def gpu_links(gpu: Gpu, count: int, cpu: Cpu, sockets: int, slot: str | None) -> GpuLinks:
-    """Return the links of a GPU, on a board with its CPU or in a PCIe slot.
+    """Return the links between a GPU and host memory, on a board with its CPU or in a PCIe slot.
 
     slot: generation and lanes, such as "4x16"; by default as fast as the CPU's lanes allow, which all GPUs share.
 
@@ -88,7 +88,7 @@ def _on_board(gpu: Gpu, board: Board, count: int, cpu: Cpu, sockets: int, slot: 
 
 
 def _pcie(gpu: Gpu, count: int, cpu: Cpu, sockets: int, slot: str | None) -> tuple[Pcie, list[str]]:
-    """Return the generation and lanes of PCIe that GPU and slot both have, and assumed figures."""
+    """Return the generation and lanes of PCIe that card and slot both have, and the assumed figures in words."""
     card, lanes = parse_pcie(gpu.pcie), cpu.lanes_of(sockets)
     shared = max(each for each in LANES if each * count <= max(lanes, count))
     if slot is not None:

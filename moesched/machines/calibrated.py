@@ -36,9 +36,13 @@ MOST_FEW_ROWS = 16
 class Calibrated:
     """Cost model from a machine's table of measured operations: a work takes the sum of its parts' times.
 
-    Times are interpolated between measured sizes and rows. Weights beyond the largest measured size take what a product
-    with them takes more, as they are bound by memory or arithmetic. Concurrent work is slowed as measured. Work without
+    Times are interpolated between measured sizes and rows. Beyond the largest measured size, time grows as that of a
+    matrix product does, which is bound by memory or arithmetic. Concurrent work is slowed as measured. Work without
     parts uses the roofline.
+
+    Args:
+        dtype: dtype that the model computes in.
+        levels: sorts of work at the low or the high end of their measured speed, instead of the median.
 
     Raises:
         BadInput: the machine has no measured costs in this dtype.
@@ -84,7 +88,7 @@ class Calibrated:
         return Demand(lead + seconds, (), sort, tuple(self._slowed.get(sort, ())), lead)
 
     def _priced(self, work: Work) -> Iterable[WorkPart]:
-        """The parts of a work by the names of measured operations."""
+        """Yield the parts of a work under the names of measured operations."""
         for part in work.parts:
             within = part.operation.replace("route", ROUTE_WITHIN)
             is_within = work.kind == "post_attention" and within in self._surfaces
@@ -108,7 +112,7 @@ class Calibrated:
         return longer * surface(part.size, part.rows)
 
     def _beyond(self, part: WorkPart, largest: float) -> float:
-        """Return the seconds that a product takes longer with a part's weights than with the largest measured ones."""
+        """Return the seconds by which a product takes longer with a part's weights than with `largest` bytes."""
         kind = part.operation.removeprefix(RESIDENT)
         if part.size <= largest or kind not in ON_WEIGHTS or not self._products.has(self.dtype):
             return 0.0
@@ -121,7 +125,7 @@ class Calibrated:
 
 
 def sort_of(work: Work) -> str:
-    """Return the sort of a work, one of SORTS or a link, which decides how it and other work slow each other."""
+    """Return the sort of a work, by which contention was measured: one of SORTS, or the name of a link."""
     operation = work.parts[0].operation
     if operation in ATTENTIONS:
         calls = sum(part.times for part in work.parts if part.operation == "attention call")

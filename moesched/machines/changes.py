@@ -31,7 +31,7 @@ FACTOR = re.compile(r"x([0-9]*\.?[0-9]+)")
 
 
 def changed(machine: Machine, changes: Sequence[str]) -> Machine:
-    """Return a machine with changes, which its name mentions.
+    """Return the machine with changes; its new name lists them.
 
     Args:
         changes: each names a link by its lane, a memory or a processor, one of its properties, and the new value with
@@ -73,9 +73,12 @@ def _changed(machine: Machine, change: str) -> Machine:
 
 
 def _parts(tables: dict[str, Any], kind: str, staging_lane: str) -> dict[str, list[dict[str, Any]]]:
-    """Return the tables of a machine's links, memories or processors by name; links that share a lane have one name.
+    """Return the tables of a machine's parts of a kind, by name; links that share a lane have its name.
 
-    staging_lane: name of the link that a limit of page-locked memory adds.
+    Args:
+        tables: the machine as dicts and lists.
+        kind: "link", "memory" or "processor".
+        staging_lane: name of the link that a limit of page-locked memory adds.
     """
     if kind != "link":
         named = tables["memories" if kind == "memory" else "processors"]

@@ -18,7 +18,7 @@ def commented_toml(machine: Machine, comments: Mapping[str, str], heading: str =
     """Return a machine as TOML, with a table per processor, memory and link; figures at their defaults are omitted.
 
     Args:
-        comments: comments by table, such as "processors.gpu", "memories.host" or, by a link's lane, "links.host->gpu".
+        comments: comments by the name of the table, such as "processors.gpu", or of a link's lane: "links.host->gpu".
         heading: comment at the top.
     """
     left = dict(comments)
@@ -67,7 +67,7 @@ def _value(value: Any) -> str:
 
 
 def _number(value: float) -> str:
-    """Format a number; with few digits, with an exponent that is a multiple of 3, such as 936e9 or 5e-6."""
+    """Format a number; one with few digits gets an exponent that is a multiple of 3, as in 936e9 or 5e-6."""
     short = f"{value:.6g}"
     if float(short) != value:
         return repr(value)

@@ -13,10 +13,10 @@ class Demand(NamedTuple):
 
     Attributes:
         seconds: the task's time alone on the machine.
-        shares: share of each resource that the task uses meanwhile, from 0 to 1; rounded to three decimals, so that
-            similar tasks have equal shares.
-        sort: kind of task for measured slowdowns; empty if none were measured.
-        slowed: the task's speed beside tasks of other sorts, relative to alone, as (`at_once` of the sorts, speed).
+        shares: pairs of a resource and the share of it that the task uses meanwhile, from 0 to 1; rounded to three
+            decimals, so that similar tasks have equal shares.
+        sort: sort of task, by which slowdowns were measured; empty if none were.
+        slowed: pairs of the sorts that run beside the task, named by `at_once`, and its speed then, relative to alone.
         lead: the part of `seconds` before the task starts, until its lane's thread has it.
         fixed: the part of `seconds` that no faster processor or link would shorten: a launch or a latency.
     """
@@ -30,7 +30,7 @@ class Demand(NamedTuple):
 
 
 def at_once(sorts: Iterable[str]) -> str:
-    """Return the canonical name of a set of concurrent sorts of task: sorted, joined by " + "."""
+    """Return the name of a set of sorts of task that run at once: the sorts in alphabetical order, joined by " + "."""
     return " + ".join(sorted(sorts))
 
 

@@ -21,11 +21,11 @@ CALLS = (*EXPERTS, "attention call", "attention prompt")
 
 
 class GpuCosts:
-    """Cost model from the table and the rates of a machine with a GPU. Concurrent work is slowed as measured.
+    """Cost model from the cost table and the rates of a machine with a GPU. Concurrent work is slowed as measured.
 
     Args:
-        levels: by group, rates at the low or high end instead of the expected figure; the table's groups are "product"
-            and "dispatch".
+        levels: groups of rates at the low or the high end instead of the expected figure; the cost table's groups are
+            "product" and "dispatch".
     """
 
     def __init__(self, machine: Machine, dtype: str, levels: Levels = NO_LEVELS) -> None:
@@ -63,7 +63,7 @@ class GpuCosts:
         )
 
     def running(self, work: Work) -> float:
-        """Return the seconds of a work's kernels or copy. If it has products, movements of activations take no time.
+        """Return the seconds of a work's kernels or copy; beside products, movements of activations take no time.
 
         Raises:
             BadInput: as `work`.
@@ -81,8 +81,8 @@ class GpuCosts:
     def _starting(self, work: Work, rated: Demand) -> float:
         """Return the seconds until all kernels of a work are started: as measured for its kind of task, else by rates.
 
-        For a copy these are the seconds beyond the time of its link, which may grow with its bytes. Where kernels were
-        measured, each was started by itself: replays are counted.
+        For a copy they are the seconds beyond the time of its link, which may grow with its bytes. They are by rates
+        where graphs are replayed, since the measured kernels were started one by one.
         """
         surface = self._surfaces.get((work.resource, f"{DISPATCH} {work.kind}"))
         processor = self.machine.processors.get(work.resource)

@@ -14,13 +14,18 @@ from moesched.machines.sustained import DeviceClass, Levels, device_class, group
 from moesched.tasks import Work, WorkPart
 
 WAITED_FOR = {"route": "host_seconds", "sample": "step_seconds"}
-"""Kinds of work whose result the host awaits, with the name of the estimate of the host's time."""
+"""Name of the rate that estimates the host's time, for each kind of work whose result the host awaits."""
 
 
 class WorkTimes(NamedTuple):
-    """Seconds of a work: computing and moving bytes, each alone; working, both together; and fixed, starting kernels.
+    """Seconds of a work on a processor.
 
-    `holding` is the time in which the memory, fully used, could move as many bytes.
+    Attributes:
+        computing: time to compute, if memory took no time.
+        moving: time to move the bytes, if computing took no time.
+        holding: time to move the bytes at the full rate of the memory.
+        working: time to compute and to move the bytes, which overlap.
+        fixed: time to start the kernels, and of the host's handling of the result.
     """
 
     computing: float
@@ -36,10 +41,11 @@ class KernelTimes:
     A CPU's kernels that convert blocks of weights use its vector units, not matrix units or 16-bit instructions.
 
     Args:
+        name: name of the processor in its machine.
         peak: the processor's stated FLOP/s.
         bandwidth: stated bytes per second of its memory.
         usable: share of `bandwidth` that all users of the memory reach together.
-        levels: by group, rates at the low or high end instead of the expected figure.
+        levels: groups of rates at the low or the high end instead of the expected figure.
     """
 
     def __init__(
@@ -79,7 +85,7 @@ class KernelTimes:
         return WorkTimes(computing, moving, holding, working, self._fixed(work))
 
     def _tiled(self, products: Iterable[WorkPart]) -> float:
-        """Return computed FLOPs over those asked for, since kernels compute whole tiles of rows."""
+        """Return the FLOPs that kernels compute, in whole tiles of rows, over those of the products."""
         least, few = self._class.tile_rows, self._class.few_rows
         asked = computed = 0.0
         for part in products:
@@ -96,7 +102,7 @@ class KernelTimes:
         return weights / (self._processor.expert_bandwidth * self._off_expected)
 
     def _fixed(self, work: Work) -> float:
-        """Return the seconds to start a work and its kernels, and of the host's handling of the result.
+        """Return the seconds to start a work and its kernels, and of the host's handling of its result.
 
         A GPU starts each kernel, or the replay of a graph of them. A team of threads wakes once for a work, and meets
         after each of its kernels. A work that joins an earlier call starts nothing. Without a class of device, the

@@ -12,17 +12,23 @@ KERNELS_OF_A_PRODUCT, KERNELS_OF_EXPERTS, KERNELS_OF_ATTENTION = 3, 5, 2
 """Number of kernels of a product with norm and activation, of one expert or several grouped ones, and of attention."""
 
 IN_GRAPHS = {"embed": 1, "pre_attention": 2, "attention": 2, "post_attention": 6, "sample": 3}
-"""Kernels in Triton of the works that are one graph, whose replay is one launch, or part of that of a whole step."""
+"""Number of kernels in Triton for each kind of work that is one graph.
+
+The replay of such a graph is one launch, or is part of the launch of a whole step.
+"""
 ONE_BY_ONE = {"route": 6, "preview_route": 2, "combine": 1}
-"""Launches of works that are more than a graph: `route` replays two, and sorts the rows of experts by four kernels."""
+"""Number of launches for kinds of work that are more than a graph.
+
+`route` replays two graphs, and sorts the rows of experts by four kernels.
+"""
 OF_AN_EXPERT = 2
-"""Launches of one expert, whether or not its weights stay, and of all other works."""
+"""Number of launches of one expert, and of all kinds of work that are not listed above."""
 OF_PROMPTS = "attention prompt"
-"""Attention of prompts stores keys and values by two kernels."""
+"""Operation that takes one kernel more than other attention, as two kernels store its keys and values."""
 
 
 def launches(work: Work, *, replays: bool) -> float:
-    """Return the number of launches of a work: of kernels, and of graphs, each of which is one.
+    """Return the number of launches of a work; the replay of a graph of kernels is one launch.
 
     replays: whether the processor replays graphs, as device cuda does with kernels in Triton.
     """

@@ -39,7 +39,7 @@ def calibrated_file(device: str = "") -> Path:
 def calibrated_gpu(device: str, gpu: str) -> Machine | None:
     """Return this machine with its GPU, as `moesched calibrate --device` measured it; None if it was not measured.
 
-    A file without a cost table is ignored: an earlier version wrote it, which measured other copies.
+    A file without a cost table is ignored, as it was measured in another way by an earlier version.
 
     Args:
         device: name of the GPU's device, such as "cuda".

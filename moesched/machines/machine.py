@@ -38,7 +38,7 @@ CACHE_WRITE = "cache write"
 SORTS = (FEW_ROWS, MANY_ROWS, ATTENTION, ATTENTION_CALLS, CACHE_WRITE)
 
 BY_THEMSELVES = ("stream", "copy", "gemv", "gemm", "read")
-"""Operations that earlier calibrations timed in pairs; machine files may have them, but no prediction uses them."""
+"""Operations that earlier calibrations timed in pairs; old machine files may name them, and no prediction uses them."""
 
 
 class Processor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -47,14 +47,15 @@ class Processor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     Attributes:
         memory: name of the memory that the processor computes from.
         flops: dense matrix-multiply rate in FLOP/s, by dtype.
-        launch_seconds: fixed time per operation, if there is no class of device.
+        launch_seconds: fixed time per operation, for a processor without a class of device.
         expert_bandwidth: bytes of weights per second that an expert's kernel reads, if less than the memory's
             bandwidth.
         handover_seconds: time from the end of a kernel until the network may send its result.
-        device_class: class of device, which says how much of the stated rates kernels sustain; empty if all.
+        device_class: class of device, which tells the share of the stated rates that kernels sustain; empty if they
+            sustain all.
         rates: estimates that replace those of the class, by name.
-        replays: whether a task of up to 128 rows is one replay of a graph, or a part of that of a whole decode step.
-            All kernels are then those of device cuda with `triton=true`.
+        replays: whether a task of up to 128 rows is one replay of a graph, or part of the replay of a whole decode
+            step, as with the kernels of device cuda with `triton=true`.
     """
 
     memory: str
@@ -124,9 +125,11 @@ class Staging(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Roles(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The processors in the roles of accelerator and host (possibly the same), and the memory that weights come from.
+    """The names of the processors and memories in each role.
 
     Attributes:
+        accelerator, host: processors, which may be the same one.
+        weights: memory from which the weights come.
         pinned: page-locked memory through which copies to the accelerator pass; None if all host memory is page-locked.
     """
 
@@ -142,7 +145,7 @@ class Interconnect(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     Attributes:
         bandwidth: bytes per second.
         latency: seconds per transfer.
-        paths: paths of the links that carry the connection, if it has no wires of its own; it then competes with them.
+        paths: paths of the links that carry the connection and compete with it; empty if it has wires of its own.
     """
 
     bandwidth: Rate

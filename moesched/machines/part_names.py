@@ -32,7 +32,7 @@ _VENDORS = {
 
 
 def find_gpu(name: str) -> tuple[Gpu, int]:
-    """Find a GPU and their number by a name such as "RTX 3090" or "2x RTX 3090".
+    """Find a GPU, and the number of such GPUs, by a text such as "RTX 3090" or "2x RTX 3090".
 
     Raises:
         BadInput: the library has no GPU of that name, or several; the message names the nearest.
@@ -42,7 +42,7 @@ def find_gpu(name: str) -> tuple[Gpu, int]:
 
 
 def find_cpu(name: str) -> tuple[Cpu, int]:
-    """Find a CPU and the number of sockets by a name such as "Ryzen 7950X" or "2x EPYC 7763".
+    """Find a CPU, and the number of sockets, by a text such as "Ryzen 7950X" or "2x EPYC 7763".
 
     Raises:
         BadInput: as `find_gpu`.
@@ -137,7 +137,7 @@ def _words(name: str) -> list[str]:
 
 
 def _words_more(part: Part, asked: Counter[str]) -> int | None:
-    """Return the number of words in a part's name that were not asked for; None if the name lacks one that was.
+    """Return the number of words in a part's name that were not asked for; None if the name lacks a word that was.
 
     The size of a GPU's memory, such as 24GB, may be among the words asked for.
     """

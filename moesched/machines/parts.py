@@ -171,7 +171,7 @@ class Library(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def named(self) -> dict[str, Mapping[str, Part]]:
-        """The parts that are named to `moesched machine`, by the option without its dashes."""
+        """The parts that `moesched machine` takes, by the option that names them, without its dashes, and by name."""
         return {"gpu": self.gpus, "chip": self.chips, "cpu": self.cpus}
 
     def flops(self, part: Cpu | Chip) -> dict[str, float]:

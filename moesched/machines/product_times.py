@@ -31,7 +31,7 @@ class ProductTimes:
         self._surfaces = {key: Surface(measured) for key, measured in found.items()}
 
     def formats(self, dtype: str) -> list[str]:
-        """Return the coded formats whose products in a dtype were measured; none if those of plain weights were not."""
+        """Return the coded formats whose products in a dtype were measured; none unless plain weights were, too."""
         found = [stored for kind, measured, stored in self._surfaces if (kind, measured) == (PRODUCT, dtype)]
         return [stored for stored in found if stored and stored != COLUMNS] if "" in found else []
 
@@ -63,11 +63,10 @@ class ProductTimes:
 
 
 class CodedCosts:
-    """Costs of work on coded weights: those of as many plain weights, by the measured times of products in both.
+    """Costs of work on coded weights, relative to those on as many plain weights, by measured times of products.
 
-    The matrices of a part count as one, since a call of the native kernels multiplies by all of them.
-
-    A format that was not measured takes the times of the one with the nearest number of bits per weight.
+    The matrices of a part count as one, since a call of the native kernels multiplies by all of them. A format that was
+    not measured takes the times of the format with the nearest number of bits per weight.
 
     Args:
         points: costs measured on one processor.
@@ -80,9 +79,9 @@ class CodedCosts:
         self._measured = self._times.formats(dtype)
 
     def plain(self, part: WorkPart) -> tuple[WorkPart, float]:
-        """Return a part with all its weights plain, and the time of the part over that of the plain one.
+        """Return the part as if all its weights were plain, and the factor by which it takes longer with coded ones.
 
-        Without measured products of coded weights, the part is returned as it is.
+        Without measured products of coded weights, the part is returned as it is, with 1.
         """
         if not part.coded or not self._measured:
             return part, 1.0
@@ -98,7 +97,10 @@ class CodedCosts:
         return part._replace(size=total * each, coded=()), ratio
 
     def _ratio(self, stored: str, weights: float, rows: float, *, resident: bool) -> float:
-        """Return the time of a product with such weights over that with plain ones; 1 for columns not measured."""
+        """Return the time of a product with weights stored in a format over that with plain weights.
+
+        It is 1 for transposed plain weights whose products were not measured.
+        """
         if stored == COLUMNS and not self._times.has_columns(self._dtype):
             return 1.0
         measured = stored if stored == COLUMNS else nearest_by_bits(stored, self._measured)

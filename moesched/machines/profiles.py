@@ -24,12 +24,12 @@ COST_FORMAT = 2
 
 
 def machine_names() -> list[str]:
-    """Return the names of the shipped profiles."""
+    """Return the names of the shipped profiles of machines."""
     return profile_names("moesched.machines")
 
 
 def load_machine(name_or_file: str) -> Machine:
-    """Load a shipped profile by its name, or a TOML file by its path.
+    """Load a machine: a shipped profile by its name, or a TOML file by its path.
 
     Raises:
         BadInput: there is no such profile or file, or the file does not describe a machine.

@@ -1,4 +1,4 @@
-"""Share of one rank of a tensor-parallel model in a machine with several equal accelerators."""
+"""The share of a machine with several equal accelerators that one rank of a tensor-parallel model has."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from moesched.machines import AcceleratorGroup, Interconnect, Machine, Processor
 
 
 def rank_share(machine: Machine, ranks: int) -> Machine:
-    """Return a machine of one accelerator with its memory and links, and its share of what `ranks` accelerators share.
+    """Return the machine of one of `ranks` accelerators: its own memory and links, and its share of everything else.
 
-    Shared are the host's FLOP/s, the capacity and bandwidth of all other memories, and the links between those.
-    Latencies are not divided. Without an interconnect, transfers between accelerators go up one link and down another,
-    in pieces that overlap, through the host's memory.
+    Divided by the number of ranks are the host's FLOP/s, the capacity and bandwidth of all other memories, and the
+    bandwidth of links between those; latencies are not. Without an interconnect, transfers between accelerators go up
+    one link and down another, in pieces that overlap, through the host's memory.
 
     Raises:
         BadInput: the machine has fewer accelerators, was measured with one, or has no link between them.

@@ -21,7 +21,8 @@ class Roofline:
     With stated rates, this is the roofline (MoE-Lightning, Eqs. 7 and 8).
 
     Args:
-        levels: by group, rates at the low or high end instead of the expected figure.
+        dtype: dtype that the model computes in.
+        levels: groups of rates at the low or the high end instead of the expected figure.
     """
 
     def __init__(self, machine: Machine, dtype: str, levels: Levels = NO_LEVELS) -> None:
@@ -85,7 +86,10 @@ class Roofline:
         return alone._replace(sort=name, slowed=tuple(slowed)) if slowed else alone
 
     def _modules(self, memory: str) -> str:
-        """Return the memory whose bandwidth a memory shares: the host's for pinned memory if stated rates are peaks."""
+        """Return the name of the memory whose bandwidth copies from or to a memory use.
+
+        Pinned memory uses that of the host's memory, if the stated rates are peaks.
+        """
         pinned = memory == self.machine.roles.pinned and is_rated(self.machine)
         return self.machine.host.memory if pinned else memory
 
@@ -94,7 +98,7 @@ class Roofline:
 
 
 def slowed_beside(machine: Machine) -> dict[str, list[tuple[str, float]]]:
-    """Return, by sort of work, its measured speeds as (sorts beside it, speed relative to alone)."""
+    """Return the measured speeds of each sort of work, as pairs (sorts that run beside it, speed relative to alone)."""
     found: dict[str, list[tuple[str, float]]] = {}
     for pair in machine.contention:
         found.setdefault(pair.work, []).append((pair.beside, pair.rate))

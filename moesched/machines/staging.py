@@ -70,7 +70,7 @@ def staged(machine: Machine, limit: int | str, *, ring: bool = True) -> Machine:
 
 
 def _links(machine: Machine, staging: Staging, ring: bool) -> Iterator[Link]:
-    """Yield the machine's links and those of page-locked memory, which takes over the links that host memory had."""
+    """Yield the links of the machine with staging: page-locked memory takes over the fast links of host memory."""
     host, accelerator = machine.host.memory, machine.accelerator.memory
     for link in machine.links:
         if link.destination == host and link.source != accelerator:
@@ -96,7 +96,7 @@ def _through_ring(machine: Machine, link: Link, staging: Staging) -> Link:
 
 
 def _renamed(pair: Contention, machine: Machine) -> Contention:
-    """Return measured contention with copies to the accelerator renamed, which now come from pinned memory."""
+    """Return measured contention under the names of copies with staging: those to the accelerator are from `PINNED`."""
     host, accelerator = machine.host.memory, machine.accelerator.memory
     names = {f"{host}->{accelerator}": f"{PINNED}->{accelerator}"}
     beside = sorted(names.get(sort, sort) for sort in pair.beside.split(" + "))

@@ -1,4 +1,4 @@
-"""Interpolation of measured times: over one figure, and over the size and the rows of an operation."""
+"""Interpolation of measured times: over one variable, and over the size and the rows of an operation."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from moesched.machines.machine import CostPoint
 class Curve:
     """Seconds as a function of x: straight lines between measured points (x, seconds), which are given in any order.
 
-    At one x, the median of several times counts. Below the first point, the first line continues down to half of the
+    Of several times at one x, the median counts. Below the first point, the first line continues down to half of the
     first time. Above the last point, time grows at the average slope.
 
     Args:
-        rising: whether a larger x never takes less time. Neighbours that fall, because of noise, then take their
-            median.
+        rising: whether a larger x never takes less time. Neighbouring times that fall, because of noise, are then
+            replaced by their median.
     """
 
     def __init__(self, points: Iterable[tuple[float, float]], *, rising: bool = True) -> None:

@@ -23,7 +23,7 @@ STATED, COPIES, STATED_COPIES = "as-stated", "copies", "copies-as-stated"
 OF_NO_DEVICE = (STATED, COPIES, STATED_COPIES)
 
 MEMORY_EFFICIENCY = 0.8
-"""Share of its line rate that a memory delivers to all users together: assumed, from STREAM's 75 to 85 % on servers."""
+"""Share of its line rate that a memory delivers to all users together; assumed: STREAM has 75 to 85 % on servers."""
 
 WORDS = {
     "products": "matrix products of many rows",
@@ -45,7 +45,7 @@ WORDS = {
 """Names of the rates, with words for people."""
 
 Levels = Mapping[str, Level]
-"""By group, rates at the low or high end of their estimates instead of the expected figure."""
+"""The end of the estimate to use for each of some groups of rates; other groups use the expected figure."""
 
 
 class DeviceClass(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -53,10 +53,10 @@ class DeviceClass(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     Attributes:
         rates: estimates by the names in WORDS.
-        tile_rows: the least rows that kernels compute in a product of more than `few_rows` rows: a tile.
+        tile_rows: rows of a tile, the least that kernels compute in a product of more than `few_rows` rows.
         few_rows: the most rows for which kernels read the weights once and compute no tiles.
-        turns: share of the computing time, from 0 to 1, in which memory cannot be read, because of the power limit; in
-            the rest reading and computing overlap.
+        turns: share of the computing time, from 0 to 1, in which memory cannot be read because of the power limit; in
+            the rest of it, reading and computing overlap.
     """
 
     description: str
@@ -73,7 +73,7 @@ def class_names() -> list[str]:
 
 @cache
 def device_class(name: str) -> DeviceClass:
-    """Return a class of device by its name; the empty name stands for processors that sustain their stated rates.
+    """Return a class of device by its name; the empty name is for processors that sustain all of their stated rates.
 
     Raises:
         BadInput: there is no class of that name.
@@ -120,7 +120,10 @@ def usable_share(machine: Machine) -> float:
 
 
 def link_kind(machine: Machine, link: Link) -> str:
-    """Return the kind of copy on a link, as in WORDS. Without pinned memory, copies of accelerators are "pinned"."""
+    """Return the kind of copy on a link, a key of WORDS.
+
+    On a machine without the role `pinned`, all copies between host and accelerator are "pinned".
+    """
     hosts = {machine.host.memory, machine.roles.pinned}
     ends = {link.source, link.destination}
     if ends <= hosts:
@@ -140,10 +143,10 @@ def sustained_share(machine: Machine, link: Link, levels: Levels) -> float:
 
 
 def groups(machine: Machine) -> dict[str, str]:
-    """Return the groups of rates that vary together, each with its label.
+    """Return the label of each group of rates that vary together, by the group's name.
 
     A group is a rate of a class of device, or a kind of copy. On a calibrated machine, groups are the sorts of work
-    whose spread was measured; if it has a GPU, its rates as well.
+    whose spread was measured and, if it has a GPU, also its rates.
     """
     found = {sort: f"measured: {sort}" for sort in machine.spread}
     if machine.cost_table and machine.unified:
@@ -160,7 +163,10 @@ def groups(machine: Machine) -> dict[str, str]:
 
 
 def group(name: str, processor: Processor, rate: str) -> str:
-    """Return the name of the group of a processor's rate."""
+    """Return the name of the group that a rate of a processor belongs to.
+
+    name: name of the processor, which stands for its class of device if it has none.
+    """
     return f"{processor.device_class or name}.{rate}"
 
 

@@ -1,4 +1,4 @@
-"""Profiles in TOML: shipped files by name, other files by path."""
+"""Reading of profiles in TOML: shipped files by name, other files by path."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def decode_profile(text: bytes, kind: str, where: str) -> dict[str, Any]:
 
 
 def convert_profile(raw: Any, kind: type[T], key: str, where: str) -> T:
-    """Convert the value at `key` of a profile to a type.
+    """Convert a value of a profile, which stands there at `key`, to a type.
 
     Raises:
         BadInput: a figure is missing or impossible; the message names `where` and the whole key.

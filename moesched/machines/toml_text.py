@@ -31,6 +31,8 @@ def inline(value: Any) -> str:
     if isinstance(value, dict):
         pairs = (f"{_key(key)} = {inline(each)}" for key, each in value.items() if each is not None)
         return "{ " + ", ".join(pairs) + " }"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(inline, value)) + "]"
     if isinstance(value, str | bool):
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     return repr(value)

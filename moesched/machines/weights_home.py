@@ -1,4 +1,4 @@
-"""Kind of host memory that a GPU's weights come from in a run."""
+"""The kind of host memory from which a run copies weights to the GPU."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import msgspec
 
 
 class WeightsHome(msgspec.Struct, frozen=True):
-    """Kind of host memory that a GPU's weights come from, and the reason for it.
+    """The kind of host memory from which weights are copied to the GPU, and the reason for it.
 
     Attributes:
         way: "mapped files" in the page cache, from which the GPU itself copies; "registered memory" into which weights

@@ -31,6 +31,9 @@ _UNPACKING = 14
 """Bytes of workspace for each unpacked weight: stored number, code, and the weight in float32 and in the dtype of the
 computation.
 """
+SCORED_ROWS = 16
+"""Most rows of a prompt whose logits are computed together, for its log probabilities: a CPU multiplies these by the
+LM head as it lies, and 64 rows by a copy."""
 QUERY_TILE = 512
 """Most queries that share an attention mask, in a chunk of a prompt whose earlier tokens are cached."""
 _FLOAT = 4
@@ -135,15 +138,21 @@ def mask_bytes(tokens: int, cached: int) -> int:
     return min(tokens, QUERY_TILE) * cached * (1 + _FLOAT)
 
 
-def beside_window_bytes(operations: Operations, starts: Sequence[int], tokens: Sequence[int]) -> int:
-    """Return the bytes of keys and values that a chunk of prompts needs beside the cache of a sliding-window layer.
+def beside_cache_bytes(
+    operations: Operations, starts: Sequence[int], tokens: Sequence[int], scattered: int = 0
+) -> int:
+    """Return the most bytes of keys and values that a chunk of prompts needs beside the KV cache of a layer.
 
-    starts: for each request, its number of tokens before the chunk.
-    tokens: for each request, its number of tokens in the chunk.
+    Args:
+        starts: for each request, its number of tokens before the chunk; used for layers with a sliding window.
+        tokens: for each request, its number of tokens in the chunk; used for layers with a sliding window.
+        scattered: number of tokens of a layer without a window that may have to be copied, since their cache blocks do
+            not follow each other in memory.
     """
-    kinds = operations.kinds.values()
     return max(
-        kind.kv_bytes * tokens_beside(starts, tokens, kind.layer.attention.most_cached) for kind in kinds
+        kind.kv_bytes * (scattered if most is None else tokens_beside(starts, tokens, most))
+        for kind in operations.kinds.values()
+        for most in [kind.layer.attention.most_cached]
     )
 
 

@@ -43,7 +43,7 @@ def kept_tokens(tokens: int, most: int | None, beams: int = 1) -> int:
 
 
 def tokens_beside(starts: Iterable[int], tokens: Iterable[int], most: int | None) -> int:
-    """Return the number of tokens for which a chunk of prompts needs room beside a sliding window's cache.
+    """Return the largest number of tokens for which a chunk of prompts needs room beside a sliding window's cache.
 
     The chunk overwrites a part of the cache, so the keys and values that its tokens attend to are copied beside it.
 
@@ -55,4 +55,5 @@ def tokens_beside(starts: Iterable[int], tokens: Iterable[int], most: int | None
     if most is None:
         return 0
     both = zip(starts, tokens, strict=True)
-    return sum(cached_tokens(PROMPT_TILE - 1 + min(start, most) + new) for start, new in both)
+    rounding = PROMPT_TILE - 1 + KV_BLOCK_TOKENS - 1
+    return sum(min(start, most) + new + rounding for start, new in both)

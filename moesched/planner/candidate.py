@@ -19,29 +19,29 @@ SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 FINER = (3, 5, 6, 7, 10, 12, 14, 20, 24, 28, 36, 40, 48, 56, 80, 96, 112, 160, 192, 224)
 """Requests of a micro-batch: all coarse sizes are tried, and the fine sizes next to the best coarse one."""
 ROUGH = (1, 16, 64, 256)
-"""Sizes of the first look at a policy."""
+"""Requests of a micro-batch that are tried in the first look at a policy."""
 MOST_CHUNKS = 2048
-"""Chunks of prefill of a batch that a user may ask for, and of a micro-batch that is tried."""
+"""Most chunks of prefill of a batch that a user may ask for, and of a micro-batch that the search tries."""
 FEW = 4
-"""Micro-batches of one start of the search."""
+"""Number of micro-batches of the points with large micro-batches from which the search starts."""
 MOST_SHARES = 8
 SIMILAR = 1.05
 """Factor between bounds that do not tell which schedule is better."""
 PROMISING = 1.2
-"""Factor below the best start up to which the search goes on from another one."""
+"""The search also climbs from a start whose rate is lower than that of the best one by at most this factor."""
 MOST_CLIMBS = 2
 FINALISTS = 3
-"""Schedules of which all layers are simulated in the end."""
+"""Most schedules of which all layers are simulated in the end."""
 MOST_FINAL_TASKS = 40_000
 CLOSE = 1.05
-"""Factor below the best one up to which a schedule of a few layers is a finalist."""
+"""A schedule of a few layers is a finalist if its rate is lower than the best one by at most this factor."""
 
 
 class Candidate:
-    """A policy and its bound.
+    """A policy in a setting: the sizes with its highest bound, and the search for its best schedule.
 
     Args:
-        sizes: allowed sizes of micro-batches; None for any.
+        sizes: allowed sizes of micro-batches, in requests; None for any.
 
     Attributes:
         choice: the sizes with the highest bound: the best of the `ROUGH` sizes, until `refine` finds better ones.
@@ -71,7 +71,7 @@ class Candidate:
         self.choice = self._best_of(setting, options) or least(setting, self.traits, options[0])
 
     def refine(self) -> None:
-        """Set `choice` to the best of all coarse micro-batch sizes, then of all sizes near that one."""
+        """Set `choice` to the sizes with the highest bound: of coarse micro-batch sizes, then of finer ones near it."""
         for sizes in (self._coarse, self._ladder):
             size = self.choice.micro_batch_size
             near = [other for other in sizes if other in self._coarse or size / 2 < other < size * 2]
@@ -79,11 +79,14 @@ class Candidate:
             self.choice = self._best_of(self.setting, options) or self.choice
 
     def first_trial(self) -> Seen:
-        """Simulate the sizes with the highest bound, and large micro-batches, as bounds may err; the better one."""
+        """Simulate the sizes with the highest bound, and large micro-batches, since bounds may err.
+
+        Returns the faster schedule.
+        """
         return self._tried([point_of(self.choice), *self._large([FEW])])[0]
 
     def search(self) -> Seen:
-        """Find the best schedule: climb from several promising starts, then simulate all layers of the best few."""
+        """Find the best schedule: climb from several promising sizes, then simulate all layers of the best few."""
         self.refine()
         starts = self._tried([point_of(self.choice), *self._large([1, FEW]), *self._edges()])
         for start in starts[:MOST_CLIMBS]:
@@ -93,7 +96,7 @@ class Candidate:
         return self._best_in_all_layers()
 
     def in_chunks(self, found: Seen) -> Seen:
-        """The same sizes with prompts in chunks, `simulate`'s default, if that is faster; otherwise `found`."""
+        """Simulate `found` with its prompts in chunks, as `simulate` does by default; returns the faster of both."""
         if found.chunk is None and CHUNK in chunks_to_try(self.setting, found.micro_batch_size):
             with suppress(BadInput):
                 chunked = self.schedules.see(found.point._replace(chunk=CHUNK))
@@ -102,7 +105,10 @@ class Candidate:
         return found
 
     def bound_with(self, setting: Setting) -> float:
-        """The policy's bound in another setting, in tokens per second, with the chosen size of micro-batches."""
+        """The policy's bound on throughput in another setting, in tokens per second.
+
+        The size of micro-batches is that of `choice`; their number is the best one in the other setting.
+        """
         faster = setting.machine is not self.setting.machine
         traits = (
             replace(self.traits, fetch=self._lesson.fetch_seconds(setting.cost)) if faster else self.traits
@@ -113,7 +119,7 @@ class Candidate:
         return max(most_of(setting, traits, option, share) for share in shares)
 
     def _tried(self, points: Iterable[Point]) -> list[Seen]:
-        """Simulate those points that fit; returns their schedules, the best first.
+        """Simulate the points that fit; returns their schedules, the one with the highest rate first.
 
         Raises:
             BadInput: none fits.
@@ -130,7 +136,10 @@ class Candidate:
         return sorted(found, key=lambda seen: seen.rate, reverse=True)
 
     def _large(self, counts: Sequence[int]) -> Iterator[Point]:
-        """Points with the largest micro-batches that fit, in chunks too if larger ones fit then; needs no bound."""
+        """Yield points with the largest micro-batches that fit, whatever their bounds, in each of these numbers.
+
+        Points with prompts in chunks follow if that lets larger micro-batches fit.
+        """
         if len(self.setting.lengths) == 1:
             return
         sizes, most = [size for size in self._coarse if size in self._ladder], 0
@@ -148,21 +157,23 @@ class Candidate:
 
     @property
     def _share(self) -> float | None:
-        """The share of the KV cache on the accelerator, 0 unless it is set; None if the policy does not split it."""
+        """The setting's share of the KV cache on the accelerator, by default 0; None if the policy splits none."""
         return (self.setting.kv_on_gpu or 0.0) if self.setting.splits_kv else None
 
     def _number_that_fit(self, sizes: Sequence[int], chunk: int | None) -> int:
         return bisect_left(sizes, True, key=lambda size: not self._fits(size, chunk))
 
     def _fits(self, size: int, chunk: int | None) -> bool:
-        """Test whether one micro-batch fits, with its KV cache where the policy has room for it."""
+        """Test whether one micro-batch of `size` requests fits, with prefill in chunks of at most `chunk` tokens."""
         setting = with_chunk(self.setting, chunk)
         return setting.fits(setting.batch(1, size), self._share)
 
     def _edges(self) -> Iterator[Point]:
-        """The highest bounds with none and all of the KV cache on the accelerator, and a micro-batch with most of it.
+        """Yield points at the edges of the search, which the bound underrates.
 
-        The bound ignores that lanes overlap less well where micro-batches differ.
+        It ignores that lanes overlap less well where only some micro-batches have their KV cache on the accelerator.
+        The points are those with the highest bounds with none and with all of the cache there, and one micro-batch
+        with the cache of as many layers there as fit.
         """
         if not self.setting.searches_shares:
             return
@@ -176,7 +187,7 @@ class Candidate:
             yield point_of(partly)
 
     def _try_chunks(self, found: Seen) -> None:
-        """Try larger chunks of the best sizes, while they are better."""
+        """Simulate `found` with larger and larger chunks of prefill, then whole prompts, until fewer requests fit."""
         if found.chunk is None or self.setting.prefill_chunk is not None:
             return
         longest = found.micro_batch_size * max(self.setting.lengths)
@@ -189,7 +200,7 @@ class Candidate:
                     return
 
     def _best_in_all_layers(self) -> Seen:
-        """Simulate all layers of the finalists; returns the best one. If that takes long, the best in a few layers."""
+        """The best of the finalists in all layers; the best in a few layers if all of them would take too long."""
         few = self.schedules.seen
         finalists = [seen for seen in few[:FINALISTS] if seen.rate * CLOSE >= few[0].rate]
         if sum(seen.tasks_of_all_layers for seen in finalists) > MOST_FINAL_TASKS:
@@ -197,7 +208,10 @@ class Candidate:
         return max(map(self.schedules.deepened, finalists), key=lambda seen: seen.rate)
 
     def _most_layers(self, size: int, chunk: int | None) -> PolicyChoice | None:
-        """One micro-batch with the KV cache of the most layers that fit on the accelerator; None if all or none fit."""
+        """The choice of one micro-batch with the KV cache of as many layers as fit on the accelerator.
+
+        It is None if the cache of all layers fits, or of none.
+        """
         layers = self.setting.layout.config.layers
         option = self._option(size, chunk)
         choices = (
@@ -217,9 +231,9 @@ class Candidate:
     def _best_of(
         self, setting: Setting, options: Sequence[SizeOption], above: float = 0.0
     ) -> PolicyChoice | None:
-        """The sizes with the highest bound on throughput; of similar ones, those with the largest micro-batches.
+        """The sizes with the highest bound on throughput; of similar bounds, those with the largest micro-batches.
 
-        None if no bound reaches `above`. Larger micro-batches are fewer tasks.
+        They are preferred since they make fewer tasks. None if no bound reaches `above` tokens per second.
         """
         found = best(setting, self.traits, options, above)
         if found is None:

@@ -18,14 +18,17 @@ MOST_PREVIEWS = 8
 NEAR = 1.1
 """Factor by which a schedule may beat its bound, which assumes that all prompts have the average length."""
 ALIKE = 1.02
-"""Factor by which the bound of a better schedule may be lower, for other sizes with the same part of the KV cache on
-the accelerator: they lie below their bounds by as much."""
+"""Factor by which another point's bound may be lower than that of the present one if it is still to be simulated.
+
+It applies to points with the same share of the KV cache on the accelerator, whose schedules miss their bounds by about
+as much as the present one does.
+"""
 
 
 def chunks_to_try(setting: Setting, size: int) -> list[int | None]:
-    """The prefill chunks to try, in tokens: the setting's, if it has one; else none and, for long prompts, `CHUNK`.
+    """The sizes of prefill chunks to try, in tokens, for micro-batches of `size` requests; None is for whole prompts.
 
-    size: requests of a micro-batch.
+    The setting's chunks if it has any; otherwise whole prompts and, if a micro-batch has many tokens, `CHUNK`.
     """
     if setting.prefill_chunk is not None or size * max(setting.lengths) <= CHUNK:
         return [setting.prefill_chunk]
@@ -35,12 +38,12 @@ def chunks_to_try(setting: Setting, size: int) -> list[int | None]:
 class Climb:
     """A local search for better sizes of one policy, from one simulated schedule to a faster one of similar sizes.
 
-    The bounds say which moves are worth a simulation, until a schedule refutes them by being faster, or by holding more
-    requests than they allow: a policy may place weights by the free memory, or fetch only the experts that tokens need.
+    The bounds say which neighbours are worth a simulation. All are, once a schedule was faster than its bound, or held
+    more requests than the bound allows: a policy may place weights by what is free, or fetch only chosen experts.
 
     Args:
         ladder: allowed sizes of micro-batches, in ascending order.
-        option_of: returns the costs of micro-batches of a size, with chunks of a size.
+        option_of: returns the costs of micro-batches, given their size in requests and that of chunks in tokens.
     """
 
     def __init__(
@@ -59,7 +62,7 @@ class Climb:
         self._refuted = False
 
     def start(self, point: Point) -> Seen:
-        """Simulate a point, with smaller micro-batches if not even one fits: the search knows only average lengths.
+        """Simulate a point, with smaller micro-batches if not even one fits, as the search knows only average lengths.
 
         Raises:
             BadInput: not even a micro-batch of one request fits.
@@ -75,7 +78,7 @@ class Climb:
         return self._see(point)
 
     def from_seen(self, found: Seen) -> Seen:
-        """Move from a schedule to better ones, in large steps first, then in small ones; returns the last."""
+        """Move from a schedule to better ones, in large steps first, then in small ones; returns the best one."""
         for around in (self._far, self._near):
             found = self._uphill(found, around)
         return found
@@ -92,7 +95,10 @@ class Climb:
         return seen
 
     def _uphill(self, found: Seen, around: Callable[[Seen], list[Point]]) -> Seen:
-        """Move to faster schedules until no neighbour (`around`) has a higher bound, or enough were simulated."""
+        """Move to faster schedules until no neighbour promises a better one, or `MOST_PREVIEWS` points were simulated.
+
+        around: returns the neighbours of a schedule.
+        """
         tried = {found.point}
         ahead = self._ahead(found, around(found))
         while ahead and len(tried) <= MOST_PREVIEWS:
@@ -108,7 +114,7 @@ class Climb:
         return found
 
     def _ahead(self, found: Seen, points: Sequence[Point]) -> list[Point]:
-        """Those of the points whose bounds allow a better schedule than `found`, the highest bound first."""
+        """The points whose bounds allow a better schedule than `found`, the highest bound first."""
         bounds = {point: self._bound(point) for point in points}
         here = self._bound(found.point)
         bound = found.throughput if here is None else here.throughput
@@ -129,9 +135,10 @@ class Climb:
         return sorted(known, key=lambda point: promise(known[point]), reverse=True)
 
     def _far(self, seen: Seen) -> list[Point]:
-        """Neighbours with about twice or half of the micro-batch size for as many requests, of their number, or both.
+        """Far neighbours: about twice or half the size of micro-batches, or twice or half their number.
 
-        Chunks leave room for more micro-batches, so that twice their number is tried with chunks, too.
+        Another size is tried for as many requests; about twice the size also for as many micro-batches. Chunks of
+        prefill leave room for more micro-batches, so twice their number is tried with chunks, too.
         """
         size, count, _, chunk = seen.point
         others = [min(self._ladder, key=lambda each: abs(each - aim)) for aim in (2 * size, size / 2)]
@@ -147,11 +154,11 @@ class Climb:
         return points
 
     def _near(self, seen: Seen) -> list[Point]:
-        """Neighbours: a fifth more or fewer micro-batches, other sizes for as many requests, or another KV cache share.
+        """Near neighbours: a fifth more or fewer micro-batches, other sizes for as many requests, other cache shares.
 
         The share of the KV cache on the accelerator changes by a tenth of the micro-batches, or of the layers if there
-        is only one micro-batch. A last neighbour adds a tenth more of them there, where the host's memory has no room
-        for more.
+        is only one micro-batch. The last neighbour has a tenth more micro-batches, which have their cache on the
+        accelerator, for when the host's memory is full.
         """
         point, share = seen.point, self._share(seen)
         size, count = point.size, point.micro_batches
@@ -169,7 +176,7 @@ class Climb:
         return points
 
     def _of_sizes(self, seen: Seen, sizes: Sequence[int]) -> list[Point]:
-        """Points with micro-batches of these sizes for as many requests, and the same share of the KV cache."""
+        """Points with micro-batches of other sizes for as many requests, and the same share of the KV cache."""
         counts = [(size, -(-seen.batch_size // size)) for size in sizes]
         share = self._share(seen)
         return [Point(size, count, resident_of(share, count), seen.chunk) for size, count in counts]
@@ -178,7 +185,10 @@ class Climb:
         return seen.point.resident / seen.point.micro_batches
 
     def _bound(self, point: Point) -> PolicyChoice | None:
-        """The bound of a point, with the most resident weights that fit; of fewer micro-batches if some do not fit."""
+        """The bound of a point with as many resident weights as fit, and with fewer micro-batches if not all fit.
+
+        It is None if not even one micro-batch fits.
+        """
         option = self._option_of(point.size, point.chunk)
 
         def with_micro_batches(count: int) -> PolicyChoice | None:
@@ -194,5 +204,5 @@ class Climb:
 
 
 def point_of(choice: PolicyChoice) -> Point:
-    """The point with the sizes of a choice."""
+    """The point to simulate that has the sizes of a solution of the search."""
     return Point(choice.micro_batch_size, choice.micro_batches, choice.resident, choice.chunk)

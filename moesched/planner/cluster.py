@@ -35,21 +35,21 @@ from moesched.units import format_bytes, format_seconds
 AUTHORS = "ep_router_aided"
 BALANCED = "ep_balanced"
 POLICIES = (AUTHORS, BALANCED)
-"""Policies that run each chosen expert once, with the authors' placement and with the optimiser's."""
+"""Policies that run each chosen expert on one node: with the paper's placement of experts, and with the optimiser's."""
 
 
 class Way(msgspec.Struct, frozen=True, kw_only=True):
     """One way to split a model over nodes.
 
     Attributes:
-        experts: "whole", each on one node or on several; or "cut", a slice of each on every node.
+        experts: "whole" if each expert is on one node or on several; "cut" if every node has a slice of each expert.
         replicas: nodes that hold an expert, on average.
         attention: "replicated" on all nodes, or "sharded", which takes one more exchange in each layer.
         policy: name of a shipped policy that splits the model in this way; None if there is none.
         expected_experts: mean number of a token's experts that the busiest node runs in a layer.
         bytes_per_node: bytes of weights on each node.
         kernel_seconds: seconds to launch the experts' kernels, which Eq. 1 omits.
-        token_seconds: the sum of the bound and the launches.
+        token_seconds: seconds of a token: the sum of the bound and the launches.
     """
 
     experts: str
@@ -67,8 +67,8 @@ class ClusterChoice(msgspec.Struct, frozen=True, kw_only=True):
     """The way to split a model that takes the least time per token.
 
     Attributes:
-        why: reasons, one sentence each.
-        runs: the fastest way that a shipped policy implements; it may be another than `best`.
+        why: the reasons, one sentence each.
+        runs: the fastest way that a shipped policy implements; `best` may have no policy.
     """
 
     best: Way
@@ -81,12 +81,12 @@ class ClusterProposal(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         policy: the expert-parallel policy that `placement` and `bound` are for.
-        bound: of one token, by Eq. 1.
+        bound: the bound on the time of one token, by Eq. 1.
         expected_experts: mean number of a token's experts that the busiest node runs in a layer;
             `expected_experts_error` is its standard error, 0 if all choices were enumerated.
-        placement: by node, the experts that it holds.
+        placement: the numbers of the experts that each node holds.
         experts_that_fit: number of experts per layer that fit in a node's memory.
-        price_usd: of all nodes with their network cards; None if the machine's price is not known.
+        price_usd: price of all nodes with their network cards; None if the machine's price is not known.
         ways: all ways to split the model, the fastest first.
     """
 
@@ -186,7 +186,7 @@ class _Cluster:
         return token_bound(self.operations, self.machine, self.network, share)
 
     def placement(self, policy: str) -> Placement:
-        """The experts on each node by the policy's placement, within the memory budget.
+        """The experts on each node, as the policy places them within the memory budget.
 
         Raises:
             BadInput: the nodes cannot hold the experts.
@@ -205,7 +205,7 @@ class _Cluster:
         return best_placement(experts, self.config.routed.top_k, nodes, self.that_fit)
 
     def needed(self, experts: float) -> int:
-        """Bytes of weights on a node that holds that number of experts in each layer."""
+        """Bytes of weights on a node that holds `experts` experts in each layer."""
         return self.bytes.outside + self.bytes.dense + round(experts * self.bytes.expert)
 
     def ways(self) -> Iterator[Way]:
@@ -234,10 +234,14 @@ class _Cluster:
     def _both(
         self, replicas: float, experts: str, policy: str | None, load: float, kernels: float, held: float
     ) -> Iterator[Way]:
-        """One way to place experts, with attention replicated and, on several nodes, sharded.
+        """Yield a way to place experts twice: with attention replicated and, on several nodes, with attention sharded.
 
-        load: mean number of a token's experts that the busiest node runs in a layer. kernels: kernel launches in a
-        layer. held: experts that a node holds in each layer.
+        Args:
+            replicas: nodes that hold an expert, on average.
+            experts: "whole" or "cut", as in `Way`.
+            load: mean number of a token's experts that the busiest node runs in a layer.
+            kernels: kernel launches in a layer.
+            held: experts that a node holds in each layer.
         """
         config, nodes = self.config, self.nodes
         kv_heads = config.typical_layer.attention.cached_heads
@@ -267,7 +271,7 @@ class _Cluster:
             )
 
     def choose(self, ways: list[Way]) -> ClusterChoice:
-        """The choice of the fastest way, with its reasons; `ways` are sorted, the fastest first."""
+        """Choose the first of `ways`, which are sorted by time, and give the reasons."""
         best = ways[0]
         runs = next(way for way in ways if way.policy is not None)
         return ClusterChoice(best=best, runs=runs, why=list(self._why(best, ways)))

@@ -15,29 +15,33 @@ DEPTHS = (4, 8, 16)
 
 
 def few_layers(config: ModelConfig, layers: int) -> ModelConfig:
-    """The model cut to some of its layers; its vocabulary is cut in proportion, so that seconds are, too.
+    """Cut a model to about this number of layers, and its vocabulary in proportion.
 
-    Where layers differ, the model keeps all kinds, and may have more layers than asked for.
+    The time of a step is then cut in proportion, too. Where layers differ, the model keeps all kinds of layers, and may
+    have more layers than asked for.
     """
     shorter = config.cut(layers)
     return replace(shorter, vocabulary=max(1, round(config.vocabulary * shorter.layers / config.layers)))
 
 
 def depths_of(setting: Setting) -> list[int]:
-    """The numbers of layers to which trial runs may cut the model; none where machines or accelerators share it."""
+    """The numbers of layers to which trial runs may cut the model, the fewest first.
+
+    There are none if several machines or accelerators share the model.
+    """
     if setting.machine.accelerator_group.count > 1 or setting.nodes > 1:
         return []
     return [depth for depth in DEPTHS if 2 * depth <= setting.layout.config.layers]
 
 
 def cut(setting: Setting, layers: int) -> Setting:
-    """The same setting for the model cut to that number of layers."""
+    """The same setting for the model cut to this number of layers."""
     layout = setting.layout
     return replace(setting, layout=_layout(layout.config, layout.dtype, layout.page_bytes, layers))
 
 
 def probed(setting: Setting) -> Setting:
-    """The setting for the model cut to the fewest layers from which a policy's traits are learned."""
+    """The setting for the model cut to the fewest layers that trial runs may have; unchanged if it may not be cut."""
     depths = depths_of(setting)
     return cut(setting, depths[0]) if depths else setting
 

@@ -7,13 +7,13 @@ from moesched.planner.setting import UNLIMITED, Setting
 from moesched.steps.plan import Plan
 
 PRECISION = 0.01
-"""Of the missing bytes; exact for a plan that takes the same bytes with any budget."""
+"""Largest relative error of the missing bytes; a plan that takes the same bytes with any budget has no error."""
 
 
 def missing_bytes(setting: Setting) -> dict[str, int]:
-    """Bytes that each memory lacks for a plan of one request; empty if the plan fits, or fits in no budget.
+    """Bytes that each memory lacks for a plan of one request; empty if the plan fits, or would fit in no budget.
 
-    Each memory's bytes are found with no limit to the other memories.
+    The bytes of each memory are found with no limit to the other memories.
     """
     return {
         memory: lacking
@@ -43,7 +43,7 @@ def _lacking(setting: Setting, memory: str) -> int | None:
 
 
 def _plan(setting: Setting, memory: str, budget: int) -> Plan | None:
-    """Plan one request with that budget of one memory and no limit to the others; None if it does not fit."""
+    """Plan one request with a budget for one memory and no limit to the others; None if it does not fit."""
     budgets = dict.fromkeys(setting.machine.memories, UNLIMITED) | {memory: budget}
     try:
         return setting.plan(setting.batch(1, 1), budgets, setting.kv_on_gpu)[0]

@@ -22,7 +22,7 @@ class NodeShare(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         experts: mean number of experts that it runs.
         attention: share of attention's projections, from 0 to 1.
-        exchanges: number of collectives of all nodes.
+        exchanges: number of exchanges among all nodes.
     """
 
     experts: float
@@ -51,7 +51,7 @@ class TokenBound(msgspec.Struct, frozen=True, kw_only=True):
 def token_bound(
     operations: Operations, machine: Machine, network: Network | None, share: NodeShare
 ) -> TokenBound:
-    """Evaluate Eq. 1: the least time of one token on the busiest node and for the exchanges.
+    """Evaluate Eq. 1: the least time of one token, as the sum of the busiest node's work and the exchanges.
 
     Raises:
         BadInput: nodes exchange data without a network, or the machine has no rate for the dtype.
@@ -61,14 +61,14 @@ def token_bound(
     config = operations.config
     weights = share.attention * _attention_weights(operations) + share.experts * _expert_weights(operations)
     nbytes = config.layers * (
-        share.attention * attention_bytes(operations) + share.experts * operations.expert_bytes
+        share.attention * _attention_bytes(operations) + share.experts * operations.expert_bytes
     )
     flops = 2.0 * config.layers * weights
     exchanges = share.exchanges * config.layers if network else 0
     load = nbytes / machine.memories[machine.accelerator.memory].bandwidth
     compute = flops / machine.peak(machine.roles.accelerator, operations.dtype)
     latency = exchanges * network.latency_seconds if network else 0.0
-    transfer = exchanges * exchanged_bytes(operations) / network.bandwidth if network else 0.0
+    transfer = exchanges * _exchanged_bytes(operations) / network.bandwidth if network else 0.0
     seconds = max(load, compute) + latency + transfer
     return TokenBound(
         load_seconds=load,
@@ -80,7 +80,7 @@ def token_bound(
     )
 
 
-def attention_bytes(operations: Operations) -> int:
+def _attention_bytes(operations: Operations) -> int:
     """Bytes of a layer's projections of queries, keys, values and output: Table 1's note (b), with D_embed squared."""
     return operations.before_attention.nbytes + operations.after_attention.nbytes
 
@@ -93,6 +93,6 @@ def _expert_weights(operations: Operations) -> int:
     return 3 * operations.config.hidden * operations.layer.feed_forward.intermediate
 
 
-def exchanged_bytes(operations: Operations) -> int:
+def _exchanged_bytes(operations: Operations) -> int:
     """Bytes that a layer exchanges for a token: the outputs of all its experts (Table 1's note (a))."""
     return operations.config.routed.top_k * operations.hidden_bytes

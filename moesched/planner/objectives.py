@@ -1,4 +1,4 @@
-"""Objectives of a plan: the figure that it is best in, and the requests that it is for."""
+"""Objectives of a plan: the figure that it maximises, and the requests that it is for."""
 
 from __future__ import annotations
 
@@ -32,30 +32,33 @@ def require_objective(objective: str, new_tokens: int) -> None:
 
 
 def requests_for(objective: Objective, lengths: Sequence[int]) -> tuple[int, ...]:
-    """The prompt lengths that a plan with this objective is for: all of them, or a single one of average length."""
+    """The prompt lengths that a plan with this objective is for: all of them, or one prompt of average length."""
     return tuple(lengths) if objective == "throughput" else (round(fmean(lengths)),)
 
 
 def most_steps(objective: Objective) -> int:
-    """The most steps of a trial run. For a single request there are more, since few experts are chosen in each step."""
+    """The most steps of a trial run: more for a single request, which chooses few experts in each step."""
     return MOST_STEPS if objective == "throughput" else STEPS_OF_ONE_REQUEST
 
 
 def cheap_tasks(objective: Objective) -> int:
     """The most tasks for which a trial run simulates all layers, instead of an estimate from a few.
 
-    It is higher for a single request, whose estimate is worse: what a step does outside of layers counts more.
+    It is higher for a single request, whose estimate is worse, since work outside of layers is more of a step.
     """
     return 4_000 if objective == "throughput" else 20_000
 
 
 def close(objective: Objective) -> float:
-    """Factor between two rates from few layers within which either policy may be the faster one with all layers."""
+    """Factor between two rates estimated from few layers within which either policy may be faster with all layers."""
     return 1.12 if objective == "throughput" else 1.15
 
 
 def rate(objective: Objective, trial: TrialFigures, batch: Batch) -> float:
-    """The figure of a trial run that the objective maximises: tokens or steps per second, as the objective says."""
+    """The figure of a trial run that the objective maximises.
+
+    It is tokens per second for throughput, decode steps per second for latency, and runs per second for interactive.
+    """
     if objective == "throughput":
         return trial.tokens_per_second(batch)
     return 1 / (trial.step_seconds if objective == "latency" else trial.seconds(batch))

@@ -1,4 +1,4 @@
-"""The proposal of `moesched plan`: the plan, its predicted rate, its bottleneck and gains from more resources."""
+"""The proposal of `moesched plan`: the plan, its predicted rate, its bottleneck, and the gain from each resource."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ class Predicted(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         throughput_tokens_per_second: all generated tokens over the time from the end of loading.
-        decode_step_seconds: time of a step in the middle of the generation.
-        bound_by: the busiest lane in such a step.
-        utilization: the share of such a step that each lane is busy.
+        decode_step_seconds: time of a step in the middle of the generation; 0 if a single token is generated.
+        bound_by: the busiest lane in such a step; in the prefill if there is no decode step.
+        utilization: the share of that time that each lane is busy.
         bound_tokens_per_second: throughput if the lanes of this schedule overlapped perfectly.
     """
 
@@ -70,14 +70,14 @@ class Proposal(msgspec.Struct, frozen=True, kw_only=True):
     """The best plan for a model, a machine and a workload.
 
     Attributes:
-        tensor_parallel: number of accelerators that the model is split over. The peak of the accelerator's memory is
-            that of one of them; the peaks of other memories are for all.
+        tensor_parallel: number of accelerators that the model is split over. The predicted peak of the accelerator's
+            memory is for one of them; the peaks of other memories are for all together.
         gains: relative increase of the bound for a tenth more of each resource, the most useful first.
-        objective: the figure that the plan is best in.
+        objective: the figure that the plan maximises.
         ranking: all policies that one machine can run, the best first; those that do not fit are last.
-        band: of each figure, the low end, the expected figure and the high end; None where it was not asked for.
-        at_peak: the figures at the rates that the machine states; None without a band, or where costs were measured.
-        widest_rate: the rate that widens the band most, in words.
+        band: low end, expected value and high end of each figure; None if no band was asked for.
+        at_peak: the figures at the rates that the machine states; None without a band, or if costs were measured.
+        widest_rate: the uncertain rate that widens the band most, in words.
     """
 
     model: str

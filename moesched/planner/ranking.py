@@ -1,4 +1,4 @@
-"""The ranking of policies: what each reaches, which lane bounds it, and what it lacks."""
+"""The ranking of policies: the rate of each and the lane that bounds it, or the bytes that it lacks."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ class Ranked(msgspec.Struct, frozen=True, kw_only=True):
         throughput_tokens_per_second: all generated tokens over the time from the end of loading.
         decode_step_seconds: time of a step in the middle of the generation.
         first_token_seconds: from the end of loading to a prompt's first token, on average over the batch.
-        bound_by: the busiest lane in such a step.
-        busy: the share of such a step that this lane is busy.
+        bound_by: the busiest lane in such a step; in the prefill if there is no decode step.
+        busy: the share of that time that this lane is busy.
         estimate: whether the figures are extrapolated from a few layers, so that their order is uncertain; otherwise
             all layers were simulated.
         fits: whether the policy can be planned; figures are None otherwise.
-        missing_bytes: the sum over the memories, for one request; 0 if the policy cannot be planned for another reason.
-        missing: bytes that each memory lacks.
+        missing_bytes: bytes that all memories lack for one request; 0 if bytes are not why it cannot be planned.
+        missing: bytes that each memory lacks for one request.
         prefill_chunk: most prompt tokens that pass a layer together; None for all of a micro-batch.
         kv_on_gpu: share of the KV cache on the accelerator, for a policy with that setting.
-        gain: the resource of which a tenth more raises the bound most; None if none does.
+        gain: the largest gain from a tenth more of a resource; None if no resource raises the rate.
         why: the reason why the policy cannot be planned.
     """
 
@@ -57,13 +57,13 @@ class Ranked(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def lacks(self) -> str:
-        """The bytes that the policy lacks, in words, or another reason why it cannot be planned."""
+        """The bytes that the policy lacks, in words; if it lacks none, the reason why it cannot be planned."""
         lacking = ", ".join(f"{format_bytes(nbytes)} more {name}" for name, nbytes in self.missing.items())
         return f"{lacking} would" if lacking else self.why or ""
 
 
 def ranked(candidate: Candidate, seen: Seen) -> Ranked:
-    """The row of the ranking for a policy that fits."""
+    """Make the row of the ranking for a policy that fits, from its best schedule."""
     busy = seen.trial_run.utilization
     best = next(iter(gains(candidate, seen)), None)
     lane = max(busy, key=busy.__getitem__)
@@ -89,7 +89,7 @@ class Misfit(NamedTuple):
 
     Attributes:
         why: the reason, in words.
-        lacking: the setting in which it may lack bytes; None if no bytes would help.
+        lacking: the setting in which the policy may lack bytes; None if more bytes would not help.
     """
 
     policy: str
@@ -97,7 +97,7 @@ class Misfit(NamedTuple):
     lacking: Setting | None
 
     def row(self) -> Ranked:
-        """The policy's row of the ranking. It counts the missing bytes, which takes about ten plans for each memory."""
+        """Make the policy's row of the ranking, with the missing bytes, which take about ten plans for each memory."""
         missing = {} if self.lacking is None else missing_bytes(self.lacking)
         return Ranked(
             policy=self.policy,
@@ -109,7 +109,7 @@ class Misfit(NamedTuple):
 
 
 def misfit(name: str, setting: Setting | None, error: Exception) -> Misfit:
-    """A policy that cannot be planned for this error; `setting` is None if the policy cannot be made."""
+    """Describe a policy whose plan raised an error; `setting` is None if the policy itself could not be made."""
     if not isinstance(error, BadInput):
         return Misfit(name, f"{raising_line(error)}: {error!r}", None)
     return Misfit(name, str(error).removesuffix(f": {SMALLER}"), setting)  # the planner chose the sizes
@@ -120,6 +120,8 @@ def in_order(rows: Sequence[tuple[float, Ranked]], misfits: Sequence[Ranked]) ->
 
     First come policies with all layers simulated, by rate; then estimates, whose order may be wrong; then policies that
     cannot be planned, by missing bytes.
+
+    rows: pairs of a rate and the row of a policy that fits.
     """
     fitting = [row for _, row in sorted(rows, key=lambda each: (each[1].estimate, -each[0]))]
     return fitting + sorted(misfits, key=lambda row: (not row.missing, row.missing_bytes))

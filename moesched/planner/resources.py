@@ -17,7 +17,7 @@ from moesched.planner.trial_run import MOST_STEPS, trial_run
 
 MORE = 1.1
 IDLE = 0.02
-"""Share of the time up to which a lane that is busy does not matter to one request."""
+"""With one request, resources of lanes that are busy for less than this share of the time are left out."""
 
 
 class Gain(msgspec.Struct, frozen=True):
@@ -28,7 +28,10 @@ class Gain(msgspec.Struct, frozen=True):
 
 
 def gains(candidate: Candidate, seen: Seen) -> list[Gain]:
-    """The gains of a candidate, the largest first: by its bound, or by a trial run if the plan is for one request."""
+    """The gains of a candidate from each resource, the largest first.
+
+    They are gains of its bound on throughput or, if the plan is for one request, of a trial run's rate.
+    """
     setting = candidate.setting
     rate_with = candidate.bound_with if setting.objective == "throughput" else _trials(setting, seen)
     now = rate_with(setting)
@@ -41,7 +44,7 @@ def gains(candidate: Candidate, seen: Seen) -> list[Gain]:
 
 
 def _trials(setting: Setting, seen: Seen) -> Callable[[Setting], float]:
-    """A function that returns the rate of a trial run in another setting, with the layers and the routing of `seen`."""
+    """Make a function that returns the rate of `seen`'s schedule in another setting, from a trial run."""
 
     def rate_with(richer: Setting) -> float:
         if seen.few is not None:
@@ -57,9 +60,9 @@ def _trials(setting: Setting, seen: Seen) -> Callable[[Setting], float]:
 
 
 def _richer(setting: Setting, seen: Seen) -> Iterator[tuple[str, Setting]]:
-    """Pairs of a resource and the setting with a tenth more of it: of memories, and of resources of lanes in use.
+    """Yield each resource once, with the setting in which there is a tenth more of it.
 
-    For a calibrated machine only capacities vary, since its measured costs are not valid for other hardware.
+    These are capacities of memories and, unless costs were measured, which hold for one hardware only, rates of lanes.
     """
     machine = setting.machine
     for name in machine.memories:
@@ -68,14 +71,16 @@ def _richer(setting: Setting, seen: Seen) -> Iterator[tuple[str, Setting]]:
             yield f"{name} capacity", replace(setting, budgets=budgets)
     if machine.cost_table:
         return
+    given = set[str]()
     for lane, resource, faster in _faster(machine):
-        if setting.objective != "throughput" and seen.trial_run.utilization.get(lane, 1.0) < IDLE:
-            continue
-        yield resource, replace(setting, machine=faster, cost=cost_model(faster, setting.layout.dtype))
+        idle = setting.objective != "throughput" and seen.trial_run.utilization.get(lane, 1.0) < IDLE
+        if not idle and resource not in given:  # two processors may share one memory
+            given.add(resource)
+            yield resource, replace(setting, machine=faster, cost=cost_model(faster, setting.layout.dtype))
 
 
 def _faster(machine: Machine) -> Iterator[tuple[str, str, Machine]]:
-    """Triples of a lane or processor role, one of its resources, and the machine with a tenth more of that."""
+    """Yield triples: a lane, named by its role if it is a processor's; one of its resources; the faster machine."""
     roles = {machine.roles.host: "host", machine.roles.accelerator: "accelerator"}
     for name, role in sorted(roles.items(), key=lambda each: each[1]):
         processor = machine.processors[name]

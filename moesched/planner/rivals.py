@@ -1,4 +1,4 @@
-"""The policy that would be much faster than another one, from a first look at each."""
+"""The search for a policy that would be much faster than a given one, by a first look at each shipped policy."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from moesched.planner.search_policies import plannable
 from moesched.planner.setting import Setting, splits_kv
 
 MUCH = 1.25
-"""Factor from which on another policy is much faster."""
+"""Least factor between the rates of two policies of which one is much faster."""
 MOST_TRIALS = 3
-"""Policies whose schedules are simulated: those with the highest bounds."""
+"""Number of policies whose schedules are simulated: those with the highest bounds."""
 SIZES = (64, 256)
-"""Sizes of micro-batches of the first looks."""
+"""Requests of a micro-batch in the first looks."""
 MOST_TASKS = 30_000
-"""Tasks of all layers' trial run from which on a policy is left out."""
+"""Policies are left out whose trial run of all layers would have more tasks."""
 
 
 class Rival(NamedTuple):
@@ -57,7 +57,7 @@ def faster_policy(setting: Setting, policy: str, rate: float) -> Rival | None:
 
 
 def _candidates(setting: Setting, policy: str) -> Iterator[Candidate]:
-    """Candidates of all other shipped policies that fit."""
+    """Yield a candidate for each shipped policy that fits, other than `policy`."""
     sizes = [size for size in SIZES if size <= len(setting.lengths)] or [len(setting.lengths)]
     shipped = plugins.shipped("policies")
     for name in plannable():

@@ -1,4 +1,4 @@
-"""Schedules of one policy that were simulated: with some sizes, in all layers or in a few."""
+"""Simulated schedules of one policy: each for some sizes, in all layers of the model or in a few."""
 
 from __future__ import annotations
 
@@ -22,11 +22,14 @@ from moesched.seams import Policy
 from moesched.steps.plan import Plan
 
 NEAR_SHARE = 0.09
-"""Most that a share of the KV cache may differ from the one that was given, since micro-batches are whole."""
+"""Largest difference of a plan's share of the KV cache on the accelerator from the given one.
+
+They differ since each micro-batch has its cache in one place.
+"""
 
 
 class Point(NamedTuple):
-    """Sizes to try.
+    """Sizes of a schedule to simulate.
 
     Attributes:
         size: requests of a micro-batch, µ.
@@ -48,7 +51,7 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
         point: the sizes.
         weights_on_gpu: share of the weights' bytes that stays in the accelerator's memory.
         kv_on_gpu: share of the KV cache that stays there.
-        few: the model cut to the few layers that were simulated; None if all were.
+        few: the model cut to a few layers that stand for all; None if none do.
         throughput: generated tokens per second, prefill included.
         bound: throughput if the schedule's lanes overlapped perfectly.
         rate: the figure that the setting's objective maximises.
@@ -84,15 +87,15 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def whole(self) -> bool:
-        """True if all layers were simulated, so that the figures are no estimate from a few."""
+        """True if all layers were simulated, so that the figures are not estimated from a few."""
         return self.few is None or self.trial_run.layers > self.few.setting.layout.config.layers
 
 
 class Schedules:
-    """Simulated schedules of a policy, each once.
+    """Simulated schedules of a policy; each is simulated once and kept.
 
     Args:
-        deep: whether trial runs have all layers, not a few of them.
+        deep: whether trial runs have all layers instead of a few.
 
     Attributes:
         tasks: number of tasks of all trial runs.
@@ -106,11 +109,11 @@ class Schedules:
 
     @property
     def seen(self) -> list[Seen]:
-        """All schedules that were simulated, the best first."""
+        """All schedules simulated so far, the highest rate first."""
         return sorted(self._seen.values(), key=lambda seen: seen.rate, reverse=True)
 
     def see(self, point: Point, *, deep: bool | None = None) -> Seen:
-        """Simulate the schedule of a point, with fewer micro-batches if they do not all fit; kept for the next call.
+        """Simulate the schedule of a point, with fewer micro-batches if they do not all fit, or return the kept one.
 
         Args:
             deep: whether to simulate all layers; by default as given to the constructor.
@@ -164,7 +167,7 @@ class Schedules:
         return seen if seen.whole else replace(self.see(seen.point, deep=True), few=seen.few)
 
     def uncertainty(self, seen: Seen) -> Uncertainty:
-        """The band of a schedule that was simulated, from runs of a few of its layers where those can stand for all."""
+        """Compute the uncertainty band of a schedule, from runs of a few layers if those can stand for all."""
         run, few = seen.trial_run, seen.few
         return uncertainty(
             lambda: [Rank(*(few.plan() if few else self._fitting(seen.point)))],
@@ -172,7 +175,7 @@ class Schedules:
         )
 
     def _fitting(self, point: Point) -> tuple[Plan, Policy]:
-        """Plan the point's number of micro-batches, or the most that fit."""
+        """Plan the point's number of micro-batches or, if they do not fit, the most that do."""
         with suppress(BadInput):
             return self._plan(point)
         fewer = range(1, point.micro_batches)
@@ -213,5 +216,8 @@ def with_count(point: Point, count: int) -> Point:
 
 
 def resident_of(share: float, count: int) -> float:
-    """The micro-batches whose KV cache stays on the accelerator: a whole number, or the share of a single one."""
+    """Convert a share of the KV cache on the accelerator to a number of micro-batches, of `count` in all.
+
+    The number is whole, except that the cache of a single micro-batch is divided by layers.
+    """
     return share if count == 1 else round(share * count)

@@ -23,38 +23,37 @@ from moesched.system.silence import STDOUT, silent
 MOST_ROUNDS = 12
 TOLERANCE = 1e-4
 DIGITS = 6
-"""Precision of a share: micro-batches are whole, and the solver refuses numbers next to 0."""
+"""Decimal places of a share in the programme, as the solver refuses numbers next to 0."""
 HALF = 0.5
-"""A share of the micro-batches is rounded to whole ones."""
+"""Largest difference of a number of micro-batches from a given share of all, which it is rounded from."""
 MB = 1e6
 LANES = ("link", "host", "accelerator")
 
 
 class PolicyChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """A solution: sizes, the parts that stay on the accelerator, and the predicted rates.
+    """A solution of the search: sizes, the KV cache that stays on the accelerator, and the bound.
 
     Attributes:
         chunk: most tokens of a micro-batch of prefill; None for no limit.
         resident: number of micro-batches whose KV cache stays on the accelerator, for a policy that splits it; a
             fraction if there is a single micro-batch.
-        resident_share: share of the weights that stays there.
-        lanes: seconds that a layer of a decode step keeps each lane busy.
+        throughput: bound on generated tokens per second, prefill included.
     """
 
     micro_batch_size: int
     micro_batches: int
     chunk: int | None = None
     resident: float
-    resident_share: float
     throughput: float
-    layer_seconds: float
-    lanes: dict[str, float]
 
 
 def best(
     setting: Setting, traits: Traits, options: Sequence[SizeOption], above: float = 0.0
 ) -> PolicyChoice | None:
-    """The sizes with the highest bound of these sizes; None if none fits or reaches `above` tokens per second."""
+    """Choose the option, and its number of micro-batches, with the highest bound on throughput.
+
+    None if no option fits, or none reaches `above` tokens per second.
+    """
     programme = _Programme(setting, traits, options)
     found, rate = None, max(above, _reached(setting, traits, options) * (1 - 2 * TOLERANCE))
     for _ in range(MOST_ROUNDS):
@@ -66,7 +65,10 @@ def best(
 
 
 def _reached(setting: Setting, traits: Traits, options: Sequence[SizeOption]) -> float:
-    """The highest throughput with none or all of the KV cache on the accelerator: a first λ that saves rounds."""
+    """The highest throughput with none or all of the KV cache on the accelerator, as a first λ that saves rounds.
+
+    It is 0 if the share of the cache is fixed.
+    """
     if setting.kv_on_gpu is not None:
         return 0.0
     shares = (0.0, 1.0) if setting.splits_kv else (0.0,)
@@ -74,9 +76,9 @@ def _reached(setting: Setting, traits: Traits, options: Sequence[SizeOption]) ->
 
 
 def most_of(setting: Setting, traits: Traits, option: SizeOption, resident: float) -> float:
-    """The highest throughput of any number of micro-batches of one size; 0 if none fits.
+    """The highest bound on throughput, in tokens per second, over all numbers of micro-batches of one size.
 
-    Throughput rises with their number up to a single peak, so that a binary search by two neighbours finds it.
+    It is 0 if none fits. Throughput rises with the number up to a single peak, which a binary search finds.
 
     resident: share of the micro-batches whose KV cache stays on the accelerator.
     """
@@ -93,16 +95,16 @@ def most_of(setting: Setting, traits: Traits, option: SizeOption, resident: floa
 
 
 def least(setting: Setting, traits: Traits, option: SizeOption) -> PolicyChoice:
-    """The choice of one micro-batch of that size, with as few weights kept on the accelerator as possible."""
+    """The choice of one micro-batch of the option's size, with as few weights on the accelerator as possible."""
     return _choice(setting, traits, option, 1, 0, 0.0 if traits.streams else traits.keeps)
 
 
 def filled(
     setting: Setting, traits: Traits, option: SizeOption, count: int, resident: float
 ) -> PolicyChoice | None:
-    """The choice of `count` micro-batches, `resident` with their KV cache on the accelerator, and all weights that fit.
+    """The choice of `count` micro-batches with as many weights on the accelerator as fit; None if they do not fit.
 
-    It is None if the micro-batches do not fit.
+    resident: number of micro-batches whose KV cache is on the accelerator.
     """
     fast = setting.machine.accelerator.memory
     free = {
@@ -120,7 +122,10 @@ def filled(
 
 
 def used_bytes(option: SizeOption, count: int, resident: float) -> dict[str, float]:
-    """Bytes that `count` micro-batches take of each memory, without the weights."""
+    """Bytes that `count` micro-batches take of each memory, without weights.
+
+    resident: number of micro-batches whose KV cache is on the accelerator.
+    """
     here = option.resident or option.each
     return {
         memory: shared + (count - resident) * option.each.nbytes[memory] + resident * here.nbytes[memory]
@@ -129,7 +134,7 @@ def used_bytes(option: SizeOption, count: int, resident: float) -> dict[str, flo
 
 
 def weight_bytes(setting: Setting, traits: Traits, resident_share: float) -> float:
-    """Bytes of an accelerator's memory for weights: the share that stays, and the buffer for streamed ones."""
+    """Bytes of an accelerator's memory for weights: those of the share that stays, and a buffer for streamed ones."""
     buffer = traits.buffer * setting.weight_bytes / setting.layout.config.layers
     return resident_share * setting.weight_bytes / traits.stages + (1 - resident_share) * buffer
 
@@ -158,7 +163,7 @@ class _Programme:
         self._add_memories()
 
     def solve(self, rate: float) -> PolicyChoice | None:
-        """The solution for one λ."""
+        """Solve the programme for one λ, `rate` in tokens per second; None if no sizes fit."""
         setting, model = self._setting, self._model
         tokens = model.qsum(
             setting.new_tokens * option.size * count
@@ -176,7 +181,13 @@ class _Programme:
         return _choice(setting, self._traits, option, each + here, here, model.val(self._resident_share))
 
     def _add_counts(self, option: SizeOption, taken: Any) -> list[tuple[MicroBatchCost, Any]]:
-        """Add variables for micro-batches with their KV cache on the host and on the accelerator: 0 unless `taken`."""
+        """Add the numbers of an option's micro-batches: those with their KV cache on the host, and on the accelerator.
+
+        Both are 0 unless the binary variable `taken` is 1.
+
+        Returns:
+            Pairs of a micro-batch's cost and the variable for their number.
+        """
         model, share = self._model, self._setting.kv_on_gpu
         sorts = [option.each] if option.resident is None else [option.each, option.resident]
         limits = [min(option.most, self._room(option, sort)) for sort in sorts]
@@ -193,7 +204,7 @@ class _Programme:
         return list(zip(sorts, counts, strict=True))
 
     def _room(self, option: SizeOption, sort: MicroBatchCost) -> int:
-        """The most micro-batches of this cost that memories hold beside the bytes that all of the size share."""
+        """The most micro-batches with this cost that memories hold, beside the bytes that all of an option share."""
         rooms = [
             (self._setting.capacity(memory) - option.shared[memory]) // nbytes
             for memory, nbytes in sort.nbytes.items()
@@ -245,17 +256,12 @@ def _choice(
         return (count - resident) * on_host + resident * on_gpu
 
     fetching = traits.fetch * (1 - resident_share)
-    lanes = {lane: busy(lane) for lane in LANES}
-    lanes["link"] += fetching
-    step = max(lanes.values())
+    step = max(busy(lane) + (fetching if lane == "link" else 0) for lane in LANES)
     seconds = layers * (max(fetching, busy("prefill")) + setting.new_tokens * step)
     return PolicyChoice(
         micro_batch_size=option.size,
         micro_batches=count,
         chunk=option.chunk,
         resident=resident,
-        resident_share=resident_share,
         throughput=setting.new_tokens * option.size * count / seconds,
-        layer_seconds=step,
-        lanes=lanes,
     )

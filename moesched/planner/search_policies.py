@@ -32,15 +32,15 @@ Found = TypeVar("Found")
 FIRST = "resident"
 """The policy that wins a tie, since it moves nothing."""
 TIE = 1.05
-"""First looks tie up to this ratio of their rates: they are rough."""
+"""A policy beats `FIRST` at first sight only if it is faster by more than this factor, since looks are rough."""
 PROMISING = 0.75
-"""Share of the best rate so far from which on a policy's sizes are searched for."""
+"""Least share of the best rate so far that a policy reaches if its sizes are searched for."""
 MOST_TASKS = 60_000
-"""Tasks from which on no further policy's sizes are searched for."""
+"""After this number of simulated tasks, no further policy's sizes are searched for."""
 MOST_DEEP_TASKS = 200_000
-"""Most tasks of a run of all layers of a policy that comes close to the best."""
+"""Most tasks in a run of all layers for a policy that comes close to the best."""
 MOST_FAR_TASKS = 100_000
-"""Most tasks of the runs of all layers of policies that do not."""
+"""Most tasks in the runs of all layers of policies that do not come close to the best, all together."""
 
 
 class Best(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,7 +48,7 @@ class Best(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         seen: its simulated schedule: sizes and predicted figures.
-        bound_by: the busiest lane in a decode step.
+        bound_by: the busiest lane in a decode step; in the prefill if there is no decode step.
         gains: relative increase of the bound for a tenth more of each resource, the largest first.
         ranking: all policies, the best first; those that do not fit are last.
         uncertainty: the band of the schedule's figures; None where it was not asked for.
@@ -65,9 +65,9 @@ class Best(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def plannable() -> list[str]:
-    """The names of the installed policies that one machine can run, the one that wins a tie first.
+    """The names of the installed policies that one machine can run; `FIRST`, which wins a tie, comes first.
 
-    A policy that cannot be loaded is among them: the ranking tells why.
+    Policies that cannot be loaded are included, as the ranking gives the reason.
     """
     names = [name for name in plugins.names("policies") if not _needs_others(name)]
     return sorted(names, key=lambda name: name != FIRST)
@@ -98,7 +98,7 @@ def plan_best(
 
     Args:
         lengths: prompt lengths in tokens; their number is the most requests of a batch.
-        policies: those that take `settings`; by default all that one machine can run.
+        policies: policies to search, which take `settings`; by default all that one machine can run.
         band: whether to find the band of the best plan's figures.
         on_progress: called with the name of each stage of the search.
 
@@ -134,7 +134,7 @@ def plan_best(
 
 
 class Look(NamedTuple):
-    """A policy at first sight: tokens per second of a schedule of all requests; 0 if they do not fit at once."""
+    """A first look at a policy: tokens per second of a schedule of all requests; 0 if they do not fit at once."""
 
     policy: str
     throughput: float
@@ -143,14 +143,14 @@ class Look(NamedTuple):
 def fastest_policies(
     setting: Setting, sizes: Sequence[int], on_progress: Callable[[str], object] = lambda what: None
 ) -> list[Look]:
-    """Rank the policies that one machine can run by a first look at each, the fastest first.
+    """Rank the policies that one machine can run by a first look at each, the fastest first; `FIRST` wins near ties.
 
     A look simulates a few layers of a schedule of all requests. `plan_best` searches for sizes as well, and takes
     several times as long.
 
     Args:
         setting: the setting of any policy; its lengths are those of the batch.
-        sizes: sizes of micro-batches; the first one that fits counts.
+        sizes: sizes of micro-batches, in requests; the first one that fits is simulated.
         on_progress: called with the name of each stage.
 
     Raises:
@@ -183,13 +183,13 @@ def _each(
     *,
     named: bool = False,
 ) -> tuple[list[Found], list[Misfit]]:
-    """Look at each policy in its setting.
+    """Call `look` with the name and the setting of each policy.
 
     Args:
-        named: whether the user named the policies, and is to be told why one cannot be planned.
+        named: whether the user named the policies; an error of a policy is then raised, and not kept for the ranking.
 
     Returns:
-        What was seen of those that fit, and those that do not.
+        The results for the policies that fit, and the policies that do not fit.
     """
     found: list[Found] = []
     misfits: list[Misfit] = []
@@ -214,7 +214,11 @@ def _each(
 
 
 def _asked(policies: Iterable[PolicyGiven] | None, settings: Mapping[str, Any]) -> Sequence[PolicyGiven]:
-    """The policies to search, by default all; BadInput if there are settings but no policy that they are for."""
+    """The policies to search, by default all.
+
+    Raises:
+        BadInput: there are settings, but no policy is named that they are for.
+    """
     if policies is not None:
         return list(policies)
     require_one_policy(settings)
@@ -222,7 +226,7 @@ def _asked(policies: Iterable[PolicyGiven] | None, settings: Mapping[str, Any]) 
 
 
 def require_one_policy(settings: Mapping[str, Any] | None) -> None:
-    """Raise BadInput if there are settings where the planner chooses the policy."""
+    """Raise BadInput if settings of a policy are given although the planner chooses the policy."""
     if settings:
         raise BadInput(
             f"settings such as {next(iter(settings))} are those of one policy: name it with --policy"
@@ -235,7 +239,7 @@ def _best_of(
     band: bool,
     on_progress: Callable[[str], object],
 ) -> Best:
-    """The best plan; it searches for better sizes if there are several policies, and puts their schedules in `seen`."""
+    """Find the best plan among candidates, whose first schedules are `seen`; better ones replace them there."""
     if not seen:
         raise _nothing_fits(in_order([], misfits))
     if len(seen) > 1:
@@ -261,7 +265,10 @@ def _best_of(
 
 
 def _search_sizes(seen: dict[Candidate, Seen], on_progress: Callable[[str], object]) -> None:
-    """Replace schedules of promising policies by better ones, the best policy first, until many tasks were run."""
+    """Replace the schedules of promising policies by better ones, the best policy first.
+
+    The search ends after `MOST_TASKS` simulated tasks.
+    """
     firsts: dict[float, Candidate] = {}
     ahead = sorted(seen, key=lambda each: seen[each].rate, reverse=True)
     before = sum(each.schedules.tasks for each in ahead)
@@ -324,7 +331,7 @@ def _needs_others(name: str) -> bool:
 
 
 def _nothing_fits(ranking: list[Ranked]) -> DoesNotFit:
-    """The error where no policy fits; its message names the bytes of the policy that lacks the least."""
+    """The error for the case that no policy fits; its message names the bytes of the policy that lacks the least."""
     least = next((row for row in ranking if row.missing), None)
     if least is None:
         return DoesNotFit("; ".join(dict.fromkeys(row.why or "" for row in ranking)), ranking)

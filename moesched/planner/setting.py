@@ -21,7 +21,7 @@ from moesched.steps.plan import Plan
 from moesched.steps.process import Process
 
 UNLIMITED = 1 << 60
-"""Bytes of a memory that never is too small."""
+"""Budget in bytes that every plan fits in."""
 KV_SHARE = "kv_on_gpu"
 """The setting of a policy for the share of the KV cache that stays on the accelerator."""
 
@@ -30,7 +30,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """Everything that a plan depends on, apart from the batch.
 
     Attributes:
-        make: makes a new policy for each plan; one that splits the KV cache takes `kv_on_gpu`.
+        make: makes a new policy for each plan; it takes `kv_on_gpu` if the policy splits the KV cache.
         lengths: prompt lengths in tokens; their number is the most requests of a batch.
         budgets: bytes by memory; by default the machine's capacities.
         slot_bytes: returns the bytes that a page takes in a slot of the device.
@@ -38,8 +38,8 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         kv_on_gpu: that share, if it is fixed; None to search for it.
         beams: sequences of each request in decode.
         prefill_chunk: most tokens of a micro-batch of prefill; None for no limit.
-        nodes: number of such machines that share the experts.
-        process: the process that will run the plans.
+        nodes: number of equal machines that share the experts.
+        process: the process that will run the plans, whose memory counts; None to ignore it.
         objective: the figure that the search maximises.
     """
 
@@ -68,10 +68,11 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     def plan(
         self, batch: Batch, budgets: dict[str, int] | None = None, kv_on_gpu: float | None = None
     ) -> tuple[Plan, Policy]:
-        """The policy's plan of a batch. With several nodes it is the first node's, and those of the others must fit
-        too.
+        """Plan a batch; with several nodes it returns the first node's plan, and those of the others must fit, too.
 
-        kv_on_gpu: the share of the KV cache that stays on the accelerator; by default the policy's own.
+        Args:
+            budgets: bytes by memory; by default the setting's.
+            kv_on_gpu: the share of the KV cache that stays on the accelerator; by default the policy's own.
 
         Raises:
             BadInput: the plan does not fit; the message names the memory and the missing bytes.
@@ -95,7 +96,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return found[0]
 
     def cost_of(self, plan: Plan) -> CostModel | None:
-        """The cost model of a plan; None for one in stages, whose machine has memories and links for each."""
+        """The setting's cost model; None for a plan in stages, whose machine has memories and links for each stage."""
         return self.cost if len(plan.stages) == 1 else None
 
     def fits(self, batch: Batch, kv_on_gpu: float | None = None) -> bool:
@@ -113,15 +114,15 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def weight_bytes(self) -> int:
-        """Bytes that all weights take in slots."""
+        """Bytes that all weights take in slots of the device's memory."""
         return sum(map(self.slot_bytes or bytes_of, self.layout.pages))
 
     def undecided(self, batch: Batch) -> Plan:
-        """A plan of a batch before any policy declared something in it."""
+        """An empty plan of a batch, in which no policy has declared anything yet."""
         return Plan(self.machine, self.layout, batch, self.budgets, self.slot_bytes, process=self.process)
 
     def capacity(self, memory: str) -> int:
-        """The bytes that may be used of a memory."""
+        """The budget of a memory in bytes; by default its capacity."""
         return self.budgets.get(memory, self.machine.memories[memory].nbytes)
 
 

@@ -1,7 +1,7 @@
-"""Trial runs of a few layers, in memories that are cut like the model; seconds are extrapolated to its depth.
+"""Trial runs of a few layers, in memories that are cut like the model; seconds are extrapolated to all layers.
 
-A layer's tasks are much the same in all layers. What a plan takes of a memory whatever the depth, such as activations
-and the buffer that weights stream through, is not cut.
+The tasks of all layers are much the same. Bytes that do not depend on the number of layers, such as activations and the
+buffer that weights stream through, are not cut.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from moesched.seams import Policy
 from moesched.steps.plan import Plan
 
 SHARE_DIFFERS = 0.05
-"""Most that the share of resident weights, or of the KV cache, may differ from that of the whole model."""
+"""Most by which the share of resident weights, or of the KV cache, may differ from that of the whole model."""
 POOL_DIFFERS = 1.5
-"""Factor by which a pool may be larger than in proportion to the layers."""
+"""Most by which a pool may be larger than in proportion to the number of layers, as a factor."""
 
 
 class Cut(NamedTuple):
-    """A model of a few layers, in memories in which its plan is like that of the whole model.
+    """A model cut to a few layers, in memories in which its plan is like that of the whole model.
 
     Attributes:
-        part: share of the layers that are left.
+        part: share of the layers that are left, from 0 to 1.
         share: share of the KV cache on the accelerator; None for a policy that does not split it.
     """
 
@@ -41,7 +41,10 @@ class Cut(NamedTuple):
     share: float | None
 
     def trial(self, most_steps: int, prepared: tuple[Plan, Policy] | None = None) -> TrialFigures:
-        """Simulate the few layers, by `prepared` if it was planned already; figures are extrapolated to all layers."""
+        """Simulate the few layers, and extrapolate the figures to all layers.
+
+        prepared: plan and policy of the few layers, if they were planned already; a plan can run once.
+        """
         plan, policy = prepared or self.plan()
         return trial_run(plan, policy, self.setting.cost_of(plan), most_steps=most_steps).scaled(
             1 / self.part
@@ -52,7 +55,7 @@ class Cut(NamedTuple):
         return self.setting.plan(self.batch, self.budgets, self.share)
 
     def on(self, setting: Setting) -> Cut:
-        """The same few layers in another setting, whose memories' differences are scaled to the share of the layers."""
+        """The same few layers in another setting; their budgets change by its change of memories, times `part`."""
         more = {
             name: self.part * (setting.capacity(name) - self.setting.capacity(name)) for name in self.budgets
         }
@@ -63,11 +66,14 @@ class Cut(NamedTuple):
 
 
 def cut_like(setting: Setting, plan: Plan, share: float | None) -> tuple[Cut, tuple[Plan, Policy]] | None:
-    """Cut the model to the fewest layers whose plan keeps the same share of weights; returns that plan and policy, too.
+    """Cut the model to the fewest layers whose plan keeps the same shares of weights and KV cache on the accelerator.
 
     Args:
-        plan: of the whole model.
+        plan: the plan of the whole model.
         share: share of the KV cache on the accelerator; None for a policy that does not split it.
+
+    Returns:
+        The cut model with its plan and policy; None if no number of layers is like the whole model.
     """
     for depth in depths_of(setting):
         found = _alike(cut(setting, depth), plan, share)
@@ -79,8 +85,12 @@ def cut_like(setting: Setting, plan: Plan, share: float | None) -> tuple[Cut, tu
 def _alike(setting: Setting, plan: Plan, share: float | None) -> tuple[Cut, tuple[Plan, Policy]] | None:
     """Plan a cut model in memories that leave it the same room in proportion; None if it does not fit.
 
-    A cache has slots in proportion to the layers; a buffer that pages stream through has the same number at any depth.
-    A plan whose pools do not shrink with the memory is taken to stream.
+    A pool that caches pages has slots in proportion to the layers; one that pages stream through has as many for any
+    number of layers. Pools are first taken to be caches; if they do not shrink with the memory, to be for streaming.
+
+    Args:
+        setting: the setting of the cut model.
+        plan, share: as for `cut_like`.
     """
     part = setting.layout.config.layers / len(plan.layers)
     pooled = _pooled(plan)
@@ -99,9 +109,13 @@ def _alike(setting: Setting, plan: Plan, share: float | None) -> tuple[Cut, tupl
 
 
 def _budgets(setting: Setting, plan: Plan, part: float, fixed: Mapping[str, int]) -> dict[str, int]:
-    """Budgets of a cut model's memories, in bytes.
+    """The budget of each memory of a cut model, in bytes.
 
-    fixed: bytes of pools by memory that do not depend on the depth.
+    Args:
+        setting: the setting of the cut model.
+        plan: the plan of the whole model.
+        part: share of the layers that are left.
+        fixed: bytes by memory of pools whose size does not depend on the number of layers.
     """
     deep = bytes_beside_pages(plan, plan)
     flat = bytes_beside_pages(setting.undecided(plan.batch), plan)
@@ -112,7 +126,7 @@ def _budgets(setting: Setting, plan: Plan, part: float, fixed: Mapping[str, int]
 
 
 def _pooled(plan: Plan) -> dict[str, int]:
-    """Bytes by memory of the pools' slots that are empty before the first step."""
+    """Bytes by memory of the slots of pools that are empty before the first step."""
     found = {name: -filled_bytes(plan, name) for name in plan.memories}
     for pool in plan.weights.pools:
         found[pool.memory.name] += pool.nbytes

@@ -1,4 +1,4 @@
-"""Default sizes: those with which a policy generates the most tokens per second, by the planner."""
+"""Default sizes of batches, micro-batches and chunks: those with the most tokens per second, found by the planner."""
 
 from __future__ import annotations
 
@@ -24,15 +24,13 @@ COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 MOST_AT_ONCE = 8
 """All requests are tried as one batch if they fill at most this number of the planner's batches."""
 FASTER = 1.05
-"""Factor by which batches of other sizes must beat those with the highest throughput."""
+"""Least factor of time for all requests that other batches must save to replace those with the highest throughput."""
 AS_FAST = 1.02
-"""Factor by which several batches must beat a single one."""
+"""Several batches must be faster than a single one by more than this factor."""
 BETTER = 1.001
-"""Factor by which smaller micro-batches must beat larger ones."""
+"""Smaller micro-batches must be faster than larger ones by more than this factor."""
 MOST_WORSE = 2
-"""The search ends after this number of counts in a row without an improvement."""
-
-
+"""The search ends after this number of micro-batch sizes in a row without an improvement."""
 SMALLEST_CHUNK = 64
 """Least number of tokens of an automatic chunk."""
 
@@ -40,14 +38,14 @@ SMALLEST_CHUNK = 64
 def choose_sizes(
     setting: Setting, wanted: SizeOptions | None = None, *, successive: bool = True
 ) -> BatchSizes:
-    """Fill in sizes that are None with the planner's best.
+    """Choose the sizes with which a policy is fastest; sizes that the user gave are kept.
 
     Prompts that do not fit as a whole pass a layer in chunks, of as many tokens as fit.
 
     Args:
-        setting: its lengths are those of all requests, in order of arrival.
-        wanted: the sizes that the user gave.
-        successive: whether all requests run, in successive batches; else only the first batch must fit.
+        setting: the policy's setting, with the prompt lengths of all requests in order of arrival.
+        wanted: the sizes that the user gave; None for those to choose.
+        successive: whether all requests run, in successive batches; otherwise only the first batch must fit.
 
     Raises:
         BadInput: a wanted size is below 1, or not even one request fits; the message names the memory and the missing
@@ -82,7 +80,7 @@ def _require_few_chunks(setting: Setting, batch_size: int) -> None:
 
 
 def _smaller_chunks(tokens: int) -> list[int]:
-    """Powers of two below that number of tokens, the largest first."""
+    """The powers of two from `SMALLEST_CHUNK` on and below `tokens`, the largest first."""
     return [
         1 << power for power in range(tokens.bit_length(), 5, -1) if SMALLEST_CHUNK <= 1 << power < tokens
     ]
@@ -99,7 +97,7 @@ def _sizes(
 
 
 def _search(setting: Setting, given: int | None, successive: bool) -> BatchSizes:
-    """The planner's best sizes; with a `given` size of micro-batches it searches only their number."""
+    """Search for the best sizes; with a `given` size of micro-batches only for their number."""
     asked = setting
     if given is not None:
         given = min(given, len(setting.lengths))
@@ -124,9 +122,11 @@ def _search(setting: Setting, given: int | None, successive: bool) -> BatchSizes
 
 
 def _rather_all(setting: Setting, candidate: Candidate, seen: Seen) -> Seen:
-    """The schedule that takes the least time for all requests: a single batch, if it is about as fast as several.
+    """The schedule that takes the least time for all requests; a single batch if it is about as fast as several.
 
     The last of several batches takes as long as a full one.
+
+    seen: the schedule with the highest throughput, which is kept unless another is faster by `FASTER`.
     """
     requests = len(setting.lengths)
     count = -(-requests // seen.micro_batch_size)
@@ -145,9 +145,9 @@ def _rather_all(setting: Setting, candidate: Candidate, seen: Seen) -> Seen:
 
 
 def _cache_tokens(plan: Plan, setting: Setting) -> int:
-    """Most tokens of a micro-batch in the KV cache: its share of the reserved and the free bytes.
+    """The most tokens of a micro-batch in the KV cache: its share of the bytes that are reserved for it or free.
 
-    It is at least what the plan's largest micro-batch has, and the longest request alone.
+    They are at least those of the plan's largest micro-batch, and of the longest request alone.
     """
     token = max(1, sum(each.kv_bytes for each in plan.operations.by_layer))
     at_end = list(map(plan.batch.tokens_at_end, plan.batch.micro_batches))
@@ -161,7 +161,10 @@ def _cache_tokens(plan: Plan, setting: Setting) -> int:
 
 
 def _fit_all(setting: Setting, sizes: BatchSizes, chunk: int | None = None) -> BatchSizes:
-    """The same sizes if later batches fit, whose lengths differ; otherwise with `chunk`, or with a smaller batch."""
+    """Adapt sizes so that all batches fit, whose prompt lengths differ: with chunks of prefill, or smaller batches.
+
+    chunk: tokens of a chunk; None if the policy takes no chunks.
+    """
 
     def fit(sizes: BatchSizes) -> bool:
         batches = batches_of(setting.lengths, setting.new_tokens, sizes)
@@ -178,7 +181,7 @@ def _fit_all(setting: Setting, sizes: BatchSizes, chunk: int | None = None) -> B
 
 
 def _of_batch(setting: Setting, batch_size: int, given: int | None) -> BatchSizes:
-    """The sizes with which a batch of the longest requests runs fastest, of those that fit.
+    """Choose the sizes that fit, and with which a batch of the longest requests runs fastest.
 
     given: requests of a micro-batch; None to choose them.
 
@@ -213,9 +216,9 @@ def _of_batch(setting: Setting, batch_size: int, given: int | None) -> BatchSize
 
 
 def first_schedule(setting: Setting, size: int) -> Seen | None:
-    """A schedule of all requests in micro-batches of a size, with prompts in chunks if the policy takes them.
+    """Simulate all requests in micro-batches of `size` requests; None if they do not fit.
 
-    It has the best share of the KV cache on the accelerator. None if the requests do not fit.
+    Prompts pass in chunks if the policy takes them, and the share of the KV cache on the accelerator is the best one.
     """
     schedules = Schedules(setting, deep=False)
     for chunk in reversed(chunks_to_try(setting, size)):
@@ -226,13 +229,16 @@ def first_schedule(setting: Setting, size: int) -> Seen | None:
 
 
 def _batch_sizes(setting: Setting, point: Point) -> BatchSizes:
-    """The sizes of a batch of all the setting's requests, with a point's micro-batches, chunks and KV cache share."""
+    """The sizes of a batch of all requests, with the micro-batches, chunks and KV cache share of a point."""
     share = point.resident / point.micro_batches if setting.searches_shares else None
     return BatchSizes(len(setting.lengths), point.size, None, share, setting.beams, point.chunk)
 
 
 def _shares(setting: Setting, size: int, chunk: int | None) -> list[Point]:
-    """All requests in micro-batches of a size: a point for each share of the KV cache on the accelerator that fits."""
+    """Points of all requests in micro-batches of a size: for each share of the KV cache on the accelerator that fits.
+
+    The shares are tenths, from none to all, unless the setting has one.
+    """
     cut, count = with_chunk(setting, chunk), -(-len(setting.lengths) // size)
     batch = cut.batch(count, size)
     if not setting.searches_shares:
@@ -245,7 +251,11 @@ def _shares(setting: Setting, size: int, chunk: int | None) -> list[Point]:
 
 
 def _fastest(schedules: Schedules, line: Sequence[Point]) -> Seen:
-    """The fastest schedule along a line of points: it starts at the faster end and stops where schedules get slower."""
+    """The fastest schedule along a line of points; from the faster end, until schedules get slower.
+
+    Raises:
+        BadInput: a point does not fit, or the policy takes no chunks.
+    """
     ahead = list(line)
     if schedules.see(line[-1]).throughput > schedules.see(line[0]).throughput:
         ahead.reverse()
@@ -264,7 +274,7 @@ def _even_sizes(batch_size: int) -> Iterator[int]:
 
 
 def _largest(limit: int, fits: Callable[[int], bool]) -> int:
-    """The largest number below `limit` that fits, at least 1; all numbers below one that fits must fit too."""
+    """The largest number from 1 to `limit` - 1 that fits; 1 need not fit. Below a number that fits, all must fit."""
     low, high = 1, limit
     while high - low > 1:
         middle = (low + high) // 2

@@ -1,6 +1,6 @@
 """Traits of a policy, learned from its plans: the place of the KV cache, the weights that stay, the costs of batches.
 
-Nothing here knows a policy by name, so users' own policies are planned like those that ship.
+No policy is known by name here, so users' own policies are planned like those that ship.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ from moesched.steps.run_state import RunState
 from moesched.tasks import Work
 
 MANY = 5
-"""From this number of micro-batches on, each further one costs the same bytes, as those within a layer share rooms."""
+"""From this number of micro-batches on, each further one costs the same bytes, as those of a layer share buffers."""
 
 LESSONS = 3
-"""Most plans, each with less memory than the one before, that tell how large a policy's buffer is at least."""
+"""Most plans, each with less memory than the one before, from which the least size of a policy's buffer is learned."""
 
 
 class Traits(msgspec.Struct, frozen=True, kw_only=True):
     """A policy's use of memories, for any batch.
 
     Attributes:
-        attention_on_gpu, ffn_on_gpu: A_g and F_g of MoE-Lightning, for decode; if the KV cache is split, attention over
-            the host's part.
+        attention_on_gpu, ffn_on_gpu: A_g and F_g of MoE-Lightning: whether the GPU computes attention and the FFN in
+            decode; if the KV cache is split, attention over the host's part.
         kv_on_gpu: whether all of the KV cache is in the accelerator's memory.
-        keeps: largest share of the weights' bytes that it keeps there, from 0 to 1.
-        streams: whether it can keep less than that.
-        buffer: bytes of an accelerator's buffer for each byte of a layer that streams.
-        fetch: seconds of the slowest link for all weights of a layer; 0 if the FFN is not on the GPU, since weights are
-            then fetched in prefill only, which the bound may ignore.
-        stages: number of accelerators in its pipeline.
+        keeps: largest share of the weights' bytes that stays in the accelerator's memory, from 0 to 1.
+        streams: whether the policy can keep a smaller share there.
+        buffer: bytes of the accelerator's streaming buffer for each byte of a layer that streams.
+        fetch: seconds that the slowest link takes for all weights of a layer; 0 if the FFN is not on the GPU, since
+            weights are then fetched in prefill only, which the bound may ignore.
+        stages: number of accelerators in the policy's pipeline.
         joint: whether an expert runs once for all micro-batches, which then share the reading of its weights.
     """
 
@@ -66,8 +66,8 @@ class MicroBatchCost(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         link, host, accelerator: seconds of each lane for one layer of a decode step in the middle of the generation,
-            without the weights. The stages of a pipeline work concurrently, on a layer each.
-        prefill: seconds of the accelerator for one layer of the prefill, likewise.
+            without fetches of weights. Stages of a pipeline compute a layer each at once, which divides the seconds.
+        prefill: seconds of the accelerator for one layer of the prefill.
         nbytes: bytes of the micro-batch, by memory.
     """
 
@@ -79,15 +79,15 @@ class MicroBatchCost(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SizeOption(msgspec.Struct, frozen=True, kw_only=True):
-    """One size of micro-batches, and their costs.
+    """One size of micro-batches, with the costs of each.
 
     Attributes:
         size: requests of a micro-batch, µ.
         chunk: most tokens of a micro-batch of prefill; None for no limit.
         most: largest number of micro-batches of that size.
         shared: bytes by memory that the micro-batches need together, independent of their number.
-        each: cost of a micro-batch; if the KV cache is split, of one whose cache is on the host.
-        resident: cost of one whose cache is on the accelerator; None if the policy does not split it.
+        each: cost of a micro-batch; if the policy splits the KV cache, of one whose cache is on the host.
+        resident: cost of a micro-batch whose cache is on the accelerator; None if the policy does not split it.
     """
 
     size: int
@@ -99,10 +99,11 @@ class SizeOption(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Lesson:
-    """A policy's plans with unlimited memory and with too little, and the traits that they show.
+    """The traits of a policy, learned from its plans with unlimited memory and with too little.
 
     Attributes:
-        few: whether plans of a few layers show them; a policy's setting may need more, such as a number of experts.
+        few: whether plans of a few layers show the traits; a policy may refuse to plan so few.
+        traits: the traits learned.
 
     Raises:
         BadInput: the policy plans nothing at all.
@@ -146,15 +147,16 @@ class Lesson:
         )
 
     def fetch_seconds(self, cost: CostModel) -> float:
-        """`Traits.fetch` with the costs of another cost model."""
+        """Compute `Traits.fetch` by a cost model, in seconds."""
         return max(_hop_seconds(self._least, cost)) if self._ffn_on_gpu else 0.0
 
 
 class TraitProbe:
-    """Plans of a few micro-batches of `size` average requests, with no limit to memory.
+    """The costs of micro-batches of `size` average requests, from plans of a few of them with unlimited memory.
 
-    few: whether plans of a few layers are enough.
-    joint: whether an expert runs once for all micro-batches.
+    Args:
+        few: whether plans of a few layers are enough.
+        joint: whether an expert runs once for all micro-batches.
     """
 
     def __init__(self, setting: Setting, size: int, *, few: bool = True, joint: bool = False) -> None:
@@ -200,15 +202,17 @@ class TraitProbe:
 
 
 _LayerWork = tuple[float, Work]
-"""A share of the layers, and a work that these have."""
+"""A work, after the share of the layers that have it."""
 
 
 class _Needs:
-    """The work of a plan's micro-batch on each lane in a layer, and its bytes by memory.
+    """The work of one micro-batch of a plan on each lane in a layer, and its bytes by memory.
 
-    Where layers differ, the work is that of all kinds, weighted by their shares of the layers.
+    Where layers differ, the work of each kind of layer is weighted by its share of the layers.
 
-    together: number of micro-batches whose tokens an expert runs on at once, so that each has a share of that work.
+    Args:
+        number: index of the micro-batch.
+        together: number of micro-batches that an expert runs on at once, so that each has a share of that work.
     """
 
     def __init__(self, plan: Plan, number: int, nbytes: dict[str, int], together: int) -> None:
@@ -246,7 +250,7 @@ class _Needs:
                 self._link += [] if run_state.unified else [(share, works["load_hidden"])]
 
     def _ffn(self, run_state: RunState, works: Mapping[str, Work], kind: int) -> _LayerWork:
-        """The part of a layer after attention, on the accelerator."""
+        """The work of `post_attention` in a layer of this kind, weighted by the kind's share of the layers."""
         work, made = works["post_attention"], run_state.works
         if self._together > 1:
             tokens, amount = self._together * work.tokens, made.kinds[kind].post_attention
@@ -267,7 +271,7 @@ class _Needs:
             self._link.append((share, made.move(host, accelerator, nbytes)[1]))
 
     def share(self, cost: CostModel) -> MicroBatchCost:
-        """The micro-batch's bytes, and its seconds by lane, by a cost model."""
+        """Compute the micro-batch's cost by a cost model."""
 
         def seconds(works: Sequence[_LayerWork]) -> float:
             return sum(share * cost.work(work).seconds for share, work in works)
@@ -282,14 +286,14 @@ class _Needs:
 
 
 def resident_bytes(plan: Plan) -> int:
-    """Bytes of the weights that are in the accelerators' memories before the first step: resident, or in a cache."""
+    """Bytes of the weights in the accelerators' memories before the first step, resident or in a cache."""
     fast = plan.accelerators
     stay = sum(each.nbytes for each in plan.weights.resident if each.memory in fast)
     return stay + filled_bytes(plan, plan.memory("accelerator").name)
 
 
 def weight_bytes(plan: Plan) -> int:
-    """Bytes that all weights of a plan take in slots."""
+    """Bytes that all weights of a plan take in slots of the device's memory."""
     return sum(map(plan.slot_bytes, plan.layout.pages))
 
 
@@ -300,25 +304,27 @@ def _buffer(plan: Plan) -> float:
 
 
 def _pool_bytes(plan: Plan) -> int:
-    """Bytes of the slots that weights stream through, without slots of a cache that is filled before the first step."""
+    """Bytes of slots in the accelerator's memory that are empty before the first step, through which weights stream."""
     fast = plan.memory("accelerator")
     slots = sum(pool.nbytes for pool in plan.weights.pools if pool.memory is fast)
     return slots - filled_bytes(plan, plan.memory("accelerator").name)
 
 
 def filled_bytes(plan: Plan, memory: str) -> int:
-    """Bytes of a memory's slots for weights that are full before the first step."""
+    """Bytes of the slots of a memory's pools that are filled with weights before the first step."""
     return sum(
         len(pages) * pool.slot_bytes for pool, pages in plan.weights.filled if pool.memory.name == memory
     )
 
 
 def _used(plan: Plan, deep: Plan) -> dict[str, int]:
-    """Bytes by memory of everything but resident weights and the slots of streamed weights.
+    """Bytes by memory that a plan uses for anything but weights, as if it had all layers.
 
     Several accelerators count as one, with the name of the first and the bytes of the one that needs the most.
 
-    deep: a plan of all layers, whatever it declares.
+    Args:
+        plan: a plan of a few layers, or of all.
+        deep: a plan of all layers, which need not declare anything.
     """
     used = bytes_beside_pages(deep, plan)
     first, *others = (memory.name for memory in plan.accelerators)
@@ -327,9 +333,11 @@ def _used(plan: Plan, deep: Plan) -> dict[str, int]:
 
 
 def bytes_beside_pages(facts: Plan, declared: Plan) -> dict[str, int]:
-    """Bytes by memory that one plan needs for what another one declares, without resident pages and pools.
+    """Bytes by memory of a plan's declarations without its pages and pools, as they would be in another plan.
 
-    facts: a plan for the same machine and batch, of the same layers or of others.
+    Args:
+        facts: the other plan, for the same machine and batch; it may have another number of layers.
+        declared: the plan that has the declarations.
     """
     used = {name: memory.used for name, memory in declared.memories.items()}
     for pool in (*declared.weights.resident, *declared.weights.pools):
@@ -342,7 +350,7 @@ def bytes_beside_pages(facts: Plan, declared: Plan) -> dict[str, int]:
 
 
 def _at_depth(declared: Declared, layers: int) -> Declared:
-    """The same declarations for another number of layers; each KV cache keeps the same share of layers in a memory."""
+    """The same declarations for another number of layers; the KV cache is on the accelerator for the same share."""
 
     here: Role = "accelerator"
 
@@ -356,7 +364,7 @@ def _at_depth(declared: Declared, layers: int) -> Declared:
 
 
 def _hop_seconds(plan: Plan, cost: CostModel) -> list[float]:
-    """Seconds that each link from the weights' source to the accelerator takes for a layer, page by page.
+    """Seconds that each link on the weights' way to the accelerator takes for all pages of a layer, one by one.
 
     Where layers differ, the seconds are those of the average layer.
     """

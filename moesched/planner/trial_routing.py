@@ -1,4 +1,4 @@
-"""Random routing of trial runs: the same for all policies, and quick where many tokens are routed at once."""
+"""Random routing for trial runs: the same for all policies, and quick for many tokens."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 from moesched.routing import SeededRouting
 
 MANY_TOKENS = 512
-"""From this number of tokens on, the number of each expert's is drawn, not each token's experts."""
+"""From this number of tokens on, each expert's number of tokens is drawn, instead of each token's experts."""
 
 
 class TrialRouting(SeededRouting):

@@ -1,4 +1,4 @@
-"""A trial run of a schedule: the virtual clock runs the prefill and a few decode steps instead of all of them."""
+"""A trial run of a schedule: the prefill and a few decode steps, instead of all of them, on the virtual clock."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class TrialFigures(msgspec.Struct, frozen=True):
     Attributes:
         prefill_seconds: from the end of loading to the last prompt's first token.
         first_token_seconds: from the end of loading to a prompt's first token, on average.
-        step_seconds: time of a decode step in the middle of the generation.
-        utilization: share of such a step that each lane is busy.
+        step_seconds: time of a decode step in the middle of the generation; 0 if there is none.
+        utilization: share of such a step that each lane is busy; of the prefill if there is no decode step.
         prefill_utilization: share of the prefill that each lane is busy.
         prefill: start and end of the prefill, in nanoseconds.
-        decode: start and end of the decode steps that `step_seconds` is the mean of, and `steps` their number.
+        decode: start and end, in nanoseconds, of the `steps` decode steps whose mean time is `step_seconds`.
         layers, tasks: numbers of layers and tasks that were run.
     """
 
@@ -51,7 +51,7 @@ class TrialFigures(msgspec.Struct, frozen=True):
     tasks: int
 
     def scaled(self, factor: float) -> TrialFigures:
-        """The figures of a model with `factor` times as many layers; the rest, such as utilization, stays the same."""
+        """Extrapolate the times to `factor` times as many layers; other figures, such as utilization, stay the same."""
         return replace(
             self,
             prefill_seconds=factor * self.prefill_seconds,
@@ -90,7 +90,7 @@ def trial_run(
     if there are others.
 
     Args:
-        cost: by default the measured costs of the plan's machine, or its roofline.
+        cost: the cost model; by default the measured costs of the plan's machine, or its roofline.
         recorder: records the tasks.
         peers: the other nodes, if several run one model.
         most_steps: most steps to run, the prefill included.
@@ -112,14 +112,17 @@ def trial_run(
     generation, ends = run.generation, run.generation.step_ends
     window = whole_steps(ends)
     count = max(1, len(window) - 1)
+
+    def busy(start: int, end: int) -> dict[str, float]:
+        return {name: spans.share(lane, start, end) for name, lane in run.lanes.items()}
+
+    in_prefill = busy(generation.loaded, ends[0])
     return TrialFigures(
         prefill_seconds=(ends[0] - generation.loaded) / 1e9,
         first_token_seconds=(fmean(generation.first_tokens.values()) - generation.loaded) / 1e9,
         step_seconds=(window[-1] - window[0]) / 1e9 / count,
-        utilization={name: spans.share(lane, window[0], window[-1]) for name, lane in run.lanes.items()},
-        prefill_utilization={
-            name: spans.share(lane, generation.loaded, ends[0]) for name, lane in run.lanes.items()
-        },
+        utilization=busy(window[0], window[-1]) if len(window) > 1 else in_prefill,
+        prefill_utilization=in_prefill,
         prefill=(generation.loaded, ends[0]),
         decode=(window[0], window[-1]),
         steps=count,
@@ -129,22 +132,24 @@ def trial_run(
 
 
 def steps_of(batch: Batch, most: int = MOST_STEPS) -> tuple[int, int]:
-    """The number of steps of a trial run, and of the tokens that count as generated before its first decode step."""
+    """The number of steps of a trial run, and the number of tokens that decode steps count as generated before.
+
+    With them the steps lie in the middle of the generation, where KV caches have their mean length.
+    """
     steps = min(most, batch.new_tokens)
     return steps, max(0, (batch.new_tokens - steps) // 2)
 
 
 def whole_steps(ends: Sequence[int]) -> Sequence[int]:
-    """The ends of steps without the first and the last, whose steps are not typical, unless few would be left."""
+    """The end times of the steps between the first and the last one, which are not typical; of all if there are few."""
     return ends[1:-1] if len(ends) > 3 else ends
 
 
 class _Spans:
-    """Observer that keeps the times at which each lane was busy."""
+    """Observer that keeps the start and the end of each lane's tasks, in nanoseconds and in order."""
 
     def __init__(self) -> None:
         self._times: defaultdict[Lane, tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
-        """The starts of each lane's tasks, and their ends, in order."""
 
     def ended(self, task: Task) -> None:
         starts, ends = self._times[task.lane]

@@ -1,4 +1,4 @@
-"""The uncertainty of a prediction: its band, from runs with one rate after another at its low and its high end.
+"""The uncertainty band of a prediction, from runs with one rate after another at its low and its high end.
 
 The rates of a class of device rise and fall together. Different rates are taken as independent, so that their effects
 add up as squares, on a logarithmic scale. What the model omits is one more such effect.
@@ -29,11 +29,11 @@ from moesched.tasks import Phase, Task, Work
 
 LEVELS: tuple[Level, ...] = ("low", "high")
 LEAST = 0.05
-"""Change of all tasks' time, as a share of the prefill or of the decode steps, below which a rate changes no figure."""
+"""A rate is taken to change no figure if it changes all tasks' time by less than this share of prefill and decode."""
 MOST_STEPS = 3
-"""Steps of a run that tells what a rate changes, the prefill included."""
+"""Steps of a trial run with a changed rate, the prefill included."""
 OMITTED = 1.2
-"""Factor by which a machine that has all the rates, or the measured costs, is still slower or faster than predicted.
+"""Factor by which a machine is slower or faster than predicted even if all its rates or costs are known.
 
 It is about the largest error of docs/fidelity.md on a calibrated machine; for others it is assumed.
 """
@@ -60,8 +60,8 @@ class Uncertainty(NamedTuple):
     """The band of a prediction.
 
     Attributes:
-        band: of each figure, its low end, the expected figure and its high end.
-        at_peak: the figures at the rates that the machine states; None where those are measured costs.
+        band: low end, expected value and high end of each figure, by its name.
+        at_peak: the figures at the rates that the machine states; None if its costs were measured.
         widest_rate: the rate that widens the band of the throughput most, in words; None if no rate changes it.
     """
 
@@ -71,7 +71,7 @@ class Uncertainty(NamedTuple):
 
 
 RunsProgress: TypeAlias = Callable[[int, int], object]
-"""Progress callback: runs done, all runs."""
+"""Callback that is given the number of runs that are done, and of all runs."""
 
 
 def ignore_runs(done: int, total: int) -> None:
@@ -81,11 +81,11 @@ def ignore_runs(done: int, total: int) -> None:
 def uncertainty(
     make_ranks: Callable[[], Sequence[Rank]], expected: Figures, progress: RunsProgress = ignore_runs
 ) -> Uncertainty:
-    """The band around a prediction.
+    """Compute the uncertainty band of a prediction, from trial runs.
 
     Args:
-        make_ranks: makes plans and policies of all nodes anew, since a plan runs once.
-        expected: the predicted figures, of this or of a longer run of the plan.
+        make_ranks: makes the plans and policies of all nodes anew, since a plan runs once.
+        expected: the predicted figures; their run may be longer than the trial runs.
         progress: called with the number of trial runs done, and their total.
     """
     runs = _Runs(make_ranks, progress)
@@ -129,7 +129,7 @@ class _Runs:
         self._done, self._all = 0, 2 + len(LEVELS) * len(groups(self.machine))
 
     def figures(self, cost: CostModel) -> Figures:
-        """The figures with one cost model; those with the first model if this one hardly changes the time of tasks."""
+        """The figures by a cost model; those of the first call if the model hardly changes the time of tasks."""
         self._progress(self._done, self._all)
         self._done += 1
         if self._captured is not None:
@@ -165,14 +165,14 @@ class _WorkMeter:
         works[id(task.work)] = task.work, count + 1
 
     def change(self, cost: CostModel) -> float:
-        """The change of all tasks' times under another cost model, as a share of the phase that it changes most."""
+        """The change of all tasks' times by another cost model, as a share of the phase that changes most."""
         return max(
             (self._moved(phase, cost) / max(1, end - start) for phase, (start, end) in self._spans.items()),
             default=0.0,
         )
 
     def _moved(self, phase: Phase, cost: CostModel) -> float:
-        """The sum of the changes of all tasks' times in a phase under another cost model, in nanoseconds."""
+        """The sum of the changes of all tasks' times in a phase by another cost model, in nanoseconds."""
         moved: float = 1e9 * sum(
             count * abs(cost.work(work).seconds - work.demand.seconds)
             for work, count in self._works[phase].values()
@@ -193,7 +193,7 @@ def _captured(rank: Rank) -> CapturedRun | None:
 
 
 def _figures(ends: Sequence[int], batch: Batch) -> Figures:
-    """The figures of a replayed trial run, given the nanoseconds at the end of loading and of each step."""
+    """The figures of a replayed trial run; `ends`: nanoseconds at the end of loading, and at the end of each step."""
     loaded, *steps = ends
     window = whole_steps(steps)
     step = (window[-1] - window[0]) / 1e9 / max(1, len(window) - 1)
@@ -203,7 +203,7 @@ def _figures(ends: Sequence[int], batch: Batch) -> Figures:
 
 
 def _effects(base: Figures, others: Iterable[Figures]) -> dict[str, tuple[float, float]]:
-    """The largest decrease and increase of each figure from `base` in other runs, as logarithms of the ratio."""
+    """The largest decrease and increase of each figure in other runs, relative to `base`, as logarithms of ratios."""
     known = list(others)
     moves = {
         name: [_log_ratio(getattr(each, name), getattr(base, name)) for each in known] for name in FIGURES
@@ -212,7 +212,10 @@ def _effects(base: Figures, others: Iterable[Figures]) -> dict[str, tuple[float,
 
 
 def _band(expected: float, effects: Sequence[tuple[float, float]]) -> tuple[float, float, float]:
-    """The low end, expected value and high end of a figure, from the effects of independent rates."""
+    """The low end, expected value and high end of a figure.
+
+    effects: decrease and increase by each of several independent rates, as logarithms of ratios.
+    """
     down, up = (hypot(*(effect[side] for effect in effects)) for side in (0, 1))
     return expected * exp(-down), expected, expected * exp(up)
 

@@ -24,14 +24,12 @@ def cell(title: str, *content: str) -> str:
 
 
 def figures_table(heading: str, figures: Mapping[str, str]) -> str:
-    """A table of figures, each in a row with its name; empty if there are none."""
-    return (
-        table("", ["", heading], [[name, figure] for name, figure in figures.items()], 1) if figures else ""
-    )
+    """The HTML of a table of figures, each in a row with its name; empty if there are none."""
+    return table("", ["", heading], list(figures.items()), 1) if figures else ""
 
 
 def memory_table(name: str, used: Mapping[str, int], most: Mapping[str, int] | None = None) -> str:
-    """A table of memories with the bytes used, in a column called `name`, and the most that may be used."""
+    """The HTML of a table of memories: bytes used, in a column titled `name`, and the budget `most` if there is one."""
     rows = [
         [memory, format_bytes(nbytes), *([] if most is None else [format_bytes(most[memory])])]
         for memory, nbytes in used.items()
@@ -41,7 +39,7 @@ def memory_table(name: str, used: Mapping[str, int], most: Mapping[str, int] | N
 
 
 def bottleneck_and_timeline(recording: Recording, explanation: Explanation) -> str:
-    """The bottleneck of a run that has tasks, and the timeline of a typical step."""
+    """The HTML of a run's bottleneck, in words, and of the timeline of a typical step. The run must have tasks."""
     said = []
     if explanation.bottleneck is not None:
         said = [f"Bottleneck: {bottleneck_in_words(explanation, explanation.bottleneck)}"]
@@ -52,7 +50,7 @@ def bottleneck_and_timeline(recording: Recording, explanation: Explanation) -> s
 
 @singledispatch
 def drawn(value: object) -> str:
-    """A trace, plan or comparison as the HTML of a notebook's cell."""
+    """The HTML of a notebook's cell that shows a trace, a plan or a comparison."""
     raise TypeError(f"no cell shows a {type(value).__name__}")
 
 

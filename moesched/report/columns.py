@@ -20,7 +20,7 @@ STATES = ("done", "failed")
 
 
 def run_columns(columns: Columns, title: str, recording: Recording, shift: int = 0) -> dict[str, Any]:
-    """The JSON value of a run for the page; its numbers are added to `columns`.
+    """Make the JSON value of a run for the page, and add its numbers to `columns`.
 
     Args:
         shift: nanoseconds to add to its times, so that several runs can be compared.
@@ -61,7 +61,7 @@ class _Numbered:
 
 
 class _NumberedTasks(_Numbered):
-    """Numbers descriptions of tasks, by identity if it is known, which is faster than comparing all of their fields."""
+    """Numbers descriptions of tasks; by their identity if it is known, which is faster than comparing all fields."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,12 +106,12 @@ def _tasks_and_slices(columns: Columns, recording: Recording) -> dict[str, Any]:
 
 
 def _choice(experts: Mapping[int, int] | None) -> str:
-    """The experts that a router chose, with their rows, as text."""
+    """The experts that a router chose, each with its number of rows, as text."""
     return ", ".join(f"E{expert}: {rows}" for expert, rows in sorted((experts or {}).items()))
 
 
 def _tasks(columns: Columns, tasks: Sequence[TaskInfo]) -> dict[str, Any]:
-    """The descriptions of tasks, which slices refer to by number, as columns."""
+    """Make the columns of descriptions of tasks, to which slices refer by number."""
     verbs, resources = _Numbered(), _Numbered()
     return {
         "label": [each.label for each in tasks],
@@ -132,7 +132,7 @@ def _tasks(columns: Columns, tasks: Sequence[TaskInfo]) -> dict[str, Any]:
 
 
 def _edges(columns: Columns, recording: Recording) -> dict[str, Any]:
-    """The number of each slice's producers, and how many slices back each of them is: small numbers compress well."""
+    """Make columns of the number of each slice's producers, and of the distance to each, as small numbers pack well."""
     back = (index - producer for index, producers in enumerate(recording.producers) for producer in producers)
     return {
         "edges": {
@@ -143,7 +143,7 @@ def _edges(columns: Columns, recording: Recording) -> dict[str, Any]:
 
 
 def _waits(columns: Columns, recording: Recording) -> dict[str, Any]:
-    """For each slice, the slice that it waited for last, the cause, and the time between the two, as columns."""
+    """Make columns with the slice that each slice waited for last, the cause, and the nanoseconds between the two."""
     waits = waits_of(recording)
     return {
         "waits": {

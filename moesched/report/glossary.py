@@ -1,4 +1,4 @@
-"""The words of a page, for those who read one for the first time."""
+"""The glossary of a page, for those who read one for the first time."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WORDS = {
 
 
 def glossary() -> str:
-    """The page's folded list of words with their meanings, as HTML."""
+    """The HTML of the page's folded list of words with their meanings."""
     pairs = (
         element("div", element("dt", text(word)), element("dd", text(meaning)))
         for word, meaning in WORDS.items()

@@ -9,12 +9,12 @@ from moesched.trace.recording import Recording, Roof
 
 
 class KernelPoint(NamedTuple):
-    """All tasks of one verb on one processor, in prefill or in decode.
+    """All tasks of one verb on one processor, in prefill or in decode, as a point of the roofline.
 
     Attributes:
-        seconds: time that they ran.
-        intensity: FLOPs per byte that they access.
-        rate: FLOP/s while they run.
+        seconds: total time of the tasks.
+        intensity: FLOPs per byte that the tasks access.
+        rate: FLOP/s while the tasks run.
         attainable: FLOP/s that the processor allows at this intensity; None if its limits are not known.
     """
 
@@ -29,7 +29,7 @@ class KernelPoint(NamedTuple):
 
 
 def kernel_points(recording: Recording, roofs: Mapping[str, Roof]) -> list[KernelPoint]:
-    """The points of a run after loading, the longest total time first."""
+    """Compute the points of a run, without loading, the longest total time first."""
     sums: dict[tuple[str, str, str], list[float]] = {}
     for each in recording.slices:
         task = each.task

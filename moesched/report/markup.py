@@ -1,4 +1,4 @@
-"""Pieces of HTML. All text is escaped here."""
+"""Pieces of HTML: elements, paragraphs, tables and sections. All text is escaped here."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def text(value: object) -> str:
 
 
 def element(name: str, *content: str, **attributes: str) -> str:
-    """An HTML element; its content is HTML, its attributes are text. The attribute `css` is its class."""
+    """An HTML element; its content is HTML, its attributes are text. `css` is the attribute "class"."""
     given = "".join(
         f' {"class" if key == "css" else key.replace("_", "-")}="{text(value)}"'
         for key, value in attributes.items()
@@ -23,12 +23,12 @@ def element(name: str, *content: str, **attributes: str) -> str:
 
 
 def paragraphs(lines: Iterable[str], **attributes: str) -> str:
-    """Each line as a paragraph."""
+    """HTML paragraphs, one for each line of text."""
     return "".join(element("p", text(line), **attributes) for line in lines)
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], figures: int) -> str:
-    """A section with a table; without a title, the table alone.
+    """An HTML section with a title and a table; without a title, the table alone.
 
     Args:
         figures: number of columns at the end that are numbers, and are aligned to the right.
@@ -48,12 +48,12 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], fig
 
 
 def section(title: str, *content: str) -> str:
-    """A section with its heading."""
+    """An HTML section with a heading; the content is HTML."""
     return element("section", element("h2", text(title)), *content)
 
 
 def figures(values: Mapping[str, str]) -> str:
-    """A list of figures that stand out, each with its name."""
+    """An HTML list of figures in large type, each with its name."""
     pairs = (
         element("div", element("dt", text(name)), element("dd", text(value)))
         for name, value in values.items()

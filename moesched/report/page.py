@@ -1,4 +1,4 @@
-"""Puts a page together: template, styles, scripts, sections and data, in one text that loads nothing."""
+"""Assembly of a page: template, styles, scripts, sections and data, in one text that loads nothing."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ def page(title: str, sections: Mapping[str, str], rules: str, data: str) -> str:
     """The HTML text of a whole page.
 
     Args:
-        title: of the window, as escaped text.
-        sections: HTML, by the names of the template's places: "head", "legend", "tables".
+        title: title of the browser's window, as escaped text.
+        sections: HTML by the name of its place in the template, such as "head", "legend" or "tables".
         rules: style rules of this page alone.
-        data: what `Columns.pack` returned.
+        data: the packed data, as `Columns.pack` returns it.
     """
     style, scripts = _style() + rules, (_charts_library(), _script())
     places = {
@@ -87,7 +87,7 @@ def _script() -> str:
 
 @cache
 def _charts_library() -> str:
-    """uPlot, with its licence, which has to go with every copy."""
+    """The script of uPlot, which draws curves, with its licence, which every copy must have."""
     return f"/*\n{_vendored('LICENSE')}*/\n{_vendored('uPlot.iife.min.js')}"
 
 

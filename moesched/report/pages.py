@@ -1,4 +1,4 @@
-"""The pages: of one run, and of several runs one below the other."""
+"""Writing of pages: of one run, and of several compared runs one below the other."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def write_run_page(
     """Write the page of one run, which may have ended early.
 
     Args:
-        report: the JSON of the run's report, if there is one.
+        report: the run's report as JSON values, if there is one.
         explanation: the run's explanation, if it was made already.
 
     Raises:
@@ -121,7 +121,7 @@ def write_comparison_page(path: Path | str, comparison: Comparison, runs: Sequen
 
 
 def _endings(recording: Recording, report: Mapping[str, Any]) -> list[str]:
-    """Reasons for which the page does not show a whole run."""
+    """Return sentences on why the page does not show a whole run; none if it does."""
     sentences = []
     if report.get("failure"):
         sentences.append(f"The run failed: {report['failure']}")
@@ -140,7 +140,7 @@ def _bottleneck(explanation: Explanation) -> str:
 
 
 def _helps(helps: Sequence[Help]) -> str:
-    """The list of the changes that would save the most time, each with its command."""
+    """The HTML of the changes that would save the most time, each with its command; empty without any."""
     if not helps:
         return ""
     items = (
@@ -153,7 +153,7 @@ def _helps(helps: Sequence[Help]) -> str:
 
 
 def _legend(runs: Sequence[TitledRun]) -> str:
-    """The legend: families of tasks that ran, with room for their colours and hatches."""
+    """The HTML of the legend: families of tasks that ran, with room for their colours and hatches."""
     known = {id(each.task): each.task for run in runs for each in run.recording.slices}
     used = {family_of(task) for task in known.values()}
     items = [

@@ -45,7 +45,7 @@ class _Scale:
 
 
 def roofline_section(recording: Recording, roofs: Mapping[str, Roof]) -> str:
-    """The section with the roofline and the run's kernels on it; empty if no task computes."""
+    """The HTML section with the roofline and the run's kernels on it; empty if no task computes."""
     points = kernel_points(recording, roofs)[:SHOWN_POINTS]
     if not points:
         return ""

@@ -1,4 +1,4 @@
-"""The figures of one run: rates and times that stand out, peaks beside budgets, and predictions beside measurements."""
+"""The figures and tables of one run: rates, times, peaks beside budgets, and predictions beside measurements."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from moesched.analysis.explanation import Explanation
-from moesched.analysis.published import published_prefills
+from moesched.analysis.published import PUBLISHED_PREFILLS
 from moesched.report.markup import table
 from moesched.trace.recording import Recording
 from moesched.units import format_bytes, format_number, format_seconds
@@ -29,7 +29,7 @@ TIMES = {
 def run_figures(
     recording: Recording, explanation: Explanation | None, report: Mapping[str, Any]
 ) -> dict[str, str]:
-    """The figures at the top of a run's page, as text by name."""
+    """Return the figures at the top of a run's page, as text by name; `report` is the run's report as JSON values."""
     found: dict[str, str] = {}
     for key, name in RATES.items():
         if report.get(key):
@@ -38,7 +38,7 @@ def run_figures(
         if report.get(key):
             found[name] = format_seconds(report[key])
             if key == PREFILL and not report["measured"]:
-                found |= [published_prefills()]
+                found |= [PUBLISHED_PREFILLS]
     if explanation is not None:
         found["run, without loading"] = format_seconds(explanation.seconds)
         found["lanes busy at a time"] = f"{explanation.overlap:.2f}"
@@ -50,7 +50,7 @@ def run_figures(
 
 
 def micro_batches_table(report: Mapping[str, Any]) -> str:
-    """The table of the first micro-batches' times; empty if the report has none."""
+    """The HTML table of the times of the first micro-batches; empty if the report has none."""
     times: Sequence[Mapping[str, Any]] = report.get("micro_batch_times", ())
     figures = ("first_token_seconds", "between_tokens_seconds", "longest_between_tokens_seconds")
     rows = [
@@ -64,7 +64,7 @@ def micro_batches_table(report: Mapping[str, Any]) -> str:
 
 
 def budgets_table(report: Mapping[str, Any]) -> str:
-    """The table of each memory's peak beside its budget; empty if the report has none."""
+    """The HTML table of each memory's peak beside its budget; empty if the report has no peaks."""
     peaks: Mapping[str, int] = report.get("peak_bytes", {})
     budgets: Mapping[str, int] = report.get("budget_bytes", {})
     rows = [
@@ -76,7 +76,7 @@ def budgets_table(report: Mapping[str, Any]) -> str:
 
 
 def expectation_table(report: Mapping[str, Any]) -> str:
-    """The table of the run's rates, times and lanes beside the expected ones; empty without an expectation."""
+    """The HTML table of the run's rates, times and lanes beside the expected ones; empty without an expectation."""
     expected: Mapping[str, Any] | None = report.get("expected")
     if not expected:
         return ""
@@ -98,18 +98,19 @@ def expectation_table(report: Mapping[str, Any]) -> str:
         if any(pair):
             rows.append([name, *map(format_seconds, pair), _over(*pair)])
         if name == TIMES[PREFILL]:
-            name, error = published_prefills()
+            name, error = PUBLISHED_PREFILLS
             rows.append([name, "", error, ""])
     columns = ["", "measured", "expected", "measured/expected"]
     return table("Measured beside expected", columns, rows, 3)
 
 
-def _over(measured: float, expected: float) -> str:
-    return f"{measured / expected:.2f}" if expected else ""
+def _over(figure: float, other: float) -> str:
+    """The ratio of two figures as text; empty if the other one is 0."""
+    return f"{figure / other:.2f}" if other else ""
 
 
 def predictions_table(recording: Recording) -> str:
-    """The table of predicted over measured time, by kind of task; empty if nothing was predicted."""
+    """The HTML table of predicted over measured time, by kind of task; empty if nothing was predicted."""
     sums: dict[tuple[str, str], list[float]] = {}
     for each in recording.slices:
         prediction = recording.predictions.get(each.task.work)
@@ -125,7 +126,7 @@ def predictions_table(recording: Recording) -> str:
             f"{tasks:,.0f}",
             format_seconds(predicted),
             format_seconds(measured),
-            f"{predicted / measured:.2f}",
+            _over(predicted, measured),
         ]
         for (verb, lane), (tasks, predicted, measured) in largest
     ]

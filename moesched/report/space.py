@@ -1,4 +1,4 @@
-"""The room of a page's timeline and curves, which it keeps before its scripts run, so that nothing moves afterwards."""
+"""The space that a page reserves for its timeline and curves, so that nothing moves when its scripts draw them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def lanes_height(runs: Sequence[TitledRun]) -> int:
 
 def _curves(recording: Recording) -> int:
     memories = {(each.rank, each.memory) for each in recording.memory if each.reserved or each.pages}
-    pools = {(each.rank, each.pool) for each in recording.pools}
+    pools = {(each.rank, each.pool) for each in recording.pools if any(each.counted)}
     return (len(memories) + len(pools)) if recording.slices else 0
 
 

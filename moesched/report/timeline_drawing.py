@@ -16,7 +16,7 @@ LEAST = 2
 
 
 def timeline_drawing(timeline: Timeline) -> str:
-    """An SVG of the lanes in a window of time, each task in the colour of its family, with a legend."""
+    """The SVG of the lanes in a window of time, each task in the colour of its family, and a legend as HTML."""
     nanoseconds = max(1, timeline.window.end - timeline.window.start)
     scale = (WIDTH - NAMES) / nanoseconds
     drawing = element(

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import msgspec
 
 from moesched.models.kv_blocks import KV_BLOCK_TOKENS, cached_tokens, cached_tokens_of_beams
-from moesched.requests.chunks import Chunk, chunks_of_batch
+from moesched.requests.chunks import Chunk, chunks_of_batch, fullest_steps
 
 
 class Batch(msgspec.Struct, frozen=True):
@@ -21,6 +21,8 @@ class Batch(msgspec.Struct, frozen=True):
         beams: sequences per request in decode.
         prefill_chunk: the most tokens of a micro-batch in prefill; None for no limit.
         served: whether it is the most that requests which join and leave may take, instead of a batch that runs once.
+            Prompts are then cut over steps, instead of into chunks of one step.
+        longest: the longest prompt of such requests.
     """
 
     prompts: tuple[int, ...]
@@ -30,16 +32,19 @@ class Batch(msgspec.Struct, frozen=True):
     beams: int = 1
     prefill_chunk: int | None = None
     served: bool = False
+    longest: int = 0
 
     def chunks(self) -> Mapping[int, Chunk]:
         """The chunks of prefill, by number of their micro-batch of prefill."""
+        if self.served and self.prefill_chunk is not None:
+            return fullest_steps(self.micro_batches, self.prefill_chunk, self.longest)
         return chunks_of_batch(self.prompts, self.micro_batches, self.prefill_chunk)
 
     @property
     def chunked(self) -> bool:
         """True if a prompt is cut into several micro-batches of prefill."""
         most, prompts = self.prefill_chunk, self.prompts
-        return most is not None and any(
+        return (most is not None and not self.served) and any(
             sum(prompts[request] for request in requests) > most for requests in self.micro_batches
         )
 

@@ -69,6 +69,25 @@ def chunks_of_batch(
     return MappingProxyType(chunks_of(prompts, micro_batches, most))
 
 
+def fullest_steps(places: Sequence[tuple[int, ...]], most: int, longest: int) -> dict[int, Chunk]:
+    """A step of prompts of each place that takes as much memory as any, where prompts are cut over steps.
+
+    It has parts of all prompts, and the first one continues the longest prompt: only one may have begun before.
+
+    Args:
+        places: requests of each place.
+        most: the most tokens of a place in a step.
+        longest: tokens of the longest prompt.
+    """
+    steps = {}
+    for number, requests in enumerate(places):
+        each, more = divmod(most, len(requests))
+        tokens = tuple(each + (place < more) for place in range(len(requests)))
+        starts = longest, *(0,) * (len(requests) - 1)
+        steps[number] = Chunk(number, requests, starts, tokens, requests, -1, last=True)
+    return steps
+
+
 def _cut(number: int, requests: Sequence[int], prompts: Sequence[int], most: int | None) -> list[Chunk]:
     """The chunks of one micro-batch of decode; `before` is only 0 or -1, and the caller sets the numbers."""
     whole = tuple(prompts[request] for request in requests)

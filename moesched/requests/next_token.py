@@ -132,7 +132,8 @@ def logprobs_of(logits_SV: Logits, tokens: Sequence[int], likeliest: int) -> lis
         likeliest: the number of likeliest tokens to name for each row, with their log probabilities.
     """
     found = []
-    for logits_V, token in zip(logits_SV.astype(np.float64), tokens, strict=True):
+    for row_V, token in zip(logits_SV, tokens, strict=True):
+        logits_V = row_V.astype(np.float64)
         largest = logits_V.max()
         normal = largest + np.log(np.exp(logits_V - largest).sum())
         ids = _likeliest(logits_V, likeliest)

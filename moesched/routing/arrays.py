@@ -1,4 +1,4 @@
-"""Arrays in files that may come from anyone: .npy and .npz, without trust in their headers."""
+"""Reading of arrays from .npy and .npz files that may come from anyone, without trust in their headers."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ _UNREADABLE = (
 
 
 def read_npy(where: str, data: bytes) -> Array:
-    """Read one array; it is a view of the bytes.
+    """Read one array, as a view of the bytes of an .npy file.
 
     Args:
-        where: names the file, and perhaps the array in it, in messages.
+        where: name of the file, or of the array in it, for errors.
 
     Raises:
         BadInput: the bytes are not an array of integers or text, or not all of one.
@@ -67,7 +67,7 @@ def read_npy(where: str, data: bytes) -> Array:
 
 
 def read_npz(where: str, data: bytes) -> Iterator[tuple[str, Array]]:
-    """Read the arrays of an .npz file with their names, in its order, one by one.
+    """Yield the arrays of an .npz file with their names, in the file's order.
 
     Raises:
         BadInput: the file is not a whole .npz file, or too large.

@@ -1,7 +1,7 @@
-"""Checks of recorded choices: every token has distinct experts of the model, and a fault names its place.
+"""Checks of recorded choices: every token has distinct experts of the model, and an error names the place of a fault.
 
-Tools number layers in two ways: all of a model, or those with experts. Either is read. In memory, a trace has all
-layers, and zeros in those without experts.
+Tools number either all layers of a model, or only those with experts; both are read. In memory, a trace has all layers,
+with zeros in those without experts.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ROWS_AT_ONCE = 1 << 16  # so that a check takes little memory beside the choices
 
 
 def id_type(experts: int) -> type[np.unsignedinteger]:
-    """The smallest type that holds the ids of these experts."""
+    """The smallest unsigned type that holds the ids of this number of experts."""
     return np.uint8 if experts <= 1 << 8 else np.uint16 if experts <= 1 << 16 else np.uint32
 
 
@@ -27,7 +27,7 @@ def sorted_choices(chosen_Nk: Integers, config: ModelConfig, place: Callable[[in
 
     Args:
         chosen_Nk: expert ids; a row is one token in one layer.
-        place: names a row in messages, such as "trace.csv:7".
+        place: returns the name of a row for errors, such as "trace.csv:7".
 
     Raises:
         BadInput: a row has an expert that the model lacks, or one expert twice.
@@ -66,10 +66,11 @@ def layers_without_experts(config: ModelConfig) -> list[int]:
 def checked_layers(where: str, chosen_TLk: Integers, config: ModelConfig) -> Integers:
     """Check and sort the choices of a trace; returns them for all layers (tokens, layers, top_k).
 
-    chosen_TLk: the choices in all layers, or in the layers with experts only.
+    chosen_TLk: the choices in all layers, or only in the layers with experts.
 
     Raises:
-        BadInput: it has another number of layers, choices in a layer without experts, or a row as for `sorted_choices`.
+        BadInput: the trace has another number of layers, choices in a layer without experts, or a row that
+            `sorted_choices` refuses.
     """
     tokens, layers, top_k = chosen_TLk.shape
     routed = routed_layers(config)
@@ -88,7 +89,7 @@ def checked_layers(where: str, chosen_TLk: Integers, config: ModelConfig) -> Int
 
 
 def _require_no_choices(where: str, chosen_TLk: Integers, config: ModelConfig) -> None:
-    """Check that in layers without experts all of a token's ids are equal, which no router would choose.
+    """Check that no choices were recorded in layers without experts: there, all ids of a token must be equal.
 
     Raises:
         BadInput: a token has different experts in such a layer.
@@ -103,7 +104,10 @@ def _require_no_choices(where: str, chosen_TLk: Integers, config: ModelConfig) -
 
 
 def with_all_layers(chosen_Tlk: Integers, config: ModelConfig) -> Integers:
-    """Add layers without experts to the choices in layers with experts, as zeros (tokens, layers, top_k)."""
+    """Return choices for all layers (tokens, layers, top_k), with zeros in layers without experts.
+
+    chosen_Tlk: the choices in the layers with experts.
+    """
     routed = routed_layers(config)
     if len(routed) == config.layers:
         return chosen_Tlk
@@ -114,7 +118,7 @@ def with_all_layers(chosen_Tlk: Integers, config: ModelConfig) -> Integers:
 
 
 def other_top_k(place: str, count: int, config: ModelConfig) -> BadInput:
-    """The error for a token (`place`) with more or fewer experts (`count`) than the model chooses."""
+    """Make the error for a token at `place` with another number of experts, `count`, than the model chooses."""
     return BadInput(
         f"{place}: a token has {count} experts, but {config.name} has top {config.routed.top_k}: "
         "give a trace of that model"
@@ -122,7 +126,7 @@ def other_top_k(place: str, count: int, config: ModelConfig) -> BadInput:
 
 
 def other_layers(where: str, count: int, config: ModelConfig) -> BadInput:
-    """The error for a trace (`where`) with more or fewer layers (`count`) than the model."""
+    """Make the error for a trace named `where` with another number of layers, `count`, than the model."""
     routed = len(routed_layers(config))
     with_experts = "" if routed == config.layers else f", {routed} of them with experts"
     return BadInput(

@@ -18,7 +18,7 @@ Integers = npt.NDArray[np.integer[Any]]
 
 
 class ExpertChoices(Protocol):
-    """Experts of any token, as a pure function of layer, request and position."""
+    """The experts that any token chooses, as a pure function of layer, request and position."""
 
     @property
     def experts(self) -> int:
@@ -29,7 +29,7 @@ class ExpertChoices(Protocol):
 
 
 class BatchRouting:
-    """The `Routing` of one batch by the choices of single tokens, as simulations need it.
+    """The `Routing` of one batch for simulations, made of the choices of single tokens.
 
     In decode, each beam chooses experts as if it were a request of its own.
     """

@@ -1,4 +1,4 @@
-"""Files of routing: profiles and traces, each recognised by how its content begins."""
+"""Reading of files of routing: profiles and traces, each recognised by the beginning of its content."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random expert choices by popularity, with optional temporal locality; seeded, independent of the schedule."""
+"""Random expert choices by popularity, with optional temporal locality: seeded, and independent of the schedule."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _TABLE, _CHOICE, _REPEAT = range(3)
 
 
 class _Table(NamedTuple):
-    """A layer's experts in many random orders, one after the other, and the running sum of their shares."""
+    """The experts of a layer in `ORDERS` random orders, one after the other, and the running sum of their shares."""
 
     experts: Integers
     ends: Floats
@@ -62,7 +62,7 @@ class GeneratedChoices:
         return np.sort(table.experts[indices_Tk], axis=1)
 
     def _drawn_at(self, layer: int, requests_T: Integers, positions_T: Integers) -> Integers:
-        """Position of the token whose choice each token has: its own, or by locality an earlier one's."""
+        """Return the position of the token whose experts each of T tokens gets: its own or, by locality, an earlier."""
         drawn_T = np.array(positions_T)
         unsettled = np.arange(len(drawn_T)) if self.locality else np.arange(0)
         while len(unsettled):
@@ -81,7 +81,7 @@ class GeneratedChoices:
         return _Table(experts.ravel(), ends.ravel())
 
     def _numbers(self, layer: int, purpose: int, requests_T: Integers, positions_T: Integers) -> Floats:
-        """Random number in [0, 1) for each token, from layer, purpose, request and position alone."""
+        """Return a random number in [0, 1) for each of T tokens, from layer, purpose, request and position alone."""
         bits_T = _mix(self._start(layer, purpose) + requests_T.astype(np.uint64) * _STRIDE)
         bits_T = _mix(bits_T + positions_T.astype(np.uint64) * _STRIDE)
         numbers: Floats = (bits_T >> np.uint64(11)).astype(np.float64) * 2.0**-53

@@ -29,7 +29,7 @@ from moesched.routing.trace import RoutingTrace
 from moesched.system.decoding import decode_json
 
 MOST_VALUES = 4_000_000
-"""Limit of the values in a line: a million tokens with 3 experts each."""
+"""Most JSON values in a line: a million tokens with 3 experts each."""
 
 _Number = Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 31)]
 
@@ -51,7 +51,7 @@ class _Choices(NamedTuple):
 
 
 class _Pass(NamedTuple):
-    """One forward pass."""
+    """One forward pass: its first line, the rank and step that ran it, and the choices by layer."""
 
     line: int
     rank: int
@@ -109,7 +109,7 @@ def _record(where: str, line: int, text: bytes) -> _Record:
 
 
 def _chosen(where: str, record: _Record, config: ModelConfig) -> Integers:
-    """The checked choices (tokens, top_k) of a record."""
+    """Return the checked and sorted choices (tokens, top_k) of a record."""
     rows = record.top_indices
     if not rows or record.num_tokens not in (None, len(rows)):
         said = "" if record.num_tokens is None else f", and num_tokens is {record.num_tokens}"
@@ -123,7 +123,13 @@ def _chosen(where: str, record: _Record, config: ModelConfig) -> Integers:
 
 
 def _stacked(where: str, done: _Pass, first: int, config: ModelConfig) -> Integers:
-    """The choices (tokens, layers, top_k) of a pass; BadInput if layers are missing or have other numbers of tokens."""
+    """Return the choices (tokens, layers, top_k) of a forward pass.
+
+    first: number that the trace gives to the model's first layer with experts.
+
+    Raises:
+        BadInput: layers are missing or unknown, or have different numbers of tokens.
+    """
     routed = routed_layers(config)
     expected = [first - routed[0] + layer for layer in routed]
     named = f"step {done.step} of rank {done.rank}"

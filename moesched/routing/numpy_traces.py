@@ -22,17 +22,17 @@ from moesched.routing.trace import RoutingTrace
 from moesched.system.plain_text import shown
 
 OWN = {"chosen": 3, "request_tokens": 1, "prompt_tokens": 1, "experts": 0, "model": 0}
-"""Dimensions of each array of moesched's trace."""
+"""Number of dimensions of each array of moesched's trace."""
 LONGEST_NAME = 100
 SPLIT = {"prompt_routed_experts", "routed_experts"}
-"""Names of two arrays that are one request: its prompt and its generated tokens."""
+"""Names of two arrays that are one request together: its prompt and its generated tokens."""
 
 
 def parse_npy(where: str, data: bytes, config: ModelConfig) -> RoutingTrace:
     """Read vLLM's array of one request.
 
     Raises:
-        BadInput: it is not such an array, or of another model.
+        BadInput: the data is not such an array, or of another model.
     """
     return _of_requests([_request(where, read_npy(where, data), config)], [0], config)
 
@@ -41,7 +41,7 @@ def parse_npz(where: str, data: bytes, config: ModelConfig) -> RoutingTrace:
     """Read moesched's trace, or vLLM's arrays, one for each request.
 
     Raises:
-        BadInput: it has other arrays, or is of another model.
+        BadInput: the data has other arrays, or is of another model.
     """
     own: dict[str, Array] = {}
     requests: dict[str, Integers] = {}
@@ -70,7 +70,7 @@ def _of_requests(requests: Iterable[Integers], prompt_tokens: list[int], config:
 
 
 def _request(where: str, array: Array, config: ModelConfig) -> Integers:
-    """The checked choices (tokens, layers, top_k) of one request."""
+    """Return the checked and sorted choices (tokens, layers, top_k) of one request."""
     if array.ndim != 3 or array.dtype.kind == "U" or not len(array):
         raise BadInput(
             f"{where} has shape {array.shape} of {array.dtype.name}: give a trace, integers (tokens, layers, top_k)"

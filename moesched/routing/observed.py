@@ -1,4 +1,4 @@
-"""The expert choices of a run, kept while it runs, as the routing of a simulation of the same plan."""
+"""The expert choices of a run, kept while it runs, to route a simulation of the same plan."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ObservedRouting:
                 self._rows.setdefault(task.micro_batch, set()).add(task.work.tokens)
 
     def rows_apart(self, rows: int) -> bool:
-        """Test whether ended sequences left their micro-batches in the run, as in `KeepsRowsApart`."""
+        """Test whether the run's micro-batches became smaller when sequences ended, as `KeepsRowsApart` asks."""
         return any(len(seen) > 1 for seen in self._rows.values())
 
     def choose(self, step: int, layer: int, micro_batch: int, tokens: int) -> dict[int, int]:

@@ -35,14 +35,14 @@ ROUNDING = 1e-12
 
 
 class Popularity(Protocol):
-    """A source of the experts' popularity."""
+    """A source of popularity of experts, with which choices are generated."""
 
     @property
     def locality(self) -> float:
         """Probability that a token repeats the experts of the previous token of its request in the same layer."""
 
     def weights(self, layers: int, experts: int, seed: int) -> Floats:
-        """Return weights (layers, experts), at least 0, relative to those of the same layer."""
+        """Return the weight of each expert (layers, experts): at least 0, and relative to its layer's other experts."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Zipf:
 
 @dataclass(frozen=True)
 class Counted:
-    """Popularity counted in a profile."""
+    """Popularity as counted in a profile."""
 
     profile: RoutingProfile
     locality: float = 0.0
@@ -127,7 +127,7 @@ def layer_weights(popularity: Popularity, config: ModelConfig, seed: int) -> Flo
 
 
 def expected_profile(popularity: Popularity, config: ModelConfig, seed: int, tokens: int) -> RoutingProfile:
-    """The profile with the counts that are expected after this number of tokens."""
+    """Make the profile with the counts that are expected after this number of tokens."""
     shares_LE = shares_of(layer_weights(popularity, config, seed), config.routed.top_k)
     counts_LE = np.rint(shares_LE * tokens).astype(np.int64)
     counts_LE[layers_without_experts(config)] = 0
@@ -158,7 +158,7 @@ def _shares(layer: int, weights_E: Floats, top_k: int) -> Floats:
 
 
 def _level(dealt_LE: Floats) -> None:
-    """Swap values between the layer whose sum is furthest from the mean and others, until all sums are nearly equal."""
+    """Swap values between layers, in place, until the sums of all layers are nearly equal."""
     while True:
         over_L = dealt_LE.sum(axis=1) - dealt_LE.sum() / len(dealt_LE)
         worst = int(np.abs(over_L).argmax())

@@ -34,7 +34,7 @@ class RoutingRecorder:
         self._choices = 0
 
     def routed(self, layer: int, spans: Sequence[TokenSpan], experts_Tk: Integers) -> None:
-        """Record the choices (T, k) of one layer's router for T tokens, which `spans` name in order."""
+        """Record the choices (T, k) of one layer's router for T tokens; `spans` tell their requests and positions."""
         start, place = 0, self._places[layer]
         for request, first, tokens in spans:
             stop = start + tokens
@@ -46,13 +46,13 @@ class RoutingRecorder:
             self._progress(self._choices, self._most)
 
     def trace(self, lengths: Sequence[int], prompt_tokens: Sequence[int]) -> RoutingTrace:
-        """The recorded choices as a trace.
+        """Make a trace of the recorded choices.
 
         Tokens that did not pass all layers with experts, because the run was interrupted, are omitted.
 
         Args:
-            lengths: tokens of each request; choices of later tokens are left out.
-            prompt_tokens: prompt tokens of each request.
+            lengths: number of tokens of each request; choices of later tokens are left out.
+            prompt_tokens: number of prompt tokens of each request.
         """
         kept = {
             request: min(lengths[request], *ends)

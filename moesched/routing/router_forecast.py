@@ -9,7 +9,7 @@ from moesched.inputs.defaults import PREVIEW_ACCURACY
 from moesched.seams import Routing
 
 _PREVIEW = 1
-"""Separates these random numbers from those of a routing with the same seed."""
+"""Part of the seed that makes these random numbers differ from those of a routing with the same seed."""
 
 
 class RouterForecast:
@@ -35,7 +35,7 @@ class RouterForecast:
         self._seed = seed % 2**64
 
     def choose(self, step: int, layer: int, micro_batch: int, tokens: int, ahead: int = 1) -> dict[int, int]:
-        """Predict the number of tokens by expert in `layer`, as seen `ahead` layers earlier; sorted by expert."""
+        """Predict the number of tokens of each expert in `layer`, `ahead` layers before it; sorted by expert."""
         accuracy = self._accuracy**ahead
         chosen = self._routing.choose(step, layer, micro_batch, tokens)
         random = np.random.default_rng((self._seed, step, layer, micro_batch, _PREVIEW))

@@ -9,9 +9,9 @@ from moesched.steps.read_only import ReadOnly
 
 
 class ScoredTokens(ReadOnly, Mapping[int, int]):
-    """The value of `route` and `preview_route` where the plan requests scores (`Plan.request_scores`).
+    """The value of `route` and `preview_route` if the plan requests scores (`Plan.request_scores`).
 
-    As a mapping, it is the number of tokens of each expert that has any, as without scores.
+    As a mapping, it gives the number of tokens of each expert that has any, as without scores.
 
     Attributes:
         scores: for each expert of the layer, its probability by the router: a softmax over all experts in float32,
@@ -47,7 +47,7 @@ class ScoresExperts(Protocol):
 
 
 def with_shares(tokens: Mapping[int, int], experts: int) -> ScoredTokens:
-    """Use the experts' shares of the choices as their scores, where no router runs; equal scores without any choice."""
+    """Make scores where no router runs: each expert's share of the choices; equal scores if there are no choices."""
     choices = sum(tokens.values())
     if not choices:
         return ScoredTokens(tokens, [1 / experts] * experts)

@@ -1,4 +1,4 @@
-"""The routing of requests that join and leave, by the choices of single tokens."""
+"""The routing of simulations whose requests join and leave, made of the choices of single tokens."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from moesched.requests.rows import Rows
 from moesched.routing.choices import ExpertChoices, Integers, counted
 
 KEPT_STEPS = 2
-"""Steps of a place whose rows are kept: one runs while the next one is submitted."""
+"""Number of steps of each micro-batch whose tokens are kept: one runs while the next one is submitted."""
 
 
 class ServedRouting:
-    """The `Routing` of a run whose requests join and leave, by the choices of single tokens."""
+    """The `Routing` of a run whose requests join and leave, made of the choices of single tokens."""
 
     def __init__(self, choices: ExpertChoices) -> None:
         self._choices = choices
         self._tokens: dict[int, dict[int, tuple[Integers, Integers]]] = {}
-        """By place and step, the request and the position of each token."""
+        """The request and the position of each token, by micro-batch and step."""
 
     def begin(self, step: int, rows: Mapping[int, Rows]) -> None:
-        """Note the rows of a step, by place, before it is submitted."""
-        for place, its_rows in rows.items():
-            steps = self._tokens.setdefault(place, {})
+        """Note the rows of a step in each micro-batch, before the step is submitted."""
+        for micro_batch, its_rows in rows.items():
+            steps = self._tokens.setdefault(micro_batch, {})
             steps[step] = _tokens_of(its_rows)
             if len(steps) > KEPT_STEPS:
                 del steps[min(steps)]

@@ -1,4 +1,4 @@
-"""Sources of routing: a profile or a trace, as they are or in a file, or a seeded generator by its name."""
+"""Sources of routing: a profile or a trace, given as an object or as a file, or a seeded generator by its name."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ GENERATED_TOKENS = 1_000_000
 
 
 RoutingGiven = str | RoutingTrace | RoutingProfile
-"""The name of a generator or file, or what a file holds."""
+"""A routing as users give it: the name of a generator or of a file, or the content of a file."""
 
 
 def find_choices(
     given: RoutingGiven | None, config: ModelConfig, settings: Mapping[str, Any] | None = None, seed: int = 0
 ) -> ExpertChoices | None:
-    """Find expert choices by the name of a generator or file, or of a profile or trace; None if no routing is given.
+    """Make the expert choices of a routing that a user gave; None if none was given.
 
     Raises:
         BadInput: the name or a setting is unknown, or the file is invalid or of another model.
@@ -43,7 +43,7 @@ def find_choices(
 
 
 def choices_of(source: Popularity | RoutingTrace, config: ModelConfig, seed: int) -> ExpertChoices:
-    """The choices of a trace, or random choices by popularity."""
+    """Make the choices of a source: those of a trace, or random ones by popularity."""
     if isinstance(source, RoutingTrace):
         return RecordedChoices(source)
     return GeneratedChoices(source, config, seed)
@@ -52,7 +52,7 @@ def choices_of(source: Popularity | RoutingTrace, config: ModelConfig, seed: int
 def find_profile(
     name: str, config: ModelConfig, settings: Mapping[str, Any] | None = None, seed: int = 0
 ) -> RoutingProfile:
-    """Find a profile by the name of a generator or file; a generator's has the expected counts.
+    """Make the profile of a generator or a file, given its name; that of a generator has the expected counts.
 
     Raises:
         BadInput: as for `find_choices`.
@@ -61,7 +61,7 @@ def find_profile(
 
 
 def profile_of(source: Popularity | RoutingTrace, config: ModelConfig, seed: int) -> RoutingProfile:
-    """The counts of a profile or trace; the expected counts of a generator."""
+    """Make the profile of a source: the counts of a profile or trace, or the expected counts of a generator."""
     if isinstance(source, RoutingTrace):
         return source.profile()
     if isinstance(source, Counted):

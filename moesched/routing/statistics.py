@@ -18,8 +18,8 @@ class HitRate(msgspec.Struct, frozen=True):
     """Probability that a token finds an expert on a GPU that holds `gpu_experts` of them.
 
     Attributes:
-        best, worst: with the most popular, and the least popular, experts on the GPU.
-        random: with random experts on the GPU, on average.
+        best, worst: the probability with the most popular, and with the least popular, experts on the GPU.
+        random: the mean probability with random experts on the GPU.
     """
 
     gpu_experts: int
@@ -29,7 +29,7 @@ class HitRate(msgspec.Struct, frozen=True):
 
 
 class RoutingStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """Popularity over all experts of all layers, as fractions of the most popular expert's."""
+    """Statistics of the popularity of all experts of all layers, relative to the most popular expert."""
 
     model: str
     layers: int

@@ -32,7 +32,7 @@ from moesched.system.plain_text import shown
 
 HEADERS = (b"layer,token,experts", b"request,layer,token,experts")
 MOST_ROWS = 2_000_000
-"""Limit of the rows: 62,500 tokens of a model with 32 layers."""
+"""Most rows of a file: 62,500 tokens of a model with 32 layers."""
 
 _EXPERTS = rb"\d{1,9}(?: +\d{1,9})*"
 _ROWS = {
@@ -69,7 +69,7 @@ def parse_token_rows(where: str, data: bytes, config: ModelConfig) -> RoutingTra
 
 
 def _rows(where: str, lines: Iterable[bytes], config: ModelConfig) -> Iterator[tuple[int, ...]]:
-    """Line, request, layer, token and experts of each row."""
+    """Yield the line, request, layer, token and experts of each row, as numbers."""
     header = None
     for number, text in enumerate(lines, 1):
         line = text.strip()
@@ -106,7 +106,15 @@ def _require_known_layers(where: str, rows: Integers, config: ModelConfig) -> No
 def _with_consecutive_layers(
     where: str, rows: Integers, config: ModelConfig, routed: Sequence[int]
 ) -> Integers:
-    """The rows with the model's layer numbers, where a file counts only the layers with experts, as some tools do."""
+    """Return the rows of layers with experts, with these layers numbered from 0.
+
+    Files whose numbers are of that kind already, as some tools write them, are returned as they are.
+
+    routed: the model's numbers of its layers with experts.
+
+    Raises:
+        BadInput: a row has different experts in a layer without experts.
+    """
     layers_N = rows[:, 2]
     if layers_N.max() < len(routed):
         return rows
@@ -126,7 +134,7 @@ def _with_consecutive_layers(
 def _require_each_once(where: str, rows: Integers, numbers: Sequence[int]) -> None:
     """Require that sorted rows have each layer of each token of each request once, counted from 0.
 
-    numbers: numbers of the layers, for messages.
+    numbers: the model's numbers of the layers, for errors.
     """
     layers = len(numbers)
     lines_N, requests_N, layers_N, tokens_N = rows[:, :_PLACES].T
@@ -155,7 +163,10 @@ def _require_each_once(where: str, rows: Integers, numbers: Sequence[int]) -> No
 
 
 def _after(here: tuple[int, int, int], next_request: int, layers: int) -> tuple[int, int, int]:
-    """Request, token and layer that should follow a row; `next_request` is the request of the row that does follow."""
+    """Return the request, token and layer that should follow those of a row.
+
+    next_request: request of the row that follows it in the file.
+    """
     request, token, layer = here
     if layer < layers - 1:
         return request, token, layer + 1

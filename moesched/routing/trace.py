@@ -26,7 +26,7 @@ from moesched.system.whole_file import whole_file
 
 
 class RoutingTrace(NamedTuple):
-    """Expert choices of each token; the module's docstring describes the fields."""
+    """The expert choices of each token of a run; the fields are the arrays that the module's docstring describes."""
 
     model: str
     experts: int
@@ -41,7 +41,7 @@ class RoutingTrace(NamedTuple):
         return layers, self.experts, top_k
 
     def profile(self) -> RoutingProfile:
-        """Count the tokens that chose each expert; layers without experts have no counts."""
+        """Count the tokens that chose each expert; all counts of layers without experts are 0."""
         layers, experts, top_k = self.shape
         counts = [np.bincount(self._choices_in(i), minlength=experts).tolist() for i in range(layers)]
         return RoutingProfile(
@@ -54,13 +54,13 @@ class RoutingTrace(NamedTuple):
         )
 
     def _choices_in(self, layer: int) -> Integers:
-        """The experts of all tokens in a layer; empty if all ids are 0, as they are in a layer without experts."""
+        """Return the experts of all tokens in a layer, flat; empty if all ids are 0, as in a layer without experts."""
         chosen: Integers = self.chosen[:, layer].ravel()
         return chosen if self.chosen.shape[2] == 1 or chosen.any() else chosen[:0]
 
 
 class RecordedChoices:
-    """Choices of a trace, repeated for requests and positions beyond its end."""
+    """Expert choices of a trace, which is repeated for requests and positions beyond its end."""
 
     def __init__(self, trace: RoutingTrace) -> None:
         self.experts = trace.experts

@@ -24,18 +24,23 @@ class TransitionCounts:
             np.add.at(counts_EE, (earlier_Tk[:, :, None], later_Tk[:, None, :]), 1)
 
     def add(self, layer: int, earlier: Mapping[int, int], later: Mapping[int, int]) -> None:
-        """Count a micro-batch's choices: tokens by expert in `layer`, and in the one that is `distance` later.
+        """Count the choices of a micro-batch, whose single tokens are not known.
 
-        The choices of single tokens are not known, so each of the later experts counts for all of the earlier ones.
+        So each token of an expert in `layer` counts for all experts that are chosen `distance` layers later, by their
+        shares.
+
+        earlier, later: number of tokens by expert, in `layer` and `distance` layers later.
         """
         weight = np.fromiter(later.values(), float) / max(1, sum(later.values()))
         more = np.multiply.outer(np.fromiter(earlier.values(), float), weight)
         self._counts_LEE[layer][np.ix_(list(earlier), list(later))] += more
 
     def expected(self, layer: int, chosen: Mapping[int, int]) -> npt.NDArray[np.float64]:
-        """Tokens (E,) that each expert can expect `distance` layers later, given the tokens by expert in `layer`.
+        """Return the expected number of tokens (E,) of each expert `distance` layers after `layer`.
 
-        All zeros where none of the chosen experts was counted.
+        They are all 0 if none of the chosen experts was counted.
+
+        chosen: number of tokens by expert in `layer`.
         """
         rows = self._counts_LEE[layer][list(chosen)]
         totals = rows.sum(axis=1)

@@ -42,7 +42,7 @@ class Asked(NamedTuple):
     form: Form
 
 
-class Answers(ABC, Generic[Given]):
+class Endpoint(ABC, Generic[Given]):
     """An endpoint that generates text, as an ASGI application.
 
     Args:
@@ -93,7 +93,7 @@ class Answers(ABC, Generic[Given]):
             await _send_stream(send, events)
 
 
-class Completions(Answers[CompletionRequest]):
+class Completions(Endpoint[CompletionRequest]):
     """The endpoint /v1/completions."""
 
     kind = CompletionRequest
@@ -123,7 +123,7 @@ class Completions(Answers[CompletionRequest]):
         return await self.model.of_text(prompt) if isinstance(prompt, str) else self.model.of_ids(prompt)
 
 
-class Chats(Answers[ChatRequest]):
+class Chats(Endpoint[ChatRequest]):
     """The endpoint /v1/chat/completions."""
 
     kind = ChatRequest

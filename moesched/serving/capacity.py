@@ -48,7 +48,7 @@ class Capacity(msgspec.Struct, frozen=True):
         """A batch that takes as much memory as requests may at most: policies plan it, and devices reserve for it.
 
         Its prompts have all of `prompt_tokens`, or as many as leave each request a token to generate, and its requests
-        end with all of `cache_tokens`.
+        end with all of `cache_tokens`. Of cut prompts no more than `chunk` tokens pass a layer together.
         """
         blocks, more = divmod(self.cache_tokens // KV_BLOCK_TOKENS, self.sequences)
         least = KV_BLOCK_TOKENS * blocks
@@ -58,7 +58,19 @@ class Capacity(msgspec.Struct, frozen=True):
         places = [
             tuple(numbers[first : first + self.sequences]) for first in range(0, len(numbers), self.sequences)
         ]
-        return Batch(tuple(prompts * self.places), least - prompt, tuple(places), served=True)
+        return Batch(
+            tuple(prompts * self.places),
+            least - prompt,
+            tuple(places),
+            prefill_chunk=self.chunk or None,
+            served=True,
+            longest=self.longest_prompt,
+        )
+
+    @property
+    def longest_prompt(self) -> int:
+        """Tokens of the longest prompt that a request may have."""
+        return min(self.prompt_tokens, self.context - 1)
 
     def require(self, request: Request) -> None:
         """Check that a request can run if it is alone.
@@ -66,10 +78,9 @@ class Capacity(msgspec.Struct, frozen=True):
         Raises:
             BadInput: its prompt, or prompt and answer together, are too long.
         """
-        longest = min(self.prompt_tokens, self.context - 1)
-        if not 1 <= request.prompt <= longest:
+        if not 1 <= request.prompt <= self.longest_prompt:
             raise BadInput(
-                f"a prompt of {request.prompt} tokens: a request may have 1 to {longest} of them: "
+                f"a prompt of {request.prompt} tokens: a request may have 1 to {self.longest_prompt} of them: "
                 "shorten it, or raise --context"
             )
         if request.new_tokens < 1:

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping
 
 from moesched.models.footprint import (
     KEPT_ROWS,
-    beside_window_bytes,
+    SCORED_ROWS,
+    beside_cache_bytes,
     exchanged_bytes,
     expert_workspace_bytes,
     layer_bytes,
@@ -63,11 +64,17 @@ class BatchBytes(ReadOnly):
         most = self._largest_first[0]
         stay = [*rows, *self._decode_rows] if chunked else rows
         self.staying = sum(staying_bytes(operations, tokens) for tokens in stay)
-        self.workspace = workspace_bytes(operations, most, max(self._decode_rows), on_gpu=on_gpu)
-        if chunked:
-            self.workspace += mask_bytes(most, max(batch.prompts))
+        scored = min(most, SCORED_ROWS) if batch.served else 0
+        self.workspace = workspace_bytes(operations, most, max(scored, *self._decode_rows), on_gpu=on_gpu)
+        cut = chunked or any(any(chunk.starts) for chunk in chunks.values())
+        if cut:
+            self.workspace += mask_bytes(most, max(batch.longest, *batch.prompts))
+        if cut or batch.served:
             self.workspace += max(
-                beside_window_bytes(operations, chunk.starts, chunk.tokens) for chunk in chunks.values()
+                beside_cache_bytes(
+                    operations, chunk.starts, chunk.tokens, self._scattered_tokens(chunk, on_gpu=on_gpu)
+                )
+                for chunk in chunks.values()
             )
         self.unpacked = unpacked_bytes(operations)
         self.in_decode = sum(layer_bytes(operations, rows) for rows in self._decode_rows)
@@ -76,6 +83,17 @@ class BatchBytes(ReadOnly):
         self.most_tokens = max(*prefill, *self._decode_rows)
         self.kv_pieces = in_pages(kv_pieces_bytes(operations, self.most_tokens))
         self._seal()
+
+    def _scattered_tokens(self, chunk: Chunk, *, on_gpu: bool) -> int:
+        """Tokens whose keys and values are copied together where blocks that others had are scattered.
+
+        A CPU decodes from blocks.
+        """
+        if not self._batch.served:
+            return 0
+        if on_gpu:
+            return self._batch.tokens_at_end(self._batch.micro_batches[chunk.micro_batch])
+        return sum(chunk.starts) + sum(chunk.tokens) + KV_BLOCK_TOKENS * len(chunk.tokens)
 
     def in_prefill(self, in_flight: int) -> int:
         """Bytes of activations within a layer in prefill, while the `in_flight` largest micro-batches are in one."""

@@ -23,13 +23,13 @@ MODEL = "mixtral-8x7b"
 """The model where none is given."""
 
 Axes = dict[str, list[Any]]
-"""The values of each axis, by a keyword of `simulate_model`, or that of a table and a key, such as "settings.ahead"."""
+"""The values of each axis by its name: a keyword of `simulate_model`, for a table with a key, as "settings.ahead"."""
 
 OPTIONS = described(ScenarioOptions)
-"""The axes, in their order: points differ in the last ones first."""
+"""The options that may be axes, in the order of loops over points: the last axis varies fastest."""
 
 PRICES = "price"
-"""A table that is no axis: dollars per hour, by machine."""
+"""Name of a table beside the axes: dollars per hour of each machine."""
 
 _MEANT = {
     bool: "true or false",
@@ -71,10 +71,10 @@ def read_sweep(path: Path) -> Sweep:
 
 
 def sweep_of_options(texts: Mapping[str, Iterable[str]]) -> Sweep:
-    """Make a sweep of the command line's options.
+    """Make a sweep from the options of the command line.
 
     Args:
-        texts: values separated by commas, by keyword; those of a table are such as "ahead=1,2".
+        texts: values of each option, by its keyword, such as "1,2"; those of a table have a key, such as "ahead=1,2".
 
     Raises:
         BadInput: as `read_sweep`.
@@ -96,12 +96,14 @@ def sweep_of_options(texts: Mapping[str, Iterable[str]]) -> Sweep:
                     f"{option_of(name)} gives {key.strip()} twice: give it once, with commas between values"
                 )
             table[key.strip()] = _split(values, name != PRICES and OPTIONS[name].item_kind is str)
-        given[name] = {key: values[0] for key, values in table.items()} if name == PRICES else table
+        given[name] = table
+        if name == PRICES:
+            given[name] = {key: values[0] if len(values) == 1 else values for key, values in table.items()}
     return _sweep_of(given, option_of)
 
 
 def merged(file: Sweep, options: Sweep) -> Sweep:
-    """Join a file's sweep with that of options, which replace axes of the same names; defaults are added.
+    """Join a file's sweep with one from options, whose axes replace those of the file; defaults are added.
 
     Raises:
         BadInput: no machine or no policy is given.
@@ -118,14 +120,14 @@ def merged(file: Sweep, options: Sweep) -> Sweep:
 
 
 def option_of(name: str) -> str:
-    """The option of the command line for a keyword, a table, or an axis of a table."""
+    """The option of the command line for an axis, such as "--set ahead" for "settings.ahead", or for a table."""
     table, dot, key = name.partition(".")
     option = OPTIONS[table].flag if table in OPTIONS else f"--{table}"
     return f"{option} {key}" if dot else option
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """A question whether the most similar known name was meant; a list of all known names if none is similar."""
+    """The end of an error about an unknown name: a question about the most similar name, or a list of all names."""
     keys = list(known)
     if not keys:
         return "they take none"
@@ -134,7 +136,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def _sweep_of(given: Mapping[str, Any], title: Callable[[str], str]) -> Sweep:
-    """Make a sweep: convert values to lists of their options' types; `title` names a key in messages."""
+    """Make a sweep from values, which are converted to lists of their options' types; `title` names keys in errors."""
     axes: Axes = {}
     prices: dict[str, float] = {}
     for name, value in given.items():
@@ -179,6 +181,6 @@ def _price(given: Any, title: str) -> float:
 
 
 def _split(text: str, plain: bool) -> list[Any]:
-    """The values between commas; numbers and truth values are converted unless the option takes `plain` text."""
+    """Split a text at commas; numbers and truth values are converted unless the option takes `plain` text."""
     items = [item.strip() for item in text.split(",")]
     return items if plain else [parse_value(item) for item in items]

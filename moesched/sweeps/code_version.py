@@ -1,4 +1,4 @@
-"""The version of the code that makes a point: a hash of the sources that a simulation runs."""
+"""The version of the code that simulates a point: a hash of its sources."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from moesched.errors import BadInput
 from moesched.seams import Policy
 
 APART = ("cli", "devices", "policies", "transports")
-"""Folders that no simulation runs; and policies, each of which counts for its own points."""
+"""Folders whose code does not count: no simulation runs it, or, of policies, it counts for points of that policy."""
 
 LIBRARIES = ("highspy", "numpy")
-"""Libraries whose results are in a simulation's figures."""
+"""Libraries that compute figures of simulations, so that their versions count."""
 
 _DIGITS = 16
 
 
 @cache
 def code_version() -> str:
-    """The version of this package and of the libraries that simulations compute with, and a hash of the sources."""
+    """The versions of this package and of `LIBRARIES`, and a hash of the sources, as text."""
     root = Path(__file__).parents[1]
     files = (path for path in root.rglob("*.py") if path.relative_to(root).parts[0] not in APART)
     versions = [f"{name} {version(name)}" for name in ("moesched", *LIBRARIES)]
@@ -33,7 +33,7 @@ def code_version() -> str:
 
 
 def policy_version(policy: type[Policy]) -> str:
-    """A hash of a policy's file, and of those in its folder that it imports, directly or not.
+    """A hash of a policy's file, and of the files in its folder that it imports, directly or not; "" without a file.
 
     Raises:
         BadInput: a file cannot be read.
@@ -47,7 +47,7 @@ def policy_version(policy: type[Policy]) -> str:
 
 
 def _collect(module: str, folder: Path, found: dict[Path, None]) -> None:
-    """Add to `found` a module's file and those of the modules that it imports, as far as they are in the folder."""
+    """Add a module's file to `found`, and the files of the modules that it imports, if they are in the folder."""
     file = _file_of(module)
     if file is None or file in found or not file.is_relative_to(folder):
         return
@@ -57,7 +57,7 @@ def _collect(module: str, folder: Path, found: dict[Path, None]) -> None:
 
 
 def _imported(file: Path, package: str) -> Iterator[str]:
-    """The names of the modules that a file imports, and of those that `from package import name` may import."""
+    """Yield the names of the modules that a file imports, and all that `from package import name` may import."""
     for node in ast.walk(ast.parse(file.read_bytes())):
         if isinstance(node, ast.Import):
             yield from (each.name for each in node.names)

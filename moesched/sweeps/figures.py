@@ -1,4 +1,4 @@
-"""Figures of a sweep's points: throughput, latency, memory, dollars; the best policy of each case; Pareto fronts."""
+"""Figures of a sweep's points: throughput, latency, memory and dollars, the best policy of each case, Pareto fronts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Metric(NamedTuple):
     Attributes:
         title: the figure with its unit, for the axis of a picture.
         best: `max` if larger values are better, otherwise `min`.
-        of: returns the figure of a line; None if it has none.
+        of: returns the figure of a line of results; None if the line has none.
     """
 
     title: str
@@ -27,7 +27,7 @@ class Metric(NamedTuple):
 
 
 class Figures(NamedTuple):
-    """Facts that figures need beside the lines of results.
+    """Facts about machines that figures need beside the lines of results.
 
     Attributes:
         fast: name of the accelerator's memory, by machine.
@@ -38,7 +38,7 @@ class Figures(NamedTuple):
     prices: Mapping[str, float]
 
     def value(self, line: Line, name: str) -> Any:
-        """The value of a metric or an axis for a line; None if the line has none, and for metrics of a failed point."""
+        """The value of a metric or an axis for a line of results; None if it has none, as metrics of a failed point."""
         if name not in METRICS:
             return axis_value(line.inputs, name)
         return None if line.failure is not None else METRICS[name].of(line, self)
@@ -71,7 +71,7 @@ METRICS = {
     "memory": Metric("peak of the accelerator's memory, GB", min, _memory),
     "dollars": Metric("dollars per million tokens", min, _dollars),
 }
-"""By name, as options have it. The latency is that of a decode step."""
+"""The metrics, by the names that options use. `latency` is that of a decode step."""
 
 
 class Best(NamedTuple):
@@ -90,13 +90,13 @@ class Best(NamedTuple):
     next_best: tuple[str, float] | None
 
 
-COUNTED = {
+AXIS_TITLES = {
     "batch_size": "batch size, requests",
     "gen": "new tokens of a request",
     "micro_batch_size": "micro-batch size, requests",
     "prefill_chunk": "chunk of prefill, tokens",
 }
-"""Axes of a sweep as those of a picture, with what they count."""
+"""Titles in a picture for axes of a sweep that are counts."""
 
 
 def title_of(name: str) -> str:
@@ -105,10 +105,10 @@ def title_of(name: str) -> str:
 
 
 def require_figure(name: str, axes: Collection[str], option: str) -> None:
-    """Require that a name is that of a metric or of an axis; `option` names it in the message.
+    """Require that a name is that of a metric or of one of `axes`; `option` is named in the error.
 
     Raises:
-        BadInput: there is none of that name.
+        BadInput: there is no metric or axis of that name.
     """
     known = [*METRICS, *axes]
     if name not in known:
@@ -149,7 +149,7 @@ def _rate(line: Line) -> float:
 
 
 def pareto_front(lines: Iterable[Line], first: str, second: str, figures: Figures) -> list[Line]:
-    """The points that no other one beats in both metrics, the best in the first metric first."""
+    """The points that no other point beats in both metrics, the best in the first metric first."""
     signs = [-1 if METRICS[name].best is max else 1 for name in (first, second)]
     placed = []
     for line in lines:

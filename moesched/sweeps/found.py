@@ -1,4 +1,4 @@
-"""All that the points of a sweep name, found and checked before the first one runs, and the keys of the points."""
+"""The models, machines and other objects that points of a sweep name, found before one runs, and the points' keys."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from moesched.system.input_file import is_file
 from moesched.units import parse_bytes
 
 Name = tuple[Any, ...]
-"""The values that determine an object of a point."""
+"""The inputs of a point that determine one of its objects, such as its machine."""
 
 _KEY_DIGITS = 32
 
 
 class Found(msgspec.Struct):
-    """The objects that points name, each once, however many points share it. Worker processes get a copy.
+    """The objects that points of a sweep name, each once; points share them. Worker processes get a copy.
 
     Attributes:
         code: the version of the package.
@@ -73,7 +73,7 @@ class Finder:
         self._digests: dict[Name, str] = {}
 
     def key(self, inputs: Inputs) -> str:
-        """Find the objects that a point names; returns the point's key, which differs if an input or the code does.
+        """Find the objects that a point names, and make the point's key, a hash of its inputs, objects and code.
 
         Raises:
             BadInput: a name is unknown, a file cannot be used, or a value is impossible.
@@ -103,7 +103,10 @@ class Finder:
         ).hexdigest()[:_KEY_DIGITS]
 
     def require_budgets(self, names: Iterable[str]) -> None:
-        """Require that each budget is for a memory of some machine, or for another known use.
+        """Require that each budget is for a memory of some machine, for page-locked memory, or for the process.
+
+        Args:
+            names: names of the budgets.
 
         Raises:
             BadInput: no machine has a memory of that name.

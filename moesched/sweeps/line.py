@@ -1,4 +1,4 @@
-"""A line of results: what a point was, and the figures of its report."""
+"""A line of results: the inputs of a point, and the figures of its report."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moesched.sweeps.points import Inputs
 from moesched.system.decoding import decode_json
 
 MOST_VALUES = 4_000_000
-"""Limit of the values in a line."""
+"""Most JSON values in a line."""
 
 LINE_START = b'{"key":"'
 """The beginning of each line."""
@@ -25,11 +25,11 @@ class Sizes(msgspec.Struct, frozen=True):
 
 
 class Line(msgspec.Struct, frozen=True, kw_only=True):
-    """The part of a line of results that tables and pictures show; the file also has the other keys of a report.
+    """The part of a line of results that tables and pictures show; in the file it has all keys of a report.
 
     Attributes:
-        key: differs if any input of the point, or the code, does.
-        failure: the reason why the point has no figures, or only some; None without a failure.
+        key: hash of the point's inputs, the objects that they name, and the code.
+        failure: the reason why the point has no figures, or only some; None if it did not fail.
     """
 
     key: str
@@ -50,7 +50,7 @@ def encode_line(
 
     Args:
         code: the version of the code.
-        report: None if the point failed before it ran.
+        report: the report of the point; None if it failed before it ran.
     """
     content: dict[str, Any] = {} if report is None else report.as_dict()
     for name in ("request_times", "micro_batch_times"):  # thousands of numbers
@@ -64,10 +64,10 @@ def parse_line(line: bytes, where: str) -> Line:
     """Read a line of results.
 
     Args:
-        where: names the line in the message.
+        where: name of the line's place, for the error.
 
     Raises:
-        BadInput: it is no line of a sweep's results.
+        BadInput: the text is not a line of a sweep's results.
     """
     return decode_json(
         line, Line, f"{where}: not a result of a sweep", "name another file with --out", most=MOST_VALUES

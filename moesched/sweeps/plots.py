@@ -11,7 +11,7 @@ from moesched.analysis.families import COLOURS
 from moesched.analysis.pictures import drawing, write_picture
 from moesched.errors import BadInput
 from moesched.sweeps.axes import Axes
-from moesched.sweeps.figures import COUNTED, METRICS, Figures, pareto_front, title_of, varying
+from moesched.sweeps.figures import AXIS_TITLES, METRICS, Figures, pareto_front, title_of, varying
 from moesched.sweeps.line import Line
 from moesched.sweeps.points import axis_value
 
@@ -25,7 +25,7 @@ MOST_PANELS = 12
 MOST_TICKS = 12
 MOST_NAMED = 20
 MUCH = 7
-"""Ratio of the largest and the smallest value from which an axis has a logarithmic scale."""
+"""An axis has a logarithmic scale if its largest value is more than this many times the smallest one."""
 
 MARKERS = "osD^v"
 SERIES_COLOURS = [*(colour for family, colour in COLOURS.items() if family != "other"), "#000000"]
@@ -38,11 +38,11 @@ SPREAD = 0.7
 """Share of a category's width over which the points of its series are spread."""
 
 OTHERS = (".", "#bbbbbb")
-"""Points of series that have none on a Pareto front."""
+"""Marker and colour of series that have no point on a Pareto front."""
 
 
 Place = tuple[Any, Any]
-"""The place of a point in a panel."""
+"""The values of a point on both axes of a picture; None for an axis on which the point has none."""
 
 
 class Picture(NamedTuple):
@@ -134,7 +134,7 @@ def _beside(number: int, count: int) -> float:
 
 
 def _divided(axes: Axes, picture: Picture) -> tuple[list[str], list[str]]:
-    """The axes that get a panel for each value, and those whose values get a series each within a panel.
+    """Divide the axes of a sweep: those with a panel for each value, and those with a series for each value in a panel.
 
     In a Pareto picture only models have panels; machines, policies and settings are series, other axes are points.
     """
@@ -153,7 +153,7 @@ def _divided(axes: Axes, picture: Picture) -> tuple[list[str], list[str]]:
 def _draw_series(
     panel: Panel, name: str, places: Sequence[Place], style: tuple[str, str], *, curve: bool
 ) -> None:
-    """Draw one curve from left to right, or only its points."""
+    """Draw the points of a series and, if `curve`, lines that join them from left to right."""
     marker, colour = style
     line = "-" if curve else "none"
     xs, ys = zip(*sorted(places), strict=True)
@@ -168,7 +168,7 @@ def _draw_front(panel: Panel, front: Sequence[Place]) -> None:
 
 def _label(panel: Panel, title: str, picture: Picture) -> None:
     panel.set_title(title, fontsize=10)
-    panel.set_xlabel(COUNTED.get(picture.x) or title_of(picture.x))
+    panel.set_xlabel(AXIS_TITLES.get(picture.x) or title_of(picture.x))
     panel.set_ylabel(title_of(picture.y))
     panel.grid(alpha=0.3)
 
@@ -203,7 +203,7 @@ def _number_logarithms(axis: XAxis | YAxis) -> None:
 
 
 def _add_legend(figure: Figure, names: Sequence[str]) -> None:
-    """One legend beside all panels, in the order of the names."""
+    """Add one legend beside all panels, with the series in the order of their names in `names`."""
     handles: dict[str, Any] = {}
     for panel in figure.axes:
         handles |= {name: handle for handle, name in zip(*panel.get_legend_handles_labels(), strict=True)}
@@ -235,10 +235,9 @@ def _grouped(lines: Iterable[Line], names: Sequence[str]) -> dict[str, list[Line
     """Group lines by their values of some axes; each key is a title with these values, in the order of the points."""
     groups: dict[str, list[Line]] = {}
     for line in lines:
-        groups.setdefault(", ".join(_told(name, axis_value(line.inputs, name)) for name in names), []).append(
-            line
-        )
-    return {title.replace(", , ", ", ").strip(", "): found for title, found in groups.items()}
+        told = (_told(name, axis_value(line.inputs, name)) for name in names)
+        groups.setdefault(", ".join(filter(None, told)), []).append(line)
+    return groups
 
 
 def _told(name: str, value: Any) -> str:

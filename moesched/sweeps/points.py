@@ -25,13 +25,13 @@ MOST_POINTS = 1_000_000
 
 
 def policies_of(axes: Axes) -> list[str]:
-    """The names of the policies; `all` is replaced by the names of all of them."""
+    """The names of the policies of a sweep; `all` is replaced by the names of all that ship."""
     names = [name for each in axes["policy"] for name in (shipped("policies") if each == ALL else [each])]
     return list(dict.fromkeys(names))
 
 
 def points_of(axes: Axes, policies: Mapping[str, type[Policy]]) -> list[Inputs]:
-    """All points, each once. A setting goes to the policies that take it.
+    """All points of a sweep, each once. A setting is given only to policies that take it.
 
     Args:
         policies: the classes of all policies, by name.
@@ -63,7 +63,7 @@ def canonical(inputs: Inputs) -> bytes:
 
 
 def axis_value(inputs: Inputs, axis: str) -> Any:
-    """The value of an axis at a point; None if the point has none, such as a setting that its policy does not take."""
+    """The value of an axis at a point; None if the point has none, as its policy does not take the setting."""
     table, dot, key = axis.partition(".")
     return inputs.get(table, {}).get(key) if dot else inputs.get(table)
 

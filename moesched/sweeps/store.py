@@ -22,10 +22,12 @@ from moesched.system.signals import signals_held
 from moesched.system.whole_file import require_writable, whole_file
 
 MOST_BYTES = 64_000_000
-"""Limit of a line; that of a generation of a million tokens has 25 MB."""
+"""Most bytes of a line; that of a generation of a million tokens has 25 MB."""
 
 
 class _Place(NamedTuple):
+    """The place of a line in the file, in bytes."""
+
     start: int
     length: int
 
@@ -85,7 +87,7 @@ class Store:
         return read
 
     def whole_lines(self, keys: Iterable[str]) -> Iterator[bytes]:
-        """The lines with these keys, as they are in the file."""
+        """Yield the lines with these keys, as they are in the file."""
         for key in keys:
             start, length = self._places[key]
             with self._reading():
@@ -162,7 +164,7 @@ def _write(descriptor: int, line: bytes) -> None:
 
 @contextmanager
 def _told(what: str, remedy: str) -> Iterator[None]:
-    """A context that turns errors of the system into BadInput with this text and remedy."""
+    """A context that converts errors of the system to BadInput with the text `what` and a remedy."""
     try:
         yield
     except OSError as error:

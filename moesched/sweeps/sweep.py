@@ -1,4 +1,4 @@
-"""A sweep: its points are found and checked, those that are missing run, and each is kept as soon as it is done."""
+"""A sweep: its points are checked, those that the file of results lacks run, and each is kept as soon as it is done."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from moesched.system.cores import usable_cores
 from moesched.system.signals import stopped_by
 
 TRIED_FIRST = 24
-"""Points that run first, from all parts of the sweep: if all of them fail, the others would too."""
+"""Number of points from all parts of the sweep that run first; if all of them fail, the sweep ends."""
 
 
 class Prepared(NamedTuple):
@@ -31,13 +31,13 @@ class Prepared(NamedTuple):
 
     @property
     def figures(self) -> Figures:
-        """The facts that figures of the sweep's points need."""
+        """The facts about machines that the figures of the sweep's points need."""
         fast = {inputs: machine.accelerator.memory for (inputs, *_), machine in self.found.machines.items()}
         return Figures(fast, self.sweep.prices)
 
 
 class SweepResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The end of a sweep.
+    """The result of a sweep, whether all of its points are done or not.
 
     Attributes:
         points: number of points.
@@ -97,12 +97,12 @@ def run_sweep(
     progress: Callable[[int, int], None] = lambda done, total: None,
     first_failure: Callable[[Line], None] = lambda line: None,
 ) -> SweepResult:
-    """Run the points that the file of results lacks; it ends early if the first few, from all parts of the sweep, fail.
+    """Run the points that the file of results lacks; the sweep ends early if the first `TRIED_FIRST` all fail.
 
     Args:
         workers: number of processes; by default one for each core.
         retry: whether points that failed run again.
-        progress: called with the number of points that are done, and of all points.
+        progress: called with (points done, all points).
         first_failure: called with the line of the first point that fails.
 
     Raises:

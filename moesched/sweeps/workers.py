@@ -31,7 +31,7 @@ Point = tuple[str, Inputs]
 """The key of a point, and its inputs."""
 
 MOST_DEATHS = 2
-"""Processes that a point may lose before it counts as failed: one may be killed for another's use of memory."""
+"""A point fails when this number of its processes were killed; one may be killed for another's use of memory."""
 
 KILLED = f"the process that simulated it was killed, {MOST_DEATHS} times, perhaps for lack of memory"
 
@@ -110,7 +110,7 @@ class Workers:
 
 
 class _Worker:
-    """One process. It ends when this end of its pipe is closed: by `kill`, or because this process ended."""
+    """One process, which ends when the writer of its pipe is closed: by `kill`, or because this process ended."""
 
     def __init__(self, found: Found) -> None:
         context: SpawnContext = get_context("spawn")
@@ -142,7 +142,7 @@ class _Worker:
 
 
 _found = Found()
-"""The objects that the points of this process name."""
+"""The objects that the sweep's points name, in a worker process."""
 
 
 def _begin(parent: Connection, found: Found) -> None:
@@ -162,7 +162,7 @@ def _end_with(parent: Connection) -> None:
 
 
 def _line_of(key: str, inputs: Inputs) -> bytes:
-    """Simulate a point; returns its line of results, with the error as `failure` if one was raised."""
+    """Simulate a point, and return its line of results; an error that was raised is its `failure`."""
     report, failure = None, None
     with forgotten_awaits() as forgotten:
         try:
@@ -182,7 +182,7 @@ def _require_unchanged(policy: str) -> None:
 
 
 def reason_of(error: BaseException) -> str:
-    """The text of an error as one line, for `failure`."""
+    """The text of an error as one line, for the `failure` of a line of results."""
     if refusal := memory_refusal(error):
         said = f"out of memory ({refusal})"
     elif isinstance(error, Exception) and is_policys(error):
@@ -194,7 +194,7 @@ def reason_of(error: BaseException) -> str:
 
 @contextmanager
 def _one_thread_each() -> Iterator[None]:
-    """A context in which processes start whose numeric libraries use one thread."""
+    """A context in which started processes have numeric libraries with one thread."""
     before = {name: os.environ[name] for name in _ONE_THREAD if name in os.environ}
     os.environ.update(_ONE_THREAD)
     try:
@@ -207,7 +207,10 @@ def _one_thread_each() -> Iterator[None]:
 
 @contextmanager
 def _signals_blocked() -> Iterator[None]:
-    """Block signals while a process starts, until it is ready; multiprocessing's first own process unblocks them."""
+    """A context in which signals are blocked, so that a process that starts in it blocks them until it is ready.
+
+    multiprocessing's own tracker, which starts with the first process, unblocks them again.
+    """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
     try:
         yield

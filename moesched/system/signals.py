@@ -129,6 +129,14 @@ def exit_code_of_signal() -> int:
     return 128 + (_signals.first or signal.SIGINT)
 
 
+def interruption() -> str:
+    """Return "interrupted", with the signal's name if a signal other than Ctrl-C ended this program."""
+    number = _signals.first
+    return (
+        "interrupted" if number in (None, signal.SIGINT) else f"interrupted ({signal.Signals(number).name})"
+    )
+
+
 @contextmanager
 def stopped_by(stop: Callable[[], object], insist: Callable[[], object] | None = None) -> Iterator[None]:
     """Call `stop` at the first signal, on the main thread, instead of raising `Stopped`.

@@ -156,12 +156,13 @@ class _Handler(SimpleHTTPRequestHandler):
 
     def do_GET(self) -> None:
         host = self.headers.get("Host", "")
+        first, _, _ = self.path.removeprefix("/").partition("/")
         # A page of another site could otherwise read the trace, under a name of its own for this address.
         if host.partition(":")[0] not in (HOST, "localhost"):
             self.send_error(HTTPStatus.FORBIDDEN, f"this server is {HOST}")
         elif self.path == "/":
             self.send_error(HTTPStatus.FORBIDDEN, "open the address that moesched view printed")
-        elif not compare_digest(self._first_part().encode(), self.server.secret.encode()):
+        elif not compare_digest(first.encode(), self.server.secret.encode()):
             super().do_GET()
         elif self.path.endswith("/"):
             self.send_response(HTTPStatus.FOUND)
@@ -174,9 +175,6 @@ class _Handler(SimpleHTTPRequestHandler):
             self.send_header("Content-Length", str(len(self.server.trace)))
             self.end_headers()
             self.wfile.write(self.server.trace)
-
-    def _first_part(self) -> str:
-        return self.path.removeprefix("/").partition("/")[0]
 
     def end_headers(self) -> None:
         self.send_header("Content-Security-Policy", _OWN_FILES_ONLY)

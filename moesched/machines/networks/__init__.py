@@ -42,12 +42,12 @@ class Network(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 def network_names() -> list[str]:
-    """Return the names of the shipped profiles."""
+    """Return the names of the shipped profiles of networks."""
     return profile_names("moesched.machines.networks")
 
 
 def load_network(name_or_file: str) -> Network:
-    """Load a shipped profile by its name, or a TOML file by its path.
+    """Load a network: a shipped profile by its name, or a TOML file by its path.
 
     Raises:
         BadInput: there is no such profile or file, or the file does not describe a network.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from moesched.machines import Machine
 from moesched.reproduce.report import Section, rounded
 from moesched.reproduce.twiddler import llama_cpp
 from moesched.reproduce.twiddler.dispatch import Progress, Rows, beam_by_beam
@@ -31,7 +30,7 @@ def variants(paper: TwiddlerPaper, on_progress: Progress) -> Section:
         "as elsewhere on this page": measured,
         "a copy takes 2 times the GPU's compute": with_ratio(2.0),
         "the GPU reads weights as fast as its memory": with_ratio(None),
-        "the CPU: a step, then a line (the profile)": _as_the_profile,
+        "the CPU: a step, then a line (the profile)": lambda machine: machine,
     }
     rows: Rows = []
     for name, change in assumed.items():
@@ -40,10 +39,6 @@ def variants(paper: TwiddlerPaper, on_progress: Progress) -> Section:
             for bench in changed:
                 rows.append({"assumed": name, "environment": bench.environment.name, **_ratios(bench, paper)})
     return paper.section("variants", rows, steps=STEPS)
-
-
-def _as_the_profile(machine: Machine) -> Machine:
-    return machine
 
 
 def _ratios(bench: Bench, paper: TwiddlerPaper) -> dict[str, float]:
