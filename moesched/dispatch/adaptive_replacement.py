@@ -11,8 +11,9 @@ from moesched.models.layout import Page
 class AdaptiveReplacement:
     """Eviction rule: ARC (Megiddo and Modha, FAST 2003), as Fate (arXiv 2502.12224) uses it.
 
-    Pages used in one step are one part, those used in several steps another. Each part remembers the pages that were
-    evicted from it, up to the size of the cache; if one of them comes back, its part gets more room.
+    The rule keeps two lists: pages used in only one step, and pages used in several steps. For each list the rule also
+        remembers pages evicted from the list, at most as many as the cache holds. If a remembered page is fetched
+        again, the target size of its list grows and that of the other one shrinks.
     """
 
     def __init__(self) -> None:
@@ -45,7 +46,13 @@ class AdaptiveReplacement:
         return pages[number]
 
     def _learn(self, number: int) -> bool:
-        """Shift the balance if this page was evicted lately; return whether it was, so that it counts as frequent."""
+        """Adapt the balance of the two lists if a page that enters the cache was evicted lately.
+
+        number: id of the page.
+
+        Returns:
+            Whether the page was evicted lately; it then joins the list of pages used in several steps.
+        """
         recent, frequent = self._lost
         if number in recent:
             self._target += max(1.0, len(frequent) / len(recent))

@@ -14,29 +14,31 @@ from moesched.steps.eviction_rule import Eviction
 
 @runtime_checkable
 class TakesScores(Protocol):
-    """An eviction rule that takes router scores from the policy."""
+    """An eviction rule that accepts router scores from the policy."""
 
     def scored(self, layer: int, scores: Sequence[float]) -> None:
-        """Record the scores of all experts of a layer, such as those of an awaited `route`."""
+        """Record the router's scores of all experts of a layer, indexed by expert."""
 
 
 @runtime_checkable
 class TakesPreviews(Protocol):
-    """An eviction rule that takes forecasts of experts from the policy."""
+    """An eviction rule that accepts forecasts of the experts that tokens will choose."""
 
     def previewed(self, layer: int, tokens: Mapping[int, int]) -> None:
         """Record, for each expert of a layer, the number of tokens that are forecast to choose it."""
 
 
 class CachedExperts:
-    """The set of experts in a cache; an eviction rule names the next one to leave. An `ExpertPool` has their slots.
+    """The set of experts in a cache; an eviction rule decides which expert leaves when the cache is full.
 
-    The rule sees each expert as its first page. Every chosen expert counts as used, in the cache or not and wherever it
-    runs: once per layer and step, with the tokens of all micro-batches.
+    This class only does the bookkeeping; the memory is an `ExpertPool`. To the rule, the first page of an expert stands
+    for the whole expert. The rule is told of every chosen expert, even if the expert is not in the cache or runs on the
+    host: once per layer and step, with the number of tokens of all micro-batches together.
 
     Args:
-        rule: the eviction rule; no other cache may use this object.
-        room: the most experts in the cache.
+        layout: the pages of the model.
+        rule: the eviction rule, or its class; no other cache may use the same object.
+        room: the largest number of experts in the cache.
         held: experts that are in the cache before the first step.
 
     Raises:
@@ -63,19 +65,21 @@ class CachedExperts:
     def hits(self, layer: int, chosen: Mapping[int, int], step: int) -> list[int]:
         """Report a layer's chosen experts to the rule; return those that are in the cache, in ascending order.
 
-        chosen: number of tokens by expert.
+        chosen: for each chosen expert, the number of tokens that chose the expert.
         step: number of the step; never lower than in an earlier call.
         """
         self._ruled.use_all(self._first[layer], chosen, step)
         return sorted(chosen.keys() & self._here[layer])
 
     def enter(self, expert: Expert, step: int) -> Expert | None:
-        """Add an expert to the cache; return the expert that leaves it, or None if there was room.
+        """Add an expert to the cache; return the expert that leaves the cache, or None if there was room.
 
-        The rule may choose the added expert itself to leave.
+        The expert that leaves may be the added one.
+
+        step: number of the step.
 
         Raises:
-            PolicyError: the rule failed, or named a page that is no expert's in the cache.
+            PolicyError: the rule failed, or chose a page that is not the first page of an expert in the cache.
         """
         layer, number = expert
         ruled = self._ruled
@@ -106,7 +110,7 @@ class CachedExperts:
 
 
 class _FirstPages(dict[int, list[Page]]):
-    """The first page of each expert, by layer; a layer is looked up when it is first used."""
+    """The first page of each expert of a layer, by the layer's number; computed when a layer is first looked up."""
 
     def __init__(self, layout: WeightLayout) -> None:
         self._layout = layout

@@ -12,16 +12,19 @@ from moesched.steps.step import Step
 class CachedLayers(LayerByLayer):
     """Base of policies that run every expert on the accelerator, and prefetch experts of later layers.
 
-    A policy defines `plan`, which calls `cache_in`, and calls `prefetches.fetch` in its own `route_and_run`.
+    A policy defines `plan`, in which it calls `cache_in`, and `route_and_run`, in which it calls `prefetches.fetch`.
     """
 
     def cache_in(self, cache: PooledExperts) -> None:
-        """Set the cache for experts, both those that run and those that are prefetched; call it in `plan`."""
+        """Set the cache from which experts run and into which experts are prefetched; call this method in `plan`."""
         self.cache = cache
         self.prefetches = Prefetches(cache)
 
     def run_experts(self, step: Step, i: int, routed: Routed) -> None:
-        """Run the chosen experts of layer i: those in the cache first, others as they arrive."""
+        """Run the chosen experts of layer i: those in the cache first, then the others as their weights arrive.
+
+        routed: for each micro-batch, the number of its tokens that chose each expert.
+        """
         users = users_of(routed)
         coming = self.prefetches.settle(step, i, routed)
         hits = self.cache.routed(step, i, routed)

@@ -1,7 +1,8 @@
 """Eviction rules, for `plan.pool(..., replacement=rule)` and for `CachedExperts`.
 
-A rule's `choose` returns the page to evict. Make a new object for every cache. Ties are broken by the order of the
-model's pages, so that equal runs evict equal pages.
+A rule has a method `used`, which is told of each use of a page, and a method `choose`, which returns the page to evict.
+Each cache needs a rule object of its own. Among equal candidates a rule evicts the page that comes first in the model,
+so that equal runs evict equal pages.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ HALF_LIFE = 512
 
 
 class LeastRecentlyUsed:
-    """Eviction rule: evict the page whose last use is the longest ago. The pool's "lru" does the same, but faster."""
+    """Eviction rule: evict the least recently used page.
+
+    The string "lru" as a pool's replacement does the same, but faster.
+    """
 
     def __init__(self) -> None:
         self._order: OrderedDict[int, None] = OrderedDict()
@@ -42,10 +46,11 @@ class LeastRecentlyUsed:
 
 
 class LowestRank(ABC):
-    """Base of eviction rules that rank pages: evict the page of the lowest rank, of equals the first one of the model.
+    """Base of eviction rules that rank pages: the page with the lowest rank is evicted.
 
-    Ranks are kept in a heap, so that choosing is fast in a large cache. A page's rank may rise at any time; if ranks
-    fell, call `rank_all`.
+    If several pages have the lowest rank, the one that comes first in the model is evicted. Ranks are kept in a heap,
+    so that choosing is fast in a large cache. A page's rank may rise at any time; after ranks fell, a subclass calls
+    `rank_all`.
     """
 
     def __init__(self) -> None:
@@ -55,14 +60,17 @@ class LowestRank(ABC):
 
     @abstractmethod
     def rank(self, page: Page) -> tuple[int, ...]:
-        """Return the page's rank; all ranks have equal length."""
+        """Return the page's rank, a tuple of integers; the lowest tuple is evicted first, and all have equal length."""
 
     @abstractmethod
     def used(self, page: Page, step: int, tokens: int) -> None:
-        """Record a use of a page; call `add` if tokens is 0, which means that the page comes to the cache."""
+        """Record that a page was used by `tokens` tokens in a step.
+
+        With 0 tokens the page is not used but enters the cache; the method then has to call `add`.
+        """
 
     def add(self, page: Page) -> None:
-        """Add a page that comes to the cache to those that may be evicted."""
+        """Add a page that enters the cache to the pages that may be evicted."""
         number = page.id
         if number not in self._in_heap:
             self._in_heap.add(number)
@@ -83,13 +91,16 @@ class LowestRank(ABC):
         return min(pages.values(), key=lambda page: (rank(page), page.id))
 
     def rank_all(self) -> None:
-        """Compute the ranks of all pages anew; call it after ranks fell."""
+        """Compute the ranks of all pages anew; subclasses call this method after ranks fell."""
         self._heap = [(self.rank(page), number, page) for _, number, page in self._heap]
         heapify(self._heap)
 
 
 class LeastFrequentlyUsed(LowestRank):
-    """Eviction rule: evict the page that the fewest tokens used in the whole run, in the cache or not."""
+    """Eviction rule: evict the page that the fewest tokens have used since the start of the run.
+
+    Uses count whether or not the page was in the cache.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,9 +116,10 @@ class LeastFrequentlyUsed(LowestRank):
 
 
 class LeastRecentStep(LowestRank):
-    """Eviction rule: evict the page last used in the earliest step; of equals, the one that the fewest tokens used.
+    """Eviction rule: evict the page whose last use was in the earliest step.
 
-    Layers run in a fixed order: plain LRU would evict the pages of the next layers, which were used the longest ago.
+    Among pages last used in the same step, the one that the fewest tokens have used is evicted. Layers run in a fixed
+    order, so plain LRU would evict the pages of the next layers, whose last use is the longest ago.
     """
 
     def __init__(self) -> None:
@@ -129,16 +141,17 @@ class LeastRecentStep(LowestRank):
 
 
 class FrequencyClasses(LowestRank):
-    """Eviction rule: evict the page of the lowest frequency class; of equals, the least recently used one.
+    """Eviction rule: evict the page of the lowest frequency class; within a class, the least recently used page.
 
-    A page's class is the largest power of two up to the number of steps that used it, so that small differences do not
-    count. These numbers are halved from time to time, so that what was popular long ago does not stay for ever.
+    A page's use count is the number of steps that used the page. Its class is the largest power of two that is not
+    above the use count, so that small differences do not matter. Every `half_life` steps all use counts are halved, so
+    that pages that were popular long ago can be evicted.
 
     Modelled on the expert cache proposed for llama.cpp (pull request 24524 and its forks), which halves its counts
-    every 512 decode steps and admits an expert from its second use on. Powers of two are our reading of "frequency
-    classes". Admission is left to the policy, which need not fetch an expert.
+    every 512 decode steps and admits an expert from its second use on. The pull request says "frequency classes"; that
+    these are powers of two is our reading. A policy decides itself which experts to fetch.
 
-    half_life: number of steps after which all numbers are halved.
+    half_life: number of steps after which all use counts are halved.
 
     Raises:
         BadInput: the half-life is below 1.
@@ -180,13 +193,16 @@ class FrequencyClasses(LowestRank):
 class LeastStale:
     """Eviction rule: Least-Stale of SpecMD (Hoang et al. 2026, arXiv 2602.03921); evict pages of earlier steps first.
 
-    Layers take turns, so recency says little: the page used the longest ago may belong to the next layer. Pages
-    that this step neither used nor fetched are stale and are evicted first: those of layers that the step has passed,
-    which are not needed before the next step, in the order of their layers; then those of later layers, the last layer
-    first. Pages of this step follow in the same order, so prefetched pages of later layers stay the longest.
+    Layers run in a fixed order, so recency says little: the least recently used page may belong to the next layer. A
+    page is stale if the current step has neither used nor fetched the page. Pages are evicted in this order:
 
-    The paper's abstract and accounts of it by others give the two criteria, the forward pass and the layer's position.
-    The order within each of the four groups is our reading.
+        1. stale pages of layers before the current one, the first layer first: this step no longer needs them;
+        2. stale pages of the current and later layers, the last layer first;
+        3. other pages of layers before the current one, the first layer first;
+        4. other pages of the current and later layers, such as prefetched ones, the last layer first.
+
+    The two criteria, staleness and the layer's position, are those of the paper's abstract and of accounts of the paper
+    by others. The order within the four groups is our reading.
     """
 
     def __init__(self) -> None:
@@ -231,13 +247,14 @@ class LeastStale:
 
 
 class LowestScore:
-    """Eviction rule: evict the page of the expert with the lowest average router score (HybriMoE's minus recent score).
+    """Eviction rule: evict the page of the expert whose average router score is the lowest.
 
-    The policy passes the scores of a layer's experts to `scored`, which updates moving averages. HybriMoE (Zhong et al.
-    2025, arXiv 2504.05897) averages only scores of each token's likeliest experts, more than are chosen; here all
-    experts have scores, see `Plan.request_scores`. Pages without a score, such as dense ones, are evicted first.
+    The policy passes the router scores of a layer's experts to `scored`, which updates a moving average for each
+    expert. HybriMoE (Zhong et al. 2025, arXiv 2504.05897) averages only the scores of the likeliest experts of each
+    token; here all experts have scores (see `Plan.request_scores`). Pages without a score, such as dense ones, are
+    evicted first.
 
-    weight: weight of new scores in the average, above 0 and up to 1. The paper's value is not known to us.
+    weight: weight of a new score in the moving average, above 0 and up to 1. The paper's value is not known to us.
 
     Raises:
         BadInput: the weight is out of range.

@@ -1,4 +1,7 @@
-"""Latencies of an expert on each processor and of its transfer, to decide where it runs (Twiddler, Appendix A)."""
+"""Latencies of running an expert on host or accelerator and of moving its weights (Twiddler, Appendix A).
+
+Policies compare these latencies to decide on which processor an expert runs.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +21,18 @@ MANY_ROWS = 1024
 
 
 class ExpertLatencies:
-    """Latencies in seconds of one expert of a plan's model on the plan's machine, without contention.
+    """Latencies in seconds of one expert of a plan's model on the plan's machine, if nothing else runs.
 
     Args:
-        cost: model that gives the latencies; by default the machine's calibration, or its roofline if it has none.
+        plan: the plan, which has the model and the machine.
+        cost: cost model that gives the latencies; None for the machine's calibration, or its roofline without one.
 
     Attributes:
-        transfer: moving one expert's weights from their source to the accelerator (`trans_lat`); 0 if they are there.
-        at_host: computing a number of tokens on the host (`cpu_lat`).
-        at_accelerator: computing a number of tokens on the accelerator, with the weights already there (`gpu_lat`).
+        transfer: seconds to move one expert's weights from the memory where they are kept to the accelerator; 0 if they
+            are kept there (`trans_lat` in the paper).
+        at_host: function from a number of tokens to the seconds of one expert on the host (`cpu_lat`).
+        at_accelerator: function from a number of tokens to the seconds of one expert on the accelerator, whose memory
+            has the expert's weights (`gpu_lat`).
     """
 
     def __init__(self, plan: Plan, cost: CostModel | None = None) -> None:
@@ -51,7 +57,11 @@ class ExpertLatencies:
         self._side_by_side: dict[int, tuple[float, float]] = {}
 
     def moving(self, pages: Sequence[Page], source: Role | None = None, to: Role = "accelerator") -> float:
-        """Return the seconds to move pages in one transfer; without `source`, from where the weights live."""
+        """Return the seconds to move pages in one transfer; 0 if source and destination are the same memory.
+
+        source: the memory that pages are read from; None for the memory where all weights are kept.
+        to: the memory that pages are written to.
+        """
         memory = self._roles.weights if source is None else self._plan.memory(source).name
         destination = self._plan.memory(to).name
         if memory == destination:
@@ -69,7 +79,15 @@ class ExpertLatencies:
         return alone + each * rows
 
     def side_by_side(self, tokens: int) -> tuple[float, float]:
-        """Return relative speeds of a host expert of about `tokens` tokens and a transfer beside it; 1 is alone."""
+        """Return the speeds of an expert on the host and of a transfer of weights while both run.
+
+        A speed of 1 is that of running alone; both are less where they share the bandwidth of host memory.
+
+        tokens: number of tokens of the expert, which is rounded up to a power of two.
+
+        Returns:
+            (speed of the expert, speed of the transfer).
+        """
         about = 1 << (tokens - 1).bit_length()
         rates = self._side_by_side.get(about)
         if rates is None:
@@ -90,7 +108,14 @@ class ExpertLatencies:
         return self._cost.work(Work(f"expert at {at}", processor, flops, nbytes, tokens, parts, rate))
 
     def _line(self, source: str, destination: str, kind: str) -> tuple[float, float]:
-        """Fit a copy's latency: return its fixed seconds and its seconds per row."""
+        """Fit a line to the latency of copying rows from one memory to another.
+
+        source, destination: names of the memories.
+        kind: kind of task that copies the rows, such as "load_routed".
+
+        Returns:
+            (seconds that each copy takes whatever its size, further seconds per row).
+        """
         if source == destination:
             return 0.0, 0.0
         one, many = (

@@ -1,7 +1,7 @@
-"""Placement of experts in fast memory: rank them all, and keep the first that fit (Twiddler, section 3.4).
+"""Placement of experts in the accelerator's memory: rank all experts, and keep the first that fit.
 
-Dense weights, which every token needs, always stay. A popularity is the number of tokens that chose each expert, as
-[layers][experts].
+This is section 3.4 of the Twiddler paper. Dense weights, which every token needs, are always kept. A popularity is a
+table [layers][experts] of the number of tokens that chose each expert.
 """
 
 from __future__ import annotations
@@ -28,9 +28,11 @@ def order_of(strategy: str, popularity: Popularity, seed: int = 0) -> list[Exper
     """Rank all experts, the one to keep first at the front; equally popular ones are spread evenly over the layers.
 
     Args:
-        strategy: "popular", the most popular first; "worst", the least popular first; "random", by `seed`; "front",
-            layer after layer; "balanced", the same number of every layer, the most popular of each first.
-        popularity: tokens that chose each expert, as [layers][experts]; empty rows for layers without experts.
+        strategy: "popular" puts the most popular experts first; "worst" the least popular ones; "random" shuffles them
+            by `seed`; "front" puts the first layer's experts first, then the second layer's, and so on; "balanced"
+            takes the most popular expert of every layer, then the second of every layer, and so on.
+        popularity: number of tokens that chose each expert, as [layers][experts]; empty rows for layers without
+            experts.
 
     Raises:
         BadInput: there is no such strategy.
@@ -52,7 +54,9 @@ def order_of(strategy: str, popularity: Popularity, seed: int = 0) -> list[Exper
 
 
 def popularity_of(plan: Plan, path: str = "") -> Popularity:
-    """Read popularities from a routing profile in a file; without a path, all experts are equally popular.
+    """Read the popularity of all experts, as [layers][experts], from a file with a routing profile.
+
+    path: the file; "" makes all experts equally popular.
 
     Raises:
         BadInput: the file cannot be read, is not a profile, or belongs to another model.
@@ -72,7 +76,10 @@ def keep_dense(plan: Plan) -> None:
 
 
 def keep_experts(plan: Plan, order: Iterable[Expert], most: int | None = None) -> frozenset[Expert]:
-    """Keep the first experts of `order` on the accelerator, as many as fit and at most `most`; return those kept."""
+    """Keep the first experts of `order` on the accelerator, as many as fit; return those kept.
+
+    most: the largest number of experts to keep; None for no limit.
+    """
     left = plan.free("accelerator")
     resident: list[Expert] = []
     pages: list[Page] = []
@@ -88,10 +95,10 @@ def keep_experts(plan: Plan, order: Iterable[Expert], most: int | None = None) -
 
 
 def leave_on_host(plan: Plan, resident: frozenset[Expert] = frozenset()) -> Fixed | None:
-    """Keep all experts that are not `resident` in host memory.
+    """Keep all experts except those in `resident` in host memory.
 
     Returns:
-        The pages kept in host memory; None if all weights live in host memory anyway.
+        The pages kept in host memory; None if all weights are in host memory anyway.
     """
     if plan.machine.weights_on_host and not plan.machine.unified:
         return None
@@ -102,7 +109,10 @@ def leave_on_host(plan: Plan, resident: frozenset[Expert] = frozenset()) -> Fixe
 
 
 def users_of(routed: Routed) -> Mapping[int, Sequence[int]]:
-    """Map each chosen expert, in ascending order, to the micro-batches that chose it."""
+    """Map each chosen expert, in ascending order, to the micro-batches that chose the expert.
+
+    routed: for each micro-batch, the number of its tokens that chose each expert.
+    """
     if len(routed) == 1:
         [(only, chosen)] = routed.items()
         return dict.fromkeys(sorted(chosen), (only,))
@@ -114,7 +124,10 @@ def users_of(routed: Routed) -> Mapping[int, Sequence[int]]:
 
 
 def tokens_of(routed: Routed) -> Mapping[int, int]:
-    """Map each chosen expert to the number of tokens, of all micro-batches, that chose it."""
+    """Map each chosen expert to the number of tokens of all micro-batches that chose the expert.
+
+    routed: for each micro-batch, the number of its tokens that chose each expert.
+    """
     if len(routed) == 1:
         return next(iter(routed.values()))
     tokens: dict[int, int] = {}
@@ -125,7 +138,12 @@ def tokens_of(routed: Routed) -> Mapping[int, int]:
 
 
 def seconds_of(latency: Callable[[int], float], routed: Routed, experts: Iterable[int]) -> dict[int, float]:
-    """Map each expert to its seconds: the sum of `latency` of its tokens, over the micro-batches that chose it."""
+    """Map each expert to the seconds that its tokens take, if each micro-batch's tokens run on their own.
+
+    latency: function from a number of tokens to seconds.
+    routed: for each micro-batch, the number of its tokens that chose each expert.
+    experts: the experts to compute the seconds of.
+    """
     if len(routed) == 1:
         [chosen] = routed.values()
         return {expert: latency(chosen[expert]) for expert in experts}
@@ -136,5 +154,8 @@ def seconds_of(latency: Callable[[int], float], routed: Routed, experts: Iterabl
 
 
 def _ranked(row: Sequence[float]) -> list[int]:
-    """Return a layer's experts, the most popular first."""
+    """Return a layer's experts, the most popular first.
+
+    row: number of tokens that chose each expert.
+    """
     return sorted(range(len(row)), key=lambda expert: -row[expert])

@@ -10,7 +10,7 @@ from moesched.steps.step import Step
 
 
 def experts_that_fit(plan: Plan) -> int:
-    """Return the number of experts that fit in the free memory of the accelerator, in slots of equal size."""
+    """Return the number of experts that fit in the accelerator's free memory, in slots of equal size."""
     return plan.free("accelerator") // _slots_bytes(plan)
 
 
@@ -21,19 +21,20 @@ def all_fit(plan: Plan) -> bool:
 
 
 def host_has_experts(plan: Plan) -> bool:
-    """Test whether the host has a memory of its own that holds all experts, or has room for them."""
+    """Test whether the host has a memory separate from the accelerator's in which all experts are kept or would fit."""
     if plan.machine.unified or plan.machine.weights_on_host:
         return not plan.machine.unified
     return sum(plan.slot_bytes(page) for page in plan.layout.pages if page.expert >= 0) <= plan.free("host")
 
 
 class ExpertPool:
-    """A pool on the accelerator with slots for whole experts; only `evict` and `withdraw` free slots.
+    """A pool of slots for whole experts in the accelerator's memory; only `evict` and `withdraw` free slots.
 
     Args:
+        plan: the plan in which the pool is declared.
         room: number of experts that the pool has slots for.
         filled: experts that are in the pool before the first step.
-        on_host: whether to keep all experts in host memory and fetch from there.
+        on_host: whether to keep all experts in host memory and fetch them from there.
     """
 
     def __init__(self, plan: Plan, room: int, filled: Iterable[Expert], *, on_host: bool) -> None:
@@ -55,14 +56,14 @@ class ExpertPool:
         return all(map(step.arrived, self._pages[expert]))
 
     def fetch(self, step: Step, expert: Expert) -> None:
-        """Fetch an expert that is needed now; if it is being prefetched, make its transfers urgent."""
+        """Fetch an expert that is needed now; if the expert is already being prefetched, make its transfers urgent."""
         if expert in self:
             step.promote(self._pages[expert], self._pool)
         else:
             step.fetch(self._pages[expert], self._pool, source=self._source, urgent=True)
 
     def prefetch(self, step: Step, expert: Expert) -> bool:
-        """Fetch an expert that may be needed, page by page, at the lowest priority; return True."""
+        """Fetch an expert that may be needed later, page by page, at the lowest priority; always return True."""
         for page in self._pages[expert]:
             step.fetch([page], self._pool, source=self._source, speculative=True)
         return True
@@ -74,12 +75,12 @@ class ExpertPool:
                 step.evict([page], self._pool)
 
     def evict(self, step: Step, expert: Expert) -> None:
-        """Drop an expert's pages, so that its slots are free."""
+        """Evict an expert's pages, so that their slots are free."""
         step.evict(self._pages[expert], self._pool)
 
 
 def _slots_bytes(plan: Plan) -> int:
-    """Return the bytes of the slots of one expert."""
+    """Return the bytes of the slots that one expert takes: as many as the largest expert has pages, of equal size."""
     return len(plan.layout.an_expert) * max(
         plan.slot_bytes(page) for page in plan.layout.pages if page.expert >= 0
     )

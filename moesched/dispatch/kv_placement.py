@@ -16,10 +16,10 @@ from moesched.steps.step import Step
 def split_kv(plan: Plan, on_gpu: float) -> None:
     """Place the KV caches of a share of the micro-batches on the accelerator, and the others on the host.
 
-    Both kinds of micro-batch alternate as evenly as possible, so that neither processor gets long runs of attention.
-    The cache of a single micro-batch is divided by layers in the same way.
+    Micro-batches of both kinds alternate as evenly as possible, so that neither processor gets long runs of attention.
+    If there is only one micro-batch, the layers of its cache are divided in this way instead.
 
-    on_gpu: the share of micro-batches on the accelerator, from 0 to 1.
+    on_gpu: the share of micro-batches, or layers, on the accelerator, from 0 to 1.
 
     Raises:
         BadInput: the share is out of range.
@@ -43,7 +43,10 @@ def evenly(count: int, chosen: int) -> list[int]:
 
 
 def _by_layers(plan: Plan) -> bool:
-    """Test whether the KV cache is divided by layers: for a single micro-batch without beams."""
+    """Test whether layers rather than micro-batches are divided between accelerator and host.
+
+    Layers are divided if there is a single micro-batch, a single pipeline stage and no beam search.
+    """
     return len(plan.micro_batches) == 1 and len(plan.stages) == 1 and plan.batch.beams == 1
 
 
@@ -55,7 +58,7 @@ def _place_layers(plan: Plan, here: list[int]) -> None:
 def place_kv_that_fits(plan: Plan, experts: int) -> None:
     """Place the KV caches of as many micro-batches as fit on the accelerator, and the others on the host.
 
-    The cache of a single micro-batch is divided: as many layers as fit.
+    If there is only one micro-batch and its cache does not fit, as many layers of the cache as fit are placed.
 
     experts: number of experts to leave room for on the accelerator, in addition to the dense weights.
     """
@@ -76,16 +79,16 @@ def place_kv_that_fits(plan: Plan, experts: int) -> None:
 
 
 def place_kv_and_dense(plan: Plan, experts: int) -> None:
-    """Place the KV caches that fit, and keep the dense weights, on the accelerator.
+    """Place the KV caches that fit on the accelerator, and keep the dense weights there; other caches go to the host.
 
-    experts: number of experts to leave room for, too.
+    experts: number of experts to leave room for on the accelerator, in addition to caches and dense weights.
     """
     place_kv_that_fits(plan, experts)
     keep_dense(plan)
 
 
 def _fitting(plan: Plan, beside: int) -> list[int]:
-    """Return the first micro-batches whose KV caches fit the accelerators together with all declared before.
+    """Return the first micro-batches whose KV caches fit in the memory that the plan has left on each accelerator.
 
     beside: further bytes to keep free on each accelerator, for later declarations.
     """
@@ -103,7 +106,10 @@ def _fitting(plan: Plan, beside: int) -> list[int]:
 
 
 def _fitting_layers(plan: Plan, beside: int) -> list[int]:
-    """Return the layers whose KV cache of the single micro-batch fits, with `beside` bytes kept free."""
+    """Return layers, spread evenly, whose KV cache fits on the accelerator; for a plan with a single micro-batch.
+
+    beside: bytes to keep free on the accelerator.
+    """
     left = plan.free("accelerator") - beside - plan.reservations.sizes.device_kv(plan.micro_batches)
     sizes = [plan.reservations.cache_bytes(plan.micro_batches, [layer]) for layer in plan.layers]
     for count in reversed(plan.layers):
@@ -114,7 +120,10 @@ def _fitting_layers(plan: Plan, beside: int) -> list[int]:
 
 
 def attend(step: Step, i: int, j: int) -> None:
-    """Submit attention of micro-batch j in layer i where its KV cache is; in prefill, on the accelerator."""
+    """Submit attention of micro-batch j in layer i on the processor whose memory has the micro-batch's KV cache.
+
+    In prefill, attention always runs on the accelerator.
+    """
     if step.phase(j) == "prefill" or step.kv_on_accelerator(j, i):
         attend_on_accelerator(step, i, j)
     else:
@@ -124,9 +133,10 @@ def attend(step: Step, i: int, j: int) -> None:
 
 
 def attend_on_accelerator(step: Step, i: int, j: int) -> None:
-    """Submit attention of micro-batch j in layer i on the accelerator; save new keys and values of a cache on the host.
+    """Submit attention of micro-batch j in layer i on the accelerator.
 
-    In decode, submit `load_kv` before this for a KV cache on the host.
+    If the micro-batch's KV cache is on the host, new keys and values are copied there; in decode, submit `load_kv`
+    first.
     """
     step.attention(i, j)
     if not step.kv_on_accelerator(j, i):

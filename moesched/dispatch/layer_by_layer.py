@@ -14,8 +14,8 @@ from moesched.steps.verbs.experts import At
 class LayerByLayer(ABC):
     """Base of policies that choose a processor for each expert.
 
-    The routing of a group of micro-batches (or of chunks of a long prompt) is known before the first expert runs. So
-    each expert is fetched at most once per group, and its processor is chosen once.
+    A group of micro-batches (or of chunks of a long prompt) is routed before the first expert runs. So each expert is
+    fetched at most once per group, and its processor is chosen once.
 
     A policy defines `plan` and `run_experts`. It may override `route_and_run`, for instance to await forecasts between
     routing and experts. The other methods are for use in `run_experts`.
@@ -25,7 +25,7 @@ class LayerByLayer(ABC):
     """Number of micro-batches that are routed together in a layer; None for all."""
 
     async def prefill(self, step: Step) -> None:
-        """Schedule a step of prompts; `decode` is the same method."""
+        """Schedule a step, layer by layer; prefill and decode use this same method."""
         for j in step.micro_batches:
             step.embed(j)
         for i in step.layers:
@@ -42,28 +42,34 @@ class LayerByLayer(ABC):
     decode = prefill
 
     async def route_and_run(self, step: Step, i: int, micro_batches: Sequence[int]) -> None:
-        """Route these micro-batches in layer `i`, and run the experts that they chose."""
+        """Route a group of micro-batches in layer `i`, and run the experts that they chose."""
         routing = {j: step.route(i, j) for j in micro_batches}
         self.run_experts(step, i, {j: await handle for j, handle in routing.items()})
 
     @abstractmethod
     def run_experts(self, step: Step, i: int, routed: Routed) -> None:
-        """Run the experts of layer `i` that these micro-batches chose.
+        """Run the experts of layer `i` that a group of micro-batches chose.
 
-        routed: number of tokens by micro-batch and chosen expert.
+        routed: for each micro-batch, the number of its tokens that chose each expert.
         """
 
     def run_expert(
         self, step: Step, i: int, expert: int, users: Iterable[int], at: At = "accelerator"
     ) -> None:
-        """Run an expert in one task for each of its users, the micro-batches that chose it."""
+        """Run an expert in one task for each of `users`, the micro-batches that chose the expert."""
         for j in users:
             step.run_expert(i, expert, j, at=at)
 
     def run_on_host(
         self, step: Step, i: int, experts: Sequence[int], users: Mapping[int, Sequence[int]]
     ) -> list[int]:
-        """Run experts on the host for their users, in order; return the micro-batches whose outputs to load back."""
+        """Run experts on the host, in order, for the micro-batches that chose them.
+
+        users: for each expert, the micro-batches that chose the expert.
+
+        Returns:
+            The micro-batches whose expert outputs are then on the host; pass them to `load_back`.
+        """
         back = sorted({j for expert in experts for j in users[expert]})
         for j in back:
             step.offload_routed(i, j)
@@ -72,7 +78,7 @@ class LayerByLayer(ABC):
         return back
 
     def load_back(self, step: Step, i: int, micro_batches: Iterable[int]) -> None:
-        """Copy the outputs of experts on the host for these micro-batches to the accelerator."""
+        """Copy the outputs of a layer's host experts for these micro-batches to the accelerator."""
         for j in micro_batches:
             step.load_routed(i, j)
 

@@ -1,4 +1,7 @@
-"""Division of a layer's experts between host and accelerator; results are cached, since layers often repeat."""
+"""Division of a layer's experts between host and accelerator.
+
+Divisions are cached, since layers often have the same numbers of tokens per expert.
+"""
 
 from __future__ import annotations
 
@@ -33,6 +36,7 @@ class LayerDecisions:
     """Divides the experts of a layer between host and accelerator so that the layer ends as early as possible.
 
     Args:
+        latencies: seconds of an expert on each processor, and of moving its weights.
         on_host: whether the host can run experts that are not on the accelerator; otherwise these are all fetched.
         resident_on_host: whether the host can also run experts that are on the accelerator.
 
@@ -48,7 +52,11 @@ class LayerDecisions:
         self._remembered = lru_cache(REMEMBERED)(self._decide)
 
     def divide(self, routed: Routed, here: Collection[int]) -> Division:
-        """Divide the experts that these micro-batches chose; those in `here` are on the accelerator."""
+        """Divide the experts that a group of micro-batches chose between host and accelerator.
+
+        routed: for each micro-batch, the number of its tokens that chose each expert.
+        here: the layer's experts that are on the accelerator.
+        """
         size = tokens_of(routed).__getitem__
         chosen = users_of(routed)
         resident = sorted([expert for expert in chosen if expert in here], key=size)
@@ -79,8 +87,11 @@ class LayerDecisions:
 
 
 class _InParts:
-    """Costs of experts whose tokens are split evenly over micro-batches, each of which has a kernel and a copy of
-    its own.
+    """Latencies of an expert whose tokens belong to several micro-batches, in equal parts.
+
+    Each micro-batch's tokens run in a kernel of their own and are copied on their own.
+
+    parts: number of micro-batches.
     """
 
     def __init__(self, latencies: ExpertLatencies, parts: int) -> None:

@@ -1,9 +1,10 @@
 """Assignment of a layer's experts to host and accelerator that minimises the layer's makespan.
 
-Resident experts run on the accelerator from the start. The others are either fetched, one after the other, and run on
-the accelerator on arrival, or run on the host, one after the other. Hidden states for the host's experts are copied to
-the host first, and outputs back last. All experts take equally long to fetch. Host experts and fetches share the
-bandwidth of host memory, so each is slower while both are active. All times are in seconds.
+Resident experts run on the accelerator from the start. Each missing expert is either fetched and runs on the
+accelerator when it has arrived, or runs on the host. Fetches follow each other, and so do the host's experts. Hidden
+states for the host's experts are copied to the host first, and their outputs are copied back last. All experts take
+equally long to fetch. Host experts and fetches share the bandwidth of host memory, so each is slower while both are
+active. All times are in seconds.
 """
 
 from __future__ import annotations
@@ -23,34 +24,40 @@ NEAR = 1.01
 
 
 class LayerCosts(Protocol):
-    """Latencies of an expert and of copies, without contention; an expert's never decrease if its tokens increase."""
+    """Latencies of running one expert and of copying rows, if nothing else runs.
+
+    An expert never takes less time if it gets more tokens.
+    """
 
     @property
     def transfer(self) -> float:
         """Seconds to move one expert's weights to the accelerator; equal for all experts."""
 
     def at_host(self, tokens: int) -> float:
-        """Return the seconds of an expert on the host."""
+        """Return the seconds that one expert with this number of tokens takes on the host."""
 
     def at_accelerator(self, tokens: int) -> float:
-        """Return the seconds of an expert on the accelerator, with its weights already there."""
+        """Return the seconds that one expert with this number of tokens takes on the accelerator.
+
+        The time to fetch its weights is not included.
+        """
 
     def to_host(self, tokens: int) -> float:
         """Return the seconds to copy the hidden states of `tokens` tokens to the host."""
 
     def from_host(self, rows: int) -> float:
-        """Return the seconds to copy `rows` rows of outputs back to the accelerator."""
+        """Return the seconds to copy `rows` rows of expert outputs from the host back to the accelerator."""
 
     def side_by_side(self, tokens: int) -> tuple[float, float]:
-        """Return relative speeds of a host expert of `tokens` tokens and a transfer while both run; 1 is full speed."""
+        """Return the speeds of a host expert of `tokens` tokens and of a fetch while both run; 1 is full speed."""
 
 
 class LayerDecision(NamedTuple):
-    """The experts of a layer that do not run where their weights are.
+    """The experts of a layer that do not run in the memory that has their weights.
 
     Attributes:
-        away: indices into `Layer.resident` of the experts that run on the host.
-        fetched: indices into `Layer.missing` of the experts that are fetched, in this order.
+        away: experts on the accelerator that run on the host, as indices into `Layer.resident`.
+        fetched: experts that are fetched to the accelerator, in this order, as indices into `Layer.missing`.
         seconds: time from the end of routing until the last output is on the accelerator.
     """
 
@@ -60,11 +67,11 @@ class LayerDecision(NamedTuple):
 
 
 class Layer:
-    """The chosen experts of a layer, each given by its number of tokens, and their latencies.
+    """The chosen experts of a layer, each given by its number of tokens, with their latencies.
 
     Args:
-        resident: tokens of each expert that is on the accelerator, ascending.
-        missing: tokens of each other expert, descending.
+        resident: number of tokens of each chosen expert that is on the accelerator, ascending.
+        missing: number of tokens of each chosen expert that is not on the accelerator, descending.
         costs: latencies of experts and copies.
         resident_on_host: whether the host also has the weights of the resident experts.
     """
@@ -112,20 +119,31 @@ class Layer:
         return self._to_host + self._from_host(rows)
 
     def busy(self, host: float, fetched: int) -> float:
-        """Return the seconds that the host needs for `host` seconds of experts while `fetched` experts are fetched."""
+        """Return the seconds that the host's experts take while experts are fetched, which slows the host down.
+
+        host: seconds that the host's experts would take without fetches.
+        fetched: number of fetched experts.
+        """
         throughout = host / self._host_rate
         for_a_time = host + fetched * self.transfer * (1.0 - self._host_rate) / self._link_rate
         return throughout if throughout < for_a_time else for_a_time
 
     def moving(self, fetched: int, busy: float) -> float:
-        """Return the seconds that `fetched` fetches need while the host is busy for `busy` seconds."""
+        """Return the seconds that fetches take while the host runs experts, which slows the fetches down.
+
+        fetched: number of fetched experts.
+        busy: seconds during which the host runs experts.
+        """
         alone = fetched * self.transfer
         throughout, for_a_time = alone / self._link_rate, alone + (1.0 - self._link_rate) * busy
         return throughout if throughout < for_a_time else for_a_time
 
 
 def decide(layer: Layer) -> LayerDecision:
-    """Choose the assignment with the least makespan: within 1 % of it up to `FEW` experts, by heuristic beyond."""
+    """Choose the assignment of a layer's experts with the least makespan.
+
+    The makespan is within 1 % of the optimum for up to `FEW` experts; for more experts a heuristic chooses.
+    """
     thresholds = _Thresholds(layer)
     if len(layer.resident) + len(layer.missing) > FEW:
         return thresholds.balanced().choice()
@@ -134,7 +152,13 @@ def decide(layer: Layer) -> LayerDecision:
 
 
 class _Threshold(NamedTuple):
-    """A choice by thresholds: numbers of experts sent to the host and fetched, and the makespan in seconds."""
+    """A choice by thresholds, see `_Thresholds`.
+
+    Attributes:
+        seconds: makespan of the layer.
+        away: number of resident experts that run on the host.
+        fetched: number of missing experts that are fetched.
+    """
 
     seconds: float
     away: int
@@ -145,9 +169,10 @@ class _Threshold(NamedTuple):
 
 
 class _Thresholds:
-    """Choices that fetch the missing experts with the most tokens, and send resident ones with the fewest to the host.
+    """Assignments by two thresholds of tokens, given as the pair (away, fetched).
 
-    Of all choices with as many experts fetched and sent, these leave the host the least work.
+    The `away` resident experts with the fewest tokens run on the host, and the `fetched` missing experts with the most
+    tokens are fetched. No other assignment with the same two numbers leaves the host less work.
     """
 
     def __init__(self, layer: Layer) -> None:
@@ -158,7 +183,7 @@ class _Thresholds:
         self._left, self._left_rows = _sums_of_rest(layer.missing_there), _sums_of_rest(layer.missing)
 
     def balanced(self) -> _Threshold:
-        """Return the best of the choices that balance host and accelerator, or that fetch none or all."""
+        """Return the best of a few choices: both processors equally busy, nothing fetched, or everything fetched."""
         even = self._even(0)
         best = self._balanced(0, even)
         if self._layer.movable and not self._host_is_last(0, even):
@@ -168,7 +193,7 @@ class _Thresholds:
         return best
 
     def best(self) -> _Threshold:
-        """Return the best choice by thresholds, within 1 % of the optimum."""
+        """Return the choice by thresholds whose makespan is within 1 % of the least among all such choices."""
         left, gathered, transfer = self._left, self._gathered, self._layer.transfer
         last = [0.0, *self._layer.missing_here, inf]
         likely = 0
@@ -188,7 +213,7 @@ class _Thresholds:
         return best
 
     def none_beats(self, best: _Threshold) -> bool:
-        """Test whether no choice, by thresholds or not, beats `best` by more than 1 %."""
+        """Test whether it is certain that no assignment, by thresholds or not, is more than 1 % faster than `best`."""
         layer, enough = self._layer, best.seconds / NEAR
         resident, missing = layer.resident_here, layer.missing_here
         if resident[:1] == resident[-1:] and missing[:1] == missing[-1:]:
@@ -204,12 +229,19 @@ class _Thresholds:
         return True
 
     def _host_is_last(self, away: int, even: int | None = None) -> bool:
-        """Test whether the host, with `away` experts sent to it, ends after the accelerator's resident ones."""
+        """Test whether the host's experts take at least as long as the resident experts that stay on the accelerator.
+
+        away: number of resident experts that run on the host.
+        even: number of missing experts that are fetched; None for that of `_even`.
+        """
         even = self._even(away) if even is None else even
         return self._away[away] + self._left[even] >= self._here[away]
 
     def _even(self, away: int) -> int:
-        """Return the fewest fetches with which the accelerator ends after the host, or all if there are too few."""
+        """Return the fewest fetches with which the accelerator ends after the host, or all if no number is enough.
+
+        away: number of resident experts that run on the host.
+        """
         layer, sent, here = self._layer, self._away[away], self._here[away]
 
         def accelerator_is_last(fetched: int) -> bool:
@@ -227,7 +259,7 @@ class _Thresholds:
         return best
 
     def _least(self, away: int, fetched: int) -> float:
-        """Return a lower bound in seconds of the makespan of a choice by thresholds."""
+        """Return a lower bound in seconds of the makespan if `away` resident experts move and `fetched` are fetched."""
         host, here = self._away[away] + self._left[fetched], self._here[away] + self._gathered[fetched]
         return max(host, here, fetched * self._layer.transfer)
 
@@ -240,7 +272,10 @@ class _Thresholds:
 
 
 class _Search:
-    """Branch and bound over all choices for a layer's experts: missing ones first, in descending order of tokens."""
+    """Branch-and-bound search over all assignments of a layer's experts.
+
+    Missing experts are assigned first, in descending order of tokens, then resident ones.
+    """
 
     def __init__(self, layer: Layer, best: LayerDecision) -> None:
         self._layer = layer
@@ -254,14 +289,23 @@ class _Search:
         self._least = _sums_of_rest(list(map(min, self._here, self._there)))
 
     def best(self) -> LayerDecision:
-        """Return the best choice, within 1 % of the optimum."""
+        """Return the assignment whose makespan is within 1 % of the least."""
         self._look(0, 0.0, sum(self._layer.resident_here[self._layer.movable :]), (), 0, ())
         return self._best
 
     def _look(
         self, place: int, host: float, here: float, fetched: tuple[int, ...], rows: int, away: tuple[int, ...]
     ) -> None:
-        """Search all choices that extend this one, in which experts before `place` are assigned; see `Layer.end`."""
+        """Search all assignments that complete a partial one, and keep the best in `self._best`.
+
+        Args:
+            place: number of experts that are assigned already.
+            host: seconds of the experts assigned to the host.
+            here: seconds of the resident experts that run on the accelerator.
+            fetched: indices of the missing experts that are fetched.
+            rows: number of rows of outputs of the experts assigned to the host.
+            away: indices of the resident experts that run on the host.
+        """
         layer, enough = self._layer, self._best.seconds / NEAR
         gathered = [self._here[each] for each in fetched]
         computing = host + here + sum(gathered) + self._least[place]
@@ -285,14 +329,14 @@ class _Search:
 
 
 def _sums(values: Iterable[N]) -> list[N]:
-    """Return the sums of the first 0, 1, 2, ... values."""
+    """Return the sums of the first 0, 1, 2, ... values; the last is the sum of all."""
     sums: list[N] = [0]
     sums += accumulate(values)
     return sums
 
 
 def _sums_of_rest(values: Sequence[N]) -> list[N]:
-    """Return the sums of all values from the first, the second, ... on; the last sum is 0."""
+    """Return the sum of all values, of all but the first, of all but the first two, and so on; the last sum is 0."""
     sums = _sums(reversed(values))
     sums.reverse()
     return sums

@@ -1,7 +1,7 @@
-"""Placement of experts on nodes, assignment of chosen experts to their holders, and the load of the busiest node.
+"""Placement of experts on nodes, assignment of chosen experts to nodes that hold them, and the busiest node's load.
 
 Memory beyond a node's share of the experts holds copies. An expert with copies on two nodes runs on the less loaded
-one. The gain depends on which experts share nodes, which the optimiser chooses.
+one. The gain depends on which experts share a node, which `best_placement` optimises.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ ROWS_TO_READ = 64
 
 
 class Load(NamedTuple):
-    """Mean number of experts that the busiest node runs per token and layer, under uniform routing.
+    """Mean number of experts that the busiest node runs per token and layer, if all experts are equally likely.
 
-    `error` is the standard error of a sampled mean; 0 if all choices were enumerated.
+    `error` is the standard error if the mean is that of a random sample; 0 if the mean is exact.
     """
 
     experts: float
@@ -47,10 +47,10 @@ class Load(NamedTuple):
 
 
 def mirrored(experts: int, nodes: int, parts: int = 2) -> Placement:
-    """Return the cluster paper's placement: experts are cut into `parts` parts, and node n holds part n modulo `parts`.
+    """Return the experts of each node in the cluster paper's placement.
 
-    If numbers do not divide evenly, parts differ by one expert, and the first parts have one copy more than others.
-    `parts` is at most `nodes`.
+    Experts are cut into `parts` parts, and node n holds part n modulo `parts`. Where numbers do not divide evenly,
+    parts differ by one expert, and the first parts are on one node more than the others. `parts` is at most `nodes`.
     """
     parts = min(parts, nodes)
     bounds = [part * experts // parts for part in range(parts + 1)]
@@ -75,10 +75,12 @@ def parts_for(experts: int, nodes: int, per_node: int) -> int:
 
 
 def assign(chosen: Iterable[int], placement: Placement) -> dict[int, int]:
-    """Assign each chosen expert to one of its holders, so that the busiest node runs as few as possible.
+    """Return the node that runs each chosen expert, such that the busiest node runs as few experts as possible.
 
-    This is a bipartite matching with capacities, found by augmenting paths in ascending order of experts, so that every
-    node computes the same assignment.
+    The assignment is a bipartite matching with capacities, found by augmenting paths in ascending order of experts, so
+    that every node computes the same assignment.
+
+    placement: the experts that each node holds.
 
     Raises:
         BadInput: no node holds one of the experts.
@@ -113,11 +115,15 @@ def assign(chosen: Iterable[int], placement: Placement) -> dict[int, int]:
 
 
 def assign_by_rows(rows: Mapping[int, int], placement: Placement) -> dict[int, int]:
-    """Assign each expert to one of its holders, so that the busiest node has few of the rows (tokens).
+    """Return the node that runs each expert, such that the busiest node has few rows (tokens) to compute.
 
-    An expert counts as at least `ROWS_TO_READ` rows. If all count the same, the result is that of `assign`. Otherwise
-    experts, the largest first, go to the holder with the fewest rows, and then move off the busiest node while that
-    helps. Only routing and placement matter, not a machine's speed, so that every node computes the same assignment.
+    An expert counts as at least `ROWS_TO_READ` rows. If all experts count as equally many rows, `assign` decides.
+    Otherwise each expert, those with the most rows first, goes to the node that holds it and has the fewest rows; then
+    experts move off the busiest node while that helps. Only routing and placement matter, not a machine's speed, so
+    that every node computes the same assignment.
+
+    rows: number of rows of each expert.
+    placement: the experts that each node holds.
     """
     loads = {expert: max(count, ROWS_TO_READ) for expert, count in rows.items()}
     best = assign(loads, placement)
@@ -140,7 +146,15 @@ def assign_by_rows(rows: Mapping[int, int], placement: Placement) -> dict[int, i
 def _better_move(
     owners: Mapping[int, int], busy: Sequence[int], loads: Mapping[int, int], placement: Placement
 ) -> tuple[int, int] | None:
-    """Return (expert, new node) of a move off the busiest node to a holder that stays below its load, if any."""
+    """Return an expert to move off the busiest node, and the node to move it to; None if no move helps.
+
+    The new node holds the expert, and its load afterwards is less than that of the busiest node before.
+
+    owners: the node that runs each expert.
+    busy: load of each node, in rows.
+    loads: load of each expert, in rows.
+    placement: the experts that each node holds.
+    """
     busiest_node = max(range(len(busy)), key=busy.__getitem__)
     for expert, owner in sorted(owners.items()):
         if owner == busiest_node:
@@ -158,10 +172,14 @@ def _most_rows(owners: Mapping[int, int], loads: Mapping[int, int]) -> int:
 
 
 def expected_load(placement: Placement, top_k: int, seed: int = 0) -> Load:
-    """Return the mean number of a token's experts on the busiest node, with the best assignment, under uniform routing.
+    """Return the mean number of experts that the busiest node runs per token, if all experts are equally likely.
 
-    The mean is exact up to `MOST_CASES` distinct choices, if experts with the same holders count as equal; otherwise it
-    is that of `SAMPLES` random choices, with its standard error.
+    Chosen experts are assigned to nodes in the best way. The mean is exact if there are at most `MOST_CASES` distinct
+    choices of experts, where experts on the same nodes count as equal. Otherwise the mean is over `SAMPLES` random
+    choices.
+
+    placement: the experts that each node holds.
+    top_k: number of experts that a token chooses.
     """
     holders = holders_of(placement)
     if cases(holders, top_k) <= MOST_CASES:
@@ -175,13 +193,14 @@ def expected_load(placement: Placement, top_k: int, seed: int = 0) -> Load:
 
 @lru_cache(maxsize=64)
 def best_placement(experts: int, top_k: int, nodes: int, per_node: int) -> Placement:
-    """Search for the placement that minimises `expected_load`.
+    """Search for the placement of experts on nodes that minimises `expected_load`.
 
-    A local search from two starts: the cluster paper's placement, and one that spreads copies evenly over groups of
-    nodes. A move replaces one copy on a node by a copy of another expert, or swaps two copies between nodes. The
-    result is never worse than `mirrored`.
+    Two local searches start from the cluster paper's placement, and from one that spreads copies evenly over groups of
+    nodes. A move replaces one copy on a node by a copy of another expert, or swaps two copies between nodes. The result
+    is never worse than `mirrored`.
 
     Args:
+        top_k: number of experts that a token chooses.
         per_node: number of experts per layer that fit on a node.
 
     Raises:
@@ -211,10 +230,12 @@ def _placement(holders: Sequence[int], nodes: int) -> Placement:
 
 
 def busiest(chosen: Sequence[int]) -> int:
-    """Return the fewest experts that the busiest node can run, given the bit mask of holders of each chosen expert.
+    """Return the load of the busiest node, in experts, if chosen experts are assigned to nodes in the best way.
 
-    By Hall's theorem: the maximum, over sets of chosen experts, of the set's size divided by its number of holders,
-    rounded up.
+    By Hall's theorem, this is the maximum over all sets of chosen experts of the set's size divided by the number of
+    nodes that hold an expert of the set, rounded up.
+
+    chosen: for each chosen expert, a bit mask of the nodes that hold the expert.
     """
     unions = [0]
     sizes = [0]
@@ -229,7 +250,10 @@ def busiest(chosen: Sequence[int]) -> int:
 
 
 def cases(holders: Holders, top_k: int) -> int:
-    """Return the number of distinct choices of `top_k` experts, if experts with the same holders count as equal."""
+    """Return the number of distinct choices of `top_k` experts, where experts on the same nodes count as equal.
+
+    holders: for each expert, a bit mask of the nodes that hold the expert.
+    """
     ways = [1] + [0] * top_k
     for count in Counter(holders).values():
         ways = [sum(ways[k - taken] for taken in range(min(count, k) + 1)) for k in range(top_k + 1)]
@@ -246,7 +270,13 @@ def _mean_load(holders: Holders, top_k: int) -> float:
 
 
 def _choices(alike: Mapping[int, int], top_k: int) -> Iterator[tuple[tuple[int, ...], int]]:
-    """Yield every distinct choice of holders, in order, with the number of choices of experts that it stands for."""
+    """Yield every distinct choice of `top_k` experts, where experts on the same nodes count as equal.
+
+    alike: for each bit mask of nodes, the number of experts that exactly these nodes hold.
+
+    Yields:
+        (bit masks of the chosen experts, number of choices of experts that have these masks).
+    """
     found: list[tuple[tuple[int, ...], int]] = [((), 1)]
     left = sum(alike.values())
     for mask, count in alike.items():
@@ -263,7 +293,10 @@ def _choices(alike: Mapping[int, int], top_k: int) -> Iterator[tuple[tuple[int, 
 
 
 def _searched_load(holders: Holders, top_k: int) -> float:
-    """Return the load that the search compares: exact if that is quick, else over a fixed random sample of choices."""
+    """Return the load by which the search compares placements: experts per token on the busiest node.
+
+    The load is exact if there are few distinct choices of experts, else a mean over a fixed random sample of choices.
+    """
     if cases(holders, top_k) <= SEARCHED_CASES:
         return _mean_load(holders, top_k)
     draws = _draws(len(holders), top_k)
@@ -277,7 +310,10 @@ def _draws(experts: int, top_k: int) -> list[list[int]]:
 
 
 def _improved(holders: Holders, top_k: int, nodes: int) -> Holders:
-    """Move to the first better neighbouring placement until there is none, or `EFFORT` is spent."""
+    """Return the placement at which a local search ends, started from `holders`.
+
+    The search moves to the first better neighbour until there is none, or until its work exceeds `EFFORT`.
+    """
     least = -(-top_k // nodes)
     best, seen = _searched_load(holders, top_k), {holders}
     exact = cases(holders, top_k) <= SEARCHED_CASES
@@ -299,7 +335,12 @@ def _improved(holders: Holders, top_k: int, nodes: int) -> Holders:
 
 
 def _neighbours(holders: Holders) -> Iterator[Holders]:
-    """Yield placements with as many experts on each node that differ from this one in who holds two of the experts."""
+    """Yield the placements that differ from this one by one move, in which each node keeps its number of experts.
+
+    In a move, one node replaces a copy of an expert by a copy of another expert, or two nodes swap two of their copies.
+
+    holders: for each expert, a bit mask of the nodes that hold the expert.
+    """
     sorts = sorted(set(holders))
     for one, other in combinations(sorts, 2):
         only_one, only_other = one & ~other, other & ~one
@@ -328,7 +369,10 @@ def _bits(mask: int) -> Iterator[int]:
 
 
 def _filled(holders: Holders, nodes: int, per_node: int) -> list[int]:
-    """Return a placement with each node's free room filled by copies of the experts that have the fewest copies."""
+    """Return a placement in which copies of the experts with the fewest copies fill each node's free room.
+
+    Placements are given as a bit mask of nodes for each expert.
+    """
     filled = list(holders)
     for node in range(nodes):
         held = sum(mask >> node & 1 for mask in filled)
@@ -339,7 +383,11 @@ def _filled(holders: Holders, nodes: int, per_node: int) -> list[int]:
 
 
 def _spread(experts: int, nodes: int, per_node: int) -> list[int]:
-    """Spread copies evenly: an expert's copies go to the least used group among the nodes with the most room."""
+    """Return a placement whose copies are spread evenly, as a bit mask of the nodes that hold each expert.
+
+    An expert's copies go to the group of nodes that the fewest experts have so far, among the nodes with the most free
+    room.
+    """
     room = [per_node] * nodes
     groups: Counter[int] = Counter()
     slots = nodes * per_node

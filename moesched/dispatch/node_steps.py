@@ -1,4 +1,4 @@
-"""Building blocks of expert-parallel policies: a plan, a step, and LRU order of a node's experts."""
+"""Building blocks of expert-parallel policies: a base class, the assignment of experts, and a node's LRU list."""
 
 from __future__ import annotations
 
@@ -32,7 +32,11 @@ class NodeExperts(ABC):
         plan.place_experts(self.placement, centralised=not self.decentralised)
 
     def choose_placement(self, plan: Plan) -> Placement:
-        """Return the experts of each node: by default two halves on alternating nodes, as in the cluster paper."""
+        """Return the experts that each node holds in every layer.
+
+        By default, as in the cluster paper, nodes with even numbers hold one half of the experts and the others the
+        other half.
+        """
         return mirrored(plan.layout.config.routed.experts, plan.nodes.count)
 
     async def prefill(self, step: Step) -> None:
@@ -53,11 +57,16 @@ class NodeExperts(ABC):
 
     @abstractmethod
     def run_experts(self, step: Step, i: int, j: int, routed: Mapping[int, int]) -> None:
-        """Assign the experts that micro-batch j chose in layer i to nodes, and run this node's share."""
+        """Assign the experts that micro-batch j chose in layer i to nodes, and run this node's share.
+
+        routed: number of tokens of the micro-batch that chose each expert.
+        """
 
 
 def experts_per_node(plan: Plan, *, centralised: bool) -> int:
     """Return the number of experts per layer that fit on the first node, which has the least free memory.
+
+    centralised: whether only the first node computes attention and routing.
 
     Raises:
         OverBudget: the first node has no room for its dense weights, KV cache and activations.
@@ -71,7 +80,10 @@ def experts_per_node(plan: Plan, *, centralised: bool) -> int:
 
 
 def run_own(step: Step, i: int, j: int, owners: Mapping[int, int]) -> list[int]:
-    """Assign experts to their owner nodes and run this node's share; return the experts that this node runs."""
+    """Assign the experts of micro-batch j in layer i to nodes, run this node's share, and return that share's experts.
+
+    owners: the node that runs each chosen expert.
+    """
     step.assign(i, j, owners)
     own = [expert for expert, node in owners.items() if node == step.node]
     for expert in own:
@@ -88,10 +100,14 @@ def warm_spare(
     recent: LeastRecent,
     idle: Sequence[int] = (),
 ) -> None:
-    """Warm least recently used experts until this node has run as many as the busiest one, for which it waits anyway.
+    """Warm least recently used experts: run each on a row of zeros, only to read its weights.
 
-    owners: node of each chosen expert.
-    idle: experts that are warmed even if this node does not wait.
+    Enough experts are warmed that this node runs as many as the busiest node, for which this node has to wait anyway.
+
+    owners: the node that runs each chosen expert.
+    own: chosen experts that this node runs.
+    recent: this node's experts in LRU order, which is updated.
+    idle: experts that are warmed even if this node does not have to wait.
     """
     quota = max(Counter(owners.values()).values(), default=0)
     spare = recent.first(quota - len(own), without=own)
@@ -102,9 +118,10 @@ def warm_spare(
 
 
 class LeastRecent:
-    """A node's experts in LRU order; a use in any layer counts.
+    """The experts that a node holds, the least recently used first; a use in any layer counts.
 
-    An expert's weights of all layers are contiguous in memory (section 4.1 of the cluster paper).
+    Layers are not distinguished, since the weights of an expert in all layers are contiguous in memory (section 4.1 of
+    the cluster paper).
     """
 
     def __init__(self, held: Iterable[int]) -> None:
@@ -112,7 +129,7 @@ class LeastRecent:
         self._last_use = dict.fromkeys(sorted(held), 0)
 
     def use(self, experts: Iterable[int]) -> None:
-        """Record that a layer uses these experts, the last one most recently."""
+        """Record that a layer uses these experts; the last one becomes the most recently used."""
         self._layers += 1
         for expert in experts:
             del self._last_use[expert]

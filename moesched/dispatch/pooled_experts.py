@@ -15,20 +15,24 @@ from moesched.steps.step import Step
 
 
 class PooledExperts(CachedExperts):
-    """A cache of experts with its pool on the accelerator. If all experts fit, all are kept and there is no pool.
+    """A cache of experts with a pool of slots on the accelerator.
 
-    Make it in `plan`, after all other declarations for the accelerator's memory.
+    If all experts fit, all are kept and there is no pool.
+
+    Create the object in `plan`, after all other declarations for the accelerator's memory.
 
     Args:
-        rule: the eviction rule; no other cache may use this object.
-        order: all experts; the first ones are in the cache before the first step. By default equally many of each
+        rule: the eviction rule, or its class; no other cache may use the same object.
+        order: all experts; the first ones are in the cache before the first step. None takes equally many of each
             layer.
-        most: the most experts in the cache; if negative, as many as fit.
-        buffers: number of experts with slots beside the cache, which can arrive before another one leaves.
+        most: the largest number of experts in the cache; if negative, as many as fit.
+        buffers: number of experts for which the pool has further slots, so that an expert can arrive before another
+            leaves.
 
     Attributes:
         pool: the slots of cache and buffers; None if all experts are kept.
-        on_host: whether the host can run experts that are not in the cache; the plan then keeps all experts there.
+        on_host: whether the host can run experts that are not in the cache; the plan then keeps all experts in host
+            memory.
     """
 
     def __init__(
@@ -57,7 +61,9 @@ class PooledExperts(CachedExperts):
         super().__init__(plan.layout, rule, room, order[:room])
 
     def routed(self, step: Step, layer: int, routed: Routed) -> list[int]:
-        """Report a layer's chosen experts to the rule, with router scores if the plan requests them.
+        """Report a layer's chosen experts to the eviction rule, with router scores if the plan requests them.
+
+        routed: for each micro-batch, the number of its tokens that chose each expert.
 
         Returns:
             The chosen experts that are in the cache, in ascending order.
@@ -77,15 +83,18 @@ class PooledExperts(CachedExperts):
         self.pool.fetch(step, expert)
 
     def admit(self, step: Step, expert: Expert) -> None:
-        """Add an expert in a buffer to the cache; the slots of the expert that leaves become free."""
+        """Move an expert from its buffer to the cache; the slots of the expert that leaves the cache become free."""
         gone = self.enter(expert, step.index)
         if gone is not None and self.pool is not None:
             self.pool.evict(step, gone)
 
     def prefetch(self, step: Step, expert: Expert) -> bool:
-        """Fetch an expert for later, and count it as cached at once, unless the rule would evict it first.
+        """Fetch an expert that may be needed later, and count it as cached at once.
 
-        Return whether it is fetched.
+        Nothing is fetched if the eviction rule would evict this very expert first, or if all experts are kept.
+
+        Returns:
+            Whether the expert is fetched.
         """
         gone = self.enter(expert, step.index)
         if gone == expert or self.pool is None:

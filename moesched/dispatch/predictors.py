@@ -22,23 +22,33 @@ Forecast = Mapping[int, Mapping[int, float]]
 
 @runtime_checkable
 class Predictor(Protocol):
-    """Forecasts the experts of later layers. An object serves one policy object."""
+    """Forecasts the experts that tokens will choose in later layers.
+
+    Each policy object needs a predictor of its own.
+    """
 
     def routed(self, layer: int, routed: Routed) -> None:
-        """Record the experts that micro-batches chose in a layer. Layers come in ascending order, step after step."""
+        """Record the experts that micro-batches chose in a layer. Layers come in ascending order, step after step.
+
+        routed: for each micro-batch, the number of its tokens that chose each expert.
+        """
 
     async def forecast(self, step: Step, layer: int, micro_batches: Sequence[int]) -> Forecast:
-        """Forecast the choices of these micro-batches in a layer of this step that they have not reached.
+        """Forecast the experts that micro-batches will choose in a layer that they have not reached in this step.
 
-        The method may await handles of `step`, as a policy does. Experts and micro-batches left out count as 0 tokens.
+        The method may await handles of `step`, as a policy does.
+
+        Returns:
+            For each micro-batch, the number of its tokens expected to choose each expert; what is left out counts as 0.
         """
 
 
 class Forecasts:
-    """A predictor with checks of its forecasts; the report's `forecasts` compare them with the experts chosen later.
+    """A predictor whose forecasts are checked; the report's `forecasts` compare them with the experts chosen later.
 
     Args:
-        predictor: a predictor, or its class; a constructor with a parameter `plan` gets the plan.
+        plan: passed to the predictor's constructor if that has a parameter `plan`.
+        predictor: a predictor, or its class.
 
     Raises:
         PolicyError: the object is no predictor.
@@ -61,7 +71,9 @@ class Forecasts:
         self._predictor.routed(layer, routed)
 
     async def of(self, step: Step, layer: int, micro_batches: Sequence[int]) -> dict[int, float]:
-        """Return the forecast number of tokens of these micro-batches by expert, the most likely expert first.
+        """Return, for each expert of a layer, the number of these micro-batches' tokens expected to choose the expert.
+
+        The expert with the highest number comes first.
 
         Raises:
             PolicyError: the predictor names an expert or a micro-batch that does not exist.
@@ -88,15 +100,15 @@ class Forecasts:
 class LaterRouters:
     """Predictor that applies a later layer's own router to the current hidden state (`Step.preview_route`).
 
-    That layer's dense weights must be on the accelerator. (Speculative expert loading, Eliseev and Mazur 2023; Fate,
-    arXiv 2502.12224.)
+    The later layer's dense weights must be on the accelerator. (Speculative expert loading, Eliseev and Mazur 2023;
+    Fate, arXiv 2502.12224.)
     """
 
     def routed(self, layer: int, routed: Routed) -> None:
         """Do nothing, since this predictor keeps no history."""
 
     async def forecast(self, step: Step, layer: int, micro_batches: Sequence[int]) -> Forecast:
-        """Preview the layer's router on the hidden states that the micro-batches have after their last routing."""
+        """Forecast by applying the layer's router to the hidden states that the micro-batches have now."""
         previews = {j: step.preview_route(layer, j) for j in micro_batches}
         return {j: await preview for j, preview in previews.items()}
 
@@ -104,15 +116,16 @@ class LaterRouters:
 class FollowingExperts:
     """Predictor that expects the experts that most often followed those chosen in an earlier layer; it learns online.
 
-    A forecast has as many experts as the micro-batch chose in its last layer, or none if nothing was counted yet.
-    (ProMoE, arXiv 2410.22134, learns such a relation with small networks.)
+    A micro-batch's forecast has as many experts as the micro-batch chose in the last layer that it was routed in;
+    nothing is forecast before anything was counted. (ProMoE, arXiv 2410.22134, learns such a relation with small
+    networks.)
 
     Args:
-        ahead: the most layers ahead to forecast.
-        trace: a file with a routing trace, whose counts are the start.
+        ahead: the largest number of layers from the last routed layer to the forecast one.
+        trace: path of a routing trace whose counts the predictor starts with; "" for none.
 
     Raises:
-        BadInput: the file cannot be read, is no trace, or is of another model.
+        BadInput: `ahead` is below 1, or the file cannot be read, is no trace, or is of another model.
     """
 
     def __init__(self, plan: Plan, ahead: int = 1, trace: str = "") -> None:
@@ -131,7 +144,10 @@ class FollowingExperts:
                 counts.add_trace(known)
 
     def routed(self, layer: int, routed: Routed) -> None:
-        """Count which experts followed those that the micro-batches chose in earlier layers."""
+        """Count which experts of this layer followed those that the micro-batches chose in earlier layers.
+
+        routed: for each micro-batch, the number of its tokens that chose each expert.
+        """
         for j, chosen in routed.items():
             before = self._chosen.setdefault(j, {})
             if before and layer <= max(before):
@@ -142,7 +158,7 @@ class FollowingExperts:
             before[layer] = chosen
 
     async def forecast(self, step: Step, layer: int, micro_batches: Sequence[int]) -> Forecast:
-        """Forecast the experts that most often followed the choices in the micro-batches' last layer."""
+        """Forecast the experts that most often followed those chosen in each micro-batch's last routed layer."""
         return {j: self._expected(layer, self._chosen.get(j, {})) for j in micro_batches}
 
     def _expected(self, layer: int, before: Mapping[int, Mapping[int, int]]) -> dict[int, float]:

@@ -1,4 +1,4 @@
-"""Prefetched experts of later layers, which are withdrawn if the layer's router does not choose them."""
+"""Record of prefetched experts, which are withdrawn if the router of their layer does not choose them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from moesched.steps.step import Step
 
 
 class Prefetches:
-    """Experts that were fetched before the router of their layer had run.
+    """The experts that were prefetched before the router of their layer ran.
 
-    to: the pool or cache to fetch to; None if all experts are kept, so that none is ever fetched.
+    to: the pool or cache to fetch experts to; None if all experts are kept, so that none is ever fetched.
     """
 
     def __init__(self, to: ExpertPool | PooledExperts | None) -> None:
@@ -27,14 +27,16 @@ class Prefetches:
         return expert[1] in self._coming[expert[0]]
 
     def fetch(self, step: Step, expert: Expert) -> None:
-        """Fetch an expert at the lowest priority, page by page, unless the pool has it."""
+        """Fetch an expert at the lowest priority, page by page, unless it is in the pool or cache already."""
         if self._to is not None and expert not in self._to and self._to.prefetch(step, expert):
             self._coming[expert[0]].add(expert[1])
 
     def settle(self, step: Step, layer: int, routed: Routed) -> set[int]:
-        """Withdraw the prefetched experts that a layer's router did not choose; return the chosen ones.
+        """Withdraw the prefetched experts that a layer's router did not choose; return those that it chose.
 
-        Fetch these again when they are needed: that makes their transfers urgent.
+        Fetch the returned experts again when they are needed: that makes their transfers urgent.
+
+        routed: for each micro-batch, the number of its tokens that chose each expert.
         """
         coming = self._coming.pop(layer, set())
         right = {expert for expert in coming if any(expert in chosen for chosen in routed.values())}

@@ -1,4 +1,4 @@
-"""Resident pages: pages kept on the accelerator, beside a buffer through which all others stream."""
+"""Division of weight pages: some stay on the accelerator, all others stream through a buffer there."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ from moesched.steps.plan import Plan
 
 
 def double_buffered(plan: Plan, stage: int = 0) -> tuple[list[list[Page]], Pool]:
-    """Keep the pages that fit beside a double buffer; return the pages that stream, by layer, and the buffer.
+    """Keep as many pages as fit on the accelerator beside a buffer that holds the streamed pages of two layers.
 
     stage: pipeline stage whose layers are placed.
+
+    Returns:
+        (for each layer, the pages that stream; the buffer).
     """
     streamed = keep_beside_buffer(plan, lambda streamed: 2 * streamed, stage)
     slots = 2 * max(map(len, streamed))
@@ -23,12 +26,12 @@ def double_buffered(plan: Plan, stage: int = 0) -> tuple[list[list[Page]], Pool]
 
 
 def keep_beside_buffer(plan: Plan, slots: Callable[[int], int], stage: int = 0) -> list[list[Page]]:
-    """Keep the pages that fit beside a buffer; return the pages that stream, by layer.
+    """Keep as many pages as fit on the accelerator beside a buffer; return, for each layer, the pages that stream.
 
     A layer's dense pages are kept before its experts. Layers stream equally many pages, give or take one, so that no
     layer waits longer for its weights than the others.
 
-    slots: number of slots of the buffer, given the number of pages that stream per layer.
+    slots: function from the number of pages that each layer streams to the number of slots of the buffer.
     stage: pipeline stage whose layers are placed.
     """
     free = plan.free("accelerator", stage)

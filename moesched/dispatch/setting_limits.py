@@ -1,4 +1,4 @@
-"""Limits of policies' settings; the error names the nearest allowed value."""
+"""Checks of policies' settings against limits; the error names the nearest allowed value."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from moesched.errors import BadInput
 
 
 def require_at_least(least: int, **settings: int) -> None:
-    """Check that settings, by name, are at least `least`.
+    """Check that each setting, passed as a keyword argument, is at least `least`.
 
     Raises:
         BadInput: a setting is lower.
@@ -17,10 +17,10 @@ def require_at_least(least: int, **settings: int) -> None:
 
 
 def require_at_most(most: int, what: str, **settings: int) -> None:
-    """Check that settings are at most `most`; -1, which means as many as fit, is allowed.
+    """Check that each setting, passed as a keyword argument, is at most `most`; -1 means as many as fit and is allowed.
 
     Args:
-        what: words for the limit, such as "mixtral-8x7b has 256 experts".
+        what: words for the limit in the error message, such as "mixtral-8x7b has 256 experts".
 
     Raises:
         BadInput: a setting is higher.

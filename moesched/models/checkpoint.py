@@ -1,4 +1,4 @@
-"""The location of every weight of a model, from the headers of its files."""
+"""Checkpoint: the place of every tensor of a model in its files, found by reading the files' headers."""
 
 from __future__ import annotations
 
@@ -32,14 +32,24 @@ _log = Log(__name__)
 
 
 class Columns(NamedTuple):
-    """A range of columns of a wider matrix: its first column, and the number `of` columns in the file."""
+    """A range of columns of a matrix in a file.
+
+    Attributes:
+        first: number of the first column of the range.
+        of: number of columns of the whole matrix.
+    """
 
     first: int
     of: int
 
 
 class Scales(NamedTuple):
-    """The place of the scales of rows that are stored apart from their codes: a byte for each group, row after row."""
+    """The place of a tensor's scales in files that store scales apart from codes: one byte per group, row after row.
+
+    Attributes:
+        file: file with the scales.
+        offset: bytes from the start of the file to the first scale.
+    """
 
     file: Path
     offset: int
@@ -49,10 +59,13 @@ class StoredTensor(msgspec.Struct, frozen=True, gc=False):
     """The location of one row-major tensor in a file.
 
     Attributes:
-        offset: bytes from the start of the file; with `columns`, up to the first whole row.
-        format: the format of its rows.
-        columns: the columns that the tensor has of a wider matrix; None for all.
-        scales: the place of the scales, if the file has them apart from the codes, whose place is `offset`; else None.
+        offset: bytes from the start of the file to the tensor's first row; to the whole matrix's row if there are
+            `columns`.
+        shape: the tensor's shape, in weights.
+        format: the storage format of the tensor's rows.
+        nbytes: bytes of the tensor.
+        columns: the tensor's columns of a wider matrix in the file; None if the tensor is the whole matrix.
+        scales: the place of the scales, if the file stores them apart from the codes, which are at `offset`; else None.
     """
 
     file: Path
@@ -65,14 +78,14 @@ class StoredTensor(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def row_bytes(self) -> int:
-        """Bytes from one row to the next in the file."""
+        """Bytes from the start of one row to the start of the next in the file."""
         if self.columns is not None:
             return self.format.row_bytes(self.columns.of)
         return self.nbytes // self.shape[0]
 
 
 class Blocks(Protocol):
-    """A file of weights that is read in whole blocks, or a substitute for one; any thread may read."""
+    """A file of weights that is read in whole blocks of 4096 bytes, or a substitute for one; any thread may read."""
 
     @property
     def path(self) -> Path:
@@ -80,19 +93,22 @@ class Blocks(Protocol):
 
     @property
     def caching(self) -> str:
-        """Effect of reads on the page cache: "bypassed", "dropped" or "kept"."""
+        """Effect of reads on the operating system's page cache: "bypassed", "dropped" after the read, or "kept"."""
 
     def read(self, into: memoryview, offset: int, needed: int, *, cached: bool = False) -> int:
-        """Fill `into` from `offset` on, both multiples of 4096; returns the number of bytes read, at least `needed`.
+        """Read bytes of the file from `offset` on into the buffer `into`, and return the number of bytes read.
 
-        cached: read what is in the page cache from there, even if reads bypass it.
+        At least `needed` bytes are read, and possibly fewer than the buffer has room for. The offset and the size of
+        the buffer are multiples of 4096.
+
+        cached: whether to read through the page cache even if other reads bypass it.
         """
 
     def require(self, offset: int, needed: int) -> None:
         """Raise MoeschedError unless the file holds `needed` bytes from `offset` on."""
 
     def close(self) -> None:
-        """Release the file."""
+        """Close the file."""
 
 
 class Checkpoint(msgspec.Struct, frozen=True):
@@ -100,9 +116,9 @@ class Checkpoint(msgspec.Struct, frozen=True):
 
     Attributes:
         path: the model's folder or file.
-        skipped: names of tensors in the files that the architecture declares as extra.
-        identities: the identity of each file when it was opened.
-        absent: sizes in bytes of files that are not here, and whose tensors are known by a copy of their header.
+        skipped: names of tensors in the files that are not needed, as the architecture says.
+        identities: for each file, its identity at the time when it was opened.
+        absent: for each file that is not on this machine, but whose header is, the file's size in bytes.
     """
 
     config: ModelConfig
@@ -113,17 +129,14 @@ class Checkpoint(msgspec.Struct, frozen=True):
     absent: dict[Path, int] = {}
 
     def change(self) -> str | None:
-        """The first change of a file of weights since the file was opened, in words; None if there is none.
-
-        It takes a few microseconds per file.
-        """
+        """Return in words the first change of a file of weights since the checkpoint was opened; None without one."""
         for path, identity in self.identities.items():
             if (difference := identity.difference(path)) is not None:
                 return f"{path} {difference} since it was opened"
         return None
 
     def require_files(self, tensors: Iterable[str]) -> None:
-        """Raise BadInput if a file is absent that has one of these tensors, by canonical name."""
+        """Raise BadInput unless the files with these tensors, given by canonical name, are on this machine."""
         for name in tensors:
             file = self.tensors[name].file
             if file in self.absent:
@@ -138,12 +151,12 @@ class Checkpoint(msgspec.Struct, frozen=True):
 def open_checkpoint(model: Path | str, *, partial: bool = False) -> Checkpoint:
     """Locate every tensor of a model: in one safetensors file of a folder, several with an index, or GGUF files.
 
-    Files may contain several of the model's tensors as one (the experts of a layer; queries, keys and values); the
-    StoredTensor of each is then its range of bytes. Only headers are read.
+    A tensor in a file may contain several of the model's tensors (the experts of a layer; queries, keys and values);
+    each StoredTensor then has its own range of bytes. Only headers are read.
 
     Args:
-        model: a folder, or a GGUF file; of a split model any of its files.
-        partial: whether safetensors files may be missing that have a copy of their header beside them.
+        model: a folder, or a GGUF file; any of the files of a split GGUF model.
+        partial: whether a safetensors file may be missing if a copy of its header is there.
 
     Raises:
         BadInput: a file is missing, truncated or not of its format, or the tensors are not those of the configuration:
@@ -154,12 +167,12 @@ def open_checkpoint(model: Path | str, *, partial: bool = False) -> Checkpoint:
 
 
 def read_contents(model: Path, *, partial: bool = False) -> Contents:
-    """Read the headers of a model's files; `open_checkpoint` describes arguments and errors."""
+    """Read the headers of a model's files; arguments and errors are those of `open_checkpoint`."""
     return gguf_contents(model) if is_gguf(model) else _folder_contents(model, partial=partial)
 
 
 def checkpoint_of(contents: Contents) -> Checkpoint:
-    """Locate every tensor of a model in its files; `open_checkpoint` describes the errors."""
+    """Locate every tensor of a model, given the headers of its files; errors are those of `open_checkpoint`."""
     config, names, found_tensors = contents.config, contents.names, [*joined(contents.shards.tensors)]
     tensors: dict[str, StoredTensor] = {}
     skipped: list[str] = []
@@ -189,7 +202,12 @@ def checkpoint_of(contents: Contents) -> Checkpoint:
 
 
 def _parts_of(found: Found, published: Published, stored: StoredFormat) -> Iterator[tuple[str, StoredTensor]]:
-    """The location of each canonical tensor in a stored tensor, which contains them one after the other."""
+    """Yield name and location of each canonical tensor in a stored tensor, which contains them one after the other.
+
+    found: the stored tensor.
+    published: the names and shapes of the canonical tensors.
+    stored: the storage format of the rows.
+    """
     start, end = found.entry.data_offsets
     offset = found.data_start + start
     if found.scales is not None:
@@ -205,7 +223,11 @@ def _parts_of(found: Found, published: Published, stored: StoredFormat) -> Itera
 
 
 def _coded_parts_of(codes: Found, scales: Found, published: Published) -> Iterator[tuple[str, StoredTensor]]:
-    """The location of each canonical tensor in a stored tensor whose codes and scales are apart."""
+    """Yield name and location of each canonical tensor in a stored tensor whose codes and scales are apart.
+
+    codes, scales: the stored tensors with the codes and with the scales.
+    published: the names and shapes of the canonical tensors.
+    """
     offset, scales_at = (each.data_start + each.entry.data_offsets[0] for each in (codes, scales))
     for name, part in published.parts:
         groups = math.prod(part) // MXFP4.group
@@ -248,7 +270,14 @@ def _plain_format(found: Found) -> StoredFormat:
 
 
 def _require_rows(found: Found, shape: Shape, kept: StoredFormat) -> None:
-    """Check that a tensor has rows in `kept`, the format that config.json describes; coded ones are bytes."""
+    """Check that a stored tensor has the rows that config.json describes.
+
+    shape: the tensor's shape, in weights.
+    kept: the storage format of the rows; rows in a coded format are stored as bytes.
+
+    Raises:
+        BadInput: the tensor has another dtype or shape.
+    """
     rows, entry = kept.shape_in_files(shape), found.entry
     if (entry.dtype, entry.shape) != (kept.in_files, rows):
         raise BadInput(
@@ -259,7 +288,7 @@ def _require_rows(found: Found, shape: Shape, kept: StoredFormat) -> None:
 
 
 def _unknown(found: Found, contents: Contents) -> BadInput:
-    """The error for a tensor that the architecture does not have."""
+    """Return the error for a tensor in the files that the architecture does not have."""
     if found.name.endswith(".bias"):
         return BadInput(f"{found.file}: {found.name} is a bias; use a checkpoint without biases")
     config = contents.config
@@ -271,7 +300,11 @@ def _unknown(found: Found, contents: Contents) -> BadInput:
 
 
 def _stored_twice(second: Found, tensor: str, all_found: Iterable[Found], names: Names) -> BadInput:
-    """The error for a tensor of the model that two of the files' tensors contain."""
+    """Return the error for a tensor of the model that two tensors in the files contain.
+
+    second: the second of the two tensors in the files.
+    tensor: canonical name of the tensor of the model.
+    """
     first = next(
         found for found in all_found if found.name != second.name and _holds(names.get(found.name), tensor)
     )
@@ -286,7 +319,10 @@ def _holds(stored: Published | None, tensor: str) -> bool:
 
 
 def _missing(contents: Contents, tensors: Mapping[str, StoredTensor]) -> BadInput:
-    """The error for tensors of the model that the files lack."""
+    """Return the error for a checkpoint whose files lack some tensors of the model.
+
+    tensors: those that were found, by canonical name.
+    """
     missing = [name for name in tensor_shapes(contents.config) if name not in tensors]
     count = f"{len(missing)} of the model's tensors, {missing[0]} the first"
     return BadInput(

@@ -1,4 +1,4 @@
-"""Models whose tensors keep the formats of their files: coded matrices, and norms and routers in float32."""
+"""Models whose weights are kept in the formats of their files: matrices coded, norms and routers in float32."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ FLOAT32 = STORED_FORMATS["float32"]
 
 
 class Mix(NamedTuple):
-    """Formats of matrices that llama.cpp puts into one file.
+    """The two storage formats of matrices in one of llama.cpp's mixed files.
 
     Attributes:
-        most: the format of most matrices.
-        favoured: the format of the LM head, and of value and down projections in half of the layers.
+        most: name of the format of most matrices.
+        favoured: name of the format of the LM head, and of value and down projections in half of the layers.
     """
 
     most: str
@@ -48,12 +48,12 @@ INSTEAD: Mapping[str, str] = MappingProxyType({"q4_k": "q5_0", "q5_k": "q5_1", "
 
 
 def coded_as(config: ModelConfig, name: str) -> ModelConfig:
-    """The model with its matrices in coded formats, and norms and routers in float32.
+    """Return a copy of a model's configuration with matrices in coded formats, and norms and routers in float32.
 
-    Matrices stay plain that are stored transposed or whose rows are no whole blocks.
+    Matrices that are stored transposed, or whose rows are not whole blocks, stay plain.
 
     Args:
-        name: the name of a format, or of a mix of formats, a key of `MIXES`.
+        name: a key of `MIXES`: the name of a coded format, or of a mix of formats.
 
     Raises:
         BadInput: there is no such format.
@@ -77,15 +77,16 @@ def coded_as(config: ModelConfig, name: str) -> ModelConfig:
 
 
 def with_formats(config: ModelConfig, formats: Mapping[str, StoredFormat]) -> ModelConfig:
-    """The model with the formats of its files.
+    """Return a copy of a model's configuration that says which tensors stay in the format of the files.
 
-    Coded tensors keep them, and so do norms and routers in float32 beside other matrices.
+    Coded tensors stay, and so do norms and routers in float32 if matrices are in other formats; all other tensors are
+    converted to the dtype of the computation.
 
     Args:
-        formats: by canonical names of tensors.
+        formats: for each canonical name of a tensor, the format in the files.
 
     Raises:
-        BadInput: one expert of a layer has a matrix in a coded format, and another one has it in another.
+        BadInput: a matrix is in a coded format in one expert of a layer, and in another format in another expert.
     """
     narrow = any(stored != FLOAT32 and role_of(name) != "small" for name, stored in formats.items())
     coded = any(stored.codes is not None for stored in formats.values())
@@ -117,10 +118,10 @@ def with_formats(config: ModelConfig, formats: Mapping[str, StoredFormat]) -> Mo
 
 
 def quantization_config(config: ModelConfig) -> dict[str, object]:
-    """The keys of config.json that say how weights are coded; none for plain ones.
+    """Return the key of config.json that describes the weights' coded formats, with its value; none for plain weights.
 
     Raises:
-        BadInput: config.json has no name for this choice of formats.
+        BadInput: no key of `MIXES` describes this choice of formats.
     """
     if not config.coded_formats:
         return {}
@@ -139,7 +140,11 @@ def _formats(config: ModelConfig, shapes: Mapping[str, Shape], mix: Mix) -> Form
 
 
 def _format(config: ModelConfig, name: str, shape: Shape, mix: Mix) -> StoredFormat | None:
-    """The format that a tensor keeps in memory; None if it has the dtype of the computation."""
+    """Return the format in which a tensor is kept in memory; None for the dtype of the computation.
+
+    name: canonical name of the tensor.
+    mix: formats to choose from.
+    """
     role = role_of(name)
     if role == "small":
         return FLOAT32
@@ -152,7 +157,12 @@ def _format(config: ModelConfig, name: str, shape: Shape, mix: Mix) -> StoredFor
 
 
 def _is_favoured(layer: int, layers: int) -> bool:
-    """Test whether a layer is among the first and last eighth, or each third one between (`use_more_bits`)."""
+    """Test whether llama.cpp gives a layer's value and down matrices the better format (`use_more_bits`).
+
+    These layers are the first and last eighth, and every third layer between.
+
+    layers: number of layers of the model.
+    """
     eighth = layers // 8
     return layer < eighth or layer >= 7 * layers // 8 or (layer - eighth) % 3 == 2
 

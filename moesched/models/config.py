@@ -1,4 +1,4 @@
-"""The configuration of a model, for kernels and the planner."""
+"""ModelConfig: the configuration of a model, which kernels, planner and simulator read."""
 
 from __future__ import annotations
 
@@ -27,24 +27,26 @@ ITEM_BYTES = {name: STORED_FORMATS[name].block_bytes for name in PLAIN}
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     """The shape of a model: a description of each layer, and what all layers share.
 
-    Sizes are in elements. A dense model that runs has one expert and no router.
+    Sizes are in elements. A dense model that devices can run is described with one expert and no router.
 
     Attributes:
         pattern: the layers, from first to last.
         norm: "rms" divides by the root mean square, "layer" normalises by mean and variance.
-        stop_tokens: tokens that end a sequence.
+        stop_tokens: ids of tokens that end a sequence.
         dtype: the default dtype of computation.
-        form: the architecture, by its key in `ARCHITECTURES`; it names the tensors of checkpoints.
-        format: the storage format of the weights of a model that is only simulated, a key of `FORMATS`; None for plain
-            weights in the dtype of the computation, but for those that `formats` has.
-        formats: the storage formats of tensors outside the layers that keep them; layers have their own.
-        expert_format: the format that experts keep where the other weights have one of fewer than 16 bits.
-        embedding_factor, residual_factor, logits_factor: multiply the embeddings, the output of attention that is added
-            to the residual (the experts' is multiplied by their weights' scale), and the logits.
+        form: the architecture, by its key in `ARCHITECTURES`; it decides how checkpoints name tensors.
+        format: for a model that is only simulated, the storage format of its weights, a key of `FORMATS`; None for
+            plain weights in the dtype of the computation, except those listed in `formats` here and in the layers.
+        formats: storage formats of tensors outside the layers, as pairs (name, format), for those that are kept in
+            memory in another format than the dtype of the computation.
+        expert_format: storage format of experts if `format` is one of fewer than 16 bits; None for `format`.
+        embedding_factor: factor of the embeddings.
+        residual_factor: factor of the attention output that is added to the residual; for experts, see `Router.scale`.
+        logits_factor: factor of the logits.
         unused_weights: number of weights in the published files that generating text does not need: extra prediction
-            layers, and encoders of pictures.
+            layers, and vision encoders.
         ranks: number of tensor-parallel ranks (see `tensor_parallel.py`). Heads and inner widths of the layers are
-            those of one rank, all other sizes are of the whole model.
+            those of one rank, all other sizes are those of the whole model.
     """
 
     name: str
@@ -73,45 +75,53 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
         return len(self.pattern)
 
     def layer(self, number: int) -> Layer:
-        """The attention and the feed-forward network of a layer."""
+        """Return the description of the layer with this number."""
         return self.pattern[number]
 
     @property
     def typical_layer(self) -> Layer:
-        """The last layer, which has softmax attention, and routed experts in every MoE model."""
+        """The last layer: it never has linear attention, and in every MoE model it has routed experts."""
         return self.pattern[-1]
 
     @property
     def attention(self) -> GroupedAttention:
-        """The attention of the last layer; in models that run (`require_runs`) all layers have its numbers of heads."""
+        """The attention of the last layer.
+
+        In models that run (`require_runs`) all layers have as many heads.
+        """
         return self.typical_layer.grouped
 
     @property
     def routed(self) -> FeedForward:
-        """The feed-forward network of the last layer; all layers with routed experts have the same ones."""
+        """The feed-forward network of the last layer; all layers with routed experts have the same kind of experts."""
         return self.typical_layer.feed_forward
 
     @property
     def kinds(self) -> Mapping[Layer, int]:
-        """The different kinds of layers, in the order of their first use, and the number of layers of each."""
+        """For each different kind of layer, in the order of first use, the number of layers of this kind."""
         return MappingProxyType(Counter(self.pattern))
 
     def by_window(self, layers: Iterable[int]) -> list[list[int]]:
-        """Group layers, given by number, by their window: the caches of a group keep the same tokens."""
+        """Group layers, given by number, by the length of their attention window.
+
+        The KV caches of a group's layers keep the same tokens.
+        """
         groups: dict[int | None, list[int]] = {}
         for layer in layers:
             groups.setdefault(self.layer(layer).grouped.window, []).append(layer)
         return list(groups.values())
 
     def cut(self, layers: int) -> ModelConfig:
-        """A shorter model, in which each kind of layer has about its share of the whole, and at least one layer."""
+        """Return a configuration with fewer layers: each kind of layer has about its share, and at least one layer."""
         chosen = representative(self.pattern, layers)
         return replace(self, pattern=tuple(self.pattern[number] for number in chosen))
 
     def varied(self, layers: int | None = None, **settings: Any) -> ModelConfig:
-        """The model with other settings: its own, and else those of every layer, as by `Layer.varied`.
+        """Return a copy of the configuration with other settings.
 
-        layers: number of layers; a longer model repeats the pattern, a shorter one has the first layers.
+        layers: number of layers; more layers repeat the pattern, fewer layers are the first ones; None for as many as
+            before.
+        settings: values by name; names that ModelConfig does not have are fields of every layer, as in `Layer.varied`.
         """
         own = {name: settings.pop(name) for name in self.__struct_fields__ if name in settings}
         kinds = {kind: kind.varied(**settings) for kind in self.kinds}
@@ -120,22 +130,29 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
         return replace(self, **{"pattern": pattern, **own})
 
     def weight_bytes(self, role: Role, row: int, dtype: str) -> float:
-        """Bytes per weight of tensors of a role with rows of `row` items.
+        """Return the bytes per weight of a simulated model's tensors.
 
+        role: role of the tensors.
+        row: number of weights of a row.
         dtype: dtype of the computation, and of plain weights.
         """
         stored = self._format_of(role)
         return ITEM_BYTES[dtype] if stored is None else stored.bytes_per_weight(role, row)
 
     def tensor_bytes(self, name: str, shape: Shape, dtype: str, layer: Layer | None = None) -> float:
-        """Bytes per weight of a tensor, by its canonical name, or its name in a layer; `dtype` as in `weight_bytes`."""
+        """Return the bytes per weight of a tensor.
+
+        name: canonical name of the tensor, or, with `layer`, its name in that layer.
+        shape: shape of the tensor.
+        dtype: dtype of the computation, and of plain weights.
+        """
         kept = self.kept_format(name, layer)
         return self.weight_bytes(role_of(name), shape[-1], dtype) if kept is None else kept.bytes_per_weight
 
     def kept_format(self, name: str, layer: Layer | None = None) -> StoredFormat | None:
-        """The storage format that a tensor keeps in memory, by its canonical name, or its name in a layer.
+        """Return the storage format that a tensor keeps in memory; None for the dtype of the computation.
 
-        It is None for a tensor that has the dtype of the computation.
+        name: canonical name of the tensor, or, with `layer`, its name in that layer.
         """
         if name.startswith("layers."):
             layer = self.pattern[int(name.split(".", 2)[1])]
@@ -152,9 +169,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
         return tuple(sorted({stored for _, stored in pairs}.intersection(CODED)))
 
     def kernel_rate(self, name: str, layer: Layer | None = None) -> float:
-        """The share of a processor's FLOP/s that products with a tensor reach (see `Format`).
+        """Return the share of a processor's FLOP/s that matrix products with a tensor reach (see `Format`).
 
-        name: the tensor's canonical name, or its name in a layer.
+        name: canonical name of the tensor, or, with `layer`, its name in that layer.
         """
         kept = self.kept_format(name, layer)
         if kept is not None:
@@ -171,6 +188,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
 
 
 def tensor_in_layer(name: str) -> str:
-    """The key of a tensor in `Layer.formats`: without numbers of layer and expert."""
+    """Return a tensor's name in its layer, without numbers of layer and expert; this is its key in `Layer.formats`.
+
+    name: canonical name of the tensor, such as "layers.0.experts.3.up".
+    """
     parts = name.split(".")
     return f"experts.{parts[-1]}" if "experts" in parts else parts[-1]

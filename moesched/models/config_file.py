@@ -1,4 +1,4 @@
-"""Hugging Face's config.json: the keys common to all models, and their checks."""
+"""Reading and checking Hugging Face's config.json, as far as keys are common to all models."""
 
 from __future__ import annotations
 
@@ -64,7 +64,10 @@ _DTYPES: dict[str, DType] = {"float32": "float32", "bfloat16": "bfloat16", "floa
 
 
 class Keys(msgspec.Struct, kw_only=True):
-    """Keys common to all models, with Hugging Face's defaults; architectures add keys and override defaults."""
+    """The keys of config.json that all models that run have, with Hugging Face's defaults.
+
+    Architectures add keys and override defaults in subclasses.
+    """
 
     vocab_size: int = 32000
     rope_theta: float = 1e4
@@ -91,19 +94,20 @@ class _QuantizationKey(msgspec.Struct):
 
 
 class _GenerationKeys(msgspec.Struct):
-    """The keys of generation_config.json, whose stop tokens take precedence over those of config.json."""
+    """The key of generation_config.json that is read: its stop tokens take precedence over those of config.json."""
 
     eos_token_id: int | list[int] | None = None
 
 
 class ConfigFile:
-    """The values of a config.json; or those of a GGUF file's metadata, converted to the keys of config.json.
+    """The values of a config.json, or of a GGUF file's metadata that were converted to the keys of config.json.
 
     Args:
-        path: the file, for messages.
+        path: the file, for error messages.
+        values: values by key.
         name: the model's name.
-        stored_dtype: returns the dtype of most weights; None without weights.
-        stop_tokens: tokens that end a sequence, whatever the values say; None to leave it to them.
+        stored_dtype: function that returns the dtype of most weights in the files; None without weights.
+        stop_tokens: ids of tokens that end a sequence, instead of those in `values`; None for those in `values`.
     """
 
     def __init__(
@@ -122,10 +126,10 @@ class ConfigFile:
 
     @classmethod
     def in_folder(cls, directory: Path) -> ConfigFile:
-        """Read the config.json of a folder.
+        """Read the config.json in a folder.
 
         Raises:
-            BadInput: it cannot be read, or is not a JSON object.
+            BadInput: the file cannot be read, or is not a JSON object.
         """
         path = directory / CONFIG_NAME
         return cls(
@@ -138,16 +142,16 @@ class ConfigFile:
 
     @property
     def model_type(self) -> str | None:
-        """The value of `model_type`, which selects the architecture; None without one."""
+        """The value of the key `model_type`, which selects the architecture; None without the key."""
         return self.keys(_TypeKey).model_type
 
     @property
     def quantization(self) -> dict[str, Any] | None:
-        """The weights' storage format, as the tool that quantised them describes it; None if they are not quantised."""
+        """The value of `quantization_config`, by which a quantising tool describes the weights; None without it."""
         return self.text_keys(_QuantizationKey).quantization_config
 
     def keys(self, kind: type[T]) -> T:
-        """Decode the keys of an architecture to the type `kind`.
+        """Decode the keys to an object of the class `kind`, which declares keys, types and defaults.
 
         Raises:
             BadInput: a value has the wrong type; the message names its key.
@@ -155,7 +159,9 @@ class ConfigFile:
         return convert_value(self._values, kind, str(self.path), RESTORE)
 
     def text_keys(self, kind: type[T]) -> T:
-        """Decode the keys of an architecture to the type `kind`; some models nest those for text in `text_config`.
+        """Decode the keys to an object of the class `kind`; keys nested in `text_config` take precedence.
+
+        Only `tie_word_embeddings` is read from the outer keys first.
 
         Raises:
             BadInput: a value has the wrong type; the message names its key.
@@ -168,10 +174,12 @@ class ConfigFile:
         return convert_value(self._values | nested | outer, kind, str(self.path), RESTORE)
 
     def dtype(self, given: str | None, otherwise: DType) -> DType:
-        """The dtype of the computation: the given one, else that of the weights beside the file, else `otherwise`.
+        """Return the dtype of the computation: `given`, or that of the weights beside the file, or `otherwise`.
+
+        given: name of a dtype; None if config.json has none.
 
         Raises:
-            BadInput: it is not supported, or the weights cannot be read.
+            BadInput: the dtype is not supported, or the weights cannot be read.
         """
         name = (given or self._stored_dtype() or otherwise).removeprefix("torch.")
         if name not in _DTYPES:
@@ -179,7 +187,7 @@ class ConfigFile:
         return _DTYPES[name]
 
     def checked(self, config: ModelConfig) -> ModelConfig:
-        """Check that the values of a configuration are possible; returns it.
+        """Check that the values of a configuration are possible, and return the configuration.
 
         Raises:
             BadInput: a value is impossible.
@@ -188,9 +196,11 @@ class ConfigFile:
         return config
 
     def build(self, keys: Keys, layers: int, kinds: Sequence[Layer], **particular: Any) -> ModelConfig:
-        """Make a ModelConfig from the common keys and the architecture's own settings.
+        """Return the ModelConfig made from the common keys and from settings of the architecture.
 
-        kinds: the first layers; they repeat up to the number of `layers`.
+        layers: number of layers.
+        kinds: the first layers, which repeat up to the number of layers.
+        particular: further fields of ModelConfig.
 
         Raises:
             BadInput: a feature is not supported by the kernels, or a value is impossible.
@@ -208,18 +218,25 @@ class ConfigFile:
         return self.checked(ModelConfig(**(settings | particular)))
 
     def require(self, key: str, value: object, *accepted: object) -> None:
-        """Raise BadInput unless the value of a key is accepted."""
+        """Raise BadInput unless the value of a key is one of `accepted`."""
         if value not in accepted:
             raise self.unsupported(key, value, f"{key} {accepted[0]!r}")
 
     def unsupported(self, key: str, value: object, supported: str) -> BadInput:
-        """Make the error for a key's value that the kernels do not support."""
+        """Return the error for a key's value that the kernels do not support.
+
+        supported: key and value of a supported checkpoint, in words.
+        """
         return BadInput(
             f"{self.path}: {key} is {shown(value)}, which is not supported; use a checkpoint with {supported}"
         )
 
     def impossible(self, what: str, why: str) -> BadInput:
-        """Make the error for values that no model can have."""
+        """Return the error for values that no model can have.
+
+        what: the values, in words.
+        why: the reason why they are impossible, in words.
+        """
         return BadInput(f"{self.path}: {what}, but {why}; {RESTORE}")
 
     def _refuse_unknown_features(self, keys: Keys) -> None:
@@ -232,7 +249,7 @@ class ConfigFile:
         return _token_ids(keys.eos_token_id) if self._stop_tokens is None else self._stop_tokens
 
     def require_size(self, key: str, value: int, least: int = 1) -> None:
-        """Raise BadInput if a size is less than `least`, or larger than that of any model."""
+        """Raise BadInput if a size is less than `least`, or beyond a limit that no model reaches."""
         if value < least:
             raise self.impossible(
                 f"{key} is {shown(value)}", "it must be positive" if least else "it must not be negative"
@@ -241,13 +258,16 @@ class ConfigFile:
             raise self.impossible(f"{key} is {shown(value)}", f"it may be {MOST:,}")
 
     def require_layers(self, layers: int) -> None:
-        """Raise BadInput if there is no layer, or if there are more than any model has."""
+        """Raise BadInput if the number of layers is 0, or beyond a limit that no model reaches."""
         self.require_size("num_hidden_layers", layers)
         if layers > MOST_LAYERS:
             raise self.impossible(f"num_hidden_layers is {layers:,}", f"it may be {MOST_LAYERS:,}")
 
     def require_number(self, name: str, value: float) -> None:
-        """Raise BadInput if a number is beyond what float32 computes with."""
+        """Raise BadInput if a number is too large or too small for float32; whole numbers are checked as sizes.
+
+        name: the key, for the message.
+        """
         if isinstance(value, int):
             self.require_size(name, value)
         elif not LEAST.get(name, FLOAT32_RANGE[0]) <= value <= FLOAT32_RANGE[1]:
@@ -317,7 +337,7 @@ class ConfigFile:
 
 
 def _generation_stops(path: Path) -> tuple[int, ...] | None:
-    """The stop tokens of generation_config.json; None if there is no such file, or it has none."""
+    """Return the stop tokens in generation_config.json; None if there is no such file, or no such key."""
     if not is_file(path):
         return None
     tokens = convert_value(_read(path), _GenerationKeys, str(path), RESTORE).eos_token_id
@@ -341,7 +361,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _without_defaults(values: dict[str, Any]) -> dict[str, Any]:
-    """The values without nulls, which stand for defaults."""
+    """Return the values without nulls that stand for defaults, as a missing key does."""
     return {
         key: _without_defaults(value) if isinstance(value, dict) else value
         for key, value in values.items()

@@ -1,4 +1,4 @@
-"""The contents of a model's files: tensors, and the names and shapes that its configuration gives them."""
+"""Contents of a model's files: the tensors in the files, and the names and shapes that the configuration expects."""
 
 from __future__ import annotations
 
@@ -21,12 +21,14 @@ from moesched.models.tensors import count_tensors, count_weights
 
 
 class Names:
-    """The tensors of a model by their names in files; only for the forms that the files use.
+    """The tensors that a model's files may have, by their names in files.
+
+    Those of other forms than the published one are only computed if a name needs them.
 
     Args:
-        published: the tensors of published files.
-        others: makes those that replace some of these in files of another form.
-        extra: a pattern for the names of tensors that the model has no use for.
+        published: the tensors of published files, by name.
+        others: function that returns the tensors, by name, that replace some of these in files of another form.
+        extra: a pattern for the names of tensors that are not needed; None if there are none.
     """
 
     def __init__(
@@ -44,12 +46,12 @@ class Names:
         return by_stored_name(self._make_others())
 
     def get(self, name: str) -> Published | None:
-        """The tensor with this name; None if there is none."""
+        """Return the description of the tensor with this name; None if the model has no such tensor."""
         name = without_prefix(name)
         return self._published.get(name) or self._others.get(name)
 
     def is_extra(self, name: str) -> bool:
-        """Test whether the model has no use for a tensor with this name."""
+        """Test whether a tensor with this name is not needed and may be skipped."""
         return self._extra is not None and self._extra.fullmatch(without_prefix(name)) is not None
 
 
@@ -58,10 +60,13 @@ class Contents(NamedTuple):
 
     Attributes:
         path: the model's folder or file.
-        described_in: the place of the configuration, for messages.
-        format_of: returns the format of a stored tensor's rows; raises BadInput if no kernel reads it, or if the tensor
-            has another shape than the published one.
-        vocabulary: that of a GGUF file; None for a folder, which has files for it.
+        config: the model's configuration.
+        shards: the tensors in the files.
+        names: the tensors that the files may have, by their names in files.
+        described_in: the place of the configuration, in words, for error messages.
+        format_of: function from a stored tensor and its description to the format of its rows; raises BadInput if no
+            kernel reads it, or if the tensor has another shape than its description.
+        vocabulary: the vocabulary in a GGUF file; None for a folder, which has separate files for its tokenizer.
     """
 
     path: Path
@@ -74,24 +79,32 @@ class Contents(NamedTuple):
 
 
 def without_prefix(name: str) -> str:
-    """The name of a tensor without the prefix "model.", as in a checkpoint that was saved without an LM head."""
+    """Return a tensor's name without the prefix "model."; checkpoints saved without an LM head lack the prefix."""
     return name.removeprefix("model.")
 
 
 def by_stored_name(tensors: Mapping[str, Published]) -> dict[str, Published]:
-    """Key tensors by the names that `Names` looks up, which have no "model." in front."""
+    """Return descriptions of tensors by their names in files without the prefix "model.", as `Names` looks them up."""
     return {without_prefix(name): stored for name, stored in tensors.items()}
 
 
 def require_shape(found: Found, shape: Shape, described_in: str) -> None:
-    """Raise BadInput if a stored tensor has another shape."""
+    """Raise BadInput if a stored tensor has another shape than `shape`.
+
+    described_in: the place of the configuration, in words, for the message.
+    """
     if found.entry.shape != shape:
         what = f"{found.name} has shape {list(found.entry.shape)}, {described_in} says {list(shape)}"
         raise BadInput(f"{found.file}: {what}; use the configuration and the weights of one checkpoint")
 
 
 def require_counts(path: Path, config: ModelConfig, found: Iterable[Found], described_in: str) -> None:
-    """Check, before tables of its size are made, that a configuration is not far larger than the files' contents."""
+    """Raise BadInput if a configuration describes far more weights than the files contain.
+
+    This is checked before tables as large as the configuration says are made.
+
+    described_in: the place of the configuration, in words, for the message.
+    """
     stored = sum(math.prod(tensor.entry.shape) for tensor in found)
     described, tensors = count_weights(config), count_tensors(config)
     if described > 2 * stored or tensors > MOST_TENSORS:

@@ -1,6 +1,7 @@
-"""Encodes weights in a coded storage format, each group by the format's rule of rounding to the nearest code.
+"""Encodes weights as blocks of a coded storage format; each weight gets the nearest code.
 
-The tools of llama.cpp search for better scales in formats with factors; here a group's extremes decide.
+A group's smallest and largest weight decide its scale. The tools of llama.cpp search for better scales in formats that
+have factors.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ MOST_FACTOR = {"bytes": 127, "six bits": 63}
 
 
 def encoded(weights: Floats, stored: StoredFormat) -> Bytes:
-    """Encode weights as blocks; returns the bytes of the blocks, one after the other.
+    """Encode weights as blocks, and return the bytes of the blocks, one after the other.
 
     Args:
-        weights: 1-D, whole blocks.
+        weights: 1-D array of whole blocks.
         stored: a coded format.
     """
     codes = stored.codes
@@ -42,7 +43,12 @@ def encoded(weights: Floats, stored: StoredFormat) -> Bytes:
 
 
 def _lowest(groups: Floats, stored: StoredFormat) -> Floats:
-    """The least weight of each group in a format with minimums, otherwise 0; factors cannot express one above 0."""
+    """Return, for each group, the weight that code 0 stands for: the least weight, or 0 in a format without minimums.
+
+    It is at most 0 in a format with factors, which cannot express a larger one.
+
+    groups: array (groups, weights of a group).
+    """
     if stored.minimum is None:
         return np.zeros(len(groups), np.float32)
     lowest: Floats = groups.min(axis=1)
@@ -50,7 +56,10 @@ def _lowest(groups: Floats, stored: StoredFormat) -> Floats:
 
 
 def _furthest(groups: Floats, *, signed: bool) -> Floats:
-    """The weight of each group that is furthest from 0, or its magnitude."""
+    """Return the weight of each group that is furthest from 0, or its absolute value unless `signed`.
+
+    groups: array (groups, weights of a group).
+    """
     where = np.abs(groups).argmax(axis=1, keepdims=True)
     furthest = np.take_along_axis(groups, where, axis=1)[:, 0]
     return furthest if signed else np.abs(furthest)
@@ -62,7 +71,15 @@ def _furthest(groups: Floats, *, signed: bool) -> Floats:
 def _write_scales(
     blocks: Bytes, stored: StoredFormat, scales: Floats, lowest: Floats
 ) -> tuple[Floats, Floats]:
-    """Write scales and minimums; returns them as they were rounded, which is what codes are chosen by."""
+    """Write scales and minimums into the blocks, and return them as rounded there; codes are chosen by these.
+
+    blocks: array (blocks, bytes of a block), which is changed.
+    scales: scale of each group.
+    lowest: minimum of each group.
+
+    Returns:
+        (scales, minimums), one of each per group.
+    """
     if stored.factors is None:
         _write_float16(blocks, stored.scale, scales)
         if stored.minimum is not None:
@@ -79,10 +96,15 @@ def _write_scales(
 
 
 def _write_exponents(blocks: Bytes, offset: int, furthest: Floats, largest: int) -> Floats:
-    """Write each group's scale, the power of two with which the largest code reaches the furthest weight.
+    """Write the scale of each block's only group as an exponent; return the scales.
 
-    Returns:
-        the scales.
+    A scale is the power of two with which the largest code has the same order of magnitude, in powers of two, as the
+    weight furthest from 0.
+
+    blocks: array (blocks, bytes of a block), which is changed.
+    offset: place of the scale in a block, in bytes.
+    furthest: absolute value of each group's weight that is furthest from 0.
+    largest: the largest code.
     """
     exponents = np.frexp(furthest)[1] - np.frexp(np.float32(largest))[1]
     numbers = np.where(furthest == 0, 0, np.clip(exponents + 128, 0, 255))
@@ -92,7 +114,7 @@ def _write_exponents(blocks: Bytes, offset: int, furthest: Floats, largest: int)
 
 
 def _write_float16(blocks: Bytes, offset: int, numbers: Floats) -> Floats:
-    """Write a number of each block as float16; returns the numbers as they were rounded."""
+    """Write one number per block as float16 at a byte offset of the block; return the numbers as rounded."""
     halves = numbers.astype(np.float16)
     blocks[:, offset : offset + 2] = halves.view(np.uint8).reshape(-1, 2)
     return halves.astype(np.float32)
@@ -101,7 +123,15 @@ def _write_float16(blocks: Bytes, offset: int, numbers: Floats) -> Floats:
 def _factored(
     blocks: Bytes, stored: StoredFormat, offset: int, numbers: Floats
 ) -> tuple[Floats, npt.NDArray[Any]]:
-    """Write a unit for each block; returns its multiples that are nearest to `numbers`, and the factors."""
+    """Write one float16 unit per block, of which each group's number is approximated by a multiple.
+
+    blocks: array (blocks, bytes of a block), which is changed.
+    offset: place of the unit in a block, in bytes.
+    numbers: scale or minimum of each group.
+
+    Returns:
+        (the multiples of the units that are nearest to `numbers`; the factors, whole numbers to multiply the units by).
+    """
     assert stored.factors is not None, "it is a format with factors"
     most = MOST_FACTOR[stored.factors.packing]
     of_block = numbers.reshape(len(blocks), -1)
@@ -112,7 +142,13 @@ def _factored(
 
 
 def _six_bits(scales: Bytes, minimums: Bytes) -> Bytes:
-    """Pack factors of eight scales and of eight minimums, in six bits each, as `Factors` describes."""
+    """Pack six-bit factors of eight scales and of eight minimums into 12 bytes, as `Factors` describes.
+
+    scales, minimums: arrays (blocks, 8).
+
+    Returns:
+        Array (blocks, 12).
+    """
     first = [each[:, :4] | each[:, 4:] >> 4 << 6 for each in (scales, minimums)]
     packed: Bytes = np.concatenate([*first, scales[:, 4:] & 15 | minimums[:, 4:] << 4], axis=1)
     return packed
@@ -122,7 +158,10 @@ def _six_bits(scales: Bytes, minimums: Bytes) -> Bytes:
 
 
 def _nearest(codes: Codes, multiples: Floats) -> Bytes:
-    """The nearest codes, as stored, of weights that lie `multiples` times their scale above the minimum."""
+    """Return the nearest code of each weight, as it is stored.
+
+    multiples: each weight minus the minimum of its group, divided by the scale of its group.
+    """
     stored: Bytes
     if codes.values:
         values, first = np.unique(codes.values, return_index=True)
@@ -141,7 +180,11 @@ def _write_codes(blocks: Bytes, codes: Codes, numbers: Bytes) -> None:
 
 
 def _write_bits(blocks: Bytes, packed: Bits, numbers: Bytes) -> None:
-    """Write the lowest bits of each number in the order that `Bits` describes."""
+    """Write the lowest bits of each number into the blocks, in the order that `Bits` describes.
+
+    blocks: array (blocks, bytes of a block), which is changed.
+    numbers: array (blocks, weights of a block).
+    """
     pieces = 8 // packed.bits
     runs = (numbers & (1 << packed.bits) - 1).reshape(len(blocks), -1, pieces, packed.span)
     raw = np.bitwise_or.reduce([runs[:, :, piece] << piece * packed.bits for piece in range(pieces)])

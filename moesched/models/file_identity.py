@@ -1,4 +1,4 @@
-"""Identity of files, by which a change of a file in use is noticed."""
+"""Identity of files: size and times by which a change of a file in use is noticed."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import NamedTuple
 
 
 class FileIdentity(NamedTuple):
-    """The state of a file, apart from its contents: every write, truncation or replacement changes it.
+    """What the file system says of a file: every write, truncation or replacement changes some of it.
 
-    Times are those of the file system, which are as coarse as the system's clock tick: two writes within a few
-    milliseconds may leave equal states.
+    Times are as coarse as the system's clock tick: two writes within a few milliseconds may leave equal identities.
 
     Attributes:
-        size: bytes.
+        inode: number of the file in its file system.
+        size: size of the file in bytes.
         modified: time of the last write, in ns; programs can set it back.
         changed: time of the last change of contents or attributes, in ns; programs cannot set it.
     """
@@ -26,11 +26,11 @@ class FileIdentity(NamedTuple):
 
     @classmethod
     def of(cls, status: os.stat_result) -> FileIdentity:
-        """The identity of the file with this status."""
+        """Return the identity of a file with this result of `os.stat`."""
         return cls(status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
     def difference(self, path: Path) -> str | None:
-        """The change of the file that is now at `path`, in words; None if it is the same file, unchanged."""
+        """Return in words how the file at `path` differs from this identity; None if it is the same file, unchanged."""
         try:
             now = FileIdentity.of(path.stat())
         except OSError as error:

@@ -1,7 +1,7 @@
-"""Bytes of a batch's activations: across layers, within a layer, and in workspace.
+"""Bytes of memory of a micro-batch's activations: across layers, within a layer, and as workspace of kernels.
 
-T tokens of a micro-batch, D hidden size, Q and K the widths of queries and keys, I expert size, k experts per token,
-S sequences, V vocabulary, b bytes per element.
+T tokens of a micro-batch, D hidden size, Q and K the widths of queries and keys, I expert size, k experts per token, S
+sequences, V vocabulary, b bytes per element.
 """
 
 from __future__ import annotations
@@ -40,14 +40,20 @@ _FLOAT = 4
 
 
 def staying_bytes(operations: Operations, tokens: int) -> int:
-    """Bytes that a micro-batch keeps across layers: hidden states, and rotary angles of its positions."""
+    """Return the bytes that a micro-batch of `tokens` tokens keeps from layer to layer.
+
+    These are hidden states, and the cosines and sines of the rotary embedding.
+    """
     attention = operations.config.typical_layer.attention
     head = attention.attended_width // attention.heads
     return tokens * (operations.hidden_bytes + 2 * _FLOAT * head)
 
 
 def layer_bytes(operations: Operations, tokens: int) -> int:
-    """Bytes that a micro-batch needs within a layer: queries, keys, values, attention output, the experts' rows."""
+    """Return the bytes that a micro-batch of `tokens` tokens needs within a layer.
+
+    These are queries, keys, values, attention output, and the inputs and outputs of experts.
+    """
     top_k, shared = operations.config.routed.top_k, _shared(operations)
     rows = top_k * (2 * operations.hidden_bytes + 3 * 8)
     if shared:
@@ -57,12 +63,20 @@ def layer_bytes(operations: Operations, tokens: int) -> int:
 
 
 def exchanged_bytes(operations: Operations) -> int:
-    """Bytes per token exchanged between nodes: a partial sum and the sum, or rows with their expert choices."""
+    """Return the bytes per token of memory for exchanges between nodes, in one layer.
+
+    They are enough for a partial sum of expert outputs and the whole sum, and for rows with their choices of experts.
+    """
     return 2 * operations.row_and_choices_bytes
 
 
 def workspace_bytes(operations: Operations, tokens: int, sequences: int, *, on_gpu: bool) -> int:
-    """Bytes of the largest workspace of a kernel, beside its input and output; elements take b bytes, or 4."""
+    """Return the bytes of the largest workspace that a kernel needs beside its input and output.
+
+    tokens: number of tokens of the micro-batch.
+    sequences: number of sequences, whose logits are computed.
+    on_gpu: whether the kernels are those of a GPU, which takes all tokens at once.
+    """
     config, element = operations.config, operations.element
     hidden = config.hidden
     query = max(kind.query_width for kind in operations.kinds.values())
@@ -86,14 +100,14 @@ def workspace_bytes(operations: Operations, tokens: int, sequences: int, *, on_g
 
 
 def _coded_bytes(operations: Operations) -> int:
-    """Workspace in bytes of products with coded weights: inputs in pieces, codes, and sums of groups."""
+    """Return the bytes of workspace of matrix products with coded weights: inputs, codes, and sums of groups."""
     if not operations.config.coded_formats:
         return 0
     return EXPERTS_AT_ONCE * _FLOAT * (5 * CODED_ROWS * _widest(operations) + 4 * CODED_TILE)
 
 
 def unpacked_bytes(operations: Operations) -> int:
-    """Workspace in bytes of a GPU for rows of coded weights that it unpacks."""
+    """Return the bytes of workspace in which a GPU decodes rows of coded weights before a matrix product."""
     if not operations.config.coded_formats:
         return 0
     widest = _widest(operations)
@@ -101,7 +115,7 @@ def unpacked_bytes(operations: Operations) -> int:
 
 
 def _widest(operations: Operations) -> int:
-    """The number of weights in the longest row of any matrix."""
+    """Return the number of weights in the longest row of all matrices."""
     return max(
         max(
             operations.config.hidden,
@@ -114,18 +128,26 @@ def _widest(operations: Operations) -> int:
 
 
 def mask_bytes(tokens: int, cached: int) -> int:
-    """Bytes of the mask of a tile of queries over `cached` tokens: one byte and one float per element."""
+    """Return the bytes of the attention mask of a tile of queries.
+
+    The mask has one byte and one float for each pair of a query and a cached token.
+
+    tokens: number of new tokens.
+    cached: number of cached tokens.
+    """
     return min(tokens, QUERY_TILE) * cached * (1 + _FLOAT)
 
 
 def beside_cache_bytes(
     operations: Operations, starts: Sequence[int], tokens: Sequence[int], scattered: int = 0
 ) -> int:
-    """Bytes of the keys and values that a chunk of prompts needs beside the KV cache of a layer.
+    """Return the most bytes of keys and values that a chunk of prompts needs beside the KV cache of a layer.
 
     Args:
-        starts, tokens: each request's tokens before the chunk and in it, which a sliding window needs.
-        scattered: tokens of a layer without a window that may have to be copied, since their blocks are no neighbours.
+        starts: for each request, its number of tokens before the chunk; used for layers with a sliding window.
+        tokens: for each request, its number of tokens in the chunk; used for layers with a sliding window.
+        scattered: number of tokens of a layer without a window that may have to be copied, since their cache blocks do
+            not follow each other in memory.
     """
     return max(
         kind.kv_bytes * (scattered if most is None else tokens_beside(starts, tokens, most))
@@ -135,12 +157,15 @@ def beside_cache_bytes(
 
 
 def expert_workspace_bytes(operations: Operations, tokens: int) -> int:
-    """Bytes of the workspace of the experts' kernels, beside their rows and outputs; limited by the tile size."""
+    """Return the bytes of workspace that the experts' kernels need beside their input rows and outputs.
+
+    tokens: number of tokens of the micro-batch; experts process at most a tile of rows at once.
+    """
     return _expert_rows_bytes(operations, tokens) + _coded_bytes(operations)
 
 
 def _shared(operations: Operations) -> int:
-    """The inner width of the widest network that every token uses; 0 if there is none."""
+    """Return the inner width of the widest shared network, which every token uses; 0 if no layer has one."""
     return max(kind.layer.feed_forward.shared for kind in operations.kinds.values())
 
 

@@ -1,7 +1,7 @@
-"""Storage formats of weights: bytes per weight of each role of a tensor, and a kernel rate.
+"""Storage formats of weights for simulation: bytes per weight by the role of a tensor, and the speed of kernels.
 
-Bytes include scales and what else a block of weights has. The formats of llama.cpp are those of its files: a name such
-as q4_k_m stands for several block formats, by the role of a tensor (`llama_tensor_get_type` in its quantize tool).
+Bytes include scales and all else that a block of weights has. The formats of llama.cpp are those of its files: a name
+such as q4_k_m stands for several block formats, by the role of a tensor (`llama_tensor_get_type` in its quantize tool).
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class Format(msgspec.Struct, frozen=True):
     """A storage format.
 
     Attributes:
-        weights: bytes per weight, by role of the tensor.
-        odd_rows: bytes per weight of rows that are no multiple of `BLOCK`, by role.
-        kernel_rate: share of the processor's FLOP/s in the dtype of the computation that products with weights of this
-            format reach; below 1 where kernels first convert the weights.
+        weights: for each role of a tensor, bytes per weight.
+        odd_rows: for each role, bytes per weight if the length of rows is not a multiple of `BLOCK`.
+        kernel_rate: share of the processor's FLOP/s, in the dtype of the computation, that matrix products with weights
+            of this format reach; below 1 where kernels first convert the weights.
         why: the reason for the rate, in words.
     """
 
@@ -45,23 +45,42 @@ class Format(msgspec.Struct, frozen=True):
     why: str
 
     def bytes_per_weight(self, role: Role, row: int) -> float:
-        """Bytes per weight of a tensor of that role, with rows of that length."""
+        """Return the bytes per weight of a tensor.
+
+        role: role of the tensor.
+        row: number of weights of a row.
+        """
         return (self.odd_rows if row % BLOCK else self.weights)[role]
 
     def rate(self, role: Role) -> float:
-        """The share of a processor's FLOP/s that products with tensors of a role reach; 1 for 16-bit roles."""
+        """Return the share of a processor's FLOP/s that matrix products with tensors of a role reach.
+
+        It is 1 for roles whose weights have 16 bits.
+        """
         return self.kernel_rate if self.weights[role] < _BF16 else 1.0
 
 
 def _format(name: str, each: float, rate: float, why: str, **other: float) -> Format:
-    """Make a format with `each` bytes per weight of matrices, 2 of other tensors, and `other` of single roles."""
+    """Return a format in which matrices have `each` bytes per weight, and embedding, LM head and small tensors 2.
+
+    rate: share of a processor's FLOP/s that products reach.
+    why: the reason for the rate, in words.
+    other: bytes per weight of roles that differ, by role.
+    """
     weights: dict[Any, float] = dict.fromkeys(("matrix", "down", "value", "expert", "expert_down"), each)
     weights |= dict.fromkeys(("embedding", "head", "small"), _BF16) | other
     return Format(name, weights, weights, rate, why)
 
 
 def _llama_cpp(name: str, each: float, rate: float, why: str, *, head: float, favoured: float) -> Format:
-    """A format of llama.cpp: half of the value and down matrices have `favoured` bytes per weight (use_more_bits)."""
+    """Return a format of llama.cpp, in which half of the value and down matrices have another size (use_more_bits).
+
+    each: bytes per weight of most matrices.
+    rate: share of a processor's FLOP/s that products reach.
+    why: the reason for the rate, in words.
+    head: bytes per weight of the LM head.
+    favoured: bytes per weight of half of the value and down matrices.
+    """
 
     def weights(formats: Mapping[float, float]) -> dict[Role, float]:
         one, better = formats.get(each, each), formats.get(favoured, favoured)
@@ -102,7 +121,7 @@ EXPERTS_ONLY = "_experts"
 
 
 def integer_format(bits: int, group: int) -> str:
-    """The name of the format of integers of `bits` bits with a scale for each `group` weights."""
+    """Return the name of the format of `bits`-bit integers in which `group` weights share a scale."""
     return f"int{bits}" if group == GROUPS[-1] else f"int{bits}_g{group}"
 
 
@@ -112,7 +131,7 @@ def _integers(bits: int, group: int) -> Format:
 
 
 def _experts_only(each: Format) -> Format:
-    """Make a format in which experts have `each`, and all other weights 16 bits."""
+    """Return a format in which experts are stored as in the format `each`, and all other weights in 16 bits."""
     weights: dict[Role, float] = {
         role: size if role in EXPERT_ROLES else _BF16 for role, size in each.weights.items()
     }
@@ -154,7 +173,7 @@ CHOICES = tuple(each.name for each in _CHOSEN)
 
 
 def role_of(tensor: str) -> Role:
-    """The role of a tensor, by its canonical name or the last part of it."""
+    """Return the role of a tensor, given its canonical name or the last part of that name."""
     parts = tensor.split(".")
     name = parts[-1]
     if name == "embedding" or name == "lm_head":

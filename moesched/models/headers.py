@@ -1,4 +1,4 @@
-"""Headers of safetensors files, each validated against the file that it describes."""
+"""Reads headers of safetensors files, and checks each one against the size of its file."""
 
 from __future__ import annotations
 
@@ -36,7 +36,11 @@ Offset = Annotated[int, msgspec.Meta(ge=-(2**62), le=2**62)]
 
 
 class Entry(msgspec.Struct, gc=False):
-    """Entry of one tensor in a safetensors header; offsets count from the end of the header."""
+    """The entry of one tensor in a safetensors header.
+
+    Attributes:
+        data_offsets: (start, end) of the tensor's bytes, counted from the end of the header.
+    """
 
     dtype: str
     shape: Annotated[tuple[Length, ...], msgspec.Meta(max_length=8)]
@@ -44,9 +48,14 @@ class Entry(msgspec.Struct, gc=False):
 
 
 class Found(msgspec.Struct, gc=False):
-    """A tensor found in a file; the data of the file's tensors begins at byte `data_start`.
+    """A tensor in a file.
 
-    scales: the tensor that has the scales, if this one has codes alone.
+    Attributes:
+        file: the file.
+        name: name of the tensor in the file.
+        entry: dtype, shape and place of the tensor.
+        data_start: offset in the file from which `entry.data_offsets` count.
+        scales: the tensor with the scales, if this tensor has only the codes; else None.
     """
 
     file: Path
@@ -63,7 +72,7 @@ class Found(msgspec.Struct, gc=False):
 
 
 class Header(NamedTuple):
-    """The tensors of a file, and the file's identity before they were read."""
+    """The tensors of a file, and the identity of the file before the header was read."""
 
     tensors: list[Found]
     identity: FileIdentity
@@ -72,11 +81,11 @@ class Header(NamedTuple):
 def read_header(path: Path) -> Header:
     """Read the header of a safetensors file.
 
-    As the format demands, the tensors must follow each other without overlaps or holes from the end of the header to
-    the end of the file. So no bytes of it can be lost, belong to two tensors, or lie outside the file.
+    The format demands that tensors fill the file from the end of the header to its end, without overlaps or holes. So
+    no byte of the file is lost, belongs to two tensors, or lies outside the file.
 
     Raises:
-        BadInput: it is missing, no regular file, truncated, or not a valid safetensors file.
+        BadInput: the file is missing, no regular file, truncated, or not a valid safetensors file.
     """
     with open_input(path, "weights", remedy=f"{RESTORE}, as safetensors") as file:
         identity = FileIdentity.of(os.fstat(file.fileno()))
@@ -87,15 +96,17 @@ def read_header(path: Path) -> Header:
 
 
 def header_copy(path: Path) -> Path:
-    """The path of the copy of a file's header, which describes the file's tensors where the file is absent."""
+    """Return the path of the copy of a file's header, which a folder may have in place of the file."""
     return path.with_name(f"{path.name}.header")
 
 
 def read_header_copy(path: Path) -> tuple[list[Found], int]:
-    """Read the copy of an absent file's header; returns the file's tensors, and its size in bytes.
+    """Read the copy of an absent file's header; return the file's tensors, and the file's size in bytes.
+
+    path: path of the absent file.
 
     Raises:
-        BadInput: the copy is missing, or not the whole header of a safetensors file and nothing else.
+        BadInput: the copy is missing, or is not exactly the header of a safetensors file.
     """
     copy = header_copy(path)
     with open_input(copy, "header", remedy=RESTORE) as file:
@@ -119,7 +130,11 @@ def _entries(path: Path, text: bytes) -> dict[str, Entry]:
 
 
 def require_count(tensors: int, where: str) -> None:
-    """Raise BadInput if a file lists more tensors than any model has; `where` names the file in the message."""
+    """Raise BadInput if a file lists more tensors than any model has.
+
+    tensors: number of tensors.
+    where: the file, in words, for the message.
+    """
     if tensors > MOST_TENSORS:
         raise BadInput(
             f"{where}: it has {tensors:,} tensors, no model has more than {MOST_TENSORS:,}; {RESTORE}"
@@ -146,7 +161,14 @@ def _header_text(path: Path, file: FileIO, size: int) -> bytes:
 
 
 def _require_layout(path: Path, entries: Mapping[str, Entry], data_start: int, size: int) -> None:
-    """Check that the tensors fill the file after its header, one after the other."""
+    """Check that the tensors fill a file after its header, one after the other.
+
+    data_start: offset of the end of the header.
+    size: size of the file in bytes.
+
+    Raises:
+        BadInput: tensors overlap, there is a hole between them, or the file is too short or too long.
+    """
     for name, entry in entries.items():
         if not name.isprintable():
             raise BadInput(f"{path} has a tensor {name!r}, a name that cannot be shown; {RESTORE}")
@@ -169,7 +191,10 @@ def _require_layout(path: Path, entries: Mapping[str, Entry], data_start: int, s
 
 
 def _require_size(path: Path, name: str, entry: Entry) -> None:
-    """Check that a tensor's offsets are in order and, where the dtype's size is known, that they fit the shape."""
+    """Check that a tensor's offsets are in order and that their distance fits its shape and dtype.
+
+    Dtypes of unknown size are not compared with the shape.
+    """
     start, stop = entry.data_offsets
     size = _ITEM_BYTES.get(entry.dtype)
     nbytes = stop - start if size is None else math.prod(entry.shape) * size

@@ -1,6 +1,6 @@
-"""Bytes of the host's buffers for what it exchanges with an accelerator that has a memory of its own.
+"""Bytes of page-locked host memory through which data passes to and from an accelerator with its own memory.
 
-The accelerator copies from and to them by itself, so they are page-locked, in whole pages.
+The accelerator copies from and to this memory on its own, so it is page-locked, in whole pages.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ Slots are smaller than a page, so that its copy begins when its first bytes are 
 
 
 def attention_rows_bytes(operations: Operations, tokens: int) -> int:
-    """Bytes of a micro-batch's rows for attention on the host: queries, keys, values, and its output."""
+    """Return the bytes of host buffers for attention of a micro-batch on the host: queries, keys, values, and output.
+
+    tokens: number of tokens of the micro-batch.
+    """
     return max(
         sum(
             _in_lines(tokens * width * kind.element)
@@ -43,41 +46,55 @@ def attention_rows_bytes(operations: Operations, tokens: int) -> int:
 
 
 def routed_rows_bytes(operations: Operations, tokens: int) -> int:
-    """Bytes of a micro-batch's rows for experts on the host: hidden states, the tokens of rows, inputs, outputs."""
+    """Return the bytes of host buffers for experts of a micro-batch on the host.
+
+    They hold hidden states, the token of each expert row, and the experts' input rows and output rows.
+
+    tokens: number of tokens of the micro-batch.
+    """
     return sum(map(_in_lines, _routed(operations, tokens)))
 
 
 def routed_prompt_bytes(operations: Operations, tokens: int) -> int:
-    """Bytes of prompts' rows for experts on the host, freed with the layer; allocations have powers of two bytes."""
+    """Return the bytes of host buffers for experts of prompts on the host, which are freed after each layer.
+
+    Each buffer is rounded up to a power of two, as it is allocated.
+
+    tokens: number of tokens of the micro-batch.
+    """
     return sum(1 << (nbytes - 1).bit_length() for nbytes in _routed(operations, tokens))
 
 
 def kv_piece_tokens(token_bytes: int, tokens: int, piece_bytes: int = KV_PIECE_BYTES) -> int:
-    """The number of tokens whose keys and values are copied to the host's KV cache at a time.
+    """Return the number of tokens whose keys and values are copied to the host's KV cache at a time.
 
     Args:
         token_bytes: bytes of a token's key and value in one layer.
         tokens: number of tokens of the largest step.
+        piece_bytes: the most bytes to copy at a time.
     """
     return max(1, min(tokens, piece_bytes // token_bytes))
 
 
 def kv_pieces_bytes(operations: Operations, tokens: int) -> int:
-    """Bytes of the two buffers through which new keys and values of at most `tokens` tokens pass."""
+    """Return the bytes of the two buffers through which new keys and values are copied to the host's KV cache.
+
+    tokens: number of tokens of the largest step.
+    """
     token_bytes = max(kind.kv_bytes for kind in operations.kinds.values())
     return 2 * token_bytes * kv_piece_tokens(token_bytes, tokens) if token_bytes else 0
 
 
 def ring_slot_bytes(page_bytes: int) -> int:
-    """Bytes of a slot of the staging ring for weights.
+    """Return the bytes of a slot of the ring of buffers through which weights that are not page-locked pass.
 
-    page_bytes: bytes of the largest page in a slot.
+    page_bytes: bytes of the largest page that passes through.
     """
     return min(RING_SLOT_BYTES, page_bytes)
 
 
 def in_pages(nbytes: int) -> int:
-    """Round bytes up to whole pages."""
+    """Round a number of bytes up to whole pages of page-locked memory."""
     return -(-nbytes // LOCKED_PAGE) * LOCKED_PAGE
 
 
@@ -87,5 +104,8 @@ def _routed(operations: Operations, tokens: int) -> Sequence[int]:
 
 
 def _in_lines(nbytes: int) -> int:
-    """Round bytes up to whole cache lines: the last bits of a product may depend on where a line begins."""
+    """Round a number of bytes up to whole cache lines, so that each buffer begins at a cache line.
+
+    The last bits of a product may depend on this.
+    """
     return -(-nbytes // CACHE_LINE) * CACHE_LINE

@@ -1,4 +1,4 @@
-"""Numbers of tokens that KV caches hold: in whole blocks, and with a sliding window no more than the window needs."""
+"""Numbers of tokens for which KV caches have room: whole blocks, and with a sliding window only as many as it needs."""
 
 from __future__ import annotations
 
@@ -10,39 +10,47 @@ PROMPT_TILE = 64
 
 
 def cached_tokens(length: int) -> int:
-    """Tokens that a sequence of this length takes in a cache of keys and values, in whole blocks."""
+    """Return the number of tokens for which a sequence of `length` tokens takes room in a KV cache, in whole blocks."""
     return -(-length // KV_BLOCK_TOKENS) * KV_BLOCK_TOKENS
 
 
 def cached_tokens_of_beams(prompt: int, new_tokens: int, beams: int) -> int:
-    """Tokens that a request takes in the KV cache, in whole blocks; its beams share the full blocks of the prompt."""
+    """Return the number of tokens for which a request takes room in the KV cache, in whole blocks.
+
+    Its beams share the full blocks of the prompt, and each has its own copy of the rest.
+
+    prompt: number of tokens of the prompt.
+    new_tokens: number of generated tokens of each beam.
+    """
     shared = prompt // KV_BLOCK_TOKENS * KV_BLOCK_TOKENS
     return shared + beams * (cached_tokens(prompt + new_tokens) - shared)
 
 
 def window_tokens(window: int) -> int:
-    """Most tokens that a sequence takes in the cache of a window, in whole blocks.
+    """Return the largest number of tokens that a sequence has in the cache of a sliding-window layer, in whole blocks.
 
-    The window before a new token may begin anywhere in a block, so it takes its own blocks and one more.
+    The window may begin anywhere in a block, so one more block is needed than the window fills.
     """
     return cached_tokens(window - 1) + KV_BLOCK_TOKENS
 
 
 def kept_tokens(tokens: int, most: int | None, beams: int = 1) -> int:
-    """Tokens that a cache still holds of a request after `tokens` of its tokens were cached.
+    """Return the number of tokens of a request that a cache still keeps once `tokens` of them were cached.
 
-    most: as `most_cached` of a kind of attention gives it, for each beam.
+    most: the most tokens that the cache keeps of each beam; None for all.
     """
     return tokens if most is None else min(tokens, beams * most)
 
 
 def tokens_beside(starts: Iterable[int], tokens: Iterable[int], most: int | None) -> int:
-    """Most tokens whose keys and values a chunk of prompts has beside a window's cache, of which it overwrites a part.
+    """Return the largest number of tokens for which a chunk of prompts needs room beside a sliding window's cache.
+
+    The chunk overwrites a part of the cache, so the keys and values that its tokens attend to are copied beside it.
 
     Args:
-        starts: each request's tokens before the chunk; those that are still in the cache are copied.
-        tokens: each request's tokens in the chunk.
-        most: as in `kept_tokens`.
+        starts: for each request, its number of tokens before the chunk; those still in the cache are copied.
+        tokens: for each request, its number of tokens in the chunk.
+        most: the most tokens that the cache keeps of a sequence; None for all, which need no room beside the cache.
     """
     if most is None:
         return 0

@@ -1,7 +1,7 @@
-"""Kinds of layers: a model is a pattern of layers, and a layer has a kind of attention and a feed-forward network.
+"""Description of layers: a model is a pattern of layers, each with a kind of attention and a feed-forward network.
 
-Each kind of attention answers the same questions: its tensors, the widths of the data that passes through it, what it
-keeps of earlier tokens, and its FLOPs. Widths are in elements.
+Every kind of attention gives its tensors, the widths of its queries, keys and outputs, the size of its cache, and its
+FLOPs. Widths are in elements.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ class GroupedAttention(msgspec.Struct, frozen=True, kw_only=True):
     """Softmax attention whose query heads share key-value heads (GQA, Ainslie et al. 2023).
 
     Attributes:
-        window: most tokens that a token attends to; None for all before it.
+        window: the largest number of tokens that a token attends to, itself included; None for all before it.
         rotary: the rotary embedding of queries and keys.
-        qk_norm: RMS norm of queries and keys: of each head, or of the whole projection; None for none.
-        clip: the largest magnitude of queries, keys and values; None does not clip.
-        biases: the projections that have a bias: those of the letters "qkvo" that it contains.
-        sinks: whether each head has a learned logit that no token belongs to.
-        scale: multiplies products of queries and keys; None for one over the square root of head_dim.
+        qk_norm: RMS norm of queries and keys, over each head or over the whole projection; None for no norm.
+        clip: the largest absolute value of queries, keys and values; larger ones are clipped; None does not clip.
+        biases: letters of the projections that have a bias, some of "qkvo".
+        sinks: whether each head has an attention sink: a learned logit that belongs to no token.
+        scale: factor of the products of queries and keys; None for one over the square root of head_dim.
         gated: whether the output is multiplied by a gate, which the query projection computes.
-        keys_are_values: whether one projection computes keys and values.
+        keys_are_values: whether one projection computes both keys and values.
     """
 
     heads: int
@@ -54,7 +54,7 @@ class GroupedAttention(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def score_scale(self) -> float:
-        """The number that multiplies products of queries and keys."""
+        """Factor of the products of queries and keys."""
         scale: float = self.head_dim**-0.5 if self.scale is None else self.scale
         return scale
 
@@ -70,7 +70,7 @@ class GroupedAttention(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def qkv_width(self) -> int:
-        """Elements of a token's query, key, value, and gate if it has one."""
+        """Elements of a token's query, key and value, and of its gate if attention is gated."""
         return (1 + self.gated) * self.query_width + 2 * self.key_width
 
     @property
@@ -80,36 +80,36 @@ class GroupedAttention(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def cache_width(self) -> int:
-        """Elements that the cache keeps of a token: key and value."""
+        """Elements that the KV cache keeps of each token: its key and value."""
         return 2 * self.key_width
 
     @property
     def most_cached(self) -> int | None:
-        """Most tokens that the cache keeps of a sequence; None for all."""
+        """The most tokens that the KV cache keeps of a sequence; None for all."""
         return None if self.window is None else window_tokens(self.window)
 
     @property
     def state_bytes(self) -> int:
-        """Bytes that are kept of a sequence whatever its length: none."""
+        """Bytes of state that a layer keeps of a sequence whatever its length; 0, since there is only a cache."""
         return 0
 
     @property
     def cached_heads(self) -> int:
-        """Number of heads of the cache, which are read one by one."""
+        """Number of heads of the KV cache; kernels read the cache head by head."""
         return self.kv_heads
 
     @property
     def step_flops(self) -> float:
-        """FLOPs for each pair of a new token and a cached one, in decode."""
+        """FLOPs in decode for each pair of a new token and a cached token."""
         return 4.0 * self.query_width
 
     @property
     def prompt_flops(self) -> float:
-        """FLOPs for each pair of tokens, in prefill."""
+        """FLOPs in prefill for each pair of tokens, of which one attends to the other."""
         return 4.0 * self.query_width
 
     def shapes_before(self, hidden: int) -> dict[str, Shape]:
-        """Shapes of the tensors that are used before attention, by name."""
+        """Return the shapes of tensors that are used before attention, by name; `hidden` is the hidden size."""
         query, key = self.query_width, self.key_width
         widths = {"q": (1 + self.gated) * query, "k": key}
         if not self.keys_are_values:
@@ -125,26 +125,30 @@ class GroupedAttention(msgspec.Struct, frozen=True, kw_only=True):
         return shapes
 
     def shapes_after(self, hidden: int) -> dict[str, Shape]:
-        """Shapes of the tensors of the output projection, by name."""
+        """Return the shapes of the output projection's tensors, by name; `hidden` is the hidden size."""
         shapes: dict[str, Shape] = {"o": (hidden, self.query_width)}
         return shapes | ({"o_bias": (hidden,)} if "o" in self.biases else {})
 
     def split(self, ranks: int) -> GroupedAttention:
-        """The attention of one of `ranks` ranks; if there are fewer key-value heads than ranks, ranks have copies."""
+        """Return the attention of one of `ranks` tensor-parallel ranks.
+
+        If there are fewer key-value heads than ranks, several ranks have a copy of the same head.
+        """
         return replace(self, heads=self.heads // ranks, kv_heads=max(1, self.kv_heads // ranks))
 
 
 class LatentAttention(msgspec.Struct, frozen=True, kw_only=True):
     """Multi-head latent attention (MLA, DeepSeek-V2, arXiv 2405.04434): the cache has one compressed vector per token.
 
-    In decode, queries are brought to the latent space, and heads attend to the latent vectors themselves. In prefill
+    In decode, queries are projected to the latent space, and heads attend to the latent vectors themselves. In prefill,
     the latent vectors are expanded to keys and values. Either way, the weights of the expansion are read once.
 
     Attributes:
-        query_rank: width of the compressed queries; None where queries are not compressed.
-        rank: width of the compressed keys and values.
-        plain, rotary: widths of a key without and with rotary embedding; the latter is common to all heads.
-        value: width of a value.
+        query_rank: width of the compressed queries; None if queries are not compressed.
+        rank: width of the latent vector, from which keys and values are expanded.
+        plain: width of the part of a head's key without rotary embedding.
+        rotary: width of the part of a key with rotary embedding, which all heads share.
+        value: width of a head's value.
     """
 
     heads: int
@@ -156,7 +160,7 @@ class LatentAttention(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def qkv_width(self) -> int:
-        """Elements of a token's query and latent vector."""
+        """Elements of a token's query, latent vector and rotary key."""
         return self.heads * (self.plain + self.rotary) + self.rank + self.rotary
 
     @property
@@ -166,36 +170,39 @@ class LatentAttention(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def cache_width(self) -> int:
-        """Elements that the cache keeps of a token: latent vector and rotary key."""
+        """Elements that the cache keeps of each token: its latent vector and rotary key."""
         return self.rank + self.rotary
 
     @property
     def most_cached(self) -> None:
-        """Most tokens that the cache keeps of a sequence: all."""
+        """The most tokens that the cache keeps of a sequence; None, since it keeps all."""
         return None
 
     @property
     def state_bytes(self) -> int:
-        """Bytes that are kept of a sequence whatever its length: none."""
+        """Bytes of state that a layer keeps of a sequence whatever its length; 0, since there is only a cache."""
         return 0
 
     @property
     def cached_heads(self) -> int:
-        """Number of heads of the cache, which are read one by one."""
+        """Number of heads of the cache; 1, since all heads share the latent vectors."""
         return 1
 
     @property
     def step_flops(self) -> float:
-        """FLOPs for each pair of a new token and a cached one, in the latent space."""
+        """FLOPs in decode for each pair of a new token and a cached token, computed on latent vectors."""
         return 2.0 * self.heads * (2 * self.rank + self.rotary)
 
     @property
     def prompt_flops(self) -> float:
-        """FLOPs for each pair of tokens, with expanded keys and values."""
+        """FLOPs in prefill for each pair of tokens, computed on expanded keys and values."""
         return 2.0 * self.heads * (self.plain + self.rotary + self.value)
 
     def shapes_before(self, hidden: int) -> dict[str, Shape]:
-        """Shapes of the tensors used before attention, by name; those of the expansion are used in decode, too."""
+        """Return the shapes of tensors that are used before attention, by name; `hidden` is the hidden size.
+
+        They include the projection that expands latent vectors, which is also used in decode.
+        """
         query = self.heads * (self.plain + self.rotary)
         shapes: dict[str, Shape] = {"q": (query, hidden)}
         if self.query_rank is not None:
@@ -211,11 +218,11 @@ class LatentAttention(msgspec.Struct, frozen=True, kw_only=True):
         }
 
     def shapes_after(self, hidden: int) -> dict[str, Shape]:
-        """Shapes of the tensors of the output projection, by name."""
+        """Return the shapes of the output projection's tensors, by name; `hidden` is the hidden size."""
         return {"o": (hidden, self.attended_width)}
 
     def split(self, ranks: int) -> LatentAttention:
-        """The attention of one of `ranks` ranks, each of which has the whole latent cache."""
+        """Return the attention of one of `ranks` tensor-parallel ranks; each rank has the whole latent cache."""
         return replace(self, heads=self.heads // ranks)
 
 
@@ -223,9 +230,11 @@ class LinearAttention(msgspec.Struct, frozen=True, kw_only=True):
     """Gated DeltaNet (Yang et al. 2024, arXiv 2412.06464): a state of fixed size instead of a cache that grows.
 
     Attributes:
-        key_heads, value_heads: numbers of heads of queries and keys, and of values.
-        key, value: width of a key and of a value.
-        convolution: number of tokens that the convolution before attention sees.
+        key_heads: number of heads of queries, and of keys.
+        value_heads: number of heads of values.
+        key: width of a head's key.
+        value: width of a head's value.
+        convolution: number of tokens that the convolution before attention combines.
     """
 
     key_heads: int
@@ -241,12 +250,12 @@ class LinearAttention(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def mixed_width(self) -> int:
-        """Elements of a token's query, key and value, which pass the convolution."""
+        """Elements of a token's query, key and value, which are the inputs of the convolution."""
         return 2 * self.key_heads * self.key + self.value_heads * self.value
 
     @property
     def qkv_width(self) -> int:
-        """Elements of a token's query, key, value and gate, with the decay and the rate of each head."""
+        """Elements of a token's query, key, value and gate, and of each head's decay and update rate."""
         return self.mixed_width + self.attended_width + 2 * self.value_heads
 
     @property
@@ -256,33 +265,36 @@ class LinearAttention(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def cache_width(self) -> int:
-        """Elements that the cache keeps of a token: none."""
+        """Elements that a cache keeps of each token; 0, since there is only a state."""
         return 0
 
     @property
     def most_cached(self) -> None:
-        """Most tokens that the cache keeps of a sequence: none are counted."""
+        """The most tokens that a cache keeps of a sequence; None, since no tokens are cached."""
         return None
 
     @property
     def state_bytes(self) -> int:
-        """Bytes that are kept of a sequence: a matrix per head, and the convolution's last tokens, in float32."""
+        """Bytes of state that a layer keeps of a sequence, in float32.
+
+        They are a matrix per head, and the last inputs of the convolution.
+        """
         matrices = self.value_heads * self.key * self.value
         return (matrices + self.mixed_width * (self.convolution - 1)) * FLOAT_BYTES
 
     @property
     def cached_heads(self) -> int:
-        """Number of heads of the state, which are read one by one."""
+        """Number of heads of the state; kernels read the state head by head."""
         return self.value_heads
 
     @property
     def token_flops(self) -> float:
-        """FLOPs for each token: decay, prediction, update and reading of the state."""
+        """FLOPs for each token: decay, prediction, update and reading of the state, and the convolution."""
         state = self.value_heads * self.key * self.value
         return 7.0 * state + 2.0 * self.mixed_width * self.convolution
 
     def shapes_before(self, hidden: int) -> dict[str, Shape]:
-        """Shapes of the tensors that are used before attention, by name."""
+        """Return the shapes of tensors that are used before attention, by name; `hidden` is the hidden size."""
         return {
             "qkv": (self.mixed_width, hidden),
             "gate": (self.attended_width, hidden),
@@ -293,11 +305,11 @@ class LinearAttention(msgspec.Struct, frozen=True, kw_only=True):
         }
 
     def shapes_after(self, hidden: int) -> dict[str, Shape]:
-        """Shapes of the tensors of the output projection, by name."""
+        """Return the shapes of the output projection's tensors, by name; `hidden` is the hidden size."""
         return {"o": (hidden, self.attended_width)}
 
     def split(self, ranks: int) -> LinearAttention:
-        """The attention of one of `ranks` ranks."""
+        """Return the attention of one of `ranks` tensor-parallel ranks."""
         return replace(self, key_heads=self.key_heads // ranks, value_heads=self.value_heads // ranks)
 
 
@@ -309,8 +321,8 @@ class Layer(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
 
     Attributes:
         norms: number of norms of the hidden state.
-        formats: the storage formats of coded tensors, and of norms and routers that stay in float32, by
-            `tensor_in_layer`; all others have the dtype of the computation.
+        formats: storage formats as pairs (name, format), for tensors that are kept in memory in another format than the
+            dtype of the computation; names are those that `tensor_in_layer` returns.
     """
 
     attention: Attention
@@ -320,12 +332,16 @@ class Layer(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
 
     @property
     def grouped(self) -> GroupedAttention:
-        """The layer's attention, checked to be of the kind that devices run."""
+        """The layer's attention, if it is of the only kind that devices run; any other kind is an AssertionError."""
         assert isinstance(self.attention, GroupedAttention), "no device has kernels for other kinds"
         return self.attention
 
     def varied(self, **settings: Any) -> Layer:
-        """The layer with other settings of its attention, or else of its feed-forward network."""
+        """Return a copy of the layer with other settings.
+
+        settings: values of fields of its attention, or, for names that attention does not have, of its feed-forward
+            network.
+        """
         of_attention = {
             name: settings.pop(name) for name in self.attention.__struct_fields__ if name in settings
         }
@@ -336,17 +352,17 @@ class Layer(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
         )
 
     def split(self, ranks: int) -> Layer:
-        """The layer of one of `ranks` ranks."""
+        """Return the part of the layer that one of `ranks` tensor-parallel ranks has."""
         return replace(
             self, attention=self.attention.split(ranks), feed_forward=self.feed_forward.split(ranks)
         )
 
 
 def representative(pattern: tuple[Layer, ...], count: int) -> tuple[int, ...]:
-    """The numbers of `count` layers in which each kind has about its share of the pattern, and at least one layer.
+    """Return the numbers of `count` layers, in which each kind has about its share of the pattern.
 
-    They are the first ones of each kind, in order. If `count` is less than the number of kinds, the most frequent kinds
-    have one each.
+    Each kind has at least one layer, and its first layers are chosen. If `count` is less than the number of kinds, the
+    most frequent kinds have one layer each.
     """
     where: dict[Layer, list[int]] = {}
     for number, layer in enumerate(pattern):

@@ -1,4 +1,4 @@
-"""The layout of a model's weights in pages, the units of transfer between memories; pure arithmetic, no files."""
+"""Layout of a model's weights in pages, the units in which weights move between memories."""
 
 from __future__ import annotations
 
@@ -26,7 +26,14 @@ DENSE = -1
 
 
 class Extent(msgspec.Struct, frozen=True):
-    """Rows [start, stop) of one tensor, at `offset` bytes within its page."""
+    """A range of rows of one tensor within a page.
+
+    Attributes:
+        tensor: canonical name of the tensor.
+        rows: (first row, row after the last one).
+        offset: bytes from the start of the page.
+        nbytes: bytes of these rows.
+    """
 
     tensor: str
     rows: tuple[int, int]
@@ -35,13 +42,16 @@ class Extent(msgspec.Struct, frozen=True):
 
 
 class Page(msgspec.Struct, frozen=True):
-    """A unit of transfer: rows of the tensors of one expert, or of a layer's dense part (expert -1).
+    """A unit of transfer: rows of tensors of one expert, or of the weights of a layer that every token needs.
 
     Attributes:
-        index: position among the pages of its expert or dense part.
-        nbytes: size up to the end of the last extent.
-        room: the most bytes that the page takes in a slot, whatever the alignment of tensors in their files. Files are
-            read in whole blocks, so each extent may need up to two blocks more than its own bytes.
+        id: position among all pages of the model.
+        expert: number of the expert in its layer; -1 for weights that every token needs.
+        index: position among the pages of this expert, or of these weights.
+        extents: the rows of tensors in the page.
+        nbytes: bytes up to the end of the last extent.
+        room: the most bytes that the page takes in a slot. Files are read in whole blocks, so each extent may need up
+            to two blocks more than its own bytes, depending on where its tensor lies in the file.
     """
 
     id: int
@@ -64,14 +74,17 @@ room_for: Callable[[Page], int] = attrgetter("room")
 
 
 class WeightLayout(msgspec.Struct, frozen=True):
-    """All pages of a model, by id: layer by layer, the dense part first, then expert by expert.
+    """All pages of a model, in the order of their ids: layer by layer, first the dense part, then expert by expert.
+
+    The dense part of a layer has the weights that every token needs.
 
     Attributes:
+        pages: all pages.
         globals_bytes: bytes of the embedding, final norm and LM head. They are not cut into pages, since every step
             needs them.
-        layer_starts: the id of each layer's first page, and the number of all pages.
-        dense_pages: the number of pages of each layer's dense part.
-        pages_per_expert: the number of pages of an expert in each layer; 0 in one without experts.
+        layer_starts: for each layer, the id of its first page; after these, the number of all pages.
+        dense_pages: for each layer, the number of pages of its dense part.
+        pages_per_expert: for each layer, the number of pages of one expert; 0 in a layer without experts.
     """
 
     config: ModelConfig
@@ -88,9 +101,9 @@ class WeightLayout(msgspec.Struct, frozen=True):
         return self.pages[self.layer_starts[layer] : self.layer_starts[layer + 1]]
 
     def dense(self, layer: int) -> tuple[Page, ...]:
-        """Return the pages of a layer that every token needs: norms, q, k, v, o, router and shared experts.
+        """Return the pages of a layer's dense part: norms, q, k, v, o, router and shared experts.
 
-        There are none beyond the last layer.
+        The result is empty for a number beyond the last layer.
         """
         if layer not in range(self.config.layers):
             return ()
@@ -98,7 +111,7 @@ class WeightLayout(msgspec.Struct, frozen=True):
         return self.pages[start : start + self.dense_pages[layer]]
 
     def expert(self, layer: int, expert: int) -> tuple[Page, ...]:
-        """Return the pages of one expert; none if the layer has no such expert."""
+        """Return the pages of one expert; an empty tuple if the layer has no such expert."""
         if expert < 0:  # it would be counted back into the dense part
             return ()
         count = self.pages_per_expert[layer]
@@ -106,12 +119,12 @@ class WeightLayout(msgspec.Struct, frozen=True):
         return self.pages[start : min(start + count, self.layer_starts[layer + 1])]
 
     def experts_of(self, layer: int) -> range:
-        """The numbers of a layer's experts; empty for a dense layer."""
+        """Return the numbers of a layer's experts; an empty range for a layer without experts."""
         return range(self.config.layer(layer).feed_forward.experts)
 
     @property
     def an_expert(self) -> tuple[Page, ...]:
-        """The pages of an expert that has the most pages: layers may differ in their formats."""
+        """The pages of an expert that has as many pages as any; layers may differ in their formats."""
         layer = max(range(self.config.layers), key=self.pages_per_expert.__getitem__)
         return self.expert(layer, 0)
 
@@ -119,16 +132,16 @@ class WeightLayout(msgspec.Struct, frozen=True):
 def weight_layout(
     config: ModelConfig, dtype: str | None = None, page_bytes: int | None = None
 ) -> WeightLayout:
-    """Cut the model's weights into pages of at most page_bytes.
+    """Cut the model's weights into pages of at most `page_bytes` bytes.
 
-    Tensors follow each other in a fixed order. One that does not fit into the rest of a page begins the next, and a
-    matrix that fits into no page is cut into equal parts, of which a page has at most one. The layout, and with it the
+    Tensors follow each other in a fixed order. A tensor that does not fit into the rest of a page begins the next page.
+    A matrix larger than a page is cut into equal parts, of which a page has at most one. The layout, and with it the
     row blocks of the kernels, depends on the arguments alone.
 
     Args:
-        dtype: dtype of the weights in memory; by default the model's own.
-        page_bytes: by default the size of one expert; if that is more than 64 MiB, the one for which equal slots for an
-            expert's pages take the fewest bytes.
+        dtype: dtype of the weights in memory; None for the model's own.
+        page_bytes: the most bytes of a page; None for the size of one expert, or, if that is more than 64 MiB, for the
+            size with which the equal slots for an expert's pages take the fewest bytes.
 
     Raises:
         BadInput: the dtype is unknown, or a page is too small for a row.
@@ -168,7 +181,7 @@ def weight_layout(
 
 
 def _experts(config: ModelConfig) -> Iterator[dict[str, Shape]]:
-    """The tensors of an expert of each kind of layer, the last layer's first."""
+    """Return the shapes of one expert's tensors, by name, for each kind of layer, the last layer's kind first."""
     kinds = {layer: number for number, layer in enumerate(config.pattern)}
     return (expert_shapes(config, number, 0) for number in sorted(kinds.values(), reverse=True))
 
@@ -178,7 +191,14 @@ def _nbytes(tensors: Iterable[_Tensor]) -> int:
 
 
 class _Tensor(NamedTuple):
-    """The number of a tensor's rows and the bytes of each; a vector, which is never cut, has an element per row."""
+    """A tensor to cut into pages.
+
+    Attributes:
+        name: canonical name of the tensor.
+        rows: number of rows; of a vector, number of elements.
+        row_bytes: bytes of a row.
+        is_vector: whether the tensor is a vector, which is never cut.
+    """
 
     name: str
     rows: int
@@ -210,7 +230,7 @@ def _default_page_bytes(tensors: Sequence[_Tensor]) -> int:
 
 
 def _cut(tensors: Sequence[_Tensor], page_bytes: int) -> list[list[Extent]]:
-    """Cut tensors into pages; returns each page's extents: whole tensors that fit, at most one part of a matrix."""
+    """Cut tensors into pages; return the extents of each page: whole tensors, and at most one part of a matrix."""
     pages: list[list[Extent]] = [[]]
     has_part = False
     for tensor in tensors:
@@ -229,7 +249,7 @@ def _cut(tensors: Sequence[_Tensor], page_bytes: int) -> list[list[Extent]]:
 
 
 def _rows_of_a_part(tensor: _Tensor, page_bytes: int) -> int:
-    """Rows of a part, if a matrix is cut into the fewest equal parts that fit a page; the last part may have fewer."""
+    """Return the number of rows of the equal parts of a matrix, as few parts as fit a page; the last may be smaller."""
     if tensor.nbytes <= page_bytes:
         return tensor.rows
     most = page_bytes // tensor.row_bytes

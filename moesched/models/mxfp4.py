@@ -1,4 +1,4 @@
-"""MXFP4 as gpt-oss's files have it: the codes of a matrix are one tensor, the scales of their groups another."""
+"""MXFP4 weights as in gpt-oss's files: the codes of a matrix are one tensor, the scales of its groups another."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ REMEDY = "copy the checkpoint again from where it came from"
 
 
 def with_experts_in_mxfp4(config: ModelConfig) -> ModelConfig:
-    """The model with its experts' matrices in MXFP4, each row an output."""
+    """Return a copy of the configuration whose experts have matrices in MXFP4, stored as (outputs, inputs)."""
     plain = config.varied(transposed_down=False)
     matrices = [name for name, shape in plain.routed.expert_shapes(plain.hidden).items() if MXFP4.fits(shape)]
     formats = tuple((f"experts.{name}", MXFP4.name) for name in sorted(matrices))
@@ -28,7 +28,7 @@ def with_experts_in_mxfp4(config: ModelConfig) -> ModelConfig:
 
 
 def joined(tensors: Iterable[Found]) -> Iterator[Found]:
-    """Yield the tensors of files, pairs of codes and scales as one tensor with rows in MXFP4.
+    """Yield the tensors of files, but each pair of codes and scales as one tensor with rows in MXFP4.
 
     Raises:
         BadInput: one of a pair is missing, or their shapes do not match.

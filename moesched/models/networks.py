@@ -1,4 +1,4 @@
-"""Feed-forward networks: routed experts, the choice of them, and the part that every token uses."""
+"""Description of feed-forward networks: routed experts, their router, and shared experts, which every token uses."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ Score = Literal["softmax", "sigmoid"]
 
 
 class Router(msgspec.Struct, frozen=True, kw_only=True):
-    """The choice of a token's experts: those with the highest scores.
+    """The rule by which a token's experts are chosen: those with the highest scores.
 
     Attributes:
-        score: the function that makes scores of the router's logits.
-        corrected: whether a bias per expert is added for the choice, but not for the weights of the experts.
-        normalised: whether the weights of a token's experts are their scores divided by the sum of these.
-        scale: multiplies the weights.
-        groups: number of groups of experts, equal in size. A group's score is the sum of its two best.
-        kept_groups: the number of groups, those with the best scores, that a token chooses from.
+        score: the function from router logits to scores.
+        corrected: whether a bias per expert is added to the scores for the choice, but not for the experts' weights.
+        normalised: whether the weights of a token's experts are their scores divided by the sum of these scores.
+        scale: factor of the experts' weights.
+        groups: number of groups of experts, equal in size. A group's score is the sum of its two best scores.
+        kept_groups: number of groups that a token chooses its experts from: those with the best scores.
     """
 
     score: Score = "softmax"
@@ -33,10 +33,12 @@ class Router(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Activation(msgspec.Struct, frozen=True, kw_only=True):
-    """The function of an expert's gate and up: silu(gate) * up.
+    """The activation of an expert, a function of the outputs of its gate and up matrices: silu(gate) * up.
 
-    With a limit it is that of gpt-oss: gate * sigmoid(alpha * gate) * (up + 1). A gate above the limit counts as the
-    limit, and so does an up beyond it on either side.
+    Attributes:
+        alpha: factor of the gate in the sigmoid of gpt-oss's activation.
+        limit: None for the function above. A number makes it gpt-oss's: gate * sigmoid(alpha * gate) * (up + 1), with
+            gate clipped from above at the limit, and up clipped from both sides.
     """
 
     alpha: float = 1.0
@@ -47,19 +49,20 @@ SILU = Activation()
 
 
 class FeedForward(msgspec.Struct, frozen=True, kw_only=True):
-    """The feed-forward network of a layer: routed experts, a part that every token uses, or both.
+    """The feed-forward network of a layer: routed experts, a shared network that every token uses, or both.
 
     Attributes:
-        experts: number of routed experts; 0 in a dense layer. A single one has no router.
+        experts: number of routed experts; 0 in a layer without experts. A single expert has no router.
+        top_k: number of experts that a token chooses.
         intermediate: inner width of each expert.
-        shared: inner width of the part that every token uses: shared experts, or a dense layer's network.
-        biases: whether matrices and router have biases.
-        alternating: whether gate and up are one matrix, "gate_up", whose rows belong to them in turn.
-        transposed_down: whether checkpoints store the experts' down matrices, and gate_up, as (inputs, outputs).
-        activation: the function of gate and up.
-        shared_scale: multiplies that part's output.
-        weighted: whether the shared part's output is weighted by a gate of its own.
-        router: the choice of experts.
+        shared: inner width of the shared network: that of all shared experts together, or of a dense layer; 0 for none.
+        shared_scale: factor of the shared network's output.
+        biases: whether experts and router have biases.
+        alternating: whether gate and up are one matrix, "gate_up", whose even rows are gate's and odd rows up's.
+        transposed_down: whether checkpoints store the experts' down and gate_up matrices as (inputs, outputs).
+        activation: the activation of experts.
+        weighted: whether the shared network's output is multiplied by a gate of its own.
+        router: the rule by which experts are chosen.
     """
 
     experts: int = 0
@@ -75,7 +78,7 @@ class FeedForward(msgspec.Struct, frozen=True, kw_only=True):
     router: Router = Router()
 
     def shapes(self, hidden: int) -> dict[str, Shape]:
-        """Shapes of the tensors that every token uses, by name."""
+        """Return the shapes of tensors that every token uses, by name; `hidden` is the hidden size."""
         shapes: dict[str, Shape] = {}
         if self.experts > 1:
             shapes["router"] = (self.experts, hidden)
@@ -91,11 +94,11 @@ class FeedForward(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_usual(self) -> bool:
-        """True if an expert is three matrices: down @ (silu(gate @ x) * (up @ x))."""
+        """Whether an expert has three matrices and computes down @ (silu(gate @ x) * (up @ x))."""
         return not self.biases and not self.alternating and self.activation == SILU
 
     def expert_shapes(self, hidden: int) -> dict[str, Shape]:
-        """Shapes of the tensors of one expert, by name, in their usual order in files."""
+        """Return the shapes of one expert's tensors, by name, in the usual order; `hidden` is the hidden size."""
         width = self.intermediate
         down = (width, hidden) if self.transposed_down else (hidden, width)
         if not self.alternating:
@@ -110,5 +113,5 @@ class FeedForward(msgspec.Struct, frozen=True, kw_only=True):
         return shapes
 
     def split(self, ranks: int) -> FeedForward:
-        """The feed-forward network of one of `ranks` ranks."""
+        """Return the part of the feed-forward network that one of `ranks` tensor-parallel ranks has."""
         return replace(self, intermediate=self.intermediate // ranks, shared=self.shared // ranks)

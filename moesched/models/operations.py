@@ -1,10 +1,10 @@
-"""The work of each operation of a layer, and of a MoE transformer: FLOPs, and bytes read and written.
+"""The work of each operation of a MoE transformer: FLOPs, and bytes read and written.
 
-Symbols: T tokens of a micro-batch, D hidden size, F expert size, Q and K the widths of queries and keys
-(heads x head_dim), E experts, k of them per token, V vocabulary, b bytes per element. What differs between kinds of
-attention is in `layers.py`.
+Symbols: T tokens of a micro-batch, D hidden size, F expert size, Q and K the widths of queries and keys (heads x
+head_dim), E experts, k of them per token, V vocabulary, b bytes per element. Differences between kinds of attention are
+in `layers.py`.
 
-An amount also lists the operations that it consists of, so that a table of measured costs can price them one by one.
+An `Amount` also lists its parts, so that a table of measured costs can price them one by one.
 """
 
 from __future__ import annotations
@@ -27,14 +27,17 @@ _ATTENTION = WorkPart("attention", 0)
 
 @cache
 def _calls(count: int) -> WorkPart:
-    """Make the part of a work for `count` calls of a kernel for attention."""
+    """Return the part of a work that stands for `count` calls of an attention kernel."""
     return WorkPart("attention call", 0, times=count)
 
 
 class Amount(NamedTuple):
-    """FLOPs, bytes moved between a processor and its memory, and the operations that they consist of.
+    """The work of an operation.
 
     Attributes:
+        flops: floating-point operations.
+        nbytes: bytes moved between a processor and its memory.
+        parts: the work in parts that a table of measured costs can price.
         kernel_rate: share of a processor's FLOP/s that kernels reach on weights in their storage format.
     """
 
@@ -45,10 +48,13 @@ class Amount(NamedTuple):
 
 
 class Product(NamedTuple):
-    """Matrices that each row is multiplied with: their elements, their bytes, and the kernel rate of their format.
+    """Matrices by which each row of an input is multiplied.
 
     Attributes:
-        coded: bytes of the matrices in coded storage formats.
+        elements: number of elements of the matrices.
+        nbytes: bytes of the matrices.
+        kernel_rate: share of a processor's FLOP/s that kernels reach on their storage format.
+        coded: bytes of the matrices in each coded storage format.
     """
 
     elements: int
@@ -57,11 +63,14 @@ class Product(NamedTuple):
     coded: BytesByFormat
 
     def parts(self, operation: str, rows: float, resident: float, times: float = 1) -> tuple[WorkPart, ...]:
-        """The products as parts of a work, split by residency, since either part has measured costs.
+        """Return a number of equal products as parts of a work, split into those with resident and with other weights.
+
+        The two are measured separately.
 
         Args:
-            rows: rows of each product.
-            resident: share of the weights that stay in memory.
+            operation: name of the part.
+            rows: number of rows of each product.
+            resident: share, from 0 to 1, of the weights that stay in the accelerator's memory.
             times: number of equal products.
         """
         parts = (
@@ -72,10 +81,13 @@ class Product(NamedTuple):
 
 
 class Products(TensorSizes):
-    """Products with the matrices of a layer."""
+    """Base of operations that multiply rows by matrices of a layer."""
 
     def _product(self, shapes: Mapping[str, Shape]) -> Product:
-        """The product of rows with the matrices among these tensors; vectors are left out, as their costs are small."""
+        """Return the matrices among these tensors as one product; vectors are left out, as their costs are small.
+
+        shapes: shapes of tensors by name.
+        """
         matrices = {name: shape for name, shape in shapes.items() if len(shape) > 1}
         rates = [self.config.kernel_rate(name, self.layer) for name in matrices]
         return Product(
@@ -86,7 +98,10 @@ class Products(TensorSizes):
         )
 
     def _times(self, product: Product, tokens: int, width: int) -> tuple[float, float]:
-        """FLOPs and bytes of a product with `tokens` rows, whose inputs and outputs have `width` elements per token."""
+        """Return (FLOPs, bytes) of a product with `tokens` rows.
+
+        width: number of elements per token of inputs and outputs together.
+        """
         return 2.0 * tokens * product.elements, product.nbytes + tokens * width * self.element
 
 
@@ -104,14 +119,17 @@ class AttentionOperations(Products):
         return self._product(self.layer.attention.shapes_after(self.config.hidden))
 
     def pre_attention(self, tokens: int) -> Amount:
-        """Cost of norm, QKV projection and rotary embedding."""
+        """Return the cost of norm, QKV projection and rotary embedding for `tokens` tokens."""
         product = self.before_attention
         flops, nbytes = self._times(product, tokens, self.config.hidden + self.layer.attention.qkv_width)
         parts = product.parts("pre_attention", tokens, self.resident.dense)
         return Amount(flops, nbytes, parts, product.kernel_rate)
 
     def attention(self, lengths: Sequence[tuple[int, int]]) -> Amount:
-        """Cost of attention, of sequences given as pairs (new tokens, tokens in the cache afterwards)."""
+        """Return the cost of attention for several sequences.
+
+        lengths: for each sequence, (number of new tokens, number of tokens in the cache afterwards).
+        """
         attention = self.layer.attention
         if isinstance(attention, LinearAttention):
             return self._linear_attention(attention, sum(new for new, _ in lengths), len(lengths))
@@ -146,7 +164,10 @@ class AttentionOperations(Products):
         return Amount(in_prompts + (pairs - prompt_pairs) * attention.step_flops, nbytes, tuple(parts))
 
     def attention_step(self, totals: Sequence[int]) -> Amount:
-        """Cost of attention of one new token per sequence, given the tokens in each cache; a faster `attention`."""
+        """Return the cost of attention for one new token per sequence, as `attention` does, but computed faster.
+
+        totals: for each sequence, the number of tokens in the cache afterwards.
+        """
         attention = self.layer.attention
         if isinstance(attention, LinearAttention):
             return self._linear_attention(attention, len(totals), len(totals))
@@ -162,7 +183,11 @@ class AttentionOperations(Products):
         return Amount(pairs * attention.step_flops, cache + moved, parts)
 
     def _linear_attention(self, attention: LinearAttention, tokens: int, sequences: int) -> Amount:
-        """Cost of linear attention of new tokens: each sequence's state is read and written, whatever its length."""
+        """Return the cost of linear attention; each sequence's state is read and written once, whatever its length.
+
+        tokens: number of new tokens of all sequences together.
+        sequences: number of sequences.
+        """
         states = 2 * sequences * self.state_bytes
         heads = attention.cached_heads
         parts = (
@@ -174,12 +199,16 @@ class AttentionOperations(Products):
         return Amount(tokens * attention.token_flops, states + moved, parts)
 
     def _attention_steps(self, seen: float, sequences: int) -> WorkPart:
-        """Attention of one new token per sequence to `seen` tokens in total, measured by the bytes of a KV head."""
+        """Return, as a part of a work, attention of one new token per sequence; its size is the bytes of one KV head.
+
+        seen: number of tokens attended to, of all sequences together.
+        sequences: number of sequences.
+        """
         heads = self.layer.attention.cached_heads
         return WorkPart("step attention", seen * self.kv_bytes / sequences / heads, heads, sequences)
 
     def output_projection(self, tokens: int) -> Amount:
-        """Cost of the projection of the attention output to the hidden size, and of the residual."""
+        """Return the cost of projecting the attention output to the hidden size and adding the residual."""
         product = self.after_attention
         flops, nbytes = self._times(product, tokens, self.query_width + self.config.hidden)
         parts = product.parts("route", tokens, self.resident.dense)
@@ -191,7 +220,7 @@ class ExpertOperations(Products):
 
     @cached_property
     def routing(self) -> Product:
-        """The router's matrix; none in a dense layer."""
+        """The router's matrix; without elements in a layer without experts."""
         return self._product({"router": (self.layer.feed_forward.experts, self.config.hidden)})
 
     @cached_property
@@ -201,12 +230,12 @@ class ExpertOperations(Products):
 
     @cached_property
     def shared_experts(self) -> Product:
-        """The matrices that every token passes: shared experts, or the network of a dense layer."""
+        """The matrices of the shared network, which every token uses: shared experts, or a dense layer's network."""
         shapes = self.layer.feed_forward.shapes(self.config.hidden)
         return self._product({name: shapes[name] for name in shapes if name.startswith("shared_")})
 
     def router(self, tokens: int) -> Amount:
-        """Cost of norm, router, and the shared experts, which need not wait for the router's choice."""
+        """Return the cost of norm, router and shared experts, which do not depend on the router's choice."""
         feed_forward, hidden = self.layer.feed_forward, self.config.hidden
         flops, nbytes = self._times(self.routing, tokens, hidden + feed_forward.experts)
         if not feed_forward.shared:
@@ -216,25 +245,28 @@ class ExpertOperations(Products):
         return _sum(Amount(flops, nbytes), Amount(more, moved, parts, self.shared_experts.kernel_rate))
 
     def preview_route(self, tokens: int) -> Amount:
-        """Cost of norm and router of a later layer, on their own; priced as a small `route`."""
+        """Return the cost of a later layer's norm and router alone; measured costs are those of a small `route`."""
         product = self.routing
         flops, nbytes = self._times(product, tokens, self.config.hidden + self.layer.feed_forward.experts)
         return Amount(flops, nbytes, product.parts("route", tokens, self.resident.dense))
 
     def expert(self, tokens: int) -> Amount:
-        """Cost of one expert on `tokens` tokens, with the mean share of resident weights."""
+        """Return the cost of one expert on `tokens` tokens, if the mean share of experts' weights is resident."""
         return self._expert(tokens, self.resident.experts)
 
     def resident_expert(self, tokens: int) -> Amount:
-        """Cost of one expert whose weights are resident, on `tokens` tokens."""
+        """Return the cost of one expert on `tokens` tokens, if its weights stay in the accelerator's memory."""
         return self._expert(tokens, 1.0)
 
     def fetched_expert(self, tokens: int) -> Amount:
-        """Cost of one expert whose weights were fetched, on `tokens` tokens."""
+        """Return the cost of one expert on `tokens` tokens, if its weights were fetched."""
         return self._expert(tokens, 0.0)
 
     def experts(self, tokens: int) -> Amount:
-        """Cost of all experts of a layer for a micro-batch with unknown routing: the mean under uniform routing."""
+        """Return the cost of all experts of a layer for a micro-batch whose routing is not known.
+
+        It is the mean if all experts are equally likely.
+        """
         network = self.layer.feed_forward
         if not network.experts:
             return Amount(0, 0)
@@ -246,18 +278,18 @@ class ExpertOperations(Products):
         return Amount(each.flops, nbytes, parts, each.kernel_rate)
 
     def combine(self, tokens: int) -> Amount:
-        """Cost of the weighted sum of the experts' outputs, and of the residual."""
+        """Return the cost of the weighted sum of the experts' outputs, and of adding the residual."""
         top_k = self.layer.feed_forward.top_k
         moved = (top_k + 2) * tokens * self.hidden_bytes
         return Amount(2.0 * tokens * top_k * self.config.hidden, moved, (WorkPart("combine", moved),))
 
     def add_residual(self, tokens: int) -> Amount:
-        """Cost of adding the residual to a finished sum of the experts' outputs, after an exchange."""
+        """Return the cost of adding the residual to the sum of expert outputs, if an exchange gave the finished sum."""
         moved = tokens * (self.sum_bytes + 2 * self.hidden_bytes)
         return Amount(float(tokens * self.config.hidden), moved, (WorkPart("combine", moved),))
 
     def take_rows(self, tokens: int) -> Amount:
-        """Cost of gathering the rows of each expert."""
+        """Return the cost of gathering the input rows of all experts."""
         moved = 2 * self.layer.feed_forward.top_k * tokens * self.hidden_bytes
         return Amount(0, moved, (WorkPart("combine", moved),))
 
@@ -271,30 +303,35 @@ class ExpertOperations(Products):
 
 @dataclass(frozen=True, eq=False)
 class Operations(AttentionOperations, ExpertOperations):
-    """Costs of all operations of a model and of one kind of its layers, in one dtype.
+    """Costs of all operations of a model, and of one kind of its layers, in one dtype.
 
-    This class has the operations outside the layers and those that combine others.
+    This class itself has the operations outside the layers, and those that combine several operations.
     """
 
     @cached_property
     def kinds(self) -> Mapping[Layer, Operations]:
-        """The operations of each different kind of layer."""
+        """For each kind of layer, an object with the costs of this kind of layer."""
         return MappingProxyType(
             {kind: self if kind == self.layer else replace(self, kind=kind) for kind in self.config.kinds}
         )
 
     @cached_property
     def by_layer(self) -> tuple[Operations, ...]:
-        """The operations of each layer."""
+        """For each layer, the object with the costs of its kind."""
         return tuple(self.kinds[self.config.layer(layer)] for layer in range(self.config.layers))
 
     def held_in(self, layers: Iterable[int], requests: Sequence[int], beams: int = 1) -> int:
-        """Bytes of the caches of these layers for requests with these numbers of cached tokens."""
+        """Return the bytes of the caches of some layers.
+
+        layers: numbers of the layers.
+        requests: for each request, its number of cached tokens.
+        beams: number of beams of each request.
+        """
         counts = Counter(self.by_layer[layer] for layer in layers)
         return sum(times * kind.held_bytes(requests, beams) for kind, times in counts.items())
 
     def copy_kv(self, tokens: int) -> Amount:
-        """Cost of copying keys and values of all layers within the KV cache."""
+        """Return the cost of copying the keys and values of `tokens` tokens in all layers within the KV cache."""
         token = sum(times * self.kinds[kind].kv_bytes for kind, times in self.config.kinds.items())
         moved = 2 * tokens * token
         return Amount(0, moved, (WorkPart("embed", moved),))
@@ -305,24 +342,27 @@ class Operations(AttentionOperations, ExpertOperations):
         return Amount(0, moved, (WorkPart("embed", moved),))
 
     def route(self, tokens: int) -> Amount:
-        """Cost of output projection, norm and router: all operations that precede the choice of experts."""
+        """Return the cost of output projection, norm and router: all operations between attention and experts."""
         return _sum(self.output_projection(tokens), self.router(tokens))
 
     def post_attention(self, tokens: int) -> Amount:
-        """Cost of output projection, router, all experts and their sum."""
+        """Return the cost of output projection, router, all experts and their weighted sum."""
         return _sum(self.route(tokens), self.experts(tokens), self.combine(tokens))
 
     def after_projection(self, tokens: int) -> Amount:
-        """Cost of `post_attention` without the output projection, for ranks that first add their projections."""
+        """Return the cost of `post_attention` without the output projection.
+
+        Tensor-parallel ranks add up their output projections before these operations.
+        """
         return _sum(self.router(tokens), self.experts(tokens), self.combine(tokens))
 
     def all_reduce(self, nbytes: int) -> Amount:
-        """Cost of a ring all-reduce of `nbytes` bytes; its bytes are those that each rank sends."""
+        """Return the cost of a ring all-reduce of `nbytes` bytes; the cost's bytes are those that each rank sends."""
         ranks = self.config.ranks
         return Amount(0, 2 * (ranks - 1) / ranks * nbytes)
 
     def sample(self, sequences: int) -> Amount:
-        """Cost of final norm, LM head, and the choice of a token."""
+        """Return the cost of final norm, LM head, and the choice of a token for each of `sequences` sequences."""
         config = self.config
         rows = config.vocabulary // config.ranks
         head = "embedding" if config.tied_embeddings else "lm_head"
@@ -332,7 +372,7 @@ class Operations(AttentionOperations, ExpertOperations):
         return Amount(flops, nbytes, parts, product.kernel_rate)
 
     def choice(self, sequences: int) -> Amount:
-        """Cost of choosing a token from finished logits."""
+        """Return the cost of choosing a token for each of `sequences` sequences from finished logits."""
         return Amount(0, sequences * self.logits_bytes)
 
 

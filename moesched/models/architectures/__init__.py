@@ -1,4 +1,4 @@
-"""Supported architectures, one per file: the configuration, the names of tensors, and known shapes."""
+"""Supported architectures, one per file: how config.json is read and written, names of tensors, and known models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The description that each architecture's file gives."""
+"""The type of the description that each architecture's file gives."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ class Stored(NamedTuple):
     """A tensor in a file, and the canonical tensors (see `tensors.py`) that it contains, one after the other.
 
     Attributes:
-        parts: canonical names of these tensors.
-        stacks: length of a leading axis that divides the rows into equal parts; 0 if there is no such axis.
+        name: the tensor's name in the file.
+        parts: canonical names of the tensors that it contains.
+        stacks: length of a leading axis into which the rows are divided equally, so that the shape is (stacks, rows /
+            stacks, columns); 0 without such an axis.
     """
 
     name: str
@@ -37,23 +39,24 @@ def _no_files(config: ModelConfig) -> Any:
 
 
 class Architecture(NamedTuple):
-    """The particulars of one architecture, apart from the settings of `ModelConfig`.
+    """The description of one architecture: how its files are read and written, and its known models.
 
     Architectures that are only simulated lack the last four attributes.
 
     Attributes:
         model_types: values of `model_type` in config.json.
-        shapes: known models.
-        sources: where the sizes of each known model are from, by the model's name.
-        read: converts config.json to a ModelConfig; raises BadInput.
-        formats: storage formats that its models can have.
-        left_out: tensors outside the layers that its publisher does not count among the active parameters.
-        runs: whether devices have kernels for it.
-        config_json: the inverse of `read`, without the keys common to all models.
-        tensors: the tensors of published checkpoints.
-        other_tensors: tensors that replace some of these in checkpoints saved in another form.
-        extra_tensors: name patterns, with *, of tensors in published checkpoints that the model has no use for. They
-            are skipped; any other unknown tensor is refused, since it says that the model is another one.
+        shapes: configurations of known models.
+        sources: for each known model's name, the place that its sizes are from.
+        read: function that converts config.json to a ModelConfig; raises BadInput.
+        formats: names of the storage formats that its models can have.
+        left_out: names of tensors outside the layers that the publisher does not count among the active parameters.
+        runs: whether devices have kernels for the architecture.
+        config_json: function that converts a ModelConfig to keys of config.json, without those that all models have.
+        tensors: function that yields the tensors of a published checkpoint.
+        other_tensors: function that yields the tensors that replace some published ones in checkpoints saved in another
+            form.
+        extra_tensors: function that yields patterns, with *, of the names of tensors in published checkpoints that are
+            not needed. They are skipped; any other unknown tensor is refused, since it belongs to another model.
     """
 
     model_types: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""DBRX: queries, keys and values as one clipped matrix, norms by mean and variance, experts stored transposed."""
+"""DBRX: queries, keys and values as one clipped matrix, layer norms with a mean, down matrices stored transposed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from moesched.models.rotary_keys import read_rotary
 
 
 class AttentionKeys(msgspec.Struct):
-    """The keys of `attn_config` in config.json."""
+    """The keys of `attn_config` in config.json that are read, with their defaults."""
 
     clip_qkv: float | None = None
     kv_n_heads: int = 1
@@ -25,13 +25,13 @@ class AttentionKeys(msgspec.Struct):
 
 
 class ActivationKeys(msgspec.Struct):
-    """The keys of `ffn_config.ffn_act_fn` in config.json."""
+    """The keys of `ffn_config.ffn_act_fn` in config.json that are read, with their defaults."""
 
     name: str = "silu"
 
 
 class FeedForwardKeys(msgspec.Struct):
-    """The keys of `ffn_config` in config.json."""
+    """The keys of `ffn_config` in config.json that are read, with their defaults."""
 
     ffn_act_fn: ActivationKeys = msgspec.field(default_factory=ActivationKeys)
     ffn_hidden_size: int = 3584
@@ -41,7 +41,10 @@ class FeedForwardKeys(msgspec.Struct):
 
 
 class DbrxKeys(Keys, kw_only=True):
-    """The keys of config.json, partly nested; published files have no `rope_parameters` yet."""
+    """The keys of a DBRX's config.json that are read, with their defaults.
+
+    Published files have `rope_theta` in `attn_config`; files of newer tools also have `rope_parameters`.
+    """
 
     d_model: int = 2048
     n_heads: int = 16
@@ -97,7 +100,7 @@ def _rotary(file: ConfigFile, keys: DbrxKeys, head_dim: int) -> Rotary:
 
 
 def config_json(config: ModelConfig) -> dict[str, Any]:
-    """The keys of config.json that are particular to the architecture."""
+    """Return the keys and values of config.json for a model, without the keys that all architectures share."""
     # Published files have rope_theta only in attn_config, where transformers 5 no longer looks for it.
     return {
         "architectures": ["DbrxForCausalLM"],
@@ -129,7 +132,11 @@ def config_json(config: ModelConfig) -> dict[str, Any]:
 
 
 def tensors(config: ModelConfig) -> Iterator[Stored]:
-    """Yield the published tensors: q, k and v fused, the experts of a layer fused, w2 as (inputs, outputs)."""
+    """Yield the tensors of published checkpoints.
+
+    One tensor has q, k and v, and one each has the gate, up and down matrices of a layer's experts. Down matrices are
+    stored as (inputs, outputs).
+    """
     yield Stored("transformer.wte.weight", ["embedding"])
     for layer in range(config.layers):
         block, ours = f"transformer.blocks.{layer}.", f"layers.{layer}."
@@ -150,7 +157,7 @@ def tensors(config: ModelConfig) -> Iterator[Stored]:
 
 
 def extra_tensors(config: ModelConfig) -> Iterator[str]:
-    """Yield the names of tensors with rotary frequencies, which are computed instead."""
+    """Yield name patterns of tensors that are not needed: rotary frequencies, which are computed instead."""
     yield "transformer.blocks.*.norm_attn_norm.attn.rotary_emb.inv_freq"
 
 

@@ -1,4 +1,7 @@
-"""DeepSeek-V2, V3 and R1, and Kimi-K2: latent attention, dense first layers, shared experts, a prediction layer."""
+"""DeepSeek-V2, V3 and R1, and Kimi-K2: latent attention, first layers without experts, shared experts.
+
+Published files also have a prediction layer, which is not used.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from moesched.models.networks import FeedForward, Router
 
 
 class DeepSeekKeys(SimulatedKeys, kw_only=True):
-    """Keys of config.json of DeepSeek-V3 and its descendants."""
+    """The keys of config.json that are read for DeepSeek-V3 and its descendants, with their defaults."""
 
     neutral = SimulatedKeys.neutral | {"attention_bias": (False,), "mlp_bias": (False,)}
 
@@ -40,7 +43,7 @@ class DeepSeekKeys(SimulatedKeys, kw_only=True):
 
 
 class DeepSeekV2Keys(DeepSeekKeys, kw_only=True):
-    """Keys of config.json of DeepSeek-V2."""
+    """The keys of config.json that are read for DeepSeek-V2, with their defaults."""
 
     vocab_size: int = 102400
     hidden_size: int = 4096

@@ -1,4 +1,7 @@
-"""Gemma 4: five layers with a window before each one without; a dense network, and experts beside it in some models."""
+"""Gemma 4: five layers with sliding-window attention before each one with full attention.
+
+Each layer has a dense network, and in some models experts beside it.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +20,13 @@ LayerNumber = Annotated[str, msgspec.Meta(pattern="^[0-9]{1,5}$")]
 
 
 class Heads(msgspec.Struct, forbid_unknown_fields=True):
-    """The number of KV heads and the width of a head in one layer; None where the model's apply."""
+    """Number of KV heads and width of a head in one layer; None for the values that hold for all layers."""
 
     num_key_value_heads: int | None = None
     head_dim: int | None = None
 
     def replace_in(self, attention: GroupedAttention) -> GroupedAttention:
-        """Make a copy of an attention with this number and width of heads."""
+        """Return a copy of an attention with this number of KV heads and this width of a head."""
         return replace(
             attention,
             kv_heads=attention.kv_heads if self.num_key_value_heads is None else self.num_key_value_heads,
@@ -32,7 +35,7 @@ class Heads(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Gemma4Keys(SimulatedKeys, kw_only=True):
-    """The keys of config.json."""
+    """The keys of a Gemma 4's config.json that are read, with their defaults."""
 
     neutral: ClassVar[dict[str, tuple[object, ...]]] = {
         "hidden_size_per_layer_input": (0,),
@@ -98,7 +101,10 @@ def _pattern(keys: Gemma4Keys) -> Iterator[Layer]:
 
 
 def _network(keys: Gemma4Keys) -> tuple[FeedForward, int]:
-    """The feed-forward network of all layers, and the number of norms of a layer; a dense model has a single expert."""
+    """Return the feed-forward network and the number of norms of each layer.
+
+    A dense model is described as one with a single expert.
+    """
     if not keys.enable_moe_block:
         return FeedForward(experts=1, top_k=1, intermediate=keys.intermediate_size), NORMS
     network = FeedForward(
@@ -112,9 +118,9 @@ def _network(keys: Gemma4Keys) -> tuple[FeedForward, int]:
 
 
 def _far(keys: Gemma4Keys, near: GroupedAttention) -> GroupedAttention:
-    """Make the attention of layers that see the whole context from `near`, the attention of layers with a window.
+    """Return the attention of layers without a window, derived from `near`, the attention of layers with one.
 
-    Newer files list its heads by layer, older ones in keys of their own.
+    Newer files give the heads of layers without a window by layer, older files in keys such as `global_head_dim`.
     """
     far = replace(near, window=None, keys_are_values=keys.attention_k_eq_v)
     if keys.per_layer_config is not None:

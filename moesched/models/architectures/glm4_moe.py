@@ -1,4 +1,7 @@
-"""GLM-4.5, GLM-4.5-Air and GLM-4.7: dense first layers, a shared expert, biased projections, a prediction layer."""
+"""GLM-4.5, GLM-4.5-Air and GLM-4.7: first layers without experts, a shared expert, biased projections.
+
+Published files also have a prediction layer, which is not used.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ STOP = 151336
 
 
 class Glm4MoeKeys(LlamaLikeKeys, kw_only=True):
-    """The keys of config.json."""
+    """The keys of a GLM-4.5's config.json that are read, with their defaults."""
 
     vocab_size: int = 151552
     hidden_size: int = 4096
@@ -85,7 +88,7 @@ def read(file: ConfigFile) -> ModelConfig:
 
 
 def config_json(config: ModelConfig) -> dict[str, Any]:
-    """The keys of config.json that are particular to the architecture."""
+    """Return the keys and values of config.json for a model, without the keys that all architectures share."""
     attention, routed, first = config.attention, config.routed, config.layer(0).feed_forward
     return llama_like.config_json(config) | {
         "architectures": ["Glm4MoeForCausalLM"],
@@ -109,13 +112,13 @@ def config_json(config: ModelConfig) -> dict[str, Any]:
 
 
 def tensors(config: ModelConfig) -> Iterator[Stored]:
-    """The tensors of published checkpoints, without prediction layers."""
+    """Yield the tensors of published checkpoints, without those of prediction layers."""
     yield from llama_like.tensors(config, MLP_EXPERTS)
     yield from _beside_experts(config)
 
 
 def extra_tensors(config: ModelConfig) -> Iterator[str]:
-    """The names of prediction layers, which follow the others, and of rotary frequencies."""
+    """Yield name patterns of tensors that are not needed: those of prediction layers, and rotary frequencies."""
     yield from llama_like.extra_tensors(config)
     yield f"model.layers.{config.layers}.*"
 
@@ -146,7 +149,13 @@ def _with_prediction(config: ModelConfig, layers: int) -> ModelConfig:
 def _model(
     name: str, network: FeedForward, *, dense: tuple[int, int], layers: int, **settings: Any
 ) -> ModelConfig:
-    """A published model. dense: how many of its first layers are dense, and their inner width."""
+    """Return the configuration of a published model.
+
+    network: the feed-forward network of layers with experts.
+    dense: (number of first layers without experts, their inner width).
+    layers: number of layers.
+    settings: further fields of ModelConfig, and `qk_norm` of the attention.
+    """
     attention = GroupedAttention(
         heads=96,
         kv_heads=8,

@@ -1,4 +1,7 @@
-"""gpt-oss: every other layer attends to a window, all have attention sinks, experts have biases and a limit."""
+"""gpt-oss: every other layer attends to a window, heads have attention sinks, expert activations are clipped.
+
+Attention, router and experts have biases.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ YARN: dict[str, Any] = {
 
 
 class GptOssKeys(LlamaLikeKeys, kw_only=True):
-    """The keys of config.json."""
+    """The keys of a gpt-oss's config.json that are read, with their defaults."""
 
     vocab_size: int = 201088
     hidden_size: int = 2880
@@ -75,7 +78,7 @@ def read(file: ConfigFile) -> ModelConfig:
 
 
 def config_json(config: ModelConfig) -> dict[str, Any]:
-    """The keys of config.json that are particular to the architecture."""
+    """Return the keys and values of config.json for a model, without the keys that all architectures share."""
     attention, routed = config.attention, config.routed
     windows = [layer.grouped.window for layer in config.pattern]
     return llama_like.config_json(config) | {
@@ -94,7 +97,7 @@ def config_json(config: ModelConfig) -> dict[str, Any]:
 
 
 def tensors(config: ModelConfig) -> Iterator[Stored]:
-    """The tensors of checkpoints in 16 bits, in which one tensor has a matrix of all experts of a layer."""
+    """Yield the tensors of 16-bit checkpoints, in which one tensor has one matrix of all experts of a layer."""
     yield from llama_like.global_tensors(config)
     for layer, described in enumerate(config.pattern):
         theirs, ours = f"model.layers.{layer}.", f"layers.{layer}."

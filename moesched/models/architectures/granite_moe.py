@@ -1,4 +1,4 @@
-"""Granite-MoE: factors multiply embeddings, attention's scores, what layers add to the residual, and logits."""
+"""Granite-MoE: constant factors multiply embeddings, attention scores, what layers add to the residual, and logits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from moesched.models.networks import FeedForward, Router
 
 
 class GraniteMoeKeys(LlamaLikeKeys, kw_only=True):
-    """The keys of config.json."""
+    """The keys of a Granite-MoE's config.json that are read, with their defaults."""
 
     intermediate_size: int = 11008
     num_key_value_heads: int | None = None
@@ -53,7 +53,7 @@ def read(file: ConfigFile) -> ModelConfig:
 
 
 def config_json(config: ModelConfig) -> dict[str, Any]:
-    """The keys of config.json that are particular to the architecture."""
+    """Return the keys and values of config.json for a model, without the keys that all architectures share."""
     return llama_like.config_json(config) | {
         "architectures": ["GraniteMoeForCausalLM"],
         "model_type": "granitemoe",
@@ -69,7 +69,10 @@ def config_json(config: ModelConfig) -> dict[str, Any]:
 
 
 def tensors(config: ModelConfig) -> Iterator[Stored]:
-    """The tensors of published checkpoints: one has gate and up of all experts of a layer, another one has down."""
+    """Yield the tensors of published checkpoints.
+
+    One tensor has the gate and up matrices of all experts of a layer, another one their down matrices.
+    """
     yield from llama_like.global_tensors(config)
     for layer in range(config.layers):
         block, ours = f"model.layers.{layer}.block_sparse_moe.", f"layers.{layer}."

@@ -1,4 +1,4 @@
-"""Granite-MoE with a network that every token uses, beside the experts."""
+"""Granite-MoE with shared experts: beside its experts, a layer has a feed-forward network that every token uses."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from moesched.models.config_file import ConfigFile
 
 
 class GraniteMoeSharedKeys(GraniteMoeKeys, kw_only=True):
-    """The keys of config.json."""
+    """The key of config.json that is read in addition to those of Granite-MoE, with its default."""
 
     shared_intermediate_size: int = 0
 
@@ -29,7 +29,7 @@ def read(file: ConfigFile) -> ModelConfig:
 
 
 def config_json(config: ModelConfig) -> dict[str, Any]:
-    """The keys of config.json that are particular to the architecture."""
+    """Return the keys and values of config.json for a model, without the keys that all architectures share."""
     return granite_moe.config_json(config) | {
         "architectures": ["GraniteMoeSharedForCausalLM"],
         "model_type": "granitemoeshared",
@@ -38,7 +38,7 @@ def config_json(config: ModelConfig) -> dict[str, Any]:
 
 
 def tensors(config: ModelConfig) -> Iterator[Stored]:
-    """The tensors of published checkpoints: gate and up of the shared network are one."""
+    """Yield the tensors of published checkpoints; one tensor has the gate and up matrices of the shared network."""
     yield from granite_moe.tensors(config)
     for layer in range(config.layers):
         block, ours = f"model.layers.{layer}.shared_mlp.", f"layers.{layer}.shared_"

@@ -15,7 +15,7 @@ from moesched.models.networks import FeedForward
 
 
 class LlamaKeys(LlamaLikeKeys, kw_only=True):
-    """Keys of a Llama's config.json."""
+    """The keys of a Llama's config.json that are read, with their defaults."""
 
     intermediate_size: int = 11008
     num_key_value_heads: int | None = None
@@ -23,7 +23,7 @@ class LlamaKeys(LlamaLikeKeys, kw_only=True):
 
 
 class MistralKeys(LlamaLikeKeys, kw_only=True):
-    """Keys of a Mistral's config.json, or of a Ministral's, in which some layers have a window."""
+    """The keys of config.json that are read for a Mistral, or a Ministral, whose layers may differ in their window."""
 
     sliding_window: int | None = 4096
     layer_types: tuple[str, ...] = ()
@@ -47,7 +47,10 @@ def _build(file: ConfigFile, keys: LlamaLikeKeys, *windows: int | None) -> Model
 
 
 def config_json(config: ModelConfig) -> dict[str, Any]:
-    """Write a Mistral's config.json, which describes a Llama too, or a Ministral's where windows differ."""
+    """Return the keys and values of config.json for a model, without the keys that all architectures share.
+
+    They describe a Ministral if layers differ in their window, and else a Mistral, also for a Llama.
+    """
     windows = [layer.grouped.window for layer in config.pattern]
     common = llama_like.config_json(config) | {
         "head_dim": config.attention.head_dim,
@@ -64,7 +67,7 @@ def config_json(config: ModelConfig) -> dict[str, Any]:
 
 
 def tensors(config: ModelConfig) -> Iterator[Stored]:
-    """The tensors of published checkpoints."""
+    """Yield the tensors of published checkpoints."""
     yield from llama_like.global_tensors(config)
     for layer in range(config.layers):
         yield from llama_like.attention_tensors(config, layer)

@@ -1,4 +1,4 @@
-"""Llama 4: one large expert per token beside a shared one; three of four layers attend to chunks of the context."""
+"""Llama 4: each token uses one large expert and a shared one; three of four layers attend to chunks of the context."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moesched.models.networks import FeedForward
 
 
 class Llama4Keys(SimulatedKeys, kw_only=True):
-    """The keys of config.json."""
+    """The keys of a Llama 4's config.json that are read, with their defaults."""
 
     kinds = ("chunked_attention", "full_attention")
     by_layer = ("layer_types", "no_rope_layers")
@@ -39,12 +39,15 @@ class Llama4Keys(SimulatedKeys, kw_only=True):
 
     @property
     def routed_layers(self) -> Collection[int]:
-        """The numbers of layers with experts."""
+        """Numbers of the layers that have experts."""
         step = self.interleave_moe_layer_step
         return range(step - 1, self.num_hidden_layers, step) if self.moe_layers is None else self.moe_layers
 
     def is_far(self, layer: int) -> bool:
-        """Test whether a layer attends to the whole context: by `layer_types`, else by its lack of rotary embedding."""
+        """Test whether a layer attends to the whole context rather than to chunks.
+
+        `layer_types` says so; without that key, layers without rotary embedding attend to the whole context.
+        """
         rotates = (layer + 1) % self.no_rope_layer_interval
         if self.no_rope_layers:
             rotates = self.no_rope_layers[layer]

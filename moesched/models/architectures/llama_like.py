@@ -1,4 +1,4 @@
-"""Keys of config.json and names of tensors common to the descendants of Llama."""
+"""Keys of config.json and names of tensors that architectures derived from Llama have in common."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 class LlamaLikeKeys(Keys, kw_only=True):
-    """The keys of config.json. num_key_value_heads defaults to the number of heads, head_dim to hidden_size / heads."""
+    """The keys of config.json that are read for architectures derived from Llama, with their defaults.
+
+    If it is None, num_key_value_heads stands for the number of heads, and head_dim for hidden_size / heads.
+    """
 
     hidden_size: int = 4096
     intermediate_size: int = 14336
@@ -36,9 +39,13 @@ def layer(
     partial: bool = False,
     **attention: Any,
 ) -> Layer:
-    """Make a layer from these keys, a feed-forward network, and other settings of its attention.
+    """Return the description of a layer with grouped attention, as the keys of config.json describe it.
 
-    partial: whether a part of each head may be rotated.
+    file: the file, for error messages.
+    keys: the decoded keys of config.json.
+    feed_forward: the layer's feed-forward network.
+    partial: whether the architecture may rotate only a part of each head.
+    attention: further fields of GroupedAttention.
     """
     heads = keys.num_attention_heads
     head_dim = keys.hidden_size // max(heads, 1) if keys.head_dim is None else keys.head_dim
@@ -59,7 +66,11 @@ def layer(
 def windows(
     file: ConfigFile, keys: LlamaLikeKeys, layer_types: Sequence[str], window: int | None
 ) -> Iterator[int | None]:
-    """Yield each layer's attention window, in tokens, by its entry of `layer_types`; None for a layer without one."""
+    """Yield the attention window in tokens of each layer; None for a layer with full attention.
+
+    layer_types: for each layer "sliding_attention" or "full_attention".
+    window: window of the layers with sliding attention.
+    """
     if len(layer_types) != keys.num_hidden_layers:
         what = f"layer_types has {len(layer_types):,} entries"
         raise file.impossible(what, f"num_hidden_layers is {keys.num_hidden_layers:,}")
@@ -69,9 +80,10 @@ def windows(
 
 
 def build(file: ConfigFile, keys: LlamaLikeKeys, form: str, *kinds: Layer) -> ModelConfig:
-    """Make a ModelConfig from these keys and the kinds of layers, which repeat up to the number of layers.
+    """Return the ModelConfig that the keys of config.json describe.
 
     form: key of the architecture in `ARCHITECTURES`.
+    kinds: the first layers, which repeat up to the number of layers.
     """
     return file.build(
         keys,
@@ -85,7 +97,7 @@ def build(file: ConfigFile, keys: LlamaLikeKeys, form: str, *kinds: Layer) -> Mo
 
 
 def config_json(config: ModelConfig) -> dict[str, Any]:
-    """The keys common to these architectures, without those of experts."""
+    """Return the keys and values of config.json that these architectures share, without keys about experts."""
     return {
         "attention_bias": False,
         "attention_dropout": 0.0,
@@ -103,7 +115,7 @@ def config_json(config: ModelConfig) -> dict[str, Any]:
 
 
 class ExpertNames(NamedTuple):
-    """Names in files of a layer's MoE block, and of the matrices of an expert."""
+    """Names that files give to a layer's MoE block, and to the matrices of an expert."""
 
     block: str
     gate: str
@@ -129,7 +141,10 @@ def tensors(config: ModelConfig, names: ExpertNames) -> Iterator[Stored]:
 
 
 def fused_tensors(config: ModelConfig) -> Iterator[Stored]:
-    """Yield routers, and the experts of each layer in two tensors: the form that Hugging Face uses in memory."""
+    """Yield tensors for routers and experts in the form that Hugging Face uses in memory.
+
+    A layer's experts are two tensors: one has the gate and up matrices of all experts, the other the down matrices.
+    """
     for layer, described in enumerate(config.pattern):
         if not described.feed_forward.experts:
             continue
@@ -142,12 +157,12 @@ def fused_tensors(config: ModelConfig) -> Iterator[Stored]:
 
 
 def extra_tensors(config: ModelConfig) -> Iterator[str]:
-    """Yield the names of tensors with rotary frequencies, which are computed instead."""
+    """Yield name patterns of tensors that are not needed: rotary frequencies, which are computed instead."""
     yield "model.layers.*.self_attn.rotary_emb.inv_freq"
 
 
 def global_tensors(config: ModelConfig) -> Iterator[Stored]:
-    """Yield the tensors outside the layers."""
+    """Yield the tensors outside the layers: embedding, final norm, and LM head unless it is tied to the embedding."""
     yield Stored("model.embed_tokens.weight", ["embedding"])
     yield Stored("model.norm.weight", ["final_norm"])
     if not config.tied_embeddings:

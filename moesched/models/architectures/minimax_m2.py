@@ -1,4 +1,7 @@
-"""MiniMax-M2: many small experts chosen by corrected sigmoids, heads that rotate by half, norms over all heads."""
+"""MiniMax-M2: many small experts chosen by sigmoid scores plus a bias, heads of which half is rotated.
+
+The norms of queries and keys are over all heads together.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ BIAS = "e_score_correction_bias"
 
 
 class MiniMaxM2Keys(LlamaLikeKeys, kw_only=True):
-    """The keys of config.json."""
+    """The keys of a MiniMax-M2's config.json that are read, with their defaults."""
 
     vocab_size: int = 200064
     hidden_size: int = 3072
@@ -62,7 +65,7 @@ def read(file: ConfigFile) -> ModelConfig:
 
 
 def config_json(config: ModelConfig) -> dict[str, Any]:
-    """The keys of config.json that are particular to the architecture."""
+    """Return the keys and values of config.json for a model, without the keys that all architectures share."""
     attention = config.attention
     return llama_like.config_json(config) | {
         "architectures": ["MiniMaxM2ForCausalLM"],
@@ -76,14 +79,14 @@ def config_json(config: ModelConfig) -> dict[str, Any]:
 
 
 def tensors(config: ModelConfig) -> Iterator[Stored]:
-    """The tensors of published checkpoints."""
+    """Yield the tensors of published checkpoints."""
     yield from llama_like.tensors(config, BLOCK_SPARSE_EXPERTS)
     for layer in range(config.layers):
         yield Stored(f"model.layers.{layer}.block_sparse_moe.{BIAS}", [f"layers.{layer}.router_bias"])
 
 
 def fused_tensors(config: ModelConfig) -> Iterator[Stored]:
-    """The tensors that replace published ones in files of the form that Hugging Face uses in memory."""
+    """Yield tensors for routers and experts in the form that Hugging Face uses in memory; experts are fused."""
     yield from llama_like.fused_tensors(config)
     for layer in range(config.layers):
         yield Stored(f"model.layers.{layer}.mlp.{BIAS}", [f"layers.{layer}.router_bias"])

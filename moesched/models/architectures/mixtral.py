@@ -16,7 +16,7 @@ from moesched.models.rotary import Rotary
 
 
 class MixtralKeys(LlamaLikeKeys, kw_only=True):
-    """The keys of config.json."""
+    """The keys of a Mixtral's config.json that are read, with their defaults."""
 
     rms_norm_eps: float = 1e-5
     rope_theta: float = 1e6
@@ -37,14 +37,21 @@ def read(file: ConfigFile) -> ModelConfig:
 
 
 def window(file: ConfigFile, sliding_window: int | None, layer_types: Sequence[str]) -> int | None:
-    """The attention window in tokens, None for none; BadInput if layers have different ones."""
+    """Return the attention window in tokens that all layers have; None without a window.
+
+    sliding_window: the window that config.json gives; None without one.
+    layer_types: the kind of each layer; may be empty.
+
+    Raises:
+        BadInput: layers are of different kinds.
+    """
     if len(set(layer_types)) > 1:
         raise file.unsupported("layer_types", sorted(set(layer_types)), "one kind of layer")
     return sliding_window
 
 
 def config_json(config: ModelConfig) -> dict[str, Any]:
-    """The keys of config.json that are particular to the architecture."""
+    """Return the keys and values of config.json for a model, without the keys that all architectures share."""
     return llama_like.config_json(config) | {
         "architectures": ["MixtralForCausalLM"],
         "model_type": "mixtral",
@@ -58,7 +65,7 @@ def config_json(config: ModelConfig) -> dict[str, Any]:
 
 
 def tensors(config: ModelConfig) -> Iterator[Stored]:
-    """The tensors of published checkpoints."""
+    """Yield the tensors of published checkpoints."""
     return llama_like.tensors(config, BLOCK_SPARSE_EXPERTS)
 
 

@@ -1,4 +1,4 @@
-"""OLMoE: queries and keys normalised over all heads, and expert weights that do not sum to 1."""
+"""OLMoE: norms of queries and keys over all heads together, and weights of a token's experts that do not sum to 1."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from moesched.models.networks import FeedForward, Router
 
 
 class OlmoeKeys(LlamaLikeKeys, kw_only=True):
-    """The keys of config.json."""
+    """The keys of an OLMoE's config.json that are read, with their defaults."""
 
     vocab_size: int = 50304
     hidden_size: int = 2048
@@ -47,7 +47,7 @@ def read(file: ConfigFile) -> ModelConfig:
 
 
 def config_json(config: ModelConfig) -> dict[str, Any]:
-    """The keys of config.json that are particular to the architecture."""
+    """Return the keys and values of config.json for a model, without the keys that all architectures share."""
     return llama_like.config_json(config) | {
         "architectures": ["OlmoeForCausalLM"],
         "model_type": "olmoe",
@@ -61,7 +61,7 @@ def config_json(config: ModelConfig) -> dict[str, Any]:
 
 
 def tensors(config: ModelConfig) -> Iterator[Stored]:
-    """The tensors of published checkpoints."""
+    """Yield the tensors of published checkpoints."""
     return llama_like.tensors(config, MLP_EXPERTS)
 
 

@@ -1,4 +1,4 @@
-"""Qwen3-MoE: queries and keys normalised per head, and many small experts."""
+"""Qwen3-MoE: a norm of queries and keys in each head, and many small experts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from moesched.models.rotary import Rotary
 
 
 class Qwen3MoeKeys(LlamaLikeKeys, kw_only=True):
-    """The keys of config.json. `intermediate_size` is the width of dense layers, which are not supported."""
+    """The keys of a Qwen3-MoE's config.json that are read, with their defaults.
+
+    `intermediate_size` is the inner width of layers without experts, which are not supported.
+    """
 
     vocab_size: int = 151936
     hidden_size: int = 2048
@@ -52,7 +55,7 @@ def read(file: ConfigFile) -> ModelConfig:
 
 
 def config_json(config: ModelConfig) -> dict[str, Any]:
-    """The keys of config.json that are particular to the architecture."""
+    """Return the keys and values of config.json for a model, without the keys that all architectures share."""
     return llama_like.config_json(config) | {
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",
@@ -70,7 +73,7 @@ def config_json(config: ModelConfig) -> dict[str, Any]:
 
 
 def tensors(config: ModelConfig) -> Iterator[Stored]:
-    """The tensors of published checkpoints."""
+    """Yield the tensors of published checkpoints."""
     return llama_like.tensors(config, MLP_EXPERTS)
 
 

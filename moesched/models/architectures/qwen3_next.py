@@ -1,6 +1,6 @@
 """Qwen3-Next, and the Qwen3.5 and 3.6 MoE models: three layers of linear attention before each one of gated attention.
 
-Files hold one extra prediction layer, which attends to all tokens; those of Qwen3.5 also hold an encoder of pictures.
+Published files also have a prediction layer with full attention; those of Qwen3.5 and 3.6 also have a vision encoder.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from moesched.models.networks import FeedForward
 
 
 class Qwen3NextKeys(SimulatedKeys, kw_only=True):
-    """Keys of config.json of Qwen3-Next."""
+    """The keys of config.json that are read for Qwen3-Next, with their defaults."""
 
     neutral = SimulatedKeys.neutral | {"decoder_sparse_step": (1,), "mlp_only_layers": ((),)}
     kinds = ("linear_attention", "full_attention")
@@ -45,7 +45,7 @@ class Qwen3NextKeys(SimulatedKeys, kw_only=True):
 
 
 class Qwen35MoeKeys(Qwen3NextKeys, kw_only=True):
-    """Keys of config.json of Qwen3.5."""
+    """The keys of config.json that are read for Qwen3.5 and 3.6 MoE models, with their defaults."""
 
     vocab_size: int = 248320
     num_hidden_layers: int = 40

@@ -1,4 +1,4 @@
-"""Keys and conversions common to architectures that are only simulated: no kernels, no files of weights."""
+"""Base classes of architectures that are only simulated: no device has kernels for them, and no weights are read."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ MAY_BE_ZERO = {
 
 
 class SimulatedKeys(msgspec.Struct, kw_only=True):
-    """The keys of config.json that all these architectures have; families add keys, with Hugging Face's defaults.
+    """The keys of config.json that are read for all simulated architectures; subclasses add keys, with their defaults.
 
     Attributes:
-        neutral: the accepted values of keys with which other values would change what is simulated.
-        kinds: values of `layer_types`.
-        by_layer: keys with one entry for each layer, or none.
+        neutral: for each key that the simulation ignores, the values that it may have; any other value is refused.
+        kinds: accepted entries of `layer_types`.
+        by_layer: keys whose value has one entry for each layer, or none at all.
     """
 
     neutral: ClassVar[dict[str, tuple[object, ...]]] = {"per_layer_config": ({},)}
@@ -58,18 +58,20 @@ class SimulatedKeys(msgspec.Struct, kw_only=True):
     per_layer_config: Any = {}
 
     def kind(self, layer: int, default: str) -> str:
-        """The kind of a layer, or the default where config.json has no `layer_types`."""
+        """Return the kind of a layer, an entry of `layer_types`; without that key, `default`."""
         return self.layer_types[layer] if self.layer_types else default
 
 
 class Family(NamedTuple):
-    """Values that an architecture derives from its keys.
+    """An architecture that is only simulated: the functions that turn its keys of config.json into a ModelConfig.
 
     Attributes:
-        keys: the type of the keys, by `model_type`.
-        pattern: returns the kinds of all layers.
-        unused: returns the number of weights in the published files that text does not need.
-        expert_format: as in ModelConfig.
+        form: key of the architecture in `ARCHITECTURES`.
+        keys: for each `model_type`, the class of the keys.
+        pattern: function from the keys to the model's layers, from first to last.
+        unused: function from configuration and keys to the number of weights in published files that text does not
+            need.
+        expert_format: storage format of experts, as in ModelConfig.
     """
 
     form: str
@@ -81,7 +83,10 @@ class Family(NamedTuple):
     def model(
         self, name: str, keys: SimulatedKeys, format_name: str | None = None, dtype: DType = "bfloat16"
     ) -> ModelConfig:
-        """Make the ModelConfig of a model with these keys."""
+        """Return the ModelConfig that these keys describe.
+
+        format_name: storage format of the weights, a key of `FORMATS`; None for plain weights in `dtype`.
+        """
         pattern = tuple(self.pattern(keys))
         if isinstance(pattern[-1].attention, LinearAttention):
             raise BadInput(
@@ -106,7 +111,7 @@ class Family(NamedTuple):
         return msgspec.structs.replace(config, unused_weights=self.unused(config, keys))
 
     def read(self, file: ConfigFile) -> ModelConfig:
-        """Convert config.json, in which some models nest the keys for text.
+        """Convert config.json to a ModelConfig; the keys about text may be nested in `text_config`.
 
         Raises:
             BadInput: a value has the wrong type, is impossible, or describes layers that are not simulated.
@@ -122,7 +127,12 @@ class Family(NamedTuple):
         sources: Sequence[str],
         left_out: Sequence[str] = (),
     ) -> Architecture:
-        """Make the architecture, with its known models and the source of each."""
+        """Return the description of the architecture.
+
+        models: its known models.
+        sources: for each of these models, the place that its sizes are from.
+        left_out: names of tensors outside the layers that the publisher does not count among the active parameters.
+        """
         return Architecture(
             model_types=tuple(self.keys),
             shapes=tuple(models),
@@ -150,9 +160,11 @@ def _check(file: ConfigFile, keys: SimulatedKeys) -> None:
 
 
 def prediction_layer(config: ModelConfig, *, copies: int) -> int:
-    """Number of weights of an extra prediction layer: one like the last layer, with a projection and norms before.
+    """Return the number of weights of a prediction layer, which published files may have after the last layer.
 
-    copies: number of matrices as large as the embedding that files contain once more for it.
+    A prediction layer is like the last layer, with a projection and norms before it.
+
+    copies: number of further matrices, each as large as the embedding, that files contain for the prediction layer.
     """
     hidden, last = config.hidden, config.layers - 1
     layer = elements(dense_shapes(config, last).values())

@@ -1,4 +1,4 @@
-"""The configuration of a model that GGUF files describe, by its metadata and its tensors."""
+"""Reads the configuration of a model from the metadata and the tensors of its GGUF files."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ MEAN_NORM_EPSILON = 1e-5
 
 
 def family_of(parts: GgufParts) -> GgufFamily:
-    """The family of a model.
+    """Return the family of a model, by the architecture that its metadata name.
 
     Raises:
-        BadInput: it has no kernels.
+        BadInput: no device has kernels for the architecture.
     """
     name = parts.metadata.get("general.architecture")
     if not isinstance(name, str) or name not in GGUF_FAMILIES:
@@ -45,7 +45,7 @@ def family_of(parts: GgufParts) -> GgufFamily:
 
 
 def gguf_config(parts: GgufParts, vocabulary: Vocabulary) -> ModelConfig:
-    """Convert metadata to a ModelConfig with plain weights.
+    """Convert metadata to a ModelConfig, as if all weights were plain.
 
     Raises:
         BadInput: a key is missing, asks for a feature that the kernels do not support, or contradicts the tensors.
@@ -68,7 +68,11 @@ def gguf_config(parts: GgufParts, vocabulary: Vocabulary) -> ModelConfig:
 
 
 def _keys(parts: GgufParts, family: GgufFamily) -> GgufKeys:
-    """The metadata of the architecture, without features that the kernels do not support."""
+    """Return the keys of the metadata that describe the model.
+
+    Raises:
+        BadInput: a value has the wrong type, or asks for a feature that the kernels do not support.
+    """
     prefix = f"{parts.metadata['general.architecture']}."
     values = {
         key.removeprefix(prefix): value for key, value in parts.metadata.items() if key.startswith(prefix)
@@ -91,9 +95,13 @@ def _keys(parts: GgufParts, family: GgufFamily) -> GgufKeys:
 
 
 def _vocabulary_size(parts: GgufParts, embedding: Found, tokens: int, described: int | None) -> int:
-    """The size of the vocabulary, by its embeddings.
+    """Return the number of tokens of the vocabulary: the number of rows of the embedding.
 
     tokens: number of the tokenizer's tokens; 0 without a tokenizer.
+    described: the metadata's `vocab_size`; None without this key.
+
+    Raises:
+        BadInput: these numbers differ.
     """
     rows = embedding.entry.shape[0]
     for what, size in (("tokenizer.ggml.tokens", tokens or rows), ("vocab_size", described or rows)):
@@ -105,7 +113,7 @@ def _vocabulary_size(parts: GgufParts, embedding: Found, tokens: int, described:
 
 
 def _dtype(tensors: Iterable[Found]) -> str:
-    """The dtype of most weights of matrices, if they are plain; models with coded ones are computed in bfloat16."""
+    """Return the dtype of most weights of matrices; bfloat16, in which the model is computed, if most are coded."""
     weights: Counter[str] = Counter()
     for found in tensors:
         if len(found.entry.shape) > 1:

@@ -1,4 +1,4 @@
-"""The contents of GGUF files, as those of any model's files."""
+"""Reads the contents of a model's GGUF files, in the form that models of all kinds of files share."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HEADER = "its header"
 
 
 def gguf_contents(path: Path) -> Contents:
-    """The contents of a model's files.
+    """Read the headers of a model's GGUF files.
 
     Args:
         path: the only file, or any part of a split model.
@@ -46,7 +46,13 @@ def gguf_contents(path: Path) -> Contents:
 
 
 def read_gguf_config(path: Path) -> ModelConfig:
-    """Read the configuration of a model with the formats of its tensors; raises BadInput as `gguf_contents` does."""
+    """Read the configuration of a model, with the formats of its tensors.
+
+    path: the only GGUF file, or any part of a split model.
+
+    Raises:
+        BadInput: as in `gguf_contents`.
+    """
     contents = gguf_contents(path)
     formats: dict[str, StoredFormat] = {}
     for found in contents.shards.tensors:
@@ -56,7 +62,7 @@ def read_gguf_config(path: Path) -> ModelConfig:
 
 
 def _unused(config: ModelConfig) -> re.Pattern[str]:
-    """A pattern for the names of tensors that no kernel reads: factors of rotations, and a prediction layer."""
+    """Return a pattern for the names of tensors that are not needed: factors of rotations, and a prediction layer."""
     prediction = rf"|blk\.{config.layers}\..*" if config.unused_weights else ""
     return re.compile(re.escape(FACTORS) + prediction)
 

@@ -1,4 +1,4 @@
-"""Families in GGUF files: the name of each, and its keys of config.json."""
+"""The families of models in GGUF files: how each one's metadata become keys of config.json, and its tensors' names."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ from moesched.models.networks import SILU, Activation
 
 
 class GgufFamily(NamedTuple):
-    """A family, by its architecture in GGUF files.
+    """One family of models in GGUF files, which is one value of `general.architecture`.
 
     Attributes:
-        forms: keys of `ARCHITECTURES`.
-        config_json: converts metadata to the keys of config.json that say the same.
-        names: names of tensors that are not those of `NAMES`.
-        fused: names of tensors that contain several, one after the other.
-        interleaved: whether rows of queries and keys are in the order in which llama.cpp rotates them: neighbours.
+        forms: keys of `ARCHITECTURES` for models of the family.
+        config_json: function that converts metadata to keys of config.json with the same meaning.
+        names: for canonical names of tensors, the names in files that differ from those in `NAMES`.
+        fused: for each tensor in a file that contains several, the canonical names of these, one after the other.
+        interleaved: whether rows of queries and keys are ordered for a rotary embedding that pairs neighbours.
         partial: whether a part of each head may be rotated.
-        dense_first: whether the first layers may be dense.
-        windows_in_turn: whether only every other layer has the window, the first one included.
-        truncate: whether YaRN slows rotations down by whole pairs, which no key says.
-        activation: the function of gate and up, which no key says.
-        score: the number of the function that makes scores of the router's logits.
+        dense_first: whether the first layers may have no experts.
+        windows_in_turn: whether every other layer has the window, beginning with the first; otherwise all layers have
+            it.
+        truncate: `Yarn.truncate`, for which GGUF files have no key.
+        activation: the activation of experts, for which GGUF files have no key.
+        score: number of the function from router logits to scores: `SOFTMAX` or `SIGMOID`.
     """
 
     forms: tuple[str, ...]
@@ -44,7 +45,7 @@ class GgufFamily(NamedTuple):
 
 
 def _llama_like(keys: GgufKeys) -> dict[str, Any]:
-    """The keys common to the descendants of Llama."""
+    """Return the keys of config.json that architectures derived from Llama have in common."""
     return {
         "hidden_size": keys.embedding_length,
         "intermediate_size": keys.feed_forward_length,
@@ -177,10 +178,10 @@ GGUF_FAMILIES: Mapping[str, GgufFamily] = MappingProxyType(
 
 
 def architecture_of(config: ModelConfig) -> str:
-    """The architecture of a model in GGUF files.
+    """Return the name of a model's architecture in GGUF files.
 
     Raises:
-        BadInput: GGUF files of the model's family are not written.
+        BadInput: GGUF files of the model's family cannot be written.
     """
     found = next((name for name, each in GGUF_FAMILIES.items() if config.form in each.forms), None)
     if found is None:

@@ -1,6 +1,6 @@
-"""Headers of GGUF files: metadata, and the place of each tensor.
+"""Reads headers of GGUF files: metadata, and the place of each tensor.
 
-Every count and length is compared with the rest of the file before memory is taken for it.
+Every count and length is compared with the rest of the file before memory is allocated for it.
 """
 
 from __future__ import annotations
@@ -47,11 +47,13 @@ _CODES = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q
 
 
 class GgufHeader(NamedTuple):
-    """The contents of a header.
+    """The contents of the header of a GGUF file.
 
     Attributes:
-        tensors: the dtype of each is the name of its `TensorType`, its shape counts weights.
-        identity: the file's identity before it was read.
+        metadata: values by key.
+        tensors: the tensors in the file; each one's dtype is the name of its `TensorType`, and its shape counts
+            weights.
+        identity: identity of the file before the header was read.
     """
 
     path: Path
@@ -64,7 +66,7 @@ def read_gguf_header(path: Path) -> GgufHeader:
     """Read the header of a GGUF file.
 
     Raises:
-        BadInput: it cannot be read, is truncated, or is no valid GGUF file of version 2 or 3.
+        BadInput: the file cannot be read, is truncated, or is no valid GGUF file of version 2 or 3.
     """
     with open_input(path, "weights", remedy=RESTORE) as file:
         identity = FileIdentity.of(os.fstat(file.fileno()))
@@ -76,11 +78,11 @@ def read_gguf_header(path: Path) -> GgufHeader:
 
 
 class _Source:
-    """The bytes of a header, read from the front as far as they are asked for.
+    """Reader of a header, which reads the file piece by piece, as far as values are taken.
 
     Attributes:
-        at: bytes that were taken.
-        about: name of what is read, for messages.
+        at: number of bytes that were taken.
+        about: name of the value that is read now, for error messages.
     """
 
     def __init__(self, path: Path, file: FileIO, size: int) -> None:
@@ -92,17 +94,20 @@ class _Source:
         self._data = bytearray()
 
     def number(self) -> int:
-        """Take an unsigned number of 32 bits."""
+        """Take the next 4 bytes as an unsigned number."""
         number: int = _NUMBER.unpack_from(self._data, self._taken(4))[0]
         return number
 
     def length(self) -> int:
-        """Take an unsigned number of 64 bits."""
+        """Take the next 8 bytes as an unsigned number."""
         length: int = _LENGTH.unpack_from(self._data, self._taken(8))[0]
         return length
 
     def text(self, longest: int = LONGEST_TEXT) -> str:
-        """Take a text, whose length in bytes stands before it."""
+        """Take the next text, which is stored as its length in bytes and then its bytes.
+
+        longest: limit of the length in bytes.
+        """
         length = self.length()
         if length > longest:
             raise self.broken(f"it has a text of {length:,} bytes, which no real file has")
@@ -113,16 +118,22 @@ class _Source:
             raise self.broken("it has a text that is not UTF-8") from None
 
     def numbers(self, code: str, count: int) -> tuple[int | float | bool, ...]:
-        """Take numbers of a type, by its letter of `struct`."""
+        """Take the next `count` numbers of one type.
+
+        code: format character of the type, as in the module `struct`.
+        """
         layout = struct.Struct(f"<{count}{code}")
         return layout.unpack_from(self._data, self._taken(layout.size))
 
     def broken(self, why: str) -> BadInput:
-        """Make the error for a file that is not valid."""
+        """Return the error for a file that is not valid.
+
+        why: the reason, in words.
+        """
         return BadInput(f"{self.path}: {self.about}: {why}; {RESTORE}")
 
     def _taken(self, nbytes: int) -> int:
-        """Take bytes, and return the place of the first."""
+        """Take the next `nbytes` bytes, and return the offset of the first."""
         start, self.at = self.at, self.at + nbytes
         if self.at > len(self._data):
             self._read_to(self.at)
@@ -141,7 +152,7 @@ class _Source:
 
 
 def _require_version(source: _Source) -> int:
-    """Check the kind and version of a file, and return the number of its tensors."""
+    """Check that a file is a GGUF file of a supported version, and return the number of its tensors."""
     if source.number() != MAGIC:
         folder = source.path.parent
         beside = f", such as {folder}" if is_file(folder / "config.json") else ""
@@ -160,7 +171,7 @@ def _require_version(source: _Source) -> int:
 
 
 def _read_name(source: _Source) -> str:
-    """Read the name of a key or tensor; messages are about it from then on."""
+    """Take the name of a key or tensor; error messages then say that they are about this key or tensor."""
     name = source.text(LONGEST_KEY)
     if not name.isprintable():
         raise source.broken(f"its name {shown(name)} cannot be shown")
@@ -196,7 +207,7 @@ def _read_value(source: _Source) -> Value:
 
 
 def _decimal(number: float) -> float:
-    """The shortest decimal number with the same float32: files have 1e-6 as 9.999999974752427e-07."""
+    """Return the shortest decimal number that is the same in float32, such as 1e-6 for 9.999999974752427e-07."""
     stored = struct.pack("<f", number)
     decimals = (float(f"{number:.{digits}g}") for digits in range(6, 9))
     return next((each for each in decimals if struct.pack("<f", each) == stored), number)
@@ -268,7 +279,11 @@ def _bytes_of(source: _Source, kind: TensorType, lengths: list[int]) -> int:
 
 
 def _require_apart(source: _Source, entries: Iterable[tuple[str, Entry]], start: int) -> None:
-    """Check that no tensor overlaps another one, or ends beyond the file's end."""
+    """Check that no tensor overlaps another one, or ends beyond the end of the file.
+
+    entries: the tensors, by name.
+    start: offset of the first tensor in the file.
+    """
     end, before = 0, ""
     for name, entry in sorted(entries, key=lambda each: each[1].data_offsets):
         source.about = shown(name)

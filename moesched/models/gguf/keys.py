@@ -1,4 +1,4 @@
-"""Keys of GGUF files' metadata that describe a model."""
+"""The class of the keys in a GGUF file's metadata that describe a model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ SOFTMAX, SIGMOID = 1, 2
 
 
 class GgufKeys(msgspec.Struct, kw_only=True, rename=lambda name: name.replace("__", ".")):
-    """Keys of the metadata that describe a model, without the name of the architecture before them."""
+    """The keys in a GGUF file's metadata that describe a model.
+
+    Keys in files begin with the name of the architecture and a dot; two underscores here are a dot there.
+    """
 
     vocab_size: int | None = None
     block_count: int
@@ -52,7 +55,7 @@ class GgufKeys(msgspec.Struct, kw_only=True, rename=lambda name: name.replace("_
 
     @property
     def head_dim(self) -> int:
-        """Elements of a query or key."""
+        """Number of elements of a head's query or key."""
         return self.attention__key_length or self.embedding_length // max(self.attention__head_count, 1)
 
     @property
@@ -63,5 +66,5 @@ class GgufKeys(msgspec.Struct, kw_only=True, rename=lambda name: name.replace("_
 
     @property
     def layers(self) -> int:
-        """Number of layers without prediction layers, which follow them."""
+        """Number of layers, without the prediction layers that may follow them."""
         return self.block_count - (self.nextn_predict_layers or 0)

@@ -1,4 +1,4 @@
-"""The files of a GGUF model: one, or the parts that a split model has."""
+"""Reads the files of a GGUF model: one file, or the parts of a split model."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ _PART = re.compile(r"(?P<model>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})(?P<suff
 
 
 class GgufParts(NamedTuple):
-    """The contents of a model's files.
+    """The contents of a GGUF model's files.
 
     Attributes:
         path: the first file.
-        metadata: the metadata of the first file, which has all of the model's.
+        metadata: metadata of the whole model, which are those of the first file.
+        shards: the tensors of all files.
     """
 
     path: Path
@@ -30,12 +31,12 @@ class GgufParts(NamedTuple):
 
 
 def is_gguf(model: Path) -> bool:
-    """Test whether a model's path is that of a GGUF file, rather than a folder."""
+    """Test whether a model is a GGUF file rather than a folder; a path that does not exist is judged by its ending."""
     return is_file(model) or (model.suffix.lower() == SUFFIX and not is_folder(model))
 
 
 def gguf_files(path: Path) -> list[Path]:
-    """The files of a model by the name of one of them, whether they exist or not."""
+    """Return the paths of all files of a model, given the path of one of them, whether they exist or not."""
     named = _PART.fullmatch(path.name)
     if named is None:
         return [path]
@@ -56,7 +57,7 @@ def read_parts(path: Path) -> GgufParts:
         path: the only file, or any part of a split model.
 
     Raises:
-        BadInput: a file is missing or no valid GGUF file, or the files are not those of one model.
+        BadInput: a file is missing or no valid GGUF file, or the files do not belong to one model.
     """
     first, *others = gguf_files(path) or [path]
     header = read_gguf_header(first)
@@ -71,7 +72,13 @@ def read_parts(path: Path) -> GgufParts:
 
 
 def _require_whole(first: GgufHeader, named: int) -> None:
-    """Check the number of parts, by the metadata of the first and by its name."""
+    """Check that the first part's metadata and its file name give the same number of parts.
+
+    named: number of parts, by the file name.
+
+    Raises:
+        BadInput: the numbers differ, or this is not the first part.
+    """
     number, count = first.metadata.get("split.no", 0), first.metadata.get("split.count", 1) or 1
     if (number, count) != (0, named):
         raise BadInput(
@@ -92,7 +99,11 @@ def _read_part(path: Path, number: int, count: int) -> GgufHeader:
 
 
 def _require_all_tensors(headers: list[GgufHeader]) -> None:
-    """Check that parts together have the tensors of one model, each once."""
+    """Check that the parts together have all tensors of the model, each once.
+
+    Raises:
+        BadInput: a tensor is in two parts, or tensors are missing.
+    """
     first, where = headers[0], dict[str, Path]()
     for header in headers:
         for tensor in header.tensors:

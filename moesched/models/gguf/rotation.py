@@ -1,4 +1,4 @@
-"""Scaled rotations of GGUF files: in the metadata, or as a tensor of factors that Llama 3.1 has."""
+"""Reads the scaling of rotary embeddings from GGUF files: from metadata, or from a tensor of factors (Llama 3.1)."""
 
 from __future__ import annotations
 
@@ -24,12 +24,15 @@ KINDS = (NONE, LINEAR, YARN)
 def rope_scaling(
     path: Path, keys: GgufKeys, tensors: Mapping[str, Found], *, truncate: bool
 ) -> dict[str, Any] | None:
-    """The scaling of a rotary embedding, in the keys of config.json; None without one.
+    """Return the keys of config.json that describe the scaling of a rotary embedding; None without scaling.
 
-    path: the file, for messages. truncate: as in `Yarn`, which no key says.
+    path: the file, for error messages.
+    tensors: the tensors in the files, by name.
+    truncate: as in `Yarn`; GGUF files have no key for it.
 
     Raises:
-        BadInput: its type is unknown, its magnitude is not YaRN's own, or the factors are no vector of float32.
+        BadInput: the type of scaling is unknown, the magnitude is not YaRN's own, or the factors are no vector of
+            float32.
     """
     kind = keys.rope__scaling__type
     if kind not in KINDS:
@@ -62,7 +65,12 @@ def rope_scaling(
 
 
 def _by_factors(found: Found, pairs: int) -> dict[str, Any]:
-    """Read the tensor of factors, one for each pair, as a scaling that is the same at every length of the context."""
+    """Read the tensor of factors, and return it as the keys of config.json for LongRoPE.
+
+    Long and short factors are equal, so that the length of the context does not matter.
+
+    pairs: number of pairs of a head that turn, each of which has one factor.
+    """
     if found.entry.dtype != "F32" or found.entry.shape != (pairs,):
         what = f"{list(found.entry.shape)} of type {found.entry.dtype}"
         raise BadInput(f"{found.file}: {FACTORS} is {what}, and [{pairs}] of type F32 is needed; {RESTORE}")

@@ -1,4 +1,4 @@
-"""Names of tensors in GGUF files, and what each contains."""
+"""Names of tensors in GGUF files, and the canonical tensors that each one contains."""
 
 from __future__ import annotations
 
@@ -43,12 +43,15 @@ A bias that is not here has the name of its matrix.
 
 
 def as_in_gguf(config: ModelConfig) -> ModelConfig:
-    """The model with the experts that GGUF files have: gate and up apart, and no matrix transposed."""
+    """Return a copy of the configuration with experts as in GGUF files: gate and up separate, no matrix transposed."""
     return config.varied(alternating=False, transposed_down=False)
 
 
 def gguf_tensors(family: GgufFamily, config: ModelConfig) -> Iterator[Stored]:
-    """Yield the tensors of the files of a model `as_in_gguf`; those of a layer's experts are stacked."""
+    """Yield the tensors in GGUF files; one tensor has one matrix of all experts of a layer.
+
+    config: configuration that `as_in_gguf` returned.
+    """
     common = {**NAMES, **family.names}
     for name in global_shapes(config):
         yield Stored(f"{common[name]}.weight", [name])
@@ -73,13 +76,17 @@ def gguf_tensors(family: GgufFamily, config: ModelConfig) -> Iterator[Stored]:
 
 
 def _name(names: Mapping[str, str], part: str) -> tuple[str, str]:
-    """The name and the ending of a tensor in a layer."""
+    """Return (name, ending) of a tensor in a layer in GGUF files; the ending is "weight" or "bias".
+
+    names: names in GGUF files, by the last part of canonical names.
+    part: the last part of the tensor's canonical name.
+    """
     matrix = part.removesuffix("_bias")
     return names.get(part) or names[matrix], "weight" if part == matrix else "bias"
 
 
 def single_expert_tensors(config: ModelConfig) -> Iterator[Stored]:
-    """Yield the tensors that files of early 2024 have instead of stacked ones: one for each matrix of each expert."""
+    """Yield the tensors of experts as GGUF files of early 2024 have them: one for each matrix of each expert."""
     for layer in range(config.layers):
         for expert in range(config.layer(layer).feed_forward.experts):
             for name in expert_shapes(config, layer, expert):

@@ -1,4 +1,4 @@
-"""Types of tensors in GGUF files: numbers that stand for a storage format."""
+"""Types of tensors in GGUF files; each type is a number that stands for a storage format."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from moesched.models.stored_formats import PLAIN, STORED_FORMATS, StoredFormat
 
 
 class TensorType(NamedTuple):
-    """A type of tensors, as ggml has it; rows are whole blocks.
+    """A type of tensors, as ggml defines it. Rows are whole blocks.
 
     Attributes:
-        block: weights of a block.
-        block_bytes: bytes of a block.
+        block: number of weights of a block.
+        block_bytes: number of bytes of a block.
     """
 
     name: str

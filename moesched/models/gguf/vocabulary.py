@@ -1,4 +1,4 @@
-"""The vocabulary in a GGUF file's metadata."""
+"""Reads the vocabulary, that is the tokenizer, from a GGUF file's metadata."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ ENDS = frozenset(
 
 
 class TokenType(IntEnum):
-    """Types of tokens, as files have them."""
+    """Types of tokens, with their numbers in GGUF files."""
 
     NORMAL = 1
     UNKNOWN = 2
@@ -49,13 +49,14 @@ class TokenType(IntEnum):
 
 
 class Vocabulary(msgspec.Struct, frozen=True, kw_only=True):
-    """The keys of the metadata that describe a tokenizer, without `PREFIX`.
+    """The keys in the metadata that describe a tokenizer, without the `PREFIX` that they have in files.
 
     Attributes:
         model: kind of tokenizer.
-        pre: name of the rule that cuts text into words.
-        scores: the score of each token; of two possible merges, the one whose token has the higher score goes first.
-        merges: two tokens with a space between them, the first pair is merged first.
+        pre: name of the rule that splits text into words; None without one.
+        tokens: text of each token.
+        scores: score of each token; if two merges are possible, the one whose token has the higher score goes first.
+        merges: pairs of tokens with a space between them, in the order in which they are merged.
     """
 
     model: str = "none"
@@ -74,12 +75,12 @@ class Vocabulary(msgspec.Struct, frozen=True, kw_only=True):
     add_space_prefix: bool = True
 
     def has_type(self, token: int, *types: TokenType) -> bool:
-        """Test whether a token has one of these types."""
+        """Test whether a token, given by its id, has one of these types."""
         return bool(self.token_type) and self.token_type[token] in types
 
     @property
     def stop_tokens(self) -> tuple[int, ...]:
-        """Tokens that end a text: those that the metadata name first, then control tokens of `ENDS`."""
+        """Ids of tokens that end a text: those that the metadata name, then other tokens whose text is in `ENDS`."""
         named = (self.eos_token_id, self.eot_token_id, self.eom_token_id)
         found = (
             number
@@ -90,10 +91,10 @@ class Vocabulary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_vocabulary(parts: GgufParts) -> Vocabulary:
-    """The vocabulary of a model; without tokens if the files have none.
+    """Read the vocabulary of a model; it has no tokens if the files have none.
 
     Raises:
-        BadInput: a value is of the wrong type, or lists have different lengths, or a special token is none of them.
+        BadInput: a value is of the wrong type, lists have different lengths, or a special token's id is out of range.
     """
     keys = {
         key.removeprefix(PREFIX): value for key, value in parts.metadata.items() if key.startswith(PREFIX)

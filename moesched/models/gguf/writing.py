@@ -1,4 +1,4 @@
-"""Headers of GGUF files that are written here: metadata without a tokenizer, and the place of each tensor."""
+"""Makes headers of GGUF files: metadata without a tokenizer, and the place of each tensor."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class WrittenHeader(NamedTuple):
     """The header of a GGUF file to be written, and the places of its tensors.
 
     Attributes:
-        data: its bytes, up to the first tensor.
-        starts: offset of each tensor in the file.
-        size: bytes of the file.
+        data: the bytes of the header, up to the first tensor.
+        starts: offset of each tensor in the file, in bytes.
+        size: size of the file in bytes.
     """
 
     data: bytes
@@ -37,7 +37,7 @@ class WrittenHeader(NamedTuple):
 
 
 def gguf_tensors_of(config: ModelConfig) -> Iterator[WrittenTensor]:
-    """Yield the tensors of a model's file; norms and routers are in float32."""
+    """Yield the tensors to write to a model's GGUF file; norms, biases and routers are in float32."""
     plain = STORED_FORMATS[config.dtype]
     family = GGUF_FAMILIES[architecture_of(config)]
     for name, tensor in with_shapes(config, gguf_tensors(family, config)).items():
@@ -48,7 +48,7 @@ def gguf_tensors_of(config: ModelConfig) -> Iterator[WrittenTensor]:
 
 
 def written_header(config: ModelConfig, tensors: Sequence[WrittenTensor]) -> WrittenHeader:
-    """Make the header of a file."""
+    """Return the header of a GGUF file with these tensors."""
     architecture = architecture_of(config)
     keys = msgspec.to_builtins(gguf_keys(config))
     metadata = {

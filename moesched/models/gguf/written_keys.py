@@ -1,4 +1,4 @@
-"""The metadata of a model that is written to a GGUF file."""
+"""Makes the metadata of a model that is written to a GGUF file."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from moesched.models.rotary import Linear, Yarn
 
 
 def gguf_keys(config: ModelConfig) -> GgufKeys:
-    """The metadata that describe a model.
+    """Return the metadata that describe a model.
 
     Raises:
-        BadInput: its layers differ in more than the formats of their weights, or no key describes its rotation.
+        BadInput: layers differ in more than the formats of their weights, or no key describes the rotary embedding.
     """
     family, dense = GGUF_FAMILIES[architecture_of(config)], _dense_layers(config)
     _require_described(config, family, dense)
@@ -59,7 +59,13 @@ def gguf_keys(config: ModelConfig) -> GgufKeys:
 
 
 def _require_described(config: ModelConfig, family: GgufFamily, dense: int) -> None:
-    """Refuse layers that differ where those of the family are alike, and another activation than the family's."""
+    """Check that the metadata of a family can describe a model's layers.
+
+    dense: number of first layers without experts.
+
+    Raises:
+        BadInput: layers differ that have to be alike, or the experts' activation is not the family's.
+    """
     first, network = config.layer(0).grouped, config.routed
     turns = cycle((first.window, None) if family.windows_in_turn else (first.window,))
     attentions = [replace(first, window=window) for window in islice(turns, config.layers)]
@@ -77,7 +83,7 @@ def _require_described(config: ModelConfig, family: GgufFamily, dense: int) -> N
 
 
 def _dense_layers(config: ModelConfig) -> int:
-    """Number of dense first layers that are alike, of a family that may have some."""
+    """Return the number of first layers without experts; 0 in families whose layers all have experts."""
     family, first = GGUF_FAMILIES[architecture_of(config)], config.layer(0)
     if not family.dense_first or first.feed_forward.experts:
         return 0
