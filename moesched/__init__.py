@@ -1,12 +1,13 @@
-"""Write, run and compare schedules of Mixture-of-Experts inference when the weights do not fit fast memory.
+"""Write, run and compare schedules of Mixture-of-Experts inference for models whose weights do not fit fast memory.
 
-Everything that the command line does is a few lines:
+A few lines of Python do what each command of the command line does:
 
     import moesched
     measured = moesched.run_model("models/mine", ["Once upon"], policy="cgopipe", budgets={"host": "600MB"})
     predicted = moesched.simulate_model("mixtral-8x7b", machine="t4", policy="cgopipe", workload="mtbench")
 
-The names are loaded when they are first used, so that `import moesched` costs nothing.
+Each public name is imported from its module when it is first used, so that `import moesched` alone loads almost
+nothing.
 """
 
 from __future__ import annotations

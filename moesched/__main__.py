@@ -8,7 +8,7 @@ from contextlib import suppress
 
 
 def main() -> int:
-    """Run one command and return its exit code."""
+    """Run the command line that `sys.argv` holds, and return the process's exit code."""
     import signal
 
     # Until the handlers are there, Ctrl-C ends this process without a traceback.
@@ -37,7 +37,7 @@ def main() -> int:
 
 
 def leave_current_folder_out() -> None:
-    """Take the current folder off the module search path, where a file named like a library would replace it."""
+    """Remove the current folder from `sys.path`, so that a file there cannot replace a library of the same name."""
     try:
         here = os.getcwd()  # noqa: PTH109  # pathlib could be such a file
     except OSError:  # the folder was removed

@@ -1,8 +1,9 @@
 """The engine: builds a graph of the tasks submitted in program order, and starts those that may run.
 
-It has no clock, no threads, no tensors: `submit`, `finish`, `fail` and `cancel` go in, and tasks to start come out in
-`started`, which the driver empties. Edges come from the data (sequential task flow): a task waits for the last
-writer of each block that it reads, and for the last readers or writer of each block that it overwrites.
+It has no clock, no threads, no tensors. A driver calls `submit`, `finish`, `fail` and `cancel`, and the engine appends
+the tasks that are to start to `started`, which the driver empties. Edges come from the data (sequential task flow): a
+task waits for the last writer of each block that it reads, and for the last readers or writer of each block that it
+overwrites.
 
 The states of a task, and the calls that move it between them (`tasks.MOVES` is the table):
 
@@ -11,9 +12,10 @@ The states of a task, and the calls that move it between them (`tasks.MOVES` is 
        |                                                  `-(issued)-> issued --(finish, fail)--> ...
        `--(an input failed, or cancel)--> ... --(last edge met)--> cancelled
 
-A task that was cancelled, or whose input failed, stays `waiting` until all tasks that it waits for have settled, and
-only then becomes `cancelled`. So a task that overwrites its storage still waits for the earlier users of that storage.
-Edges to `followers` pass a failure on if they carry data, not if they only order.
+A task has settled when it is done, failed or cancelled. A task that was cancelled, or whose input failed, stays
+`waiting` until all tasks that it waits for have settled, and only then becomes `cancelled`. So a task that overwrites
+its storage still waits for the earlier users of that storage. A failed task's `followers` that need its result are
+cancelled, and those that only have to come after it still run.
 
 `submit` and `finish` run for every task, so they exist twice: here, and compiled in engine.c, which inlines `_settle`,
 `_release`, `_enqueue` and `_next` for plain tasks. Change both together; tests run random graphs through the two.
@@ -141,10 +143,13 @@ class PlainEngine:
         after: Sequence[Task] = (),
         priority_class: int = 0,
     ) -> T:
-        """Add a new task, after all earlier ones in program order; returns it as its own handle.
+        """Add a new task, after all earlier ones in program order; returns the task, which is its own handle.
 
-        It reads the current values of `reads` and writes new ones to `writes`; a block in both is changed in place. It
-        also waits for the tasks `after`. On a ready-first lane a lower `priority_class` goes first.
+        Args:
+            reads: blocks whose current values the task reads.
+            writes: blocks to which the task gives new values; a block in both is changed in place.
+            after: further tasks that the task waits for.
+            priority_class: on a ready-first lane, ready tasks of a lower class start first.
 
         Raises:
             TaskFailed: an earlier task failed and the engine halts on failure.
@@ -200,7 +205,7 @@ class PlainEngine:
             raise self._refusal
 
     def join(self, reads: Sequence[Block], writes: Sequence[Block]) -> Join:
-        """Submit a node that stands for the current values of `reads`: readers of `writes` wait for all of them."""
+        """Submit a join, which has no lane and no duration: readers of `writes` wait for the writers of all `reads`."""
         join = self.submit(Join(_NOWHERE, _NO_WORK, "join"), reads, writes)
         self.joins += 1
         if self.joined is not None:
@@ -216,9 +221,9 @@ class PlainEngine:
         return task
 
     def cancel(self, task: Task) -> bool:
-        """Cancel a task that has not started, and those that need its result; returns whether it was cancelled.
+        """Cancel a task that has not started, and those that need its result; returns whether the task was cancelled.
 
-        An admitted collective counts as started, since the other ranks rely on this one's part.
+        An admitted collective counts as started, since the other ranks rely on this rank's part.
         """
         started = READY if isinstance(task, Collective) else RUNNING
         if task.state >= started or task.cause is not None:
@@ -245,14 +250,14 @@ class PlainEngine:
     # -- called by drivers -------------------------------------------------------------------------
 
     def finish(self, task: Task, value: object = None) -> None:
-        """Settle a running task that succeeded. Tasks that may start now are appended to `started`."""
+        """Settle a running task that succeeded, with the result `value`; tasks that may start now go to `started`."""
         if value is not None:
             task._value = read_only(value)
         self._end_on_device(task)
         self._leave(task.lane, task)
 
     def fail(self, task: Task, error: BaseException) -> None:
-        """Settle a running task that raised. Tasks that need its result are cancelled; others behind it still run."""
+        """Settle a running task that raised `error`. Tasks that need its result are cancelled; others still run."""
         failure = TaskFailed(story_of(task, error))
         failure.__cause__ = error
         task.cause = failure
@@ -268,9 +273,10 @@ class PlainEngine:
             self.awaits.append((task.id, self.submitted))
 
     def issued(self, task: Task) -> None:
-        """Note that a running task is enqueued on its stream: tasks on streams of the same device wait for it there.
+        """Note that a running task was enqueued on its stream, so that tasks behind it on the same device can be, too.
 
-        Their `after` lists what to wait for on the device. The lane starts its next task while it may run ahead.
+        The device has those tasks wait for this one: `before_on_device` lists what each of them waits for there. The
+        lane starts its next task if it may run ahead further.
         """
         lane = task.lane
         task.state = ISSUED
@@ -345,7 +351,7 @@ class PlainEngine:
             self._enqueue(task)
 
     def _enqueue(self, task: Task) -> None:
-        """Queue a ready task, and start the next one if its lane is free."""
+        """Put a ready task into its lane's queue, and start the lane's next task if the lane is free."""
         lane = task.lane
         if not lane.in_order:
             heappush(lane.heap, (task.key, task))
@@ -353,12 +359,12 @@ class PlainEngine:
             self._next(lane)
 
     def _end_on_device(self, task: Task) -> None:
-        """Settle a task that ended on the device, once the host knows that all tasks before it there have ended."""
+        """Settle a task that ended on the device, as soon as all tasks that the device runs before it have settled."""
         if not wait_on_host(task):
             self._settle(task, DONE if task.cause is None else CANCELLED)
 
     def _withdraw(self, task: Task) -> None:
-        """Cancel a ready task."""
+        """Take a ready task out of its lane's queue and cancel it."""
         task.lane.remove(task)
         if wait_on_host(task):
             task.state = WAITING
@@ -366,7 +372,10 @@ class PlainEngine:
             self._settle(task, CANCELLED)
 
     def _leave(self, lane: Lane, task: Task) -> None:
-        """Take a task that ended off its lane; on a stream, the next one may have started already."""
+        """Free the place of a task that ended on its lane, and start the lane's next task.
+
+        On a stream the next task may be running already; then the lane has one task fewer in flight.
+        """
         if lane.running is task:
             lane.running = None
         else:
@@ -386,12 +395,12 @@ class PlainEngine:
         self.started.append(task)
 
     def _settle(self, task: Task, state: int) -> None:
-        """Set a task's final state and release its followers, through joins and cancelled tasks."""
+        """Set the final state of a task and release its followers; of those that end at once, their followers, too."""
         task.state = state
         self._settle_all([task])
 
     def _settle_all(self, ended: list[Task]) -> None:
-        """Release the followers of tasks that are over; followers that end at once join the list, without recursion."""
+        """Release the followers of tasks that are over; followers that end without running join the list `ended`."""
         for task in ended:
             self.settled += 1
             task.operands = None
@@ -441,7 +450,7 @@ class Engine(PlainEngine):
 
 
 def _follow(task: Task, others: Sequence[Task]) -> int:
-    """Have a task wait for others although it needs no result of them; returns how many of them have not settled."""
+    """Add edges from `others` to a task that needs none of their results; returns how many have not settled."""
     task.deps += [other.id for other in others]
     unsettled = [other.followers for other in others if other.followers is not None]
     for followers in unsettled:

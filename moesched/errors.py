@@ -1,8 +1,8 @@
-"""Every error that moesched raises on purpose. One that ends a run has the results so far as its attribute `report`.
+"""Every error that moesched raises on purpose. An error that ends a run has the run's results so far as `report`.
 
 MoeschedError
 ├── BadInput            the user's input: a file, a flag, a size; the command line prints one line
-│   ├── DoesNotFit      no policy fits; carries what each of them lacks
+│   ├── DoesNotFit      no policy fits the memories; carries the bytes that each policy lacks
 │   ├── NotFinite       the logits of a step are not finite, as those of a damaged checkpoint may be
 │   └── OutOfMemory     the system has less memory left than the plan takes
 ├── PolicyError         a policy submitted something illegal; raised at the policy's own line
@@ -24,7 +24,7 @@ from typing import Any
 
 
 def attach_report(error: BaseException, report: Any) -> None:
-    """Give an error the report of the run that it ended, as its attribute `report`."""
+    """Store the report of a run as the attribute `report` of the error that ended the run."""
     vars(error)["report"] = report
 
 
@@ -45,7 +45,7 @@ class DoesNotFit(BadInput):
     """No policy fits the machine's memories.
 
     Attributes:
-        ranking: the policies, as in `Proposal.ranking`, with the bytes that each lacks.
+        ranking: all policies that were tried, each with the bytes that it lacks; same type as `Proposal.ranking`.
     """
 
     def __init__(self, message: str, ranking: list[Any]) -> None:
@@ -58,7 +58,7 @@ class NotFinite(BadInput):
 
 
 class OutOfMemory(BadInput):
-    """The system gave no more memory, or no more threads; the message tells what the plan takes."""
+    """The system gave no more memory, or no more threads; the message says how many bytes the plan takes."""
 
 
 class PolicyError(MoeschedError):
@@ -76,7 +76,7 @@ class OutOfOrder(PolicyError):
 
 
 class NotResident(PolicyError):
-    """A kernel needs a page that is not in the memory it reads from."""
+    """A kernel needs a page that is not in the memory from which the kernel reads."""
 
 
 class OverBudget(PolicyError):
@@ -84,7 +84,7 @@ class OverBudget(PolicyError):
 
 
 class KernelFailed(MoeschedError):
-    """A kernel from outside the tree raised, or returned no result of its operation; the message names both."""
+    """A kernel from outside the tree raised, or returned no result of its operation; the message names both of them."""
 
 
 class TaskFailed(MoeschedError):
@@ -96,10 +96,10 @@ class TransportError(MoeschedError):
 
 
 class RankLost(TransportError):
-    """Ranks are gone and will not take part in anything again.
+    """Ranks are gone and take part in no further collective.
 
     Attributes:
-        ranks: the lost ranks.
+        ranks: numbers of the lost ranks.
     """
 
     def __init__(self, message: str, ranks: tuple[int, ...]) -> None:
@@ -154,7 +154,7 @@ _REFUSALS = (
 
 
 def memory_refusal(error: BaseException | None) -> str | None:
-    """Return the out-of-memory phrase in the message of an error or of its causes; None if there is none."""
+    """Return the phrase by which an error, or a cause of it, says that memory ran out; None if there is none."""
     seen: set[int] = set()  # an error may be its own cause
     while error is not None and id(error) not in seen:
         seen.add(id(error))

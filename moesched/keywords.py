@@ -1,4 +1,4 @@
-"""Functions of options that take them as keywords, and show all of them in `help`, editors and the reference."""
+"""Decorators with which functions take the fields of a class of options as keywords, and `help` lists them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Result = TypeVar("Result")
 
 
 def documented(kind: type[Given]) -> type[Given]:
-    """Decorate options so that `help` shows each with its meaning."""
+    """Decorate a class of options: its signature and the `Args:` of its docstring list each option."""
     own = described(kind)  # type: ignore[arg-type]  # a type variable has no two bounds
     kind.__signature__ = _signature(own.values())  # type: ignore[attr-defined]  # of a class
     if kind.__doc__ is not None:  # python -OO drops docstrings
@@ -31,7 +31,10 @@ def documented(kind: type[Given]) -> type[Given]:
 
 
 class takes(Generic[Keywords, Given]):
-    """Decorates a function of options so that it takes their fields as keywords, which signature and `Args:` list."""
+    """Decorates a function whose one parameter is a class of options, so that it takes their fields as keywords.
+
+    The function's signature and the `Args:` section of its docstring list these keywords.
+    """
 
     def __init__(self, kind: Callable[Keywords, Given]) -> None:
         self._kind: Any = kind
@@ -68,7 +71,7 @@ class takes(Generic[Keywords, Given]):
 
 
 def _without_description(annotation: str) -> str:
-    """The type in the source text of an annotation, without its `Option`."""
+    """Return the type in an annotation's source text: of "Annotated[int, Option(...)]" it is "int"."""
     match ast.parse(annotation, mode="eval").body:
         case ast.Subscript(ast.Name("Annotated"), ast.Tuple([kind, *_])):
             return ast.unparse(kind)
@@ -76,7 +79,7 @@ def _without_description(annotation: str) -> str:
 
 
 def _place(each: Described) -> int:
-    """Sort key of parameters: positional ones first, then those without a default, then the others."""
+    """Return the sort key of a parameter: 0 for positional ones, 1 for those without a default, 2 for the others."""
     return 0 if each.by_place else 1 if each.default is MISSING else 2
 
 
@@ -91,7 +94,12 @@ def _parameter(each: Described) -> inspect.Parameter:
 
 
 def _with_meanings(text: str, own: Iterable[Described]) -> str:
-    """A docstring with an `Args:` section of these options, inserted before its `Raises:`."""
+    """Return a docstring with an `Args:` section of these options, inserted before its `Raises:`.
+
+    Args:
+        text: the docstring without that section.
+        own: the options, each with its meaning.
+    """
     head, raises, errors = text.partition("\n\nRaises")
     indented = TextWrapper(WIDTH, initial_indent=" " * 4, subsequent_indent=" " * 8)
     lines = [

@@ -1,6 +1,6 @@
 """Options: dataclasses whose annotated fields are keywords in Python, flags on the command line and axes of sweeps.
 
-A field is the only place of an option: its type, its default and its `Option` are all that the others read.
+An option is written in one place, as a field: parser, `help`, reference and sweeps read its type, default and `Option`.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ class Option:
 
     Attributes:
         help: its meaning, for `--help`, `help` and the reference.
-        metavar: stands for its value in `--help`.
+        metavar: stands for its value in `--help`; None for a name that the parser makes.
         flag: its name on the command line; None for the field's name with dashes. One that begins with `--no-` switches
-            the field off; one without dashes is an argument by its place; "" is for an option of Python alone.
-        group: its heading in `--help`.
-        python: its meaning in Python, where that is not `help`.
-        ge, gt, le: bounds of a number: at least, more than, at most.
-        writes: the kind of file that it names to write, such as "trace".
+            the field off; one without dashes is a positional argument; "" is for an option of Python alone.
+        group: its heading in `--help`; None for the general one.
+        python: its meaning in Python, where that is not `help`; None where it is.
+        ge, gt, le: bounds of a number: at least, more than, at most; None for no bound.
+        writes: the kind of file that the option's value names, which the command writes, such as "trace"; None for no
+            file.
         numbered: whether later batches write further files, with a number in their names.
         many: whether several values may follow one flag.
     """
@@ -70,13 +71,15 @@ class Option:
 
 
 class Described(NamedTuple):
-    """A field of options.
+    """A field of a class of options, with its description.
 
     Attributes:
-        kind: its type; a type that only type checkers import is text.
-        source: its annotation as it is written.
-        default: MISSING for one that has to be given.
-        by_place: whether Python takes it as a positional argument, too.
+        name: the field's name.
+        kind: the field's type; the type's name as text if the module imports it for type checkers only.
+        option: the field's description.
+        source: the field's annotation as it is written in the source.
+        default: the field's default; MISSING for an option that has to be given.
+        by_place: whether Python also takes the option as a positional argument.
     """
 
     name: str
@@ -105,12 +108,12 @@ class Described(NamedTuple):
 
     @property
     def is_table(self) -> bool:
-        """Test whether the option's value is a dict."""
+        """Test whether the option's value is a mapping of names to values."""
         return any(get_origin(each) is Mapping for each in self.kinds)
 
     @property
     def item_kind(self) -> Any:
-        """The type that the option's text is converted to; of a dict's values, if the option is a dict."""
+        """The type to which the option's text is converted; for a mapping, the type of each value."""
         if self.is_table:
             return get_args(self.kinds[0])[1]
         return str if str in self.kinds else self.kinds[0]
@@ -180,12 +183,12 @@ def split(annotation: Any) -> tuple[Any, Option | None]:
 
 
 def part_of(options: Options, *parts: type[Options]) -> dict[str, Any]:
-    """The values that `options` has for the fields of these option classes, by field name."""
+    """The values of `options` for the fields of the option classes `parts`, by field name."""
     return {name: getattr(options, name) for part in parts for name in described(part)}
 
 
 def flags_given(options: Options) -> list[str]:
-    """The flags of fields whose values differ from the command line's defaults."""
+    """The flags of the fields of `options` whose values differ from the command line's defaults."""
     return [
         each.flag
         for each in described(type(options)).values()
@@ -194,7 +197,7 @@ def flags_given(options: Options) -> list[str]:
 
 
 class _Names(dict[str, Any]):
-    """A module's names for the evaluation of annotations; those that only type checkers import become `str`."""
+    """The names of a module, for annotations to be evaluated in; names imported for type checkers only become `str`."""
 
     def __missing__(self, name: str) -> Any:
         return vars(builtins).get(name, str)

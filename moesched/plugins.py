@@ -1,4 +1,4 @@
-"""Plug-ins of all kinds: classes, given as they are, by an entry point, module:Class or file.py:Class."""
+"""Plug-ins: classes such as policies and devices, found by an installed name, as module:Class or as file.py:Class."""
 
 from __future__ import annotations
 
@@ -60,7 +60,10 @@ def find(kind: Literal["kernels"], given: str | type) -> type[Kernel]: ...
 
 
 def find(kind: Kind, given: str | type) -> type:
-    """Find the class of a name, at `module:Class` (also in the current folder) or `file.py:Class`; or the given class.
+    """Find the class of a plug-in, and check that it has the methods of its seam.
+
+    Args:
+        given: an installed name, `module:Class` (also in the current folder), `file.py:Class`, or the class itself.
 
     Raises:
         BadInput: there is none, it cannot be imported, or it lacks a method of its seam; the message says why.
@@ -85,7 +88,7 @@ def find(kind: Kind, given: str | type) -> type:
 
 
 def name_of(kind: Kind, given: object) -> str:
-    """The name of a plug-in that was given by its name, as a class or as an object."""
+    """The name of a plug-in: the given name itself; of a class or an object, its installed name or `module:Class`."""
     if isinstance(given, str):
         return given
     cls = given if isinstance(given, type) else type(given)
@@ -97,7 +100,7 @@ def name_elsewhere(kind: Kind, given: object) -> str:
     """The name by which other processes find a plug-in that was given by its name, as a class or as an object.
 
     Raises:
-        BadInput: they cannot find it.
+        BadInput: other processes cannot import the plug-in's class.
     """
     name = name_of(kind, given)
     if isinstance(given, str):
@@ -138,7 +141,7 @@ def load(target: str, title: str, *, here: bool = True) -> Any:
 
 
 def _reason(error: BaseException) -> str:
-    """An error of an import in words, with its class where these do not tell it."""
+    """The reason of a failed import in words, with the error's class if the text alone would not explain it."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: {error.filename}"
     plain = isinstance(error, ImportError | AttributeError)
@@ -146,7 +149,13 @@ def _reason(error: BaseException) -> str:
 
 
 def _named(module: ModuleType, title: str, attribute: str) -> Any:
-    """Return an attribute of a module; the error for one that it lacks names its own classes."""
+    """Return an attribute of a module.
+
+    title: the module's name in the message.
+
+    Raises:
+        AttributeError: the module has no such attribute; the message names the classes that the module defines.
+    """
     if hasattr(module, attribute):
         return getattr(module, attribute)
     own = [
@@ -158,7 +167,7 @@ def _named(module: ModuleType, title: str, attribute: str) -> Any:
 
 
 def _module_in(file: Path) -> ModuleType:
-    """Import the module in a file; its folder is searched, last, for the modules that it imports."""
+    """Import the module in a file, and append the file's folder to `sys.path` for the modules that it imports."""
     path = file.expanduser().resolve(strict=True)
     for module in list(sys.modules.values()):
         if getattr(module, "__file__", None) == str(path):
@@ -185,7 +194,7 @@ def _line_of(error: BaseException) -> str:
 
 
 def _search_here_last() -> None:
-    """Add the current folder to the end of the module search path, where no file replaces an installed module."""
+    """Add the current folder to the end of `sys.path`, where none of its files replaces an installed module."""
     with suppress(OSError):  # the folder was removed
         here = str(Path.cwd())
         if here not in sys.path:
@@ -213,7 +222,7 @@ def make_policy(name: str, settings: dict[str, Any] | None = None) -> Policy:
 
 
 def problem(kind: Kind, name: str) -> str | None:
-    """The reason why a plug-in cannot be loaded; None where it can."""
+    """The reason why the plug-in `name` cannot be loaded; None if it can."""
     try:
         find(kind, name)
     except BadInput as error:
@@ -227,12 +236,19 @@ def _points(kind: Kind) -> tuple[EntryPoint, ...]:
 
 @cache
 def _points_on(path: tuple[str, ...], kind: Kind) -> tuple[EntryPoint, ...]:
-    """The entry points of one kind in the packages on `path`, cached: finding them opens a file for each package."""
+    """The installed plug-ins of one kind in the packages on `path`; cached, as this opens a file for each package.
+
+    path: `sys.path` at the time of the call.
+    """
     return tuple(entry_points(group=f"moesched.{kind}"))
 
 
 def _target(kind: Kind, name: str) -> tuple[str, bool]:
-    """The place to import a plug-in from, as `module:Class` or `file.py:Class`, and whether it is an installed one."""
+    """The place of a plug-in, as `module:Class` or `file.py:Class`, and whether `name` is an installed name.
+
+    Raises:
+        BadInput: there is no such plug-in, or the name is a file's, without a class.
+    """
     for point in _points(kind):
         if point.name == name:
             return point.value, True

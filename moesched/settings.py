@@ -1,4 +1,4 @@
-"""Settings of a policy or device, checked against the class's parameters."""
+"""Settings of a policy or device, which are parameters of its constructor: parsing and checks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ def check_settings(plugin: type, title: str, settings: Mapping[str, Any]) -> dic
     checked.
 
     Args:
+        plugin: the class of the policy or device.
         title: names the plug-in in errors, such as "policy cgopipe".
+        settings: the value of each setting, by name.
 
     Raises:
         BadInput: the plug-in has no such setting, or the value is of another type.
@@ -68,12 +70,12 @@ def require_defaults(policy: type, title: str) -> None:
 
 
 def takes_setting(plugin: type, name: str) -> bool:
-    """Test whether a plug-in has a setting of that name."""
+    """Test whether a plug-in's constructor has a setting, a parameter with a default, of that name."""
     return name in setting_names(plugin)
 
 
 def setting_names(plugin: type) -> list[str]:
-    """The names of a plug-in's settings."""
+    """The names of a plug-in's settings: its constructor's parameters with a default."""
     parameters = inspect.signature(plugin).parameters.values()
     return [each.name for each in parameters if each.default is not inspect.Parameter.empty]
 

@@ -1,1 +1,4 @@
-"""Drivers run the engine: on a virtual clock, or on real hardware."""
+"""Drivers: they resume policies' coroutines, run the tasks that the engine starts, and report their ends to the engine.
+
+One driver uses a virtual clock, one real time, and one replays the graph of captured steps.
+"""

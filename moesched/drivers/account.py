@@ -1,7 +1,7 @@
 """Plain model of an engine's graph and lanes, with which the checking mode compares the fast engine.
 
-For each task it has the earlier tasks that it waits for, and for each lane the ready tasks, without the engine's short
-cuts. Broken rules are collected as texts.
+The model stores, for each task, the earlier tasks that this task waits for, and, for each lane, the ready tasks. It has
+none of the engine's short cuts. Each rule that the engine breaks is kept as a line of text.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Account:
 
     Attributes:
         tasks: all tasks in program order.
-        open: ids of tasks that have not settled.
+        open: ids of tasks that have not settled: they are neither done nor failed nor cancelled.
         broken: descriptions of the rules broken so far.
     """
 
@@ -52,12 +52,14 @@ class Account:
         self._lanes = {lane: _LaneAccount(lane) for lane in lanes}
 
     def enter(self, task: Task, inputs: list[Task], expected: set[int], by_hand: int) -> None:
-        """Record a submitted task.
+        """Record a submitted task, and compare the engine's edges with the expected ones.
 
         Args:
-            inputs: the tasks that the engine lets the task wait for.
-            expected: ids of the tasks that it must wait for, by the blocks that it reads and writes.
-            by_hand: number of the last `inputs` that do not come from blocks.
+            task: the submitted task; its `deps` are the ids of the tasks that the engine has it wait for.
+            inputs: the tasks whose results `task` needs.
+            expected: ids of the tasks that `task` has to wait for, by the blocks that it reads and writes and by
+                `after`.
+            by_hand: number of ids at the end of `task.deps` that come from `after` and not from blocks.
         """
         deps = set(task.deps)
         if task.id != len(self.tasks):
@@ -86,7 +88,12 @@ class Account:
             self._lanes[task.lane].order.append(task)
 
     def issue(self, task: Task) -> list[Task]:
-        """Record a task that was issued to a stream; return the tasks that now wait for it on the device alone."""
+        """Record that a task was issued to a stream of its device.
+
+        Returns:
+            the later tasks on streams of the same device, whose wait for `task` is now the device's and no longer the
+            host's.
+        """
         self._released[task.id] = []
         released = [number for number in self._later[task.id] if self._on_device(task.id, self.tasks[number])]
         self._released[task.id] = released
@@ -96,7 +103,7 @@ class Account:
         return [self.tasks[number] for number in released]
 
     def admit(self, task: Collective) -> None:
-        """Record a collective at which all ranks have arrived."""
+        """Record that the engine admitted a collective to its lane, as all ranks have arrived at this collective."""
         account = self._lanes[task.lane]
         if self._left[task.id]:
             self.broken.append(f"{task!r} was admitted before its edges were met")
@@ -105,7 +112,7 @@ class Account:
         account.admitted.add(task.id)
 
     def promote(self, task: Task, before: int) -> None:
-        """Record that a task's priority was raised; its key was `before`."""
+        """Record that a task's priority was raised; `before` is the key that it had, and smaller keys go first."""
         if task.key > before:
             self.broken.append(f"{task!r} was promoted to a less urgent class")
         if task.state == READY:
@@ -116,14 +123,18 @@ class Account:
         return [self.tasks[number] for number in sorted(self.open)]
 
     def await_device(self, task: Task) -> None:
-        """Record that a task, run or cancelled, settles only after the tasks that it waits for on its device."""
+        """Record that a task that ran or was cancelled waits, before it settles, for earlier tasks on its device."""
         waits = [other.id for other in before_on_device(task) if other.id in self.open]
         self._left[task.id] = len(waits)
         for earlier in waits:
             self._later[earlier].append(task.id)
 
     def look(self, *tasks: Task) -> None:
-        """Compare tasks, tasks that their ends may have released, and all lanes with the expected state."""
+        """Check the engine after one of its calls: tasks, further tasks that their ends may release, and all lanes.
+
+        Args:
+            tasks: tasks whose state the call may have changed.
+        """
         ended_lanes = {
             task.lane for task in tasks if task.state in (DONE, FAILED) and task.lane.domain is None
         }
@@ -174,7 +185,10 @@ class Account:
             self._lanes[task.lane].move(task, self._calls)
 
     def _on_device(self, earlier: int, task: Task) -> bool:
-        """Test whether the device itself orders two tasks, because the earlier one was issued to a stream."""
+        """Test whether the device, not the host, keeps `task` behind an earlier task on one of the device's streams.
+
+        earlier: id of the earlier task.
+        """
         domain = task.lane.domain
         return domain is not None and domain == self.tasks[earlier].lane.domain and earlier in self._released
 
@@ -214,7 +228,7 @@ class _LaneAccount:
         self.fresh: list[Task] = []
 
     def move(self, task: Task, call: int) -> None:
-        """Record a task of this lane that changed its state during the engine's call number `call`."""
+        """Record that a task of this lane changed its state during the engine's call with the number `call`."""
         self.ready.pop(task, None)
         if task.state == READY:
             self.ready[task] = call
@@ -225,12 +239,18 @@ class _LaneAccount:
             self.running = None
 
     def queue(self, task: Task) -> None:
-        """Record the current key of a ready task."""
+        """Add a ready task to the lane's heap under the task's current key; an in-order lane has no heap."""
         if not self.lane.in_order:
             heappush(self.by_key, (task.key, task))
 
     def problems(self, call: int, *, just_ended: bool) -> list[str]:
-        """Return the rules that the lane breaks after a call of the engine, which may have ended a task of the lane."""
+        """Return the rules that the lane breaks after a call of the engine, as lines of text; empty if none.
+
+        Args:
+            call: number of the engine's call.
+            just_ended: whether a task of this lane ended in the call, so that tasks made ready by the call compete,
+                too.
+        """
         wrong = []
         for task in self.fresh:
             wrong += self._start(task, call if just_ended else call - 1)
@@ -245,8 +265,9 @@ class _LaneAccount:
         return wrong
 
     def _start(self, task: Task, call: int) -> list[str]:
-        """Return the rules that a task's start breaks: it must not overtake tasks that were ready by `call`, for
-        one.
+        """Return the rules that the start of `task` breaks, as lines of text.
+
+        For example, a task must not overtake a more urgent one that was ready by the engine's call `call`.
         """
         wrong = []
         if self.running is not None:
@@ -264,7 +285,7 @@ class _LaneAccount:
         return wrong
 
     def _more_urgent(self, task: Task, call: int) -> Task | None:
-        """Return a task that was ready by `call` and has priority over this one; None if there is none."""
+        """Return a task that was ready by the engine's call `call` and is more urgent than `task`; None if none is."""
         too_fresh = []
         found = None
         while found is None and self.by_key and self.by_key[0][0] < task.key:
@@ -292,7 +313,13 @@ class _LaneAccount:
 
 
 def expected_edges(reads: Sequence[Block], writes: Sequence[Block], after: Sequence[Task]) -> set[int]:
-    """Return the ids of tasks that a new one must wait for: read after write, write after read, write after write."""
+    """Return the ids of the earlier tasks that a new task has to wait for.
+
+    Args:
+        reads, writes: the blocks that the new task reads and writes: it waits for the last writer of a block that it
+            reads, and for the last readers, or without readers the last writer, of a block that it writes.
+        after: further tasks to wait for.
+    """
     earlier = {block.writer.id for block in reads if block.writer is not None}
     earlier |= {task.id for task in after}
     seen: set[int] = {id(block) for block in reads}

@@ -1,7 +1,7 @@
-"""Capture: the graphs of a run's steps, from a policy that submits them to an engine that runs nothing.
+"""Capture: records the graphs of a run's steps, which the policy submits to an engine that runs no task.
 
-A schedule that awaits nothing has a fixed graph. Once two steps in a row have the same graph (the same tasks on the
-same lanes, with edges equally far back in program order), all later steps use it.
+The graph of a policy that awaits no handle is the same in each step. Once two steps in a row have the same graph (the
+same tasks on the same lanes, with edges equally far back in program order), all later steps use that graph.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ Price = Callable[[Work], int]
 
 
 class NotFixed(MoeschedError):
-    """The policy's steps may differ, so that they cannot be captured.
+    """The graphs of a policy's steps may differ, so that they cannot be captured.
 
-    It awaited a handle, looked at the time, cancelled a task, or has an eviction rule or state of its own.
+    The policy awaited a handle, looked at the time, cancelled a task, or has an eviction rule or state of its own.
     """
 
 
@@ -89,22 +89,25 @@ class NumberedStep(Step):
 
 
 class Template:
-    """The graph of one step. A task's position is its index in program order.
+    """The graph of one captured step. A task's position is its index among the step's tasks, in program order.
 
     Attributes:
         tasks: the captured tasks, joins included.
-        lanes: index of each task's lane; -1 for joins.
-        samples: positions of the tasks that sample tokens.
-        last: positions of the tasks that end the step; for loading, of all tasks.
-        by_lane: positions of each lane's tasks.
-        starts_on: like `lanes`, but -2 - lane for collectives, which start after all other tasks of that moment.
-        classes: each task's class, in the high bits of its key.
-        waits: number of each task's edges from tasks of this step.
-        roots: positions of the tasks without such edges.
-        later: for each task, the distances to the tasks that wait for it.
-        earlier: edges from earlier steps, as (position, distance back).
-        sized: positions of the tasks whose work changes from step to step, by micro-batch, verb and kind of layer.
-        kind_of: number of each layer's kind.
+        first: id of the first task.
+        lanes: for each task, the index of its lane among the run's lanes; -1 for a join, which has no lane.
+        samples: positions of the `sample` tasks.
+        last: positions of the tasks whose ends are the step's end: the `samples`; in loading, all tasks.
+        by_lane: for each lane, the positions of its tasks.
+        starts_on: like `lanes`, but -2 - lane for a collective, which the player starts after all other tasks of a
+            moment.
+        classes: for each task, its priority class, shifted to the high bits as in `Task.key`.
+        edges: for each task, how many tasks back in program order those tasks lie that it waits for.
+        waits: for each task, the number of its edges from tasks of this step.
+        roots: positions of the tasks without edges from tasks of this step.
+        later: for each task, how many tasks later those tasks of the step lie that wait for it.
+        earlier: edges from tasks of earlier steps, as pairs (position of the waiting task, number of tasks back).
+        sized: positions of the tasks whose work changes from step to step, by (micro-batch, verb, kind of layer).
+        kind_of: for each layer of the model, the number of its kind of layer.
     """
 
     def __init__(
@@ -147,11 +150,11 @@ class Template:
         self._works, self._work_of = _numbered_works(tasks, self.lanes)
 
     def key(self, task: Task) -> Sized:
-        """Return the key of a task's work among the works that differ between steps."""
+        """Return (micro-batch, verb, kind of layer) of a task, the key of its work in `nanoseconds` and `sized`."""
         return task.micro_batch, task.verb, self.kind_of[task.layer]
 
     def repeats(self, other: Template) -> bool:
-        """Test whether this step has the same graph as another one, apart from works that change with each step."""
+        """Test whether this step and another one have the same graph; works that change with each step may differ."""
         return (
             self.edges == other.edges
             and self.lanes == other.lanes
@@ -160,7 +163,12 @@ class Template:
         )
 
     def nanoseconds(self, price: Price, works: dict[Sized, Work]) -> list[int]:
-        """Return the tasks' durations in a step; `works` are those that differ between steps."""
+        """Return the duration of each task of a step in nanoseconds, by position.
+
+        Args:
+            price: returns the nanoseconds of a work.
+            works: the works of this step that differ between steps, by (micro-batch, verb, kind of layer).
+        """
         if not self._durations:
             prices = [*map(price, self._works), 0]
             self._durations = [prices[number] for number in self._work_of]
@@ -172,7 +180,7 @@ class Template:
         return durations
 
     def forget_prices(self) -> None:
-        """Drop cached durations, so that they are computed with another cost model."""
+        """Drop cached durations, so that the next call of `nanoseconds` computes them with another cost model."""
         self._durations = []
 
 
@@ -229,7 +237,10 @@ def capture(run_state: RunState, policy: Policy) -> list[Template]:
 
 
 class Edges:
-    """Finds the edges between tasks, step after step, without edges that other edges imply."""
+    """Finds the edges between tasks, one step after the other, and leaves out edges that other edges imply.
+
+    If task 3 waits for task 2, and task 2 for task 1, an edge from task 1 to task 3 is implied.
+    """
 
     def __init__(self) -> None:
         self._last_on: dict[Lane, int] = {}
@@ -238,7 +249,7 @@ class Edges:
         self._reach: list[int] = []
 
     def needed(self, tasks: Sequence[Task]) -> list[tuple[int, ...]]:
-        """Return the edges of each task of the next step: how many tasks back each one lies that it must wait for.
+        """Return, for each task of the next step, how many tasks back the tasks lie that it has to wait for.
 
         The nearest comes first. On an in-order lane, each task also waits for the task before it on that lane.
         """
@@ -274,18 +285,22 @@ class Edges:
 
 
 def _shifted(bits: int, by: int) -> int:
-    """Shift a bit set to a base that is higher by `by`."""
+    """Return a bit set with its bits moved down by `by` places; a negative number moves them up."""
     return bits >> by if by >= 0 else bits << -by
 
 
 def _identity(task: Task) -> tuple[Any, ...]:
-    """Return the properties of a task that are equal in every step that repeats."""
+    """Return the properties of a task that must be equal in two steps for the steps to have the same graph."""
     work = task.work
     return (task.verb, task.layer, task.micro_batch, task.expert, work.kind, work.resource, work.tokens)
 
 
 def _numbered_works(tasks: Sequence[Task], lanes: Sequence[int]) -> tuple[list[Work], list[int]]:
-    """Return the distinct works of tasks, and the index of each task's work; -1 for joins, which take no time."""
+    """Return the distinct works of tasks, and for each task the index of its work in that list.
+
+    Args:
+        lanes: for each task, the index of its lane; below 0 for a join, which takes no time and gets the index -1.
+    """
     works: list[Work] = []
     numbers: dict[int, int] = {}  # by id, since many tasks share a work
     work_of = []

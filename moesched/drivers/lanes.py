@@ -1,7 +1,8 @@
-"""Runners of lanes in real time, one class for each kind of lane: thread, guest, loop, awaitable and stream.
+"""Runners: each runs the tasks of a lane in real time. There is one class for each kind of lane.
 
-The driver calls `start`, with the engine's lock held, when a task has taken its lane. The runner runs the task and
-reports back through `LaneReports`. A guest is a thread lane whose tasks other lanes' threads may run.
+The kinds are "thread", "guest", "loop", "awaitable" and "stream". When the engine has started a task on a lane, the
+driver calls the runner's `start` while it holds the engine's lock. The runner runs the task, and reports its end to the
+driver through `LaneReports`. A guest is a thread lane whose tasks the threads of other lanes may run, too.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ LOOP_SLICE_NANOSECONDS = 1_000_000
 
 
 class LaneReports(Protocol):
-    """The driver as runners see it. Both methods may return a task, which the runner `mine` must start at once."""
+    """The driver, as runners see it: they report to it the tasks that were issued or have ended.
+
+    Both methods may return a task that the calling runner, the argument `mine`, must start at once.
+    """
 
     clock: Clock
     origin: int
@@ -35,18 +39,32 @@ class LaneReports(Protocol):
     def complete(
         self, task: Task, value: Any, error: BaseException | None, mine: Runner | None
     ) -> Task | None:
-        """Report that a task ended; call it with the engine's lock held."""
+        """Report that a task ended; call this with the engine's lock held.
+
+        Args:
+            value: the task's value; not used if there is an error.
+            error: the exception that the task raised; None if it succeeded.
+            mine: the calling runner, if its thread can run a further task; else None.
+
+        Returns:
+            a task that the calling runner has to start now; None if there is none.
+        """
 
     def issued(self, task: Task, mine: Runner) -> Task | None:
-        """Report that a task was issued to a stream; call it with the engine's lock held."""
+        """Report that a task was issued to a stream; call this with the engine's lock held.
+
+        Returns:
+            a task that the calling runner `mine` has to start now; None if there is none.
+        """
 
 
 class Runner(Protocol):
     """Runs the tasks of a lane.
 
     Attributes:
-        guest: whether threads of other runners may run this lane's tasks; `LaneReports` then returns the tasks to them.
-        host: whether this runner's threads may run tasks of guests.
+        guest: whether threads of other runners may run this lane's tasks, which `LaneReports` then hands to those
+            runners.
+        host: whether this runner's threads may run tasks of lanes that are guests.
     """
 
     guest: bool
@@ -83,10 +101,13 @@ class Worker:
 class ThreadRunner:
     """Runs a lane's tasks on a thread, which reports an end under the lock and takes the lane's next task itself.
 
-    If the lane has none, the thread runs a guest's task that the finished task released. This saves waking two threads:
-    one for that task, and one for the task after it. If its own lane gets a task meanwhile, another thread runs that.
+    If the lane has no next task, the thread runs a guest's task that the finished task released. This saves waking two
+    threads: one for the guest's task, and one for the task after it. If this lane gets a task while its thread runs a
+    guest's task, a further thread runs the lane's task.
 
     Args:
+        driver: receives the reports of ends.
+        execute: runs a task and returns its value.
         guest: whether threads of other runners may run this lane's tasks, which are short or mostly wait.
     """
 
@@ -235,10 +256,10 @@ class AwaitableRunner:
 
 
 class StreamRunner:
-    """Runs tasks on a stream of a device: one thread issues tasks, another one waits for ends that the host needs.
+    """Runs tasks on a stream of a device: one thread issues tasks, another one waits for the ends that the host needs.
 
-    These are ends of tasks that a policy awaits, or that a task outside the device depends on. The ends of other tasks
-    are reported together with the next of these, or when the stream is idle.
+    The host needs the end of a task that a policy awaits, or that a task outside the device depends on. The ends of all
+    other tasks are reported together with the next end that the host needs, or when the stream is idle.
     """
 
     guest = host = False
@@ -307,7 +328,11 @@ class StreamRunner:
         return True
 
     def _end_of(self, task: Task, issued: Issued) -> BaseException | None:
-        """Wait until a task has ended, and set the times at which it ran; return its first error."""
+        """Wait until a task that was issued to the stream has ended, and set the times at which it ran.
+
+        Returns:
+            the first error that the task raised; None if it succeeded.
+        """
         driver = self._driver
         error = None
         try:
@@ -324,7 +349,7 @@ class StreamRunner:
         return error
 
     def _next_batch(self) -> list[tuple[Task, Issued]]:
-        """Return the oldest running tasks, up to the first whose end the host needs."""
+        """Return the oldest running tasks of the stream, up to and with the first whose end the host needs."""
         batch = []
         while self._running:
             batch.append(self._running.popleft())
@@ -335,7 +360,10 @@ class StreamRunner:
 
 
 def _value_of(issued: Issued, error: BaseException | None) -> tuple[Any, BaseException | None]:
-    """The value of a task that has ended, and its error: the given one, or the one that reading the value raised."""
+    """Return a task's value and its error, once the task has ended: (value, None) or (None, error).
+
+    The error is `error` if that is not None, else the exception, if any, that reading the value raises.
+    """
     if error is not None:
         return None, error
     try:

@@ -33,7 +33,7 @@ class PolicyRun:
         self._pending: BaseException | None = None
 
     def fail(self, error: BaseException) -> None:
-        """Let the next `resume` raise an error in the coroutine, at its await."""
+        """Have the next `resume` raise this error in the coroutine, at the line where the coroutine awaits."""
         self._pending = error
 
     def close(self) -> None:
@@ -79,9 +79,10 @@ class PolicyRun:
 
 @coroutine
 def scheduled(policy: Policy, step: Step) -> Generator[Task, None, None]:
-    """Let a policy schedule a step. While the policy waits, and once it has ended, the step's verbs are refused.
+    """Let a policy schedule a step; yields each handle that the policy awaits, for the driver to wait for.
 
-    A step with any micro-batch that decodes goes to the policy's `decode`, else to `prefill`.
+    While the policy waits, and once it has ended, calls of the step's verbs are refused. A step in which any
+    micro-batch decodes is scheduled by the policy's `decode`, any other step by its `prefill`.
 
     Raises:
         PolicyError: the method is not `async def`, or raised something that is no `Exception`, such as SystemExit.
@@ -147,11 +148,11 @@ def policys_failures() -> Iterator[None]:
 
 
 def results_of(runs: Sequence[PolicyRun]) -> list[Any]:
-    """Return the results of the coroutines, after all have ended.
+    """Return the result of each coroutine, after all of them have ended.
 
     Raises:
-        Exception: the first error of a coroutine; a TaskCancelled, which follows from another rank's failure, only if
-            there is no other error.
+        Exception: the first error of a coroutine. A TaskCancelled, which follows from another rank's failure, is raised
+            only if no coroutine has another error.
     """
     errors = [run.error for run in runs if run.error is not None]
     errors.sort(key=lambda error: isinstance(error, TaskCancelled))

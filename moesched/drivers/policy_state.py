@@ -1,4 +1,4 @@
-"""The state of a policy in a form that can be compared, to see whether a step changed it."""
+"""A copy of a policy's state that can be compared with a later copy, to see whether a step changed the policy."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def state_of(policy: Policy) -> object:
 
 
 class _Comparable(pickle.Pickler):
-    """Pickles what can change; classes, functions and the run's own objects count by identity."""
+    """Pickles the attributes of a policy that can change; a class, function or object of the run counts as its id."""
 
     def persistent_id(self, obj: Any) -> int | None:
         kind = type(obj)

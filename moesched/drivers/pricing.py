@@ -1,4 +1,4 @@
-"""Helpers of the virtual drivers: the time that work takes alone, and a pause of the garbage collector."""
+"""Helpers of virtual drivers: the duration of a work that runs alone, and a pause of the garbage collector."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from moesched.tasks import Work
 
 
 def nanoseconds(work: Work, cost: CostModel) -> int:
-    """Return the nanoseconds of a work alone, at least 1, so that time moves on; the result is kept in the work."""
+    """Return the nanoseconds that a work takes if it runs alone; at least 1, so that time moves on.
+
+    The first call also stores the duration and the shares of resources in the attributes of `work`.
+    """
     if work.nanoseconds < 0:
         work.demand = cost.work(work)
         work.nanoseconds = max(1, round(work.demand.seconds * 1e9))
@@ -33,10 +36,11 @@ _frozen_by_others = False
 
 @contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """Pause the garbage collector within this context: schedules are many small objects without cycles.
+    """Pause Python's garbage collector within this context, as a schedule makes many small objects that form no cycles.
 
-    Afterwards, many new objects are moved to the collector's oldest generation; otherwise the next young collection
-    would visit all of them. This resets the collector's counts, so full collections are made here from time to time.
+    At the end of the context the new objects, if they are many, move to the collector's oldest generation, so that the
+    next collection of young objects does not visit them. As this resets the collector's counts, it also makes a full
+    collection from time to time.
     """
     was_on = gc.isenabled()
     gc.disable()
@@ -59,7 +63,7 @@ def _others_froze() -> bool:
 
 
 def _collect_in_time(made: int) -> None:
-    """Collect all garbage if, with the `made` new ones, enough objects were made since the last time."""
+    """Count `made` new objects; collect all garbage once enough were made since the last full collection."""
     global _made_old
     _made_old += made
     if _made_old >= FULL:

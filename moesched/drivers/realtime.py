@@ -81,7 +81,14 @@ class SharedEngine(Engine):
             super().promote(task, priority_class)
 
     def _note_submit_delay(self, task: Task) -> int:
-        """Record, for traces, how long the policy took to submit a task; return the time now, -1 without a trace."""
+        """Record, for traces, the time that the policy took to submit a task.
+
+        The time counts from the task that the policy submitted before, or from the end of the one that the policy
+        awaited.
+
+        Returns:
+            the time now in nanoseconds; -1 if no trace is recorded.
+        """
         if self.submit_delays is None:
             return -1
         now = self.now()
@@ -96,8 +103,9 @@ class RealtimeDriver:
     Args:
         engines: one for each rank.
         execute: runs a task and returns its value; called on the thread of the task's lane.
-        kinds: kind of each lane by name; by default "thread".
-        streams: the device that runs the lanes of kind "stream".
+        kinds: kind of each lane ("thread", "guest", "loop", "awaitable" or "stream"), by the lane's name; by default
+            "thread".
+        streams: the device that runs the tasks of lanes of kind "stream"; None if there are no such lanes.
         observers: called with each task that ran, when it ends.
         clock: source of times; emulated devices have clocks of their own.
     """
@@ -237,7 +245,16 @@ class RealtimeDriver:
     def complete(
         self, task: Task, value: Any, error: BaseException | None, mine: Runner | None
     ) -> Task | None:
-        """Tell the engine that a task ended, and start ready tasks; return the next task for the runner `mine`."""
+        """Tell the engine that a task ended, and start the tasks that are ready now.
+
+        Args:
+            value: the task's value; not used if there is an error.
+            error: the exception that the task raised; None if it succeeded.
+            mine: the calling runner, if its thread can run a further task; else None.
+
+        Returns:
+            the next task for the runner `mine`; None if there is none.
+        """
         lane = task.lane
         lane.busy += task.end - task.start
         engine = self._owners[lane.index]
@@ -260,7 +277,7 @@ class RealtimeDriver:
             engine.halt(error)
 
     def issued(self, task: Task, mine: Runner) -> Task | None:
-        """Tell the engine that a task was issued to its stream; return the next task for the runner `mine`."""
+        """Tell the engine that a task was issued to its stream; return the next task for the runner `mine`, or None."""
         self._owners[task.lane.index].issued(task)
         return self._dispatch(mine)
 
@@ -268,8 +285,11 @@ class RealtimeDriver:
         """Hand started tasks to their runners, and wake the event loop for settled tasks that a policy awaits.
 
         Args:
-            mine: the calling runner; a task for it is returned instead.
-            since: time at which the tasks became ready, by a task's end or their submission; -1 if not recorded.
+            mine: the calling runner; None if no runner calls.
+            since: nanoseconds at which the tasks became ready, by a task's end or their submission; -1 if not recorded.
+
+        Returns:
+            a task for the runner `mine`, which has to start it; None if there is none.
         """
         if self._rendezvous.arrived:
             self._rendezvous.collect()

@@ -14,7 +14,11 @@ from moesched.tasks import CANCELLED, Collective
 
 
 class Rendezvous:
-    """Collects ready parts of collectives, and admits a collective to its lanes once all ranks' parts are there."""
+    """Collects each rank's part of a collective, and admits a collective to its lanes once all ranks' parts are ready.
+
+    Args:
+        engines: one for each rank.
+    """
 
     def __init__(self, engines: Sequence[Engine]) -> None:
         self._engines = engines
@@ -30,7 +34,7 @@ class Rendezvous:
                 self._ranks[lane] = rank
 
     def collect(self) -> None:
-        """Take the parts that became ready from the engines, and admit collectives of which all parts are there."""
+        """Take the parts that became ready from the engines, and admit each collective of which all parts are ready."""
         while self.arrived:
             task = self.arrived.pop(0)
             if self._alone is None:
@@ -39,7 +43,10 @@ class Rendezvous:
                 self._alone.admit(task)
 
     def leave(self, rank: int, error: BaseException | None) -> None:
-        """Record that a rank has ended, with an error or well; cancel the collectives that lack its part."""
+        """Record that a rank's coroutine has ended, and cancel the collectives that lack this rank's part.
+
+        error: the exception that ended the coroutine; None if it returned.
+        """
         reason = error or PolicyError(f"rank {rank} ended without a part in it")
         self._gone[rank] = (self._engines[rank].tickets, reason)
         for ticket, parts in list(self._waiting.items()):
@@ -76,7 +83,7 @@ class Rendezvous:
             self._engines[rank].admit(part)
 
     def _break(self, ticket: int, cause: BaseException) -> None:
-        """Cancel all parts of a collective: those of ranks that have arrived, and those of ranks that arrive later."""
+        """Cancel all parts of the collective with this ticket, also those of ranks that arrive later."""
         self._broken[ticket] = cause
         for rank, part in sorted(self._waiting.pop(ticket, {}).items()):
             if part.cause is None:

@@ -1,6 +1,6 @@
-"""Replay of captured steps over arrays, with durations computed for each step.
+"""Replay: computes the timeline of a run from captured steps, in arrays of integers, with durations for each step.
 
-The timeline equals that of the virtual driver to the nanosecond, and takes less time.
+The timeline equals the virtual driver's to the nanosecond, and takes less time to compute.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ _NUMBER = (1 << CLASS_SHIFT) - 1
 class Timeline:
     """Start and end of every task of a replayed run, in nanoseconds; tasks are numbered in order of submission.
 
-    `works` are, for each step, the works that differ between steps, by micro-batch, verb and kind of layer.
+    Attributes:
+        steps: the captured step that each step of the run repeats; the first one is loading.
+        works: for each step, the works that differ between steps, by (micro-batch, verb, kind of layer).
+        starts, ends: for each task, by its number, the time at which it starts and ends.
     """
 
     def __init__(
@@ -50,11 +53,14 @@ class Timeline:
 
     @property
     def count(self) -> int:
-        """Number of tasks, without joins."""
+        """Number of tasks of the whole run, without joins."""
         return sum(map(len, (positions for step in self.steps for positions in step.by_lane)))
 
     def step_ends(self) -> list[int]:
-        """Return the nanoseconds at which loading ended, and at which each step had all of its samples."""
+        """Return the nanoseconds at which each step ended.
+
+        Loading ends with the last of its tasks, each other step with the last of its `sample` tasks.
+        """
         ends, base = [], 0
         for step in self.steps:
             ends.append(max((self.ends[base + position] for position in step.last), default=0))
@@ -63,16 +69,19 @@ class Timeline:
 
     @cached_property
     def bases(self) -> list[int]:
-        """Number of each step's first task; at the end the number of all tasks."""
+        """The number of the first task of each step; one more entry at the end is the number of all tasks."""
         return [0, *accumulate(len(step.tasks) for step in self.steps)]
 
     @property
     def captured(self) -> int:
-        """Number of steps that the policy itself scheduled, without loading; later ones repeat the last of them."""
+        """Number of steps that the policy itself scheduled, without loading; later steps repeat the last of them."""
         return len({id(step) for step in self.steps}) - 1
 
     def samples(self, index: int) -> dict[int, int]:
-        """Return the time at which each micro-batch of a step had its tokens, by micro-batch; loading is step 0."""
+        """Return the nanoseconds at which each micro-batch had its tokens in a step, by micro-batch.
+
+        index: the step's index; 0 for loading.
+        """
         step, base = self.steps[index], self.bases[index]
         return {step.tasks[place].micro_batch: self.ends[base + place] for place in step.samples}
 
@@ -90,7 +99,7 @@ class Timeline:
         return {lane.name: nanoseconds for lane, nanoseconds in zip(lanes, busy, strict=True)}
 
     def awaits(self) -> list[tuple[int, int]]:
-        """Return the tasks that a policy would have awaited, as (number of the task, tasks submitted by then)."""
+        """Return the tasks that a policy would have awaited, as (task's number, number of tasks submitted by then)."""
         awaits = []
         bases = self.bases
         for index in range(1, len(self.steps)):
@@ -122,13 +131,19 @@ class Timeline:
 
 
 def _generated(captured: Task, step: int) -> int:
-    """Return the number of tokens that a captured task's sequences have generated before another step."""
+    """Return `Task.generated` (tokens generated before) of the task that repeats a captured task in the step `step`."""
     since = step - captured.step
     return captured.generated + since if captured.phase == "decode" else captured.generated
 
 
 def _resized(captured: Work, work: Work | None) -> Work:
-    """Return a captured task's work in another step: `work`, if any, on the processor of the task's stage."""
+    """Return the work of the task that repeats a captured task in another step.
+
+    Args:
+        captured: the work of the captured task.
+        work: the other step's work of this micro-batch, verb and kind of layer; it is returned for the processor of
+            `captured`. None if the work is the same in all steps.
+    """
     if work is None or work.resource == captured.resource:
         return work or captured
     return msgspec.structs.replace(work, kind=captured.kind, resource=captured.resource)
@@ -136,7 +151,7 @@ def _resized(captured: Work, work: Work | None) -> Work:
 
 @runtime_checkable
 class ReplayObserver(Protocol):
-    """An observer that can take a replayed run as a whole: making its tasks would take longer than the replay."""
+    """An observer that takes a replayed run as one timeline, since making its tasks would take longer."""
 
     def replayed(self, timeline: Timeline) -> None:
         """Observe the whole timeline; called instead of `ended` for each task."""
@@ -165,7 +180,10 @@ class CapturedRun:
             self._steps = capture(run_state, policy)
 
     def step_ends(self, cost: CostModel) -> list[int]:
-        """Return the nanoseconds at which loading ended, and at which each step had all of its samples."""
+        """Replay the run with a cost model; return the nanoseconds at which each step ended.
+
+        The first one is the end of loading. Each other step ends with its last `sample`.
+        """
         known: dict[int, int] = {}
         works: list[Work] = []  # kept, so that no other work gets one's id
 
@@ -194,7 +212,7 @@ def _play(steps: list[Template], run_state: RunState, price: Price) -> Timeline:
 class _PricedSteps:
     """Computes the durations of captured steps, one step after the other.
 
-    `works` are the works that differ between steps, as in `Timeline`.
+    `works` holds, for each step, the works that differ between steps, by (micro-batch, verb, kind of layer).
     """
 
     def __init__(self, steps: Sequence[Template], run_state: RunState, price: Price) -> None:
@@ -205,7 +223,7 @@ class _PricedSteps:
         run_state.restart()
 
     def durations(self, index: int) -> list[int]:
-        """Return the nanoseconds of a step's tasks; loading is step 0. Call it for one step after the other."""
+        """Return the nanoseconds of each task of the step `index`, 0 for loading; call it step after step."""
         step, run_state = self._steps[index], self._run_state
         if step.samples:
             run_state.begin_step()
@@ -218,7 +236,7 @@ class _PricedSteps:
 class Player:
     """Plays captured steps on lanes, by priority or in program order, over arrays that grow as steps are submitted.
 
-    A step is submitted once the step two before it has its samples, as in `Generation`.
+    A step is submitted once all micro-batches have sampled in the step two before it, as in `Generation`.
 
     Args:
         steps: the captured steps, from `capture`.
@@ -290,7 +308,10 @@ class Player:
         return starts, ends
 
     def _cross(self, number: int, now: int) -> None:
-        """Release tasks of later steps that wait for an ended task, and see whether a step was due with its end."""
+        """Account for the end, at the time `now`, of the task `number` in later steps.
+
+        Release the tasks of later steps that wait for this task, and note whether a further step may be submitted.
+        """
         tasks = self._tasks
         for other in self._crossing.pop(number):
             tasks.waits[other] -= 1
@@ -308,7 +329,7 @@ class Player:
             self._step_ended = not self._unsampled[index]
 
     def _admit(self, now: int) -> None:
-        """Admit collectives to their lanes, ahead of all tasks but earlier collectives, as in `Engine.admit`."""
+        """Admit the collectives that have arrived to their lanes, ahead of all tasks but earlier collectives."""
         lanes = self._lanes
         for number in self._arrived:
             before = (lanes.admitted - _NUMBER) << CLASS_SHIFT
@@ -321,7 +342,11 @@ class Player:
         self._lanes.take(tasks.lane_of[number], number, tasks.classes[number], now, tasks)
 
     def _submit_ready(self, now: int) -> None:
-        """Submit the steps that are due at a time; prefill and the first decode step wait for loading only."""
+        """Submit the steps that may begin at the time `now`.
+
+        A step begins once the step two before it has its tokens; prefill and the first decode step wait for loading
+        only.
+        """
         self._step_ended = False
         for index in range(len(self._unsampled), len(self._steps)):
             if index and self._unsampled[max(0, index - 2)]:
@@ -399,7 +424,12 @@ class _PlayedLanes:
         self.admitted = 0
 
     def take(self, lane: int, number: int, before: int, now: int, tasks: _PlayedTasks) -> None:
-        """Start a task if its lane is free, else queue it there; `before` are the high bits of the task's key."""
+        """Start a task on its lane at the time `now` if the lane is free, else put the task into the lane's heap.
+
+        Args:
+            number: the task's number.
+            before: the high bits of the task's key, which go before the number.
+        """
         if self.running[lane] < 0:
             self.running[lane] = number
             tasks.starts[number] = now

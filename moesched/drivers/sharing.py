@@ -1,4 +1,4 @@
-"""Sharing of processors, memories and links among concurrent tasks: max-min fair, with measured slowdowns."""
+"""Rates of concurrent tasks that share processors, memories and links: max-min fair, with measured slowdowns."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ IDLE = -1
 
 
 def fair_rates(demands: Sequence[Demand]) -> tuple[float, ...]:
-    """Return the rate of each concurrent task, relative to running alone.
+    """Return the speed of each concurrent task relative to running alone, from 0 to 1.
 
     All rates rise together from 0. When a resource is used up, the tasks that use it keep their rate, and the others
     rise further, until each is at 1 or limited by a resource. Then the machine's measured slowdowns, if any, apply.
+
+    Args:
+        demands: the share of each resource that each task takes when it runs alone.
     """
     rates = [0.0] * len(demands)
     rising = set(range(len(demands)))
@@ -52,20 +55,27 @@ def fair_rates(demands: Sequence[Demand]) -> tuple[float, ...]:
 
 
 def _speed_beside(others: Sequence[str], slowed: Mapping[str, float]) -> float:
-    """Return a sort's speed beside others: measured beside all of them, or else the product of those beside each."""
+    """Return the measured speed of one sort of work beside other sorts, relative to running alone.
+
+    Args:
+        others: names of the sorts that run at once with it.
+        slowed: measured speeds by the other sorts' names; if all of `others` together were not measured, the product of
+            the speeds beside each one is returned, with 1 for a sort that was not measured.
+    """
     measured = slowed.get(at_once(others))
     return prod(slowed.get(each, 1.0) for each in others) if measured is None else measured
 
 
 class _Mix:
-    """A mix: the kinds of work that run at once, by lane, and their rates.
+    """A mix: the kinds of work that run at once, one on each lane, and the rates at which they run.
 
     Attributes:
-        kinds: kind of work on each lane; `IDLE` for none.
-        rates: rate of each lane, relative to running alone.
-        started: by lane and kind, the mix after that lane starts work of that kind.
-        ended: by lane, the mix after its work ends; None until it is first needed.
-        slower: by another mix, the lanes whose rates differ in it, with the ratio of the rates.
+        kinds: for each lane, the number of the kind of work that it runs; `IDLE` for none.
+        rates: for each lane, the speed of its work relative to running alone.
+        started: for each lane, the mixes that follow when the lane starts work, by the number of that work's kind.
+        ended: for each lane, the mix that follows when its work ends; None until it is first needed.
+        slower: by a mix that may follow, the lanes whose rates differ in it, as pairs (lane, rate in this mix / rate in
+            that one).
     """
 
     __slots__ = ("ended", "kinds", "rates", "slower", "started")
@@ -100,10 +110,11 @@ class Shared:
         self._mix = self._rated = self._mix_of((IDLE,) * lanes)
 
     def start(self, lane: int, work: Work, longer: int = 0) -> None:
-        """Start a work on a lane.
+        """Start a task's work on a lane.
 
         Args:
-            work: a work whose time alone is known.
+            lane: the lane's index.
+            work: the work; its `nanoseconds` and `demand` are set already.
             longer: extra nanoseconds that the work takes this time.
         """
         try:
@@ -153,7 +164,7 @@ class Shared:
         return lane
 
     def _changed(self, lane: int, kind: int) -> _Mix:
-        """Return the mix in which a lane runs another kind of work."""
+        """Return the mix that differs from the present one in the work of one lane: work of `kind`, or `IDLE`."""
         kinds = self._mix.kinds
         return self._mix_of((*kinds[:lane], kind, *kinds[lane + 1 :]))
 
@@ -170,7 +181,7 @@ class Shared:
         return mix
 
     def _kind(self, demand: Demand) -> int:
-        """Return the number of a demand's kind: demands for the same shares are of one kind, whatever their time."""
+        """Return the number of a demand's kind; demands that differ in `seconds` only are of one kind."""
         kind = self._numbers.setdefault(demand[1:], len(self._demands))
         if kind == len(self._demands):
             self._demands.append(demand)
@@ -178,7 +189,7 @@ class Shared:
 
 
 def _slower(before: _Mix, mix: _Mix) -> list[tuple[int, float]]:
-    """Return the lanes whose rates differ between two mixes, with the ratios."""
+    """Return the lanes whose rates differ between two mixes, as pairs (lane, rate before / rate in `mix`)."""
     ratios = [old / new for old, new in zip(before.rates, mix.rates, strict=True)]
     return [(lane, ratio) for lane, ratio in enumerate(ratios) if ratio != 1.0]
 
@@ -203,10 +214,11 @@ class SharedApart:
         self._firsts = dict(zip(self._machines, accumulate(lanes, initial=0), strict=False))
 
     def start(self, lane: int, work: Work, longer: int = 0) -> None:
-        """Start a work on a lane.
+        """Start a task's work on a lane.
 
         Args:
-            work: a work whose time alone is known.
+            lane: the lane's index, counted over the lanes of all machines.
+            work: the work; its `nanoseconds` and `demand` are set already.
             longer: extra nanoseconds that the work takes this time.
         """
         machine, own = self._places[lane]

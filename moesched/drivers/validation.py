@@ -1,8 +1,8 @@
-"""The checking mode: an engine that checks every move of a task against the rules, and the ledger against itself.
+"""The checking mode: an engine that checks each change of a task's state, and all memory accounts, against the rules.
 
-It keeps a plain model of the graph and the lanes (`account.py`), and compares the engine with it after every call.
-Rules broken while lanes run, perhaps on other threads, are collected and raised at the next `submit` or by
-`check_over`. A broken rule thus never becomes a hang.
+The accounts of memories, pools and views (bytes, pages, slots) form the ledger. The engine is compared after every call
+with a plain model of the graph and the lanes (`account.py`). Rules broken while lanes run, perhaps on other threads,
+are collected, and raised as an error at the next `submit` or by `check_over`. So a broken rule never makes a run hang.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class BrokenRule(AssertionError):
 
 
 def switched_on() -> bool:
-    """Test whether the environment variable asks for checks of every run."""
+    """Test whether the checking mode's environment variable asks for checks of every run: it is set, and not 0."""
     return os.environ.get(SWITCH, "") not in ("", "0")
 
 
@@ -50,7 +50,7 @@ def new_shared_engine(lanes: Iterable[Lane]) -> SharedEngine:
 
 @contextmanager
 def watching(run_state: RunState) -> Iterator[None]:
-    """Check a run's ledger while it runs, and all rules once it has ended, even with an error.
+    """Check a run's memories, pools and views within this context, and all rules at its end, even after an error.
 
     This does nothing unless the run has a `CheckedEngine`.
 
@@ -92,7 +92,7 @@ class CheckedEngine(Engine):
         pools: Iterable[Pool] = (),
         views: Iterable[Views[Any]] = (),
     ) -> None:
-        """Check the ledger of these memories, pools and views as well."""
+        """Add memories, pools and views to those whose bytes, pages and slots are checked as well."""
         self._ledger.add(memories, pools, views)
 
     # -- the engine's calls, each followed by a comparison with the account ----------------------------
@@ -169,7 +169,7 @@ class CheckedEngine(Engine):
             raise BrokenRule("; ".join(self.broken[:3]))
 
     def check_over(self) -> None:
-        """Check that at the end of a run all tasks have settled, all lanes are idle, and the ledger is in order.
+        """Check that at a run's end all tasks have settled, all lanes are idle, and memories, pools and views agree.
 
         Raises:
             BrokenRule: one of these does not hold, or a rule was broken before.
@@ -185,7 +185,7 @@ class CheckedEngine(Engine):
         self.check()
 
     def _compare(self, *tasks: Task) -> None:
-        """Compare tasks whose state a call has changed with the plain model."""
+        """Compare all lanes, and the tasks whose state a call has changed, with the plain model of `account.py`."""
         self._account.look(*tasks)
         settled = self.submitted - len(self._account.open)
         if self.settled != settled:

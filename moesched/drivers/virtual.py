@@ -1,8 +1,8 @@
-"""The virtual driver: runs policy coroutines on a virtual clock over modelled durations, in integer nanoseconds.
+"""The virtual driver: runs policy coroutines on a virtual clock, with task durations from a cost model.
 
-Time jumps from one task's end to the next. A coroutine resumes at the time at which the handle that it awaits settles.
-With sharing on, concurrent tasks that together need more of a processor, memory or link than there is slow each other
-down, max-min fairly.
+Times are integer nanoseconds, and jump from one task's end to the next. A coroutine resumes at the time at which the
+handle that it awaits settles. With sharing on, concurrent tasks that together need more of a processor, memory or link
+than the machine has slow each other down, max-min fairly.
 """
 
 from __future__ import annotations
@@ -33,9 +33,11 @@ class VirtualDriver:
         engines: one for each rank.
         cost: cost model, which gives a work's time and its shares of resources.
         sharing: whether concurrent tasks of one engine slow each other down; each engine has its own machine.
-        perform: functions that compute the values of tasks at their end, by type; an error fails the task.
+        perform: by type of task, a function that computes the value of a task of that type at its end; an error fails
+            the task. Tasks of other types have the value None.
         observers: called with each task that ran, when it ends.
-        delays: by lane, functions that give extra nanoseconds of its tasks.
+        delays: by lane, a function of (task, time now) that gives the extra nanoseconds which a task of that lane
+            takes.
     """
 
     def __init__(
@@ -73,7 +75,7 @@ class VirtualDriver:
 
     @property
     def now(self) -> int:
-        """Return the nanoseconds since the driver was made."""
+        """Return the virtual time: nanoseconds since the driver was made."""
         return self._clock.now
 
     def run(self, *mains: Coroutine[Task, Any, Any]) -> list[Any]:
@@ -142,7 +144,7 @@ class VirtualDriver:
             ended(task)
 
     def _advance_shared(self) -> None:
-        """Run tasks as `_advance_alone` does, with concurrent tasks sharing resources."""
+        """Run tasks, which share resources, until a handle that a policy awaits has settled, or no task is left."""
         shared, started, awaited, owners = self._shared, self._started, self._awaited, self._owners
         perform, ended, arrived = self._perform, self._ended, self._rendezvous.arrived
         clock, cost, lanes, delays = self._clock, self._cost, self._lanes, self._delays
@@ -195,7 +197,7 @@ class _Clock:
 
 
 def _told_of_ends(observers: Sequence[Observer]) -> Callable[[Task], object]:
-    """Return a function that passes an ended task to all observers; a single observer's own method."""
+    """Return a function that passes an ended task to the `ended` method of all observers."""
     calls = [observer.ended for observer in observers]
     if len(calls) == 1:
         return calls[0]

@@ -1,8 +1,9 @@
 """Time to wire weights again after the accelerator's driver has unwired them, on machines with one memory.
 
-On a machine whose accelerator and host share one memory, weights must be wired before a kernel may read them. The
-driver unwires arrays that were idle for a while (section 3.2 of the Apple silicon cluster paper, RACS'24, which calls
-it driver processing). An array is always wired as a whole.
+Wiring an array means mapping and holding its memory for the accelerator. On a machine whose accelerator and host share
+one memory, weights must be wired before a kernel may read them. The driver unwires arrays that were idle for a while
+(section 3.2 of the Apple silicon cluster paper, RACS'24, which calls this driver processing). An array is always wired
+as a whole.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ EXPERT_VERBS = ("run_expert", "warm_expert")
 
 
 class WiredPages:
-    """Tracks the last use of each array, and computes the time to wire it again."""
+    """Tracks the last use of each array of weights, and computes the time to wire an array again."""
 
     def __init__(self, wired_memory: WiredMemory) -> None:
         self._wired_memory = wired_memory
@@ -30,7 +31,7 @@ class WiredPages:
         self._began = -1
 
     def wire(self, array: Array, nbytes: int, now: int) -> int:
-        """Return the nanoseconds until a kernel can use an array of `nbytes` bytes; 0 if it is wired."""
+        """Return the nanoseconds from `now` until a kernel can use an array of `nbytes` bytes; 0 if it is wired."""
         if self._began < 0:
             self._began = now
         used = self._used.get(array)
@@ -48,10 +49,10 @@ class WiredPages:
 
 
 class WiredArrays:
-    """A `Delay`: the extra time of the accelerator's tasks to wire their weights.
+    """Gives the extra time that the accelerator's tasks take to wire their weights: a `Delay` of the virtual driver.
 
-    A prestacked expert has one array for all layers, any other expert one for each layer. Other weights have one
-    array for each layer and verb that reads them; so do the embedding and the LM head.
+    A prestacked expert has one array for all layers, any other expert one for each layer. Other weights have one array
+    for each layer and verb that reads them; so do the embedding and the LM head.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -61,7 +62,7 @@ class WiredArrays:
         self._sizes = _sizes(plan, prestacked=self._prestacked)
 
     def __call__(self, task: Task, now: int) -> int:
-        """Return the nanoseconds of wiring before a task that starts at `now`."""
+        """Return the nanoseconds of wiring before a task that starts at `now`, and note its use of the array."""
         array = self._array(task)
         if array is None:
             return 0
@@ -78,12 +79,18 @@ class WiredArrays:
 
 
 def wired_memory_delays(plan: Plan, lanes: Mapping[str, Lane]) -> dict[Lane, Delay]:
-    """Return the delays of a machine's lanes, by lane; empty if its weights need no wiring."""
+    """Return the functions that give tasks extra time for wiring, by lane; empty if no weights need wiring."""
     return {lanes["accelerator"]: WiredArrays(plan)} if plan.machine.wired_memory is not None else {}
 
 
 def _sizes(plan: Plan, *, prestacked: bool) -> Mapping[Hashable, int]:
-    """Return the bytes of each array: of an expert, or, on nodes with attention, of other weights that a verb reads."""
+    """Return the bytes of an array of weights by its kind: "expert", or the verb that reads it.
+
+    A node without attention, in a centralised plan, has only experts.
+
+    Args:
+        prestacked: whether an expert's weights of all layers are one array.
+    """
     operations, config = plan.operations, plan.layout.config
     output = operations.after_attention.nbytes
     vocabulary = config.vocabulary * operations.hidden_bytes

@@ -1,1 +1,1 @@
-"""Runs: one batch through one policy, on hardware or on the virtual clock, to a report."""
+"""Runs: each takes one batch through one policy, on hardware or on the virtual clock, and returns a report."""

@@ -1,4 +1,4 @@
-"""Assembly of a run's parts: for each rank its lanes, engine, run state and generation, and the observers of all."""
+"""Assembly of a run: for each rank its lanes, engine, run state and generation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ EngineType = TypeVar("EngineType", bound=Engine)
 
 
 class RankRun(NamedTuple, Generic[EngineType]):
-    """One rank of a run: the parts that a driver needs, and those that the report reads afterwards."""
+    """The parts of one rank's run: its lanes by name, its engine, its run state and its generation.
+
+    A driver needs them while the run goes on, and the report reads them afterwards.
+    """
 
     rank: Rank
     lanes: dict[str, Lane]
@@ -66,7 +69,9 @@ def assemble(
     """Make the parts of one rank's run, ready for a driver.
 
     Args:
-        kinds: the device's kind of each lane.
+        rank: the rank's plan, policy and device.
+        make_engine: makes an engine of lanes.
+        kinds: the kind of each lane on the rank's device, by the lane's name.
         tokens: stop tokens of requests, and the callback for their tokens.
         steps: number of steps to run; by default all of the plan's batch.
         age: decode steps that the KV cache already holds when decoding begins.

@@ -1,4 +1,4 @@
-"""The policies of successive batches: a new object for each, or the one of the batch before if it keeps state."""
+"""The policies of successive batches: each batch gets a new policy object, or the last one if it keeps state."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class BatchPolicies:
     """Makes the policies of a run's batches, one for each rank or node.
 
     Args:
-        make: creates a policy.
+        make: creates a policy object.
     """
 
     def __init__(self, make: Callable[[], Policy]) -> None:

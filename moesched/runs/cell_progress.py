@@ -37,7 +37,7 @@ class CellProgress(Listener):
         self._pages = self._loaded = self._tokens = self._most = 0
 
     def preparing(self, what: str, done: float, total: float) -> None:
-        """Show what the device does before the first step."""
+        """Show the device's preparation before the first step: its name `what`, and that `done` of `total` is done."""
         self._line.show(what, done, total)
 
     def planned(self, plan: Plan) -> None:
@@ -52,7 +52,7 @@ class CellProgress(Listener):
         self._line.show("loading weights", done, total)
 
     def ended(self, task: Task) -> None:
-        """Count the pages that are loaded, and the tokens of a simulation."""
+        """Count a page that a task has loaded; other tasks are ignored."""
         if task.verb == "load":
             self._loaded += 1
             self._line.show("loading weights", self._loaded, self._pages)
@@ -61,7 +61,7 @@ class CellProgress(Listener):
         """Ignore a replay, which is over before anything can be shown."""
 
     def generated(self, request: int, token: int, text: str) -> None:
-        """Count a token."""
+        """Count a generated token."""
         self._tokens += 1
         self._line.show(f"{self._tokens:,} of at most {self._most:,} tokens", self._tokens, self._most)
 

@@ -39,7 +39,10 @@ class Ending:
 
     @property
     def failure(self) -> str | None:
-        """The text of the error for a report; for a failed task, that of its cause, if moesched raised the cause."""
+        """The text of the error that ended the run, for a report; None if there is none.
+
+        For a failed task this is the text of its cause, if moesched raised the cause.
+        """
         error = self.error
         if error is None:
             return None
@@ -47,12 +50,15 @@ class Ending:
         return str(cause if isinstance(cause, MoeschedError) else error) or type(error).__name__
 
     def raise_cause(self, kind: type[MoeschedError]) -> None:
-        """Raise the cause of a failed task, if it is of this kind."""
+        """Raise the cause of a failed task, if this cause is an error of the class `kind`; else do nothing."""
         if isinstance(cause := self._cause, kind):
             raise cause
 
     def raise_error(self, report: object = None) -> None:
-        """Raise the error that ended the run, if there is one; a run that had begun adds its report to it."""
+        """Raise the error that ended the run, if there is one.
+
+        report: the run's results so far, which become the error's attribute `report`; None if the run had not begun.
+        """
         error, self.error = self.error, None
         if error is None:
             return

@@ -1,4 +1,4 @@
-"""Following: a node's part in serving requests that the first of several nodes knows."""
+"""Following: the part of a node that serves requests together with a first node, which alone knows the requests."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from moesched.steps.run_state import RunState
 
 
 class Following:
-    """The steps of a node that serves, but not as the first: the first node tells it the rows of each step.
+    """The steps of a node that serves, but not as the first one, which sends it the rows of each step.
 
     Attributes:
         steps: number of steps so far.
-        notices: from the first node.
+        notices: receives the rows of each step from the first node.
     """
 
     def __init__(self, run_state: RunState, policy: Policy, notices: Notices) -> None:
@@ -26,7 +26,7 @@ class Following:
         self._policy = policy
 
     async def run(self) -> int:
-        """Load the weights, then run steps until the first node has no more; returns their number."""
+        """Load the weights, then run steps until the first node has no more; returns the number of steps."""
         await load(self._run)
         samples: Sequence[Sampled] = ()
         while (rows := await self.notices.take(self.steps)) is not None:

@@ -25,9 +25,10 @@ class TokenHandling(NamedTuple):
     """Stop tokens of requests, and the callback for their tokens.
 
     Attributes:
-        stop_tokens: each of them ends its request.
-        on_tokens: called with each micro-batch's new tokens, by request.
-        rows_apart: the device's `KeepsRowsApart.rows_apart`; None if rows of a micro-batch depend on each other.
+        stop_tokens: ids of tokens, each of which ends its request.
+        on_tokens: called with a micro-batch's new tokens as {request: token}; None for no callback.
+        rows_apart: the device's `KeepsRowsApart.rows_apart`, which tests whether no row's bits depend on another row in
+            micro-batches of up to a number of rows; None if they may depend on each other.
     """
 
     stop_tokens: Collection[int] = ()
@@ -129,8 +130,8 @@ class Generation:
     def _rows_apart(self, rows: int) -> bool:
         """Test whether sequences can leave a micro-batch of `rows` rows without changing the bits of its other rows.
 
-        Beams of a request stay together, and ranks need equal rows: their kernels may treat different numbers
-        differently.
+        With several beams, ranks or nodes they cannot: beams of a request stay together, and ranks need equal rows,
+        since their kernels may treat different numbers of rows differently.
         """
         plan = self._run.plan
         alone = plan.nodes.count == plan.layout.config.ranks == self._beams == 1
@@ -140,7 +141,12 @@ class Generation:
         return {name: lane.busy for name, lane in self._run.lanes.items()}
 
     def _take_in(self, requests: Sequence[int], standings: Sequence[Standing]) -> None:
-        """Store the state of each request's beam search. A request's tokens are passed on once its search is done."""
+        """Store the state of each request's beam search, and pass on the tokens of requests whose search is done.
+
+        Args:
+            requests: the requests.
+            standings: for each request, the tokens and the score of its best beam, and whether the search is done.
+        """
         for request, (tokens, score, done) in zip(requests, standings, strict=True):
             if request in self._stopped:
                 continue
@@ -153,14 +159,18 @@ class Generation:
 
 
 async def load(run_state: RunState) -> int:
-    """Load the resident weights, then the pages that are in pools before the first step; return the time of the end."""
+    """Load the resident weights, then the pages that are in pools before the first step.
+
+    Returns:
+        the time at which the last of them was loaded, in nanoseconds.
+    """
     resident = [task for kept in run_state.plan.weights.resident for task in run_state.load(kept)]
     loaded = await _end_of(resident)
     return max(loaded, await _end_of(run_state.fill()))  # slots may have been used to load resident pages
 
 
 async def _end_of(loads: Sequence[Task]) -> int:
-    """Wait for all of these tasks; return the time at which the last one ended."""
+    """Wait for all of these tasks; return the time in nanoseconds at which the last one ended, 0 without tasks."""
     for task in loads:
         await task
     return max((task.end for task in loads), default=0)

@@ -1,4 +1,4 @@
-"""Runs on real hardware: a plan's schedule on a device's lanes, to a report."""
+"""Runs on real hardware: the lanes of a device run the tasks of a plan's policy, and the run's report is returned."""
 
 from __future__ import annotations
 
@@ -55,14 +55,18 @@ def run(
     peers: Sequence[Rank] = (),
     keep_open: bool = False,
 ) -> Report:
-    """Run a plan on real hardware. Ctrl-C ends it cleanly; the report then holds the tokens so far.
+    """Run a plan on real hardware. Ctrl-C ends the run cleanly; the report then holds the tokens so far.
 
     The run also ends early if weights cannot be read, if logits are not finite, or if this node of a cluster loses the
     others. The report's `failure` then gives the reason. Any other error of a run that has begun is raised, with the
     report as its attribute `report`. Logits that are not finite before any token are raised without one.
 
     Args:
+        prompts: the token ids of each request's prompt.
+        sampling: how tokens are sampled; by default greedily.
         tokens: stop tokens of requests, and the callback for their tokens.
+        observers: called with each task of the first rank, when it ends.
+        recorder: records the tasks of all ranks, for a trace; None for no trace.
         peers: the other ranks or nodes in this process. Observers and report are those of the first one, which has
             `plan`, `policy` and `device`; the trace has all of them.
         keep_open: leave the device open for another batch; the caller closes it.
@@ -123,7 +127,12 @@ def _require_runnable(plan: Plan, policy: Policy, device: Device) -> None:
 
 
 def _report_suffices(error: Exception | None, *, one_of_several: bool) -> bool:
-    """Test whether an error only ends the run's report: damaged or unreadable weights, or nodes that were lost."""
+    """Test whether the run's report tells its error, so that the error need not be raised.
+
+    These errors are failed tasks whose cause moesched raised, such as unreadable weights.
+
+    one_of_several: whether this is a node of a cluster, whose report may also tell that other nodes were lost.
+    """
     cause = error.__cause__ if isinstance(error, TaskFailed) else None
     return isinstance(cause, MoeschedError) and (one_of_several or not isinstance(cause, TransportError))
 
@@ -201,13 +210,13 @@ class _HardwareRun:
                         closing.push_async_callback(rank.device.aclose)
 
     def _insist(self) -> None:
-        """Raise in a policy that computes without a pause, so that the event loop cannot call `_interrupt`."""
+        """Raise `Stopped` at the line of a policy that computes without a pause and so keeps `_interrupt` waiting."""
         if self.began and not self.interrupted:
             _log.warning("interrupted in the policy", line=calling_line())
             raise Stopped
 
     def _interrupt(self, running: asyncio.Task[None]) -> None:
-        """End the run once the tasks that have started are over."""
+        """Cancel the coroutine `running` of the run, which then ends once the tasks that have started are over."""
         self.interrupted = True
         running.cancel()
         if waiting_for := self._driver.describe_running():

@@ -23,7 +23,12 @@ class Listener:
         """The run's device is open (the first rank's, of several), and no batch has begun."""
 
     def preparing(self, what: str, done: float, total: float) -> None:
-        """The device prepares a batch, and has done a part of this work: it allocates memory, or measures itself."""
+        """The device prepares a batch: it allocates memory, or measures itself.
+
+        Args:
+            what: the preparation's name.
+            done, total: the part of the work that is done, and the whole, in the same unit.
+        """
 
     def planned(self, plan: Plan) -> None:
         """A batch with this plan is about to run."""
@@ -32,10 +37,10 @@ class Listener:
         """Resident pages are loaded, `done` of `total`. Called by cluster runs only, whose tasks are not reported."""
 
     def ended(self, task: Task) -> None:
-        """A task ended. Called from any thread but never at once, tens of thousands of times a second: be quick."""
+        """A task ended. Called from any thread, one call at a time, tens of thousands of times a second: be quick."""
 
     def replayed(self, timeline: Timeline) -> None:
-        """A replayed run is over; by default `ended` gets its tasks, which takes longer than the replay."""
+        """A replayed run is over. By default each of its tasks is passed to `ended`, which takes some time."""
         if type(self).ended is not Listener.ended:
             for task in timeline.tasks():
                 self.ended(task)
@@ -50,7 +55,7 @@ class Listener:
         """The batch is complete, or was interrupted."""
 
     def estimating(self, done: int, total: int) -> None:
-        """`done` of the `total` simulations for a prediction's range are over; `ran` is called again afterwards."""
+        """Of the `total` simulations for a prediction's range, `done` are over; `ran` is called again afterwards."""
 
     def writing(self, trace: Path) -> None:
         """The batch's trace is about to be written, which may take a while; `ran` is called again afterwards."""
@@ -94,7 +99,7 @@ class KindMeter:
             first += len(template.tasks)
 
     def kinds(self) -> list[KindUse]:
-        """The sums of each kind of task on each lane, with their rates."""
+        """Return the sums of each kind of task on each lane, with their rates."""
         return [
             kind_use(verb, lane, int(tasks), nanoseconds / 1e9, nbytes, flops)
             for (verb, lane), (tasks, nanoseconds, nbytes, flops) in sorted(self._sums.items())
@@ -118,7 +123,13 @@ def _alike(template: Template) -> dict[tuple[Sized, str], list[int]]:
 
 
 def kind_use(kind: str, lane: str, tasks: int, seconds: float, nbytes: float, flops: float) -> KindUse:
-    """The report of one kind of task on one lane, with its rates while it ran."""
+    """Make the report entry of one kind of task on one lane, with its rates while it ran.
+
+    Args:
+        kind: the tasks' verb.
+        tasks: number of tasks.
+        seconds, nbytes, flops: sums of the tasks' times, bytes moved and floating-point operations.
+    """
     return KindUse(
         kind=kind,
         lane=lane,

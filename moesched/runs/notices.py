@@ -1,7 +1,7 @@
-"""Notices between nodes that serve: before each step the first node tells the others the step's rows.
+"""Notices between nodes that serve: before each step the first node sends the others the step's rows of tokens.
 
-Only the first node knows who came, who left and who has a place. The others need nothing but rows, so they cannot
-disagree with it.
+Only the first node knows which requests came, which left and which have a place. The others need nothing but rows, so
+they cannot disagree with it.
 """
 
 from __future__ import annotations
@@ -32,13 +32,14 @@ _decoder: msgspec.msgpack.Decoder[Notice] = msgspec.msgpack.Decoder(Notice)
 
 
 class Notices:
-    """One node's notices: the first node gives them, the others take them in the same order.
+    """One node's end of the notices: the first node sends a notice before each step, the others receive it.
 
     A notice is a collective on the network's lane, behind the exchanges of the step before. So it travels while that
     step's last kernels run. Its time on a virtual clock is the network's latency.
 
     Args:
-        peers: the notices of the other nodes, where all share a virtual clock.
+        run_state: the node's engine and lanes.
+        peers: the notices of the other nodes, where all nodes share a virtual clock; empty elsewhere.
     """
 
     def __init__(self, run_state: RunState, peers: Sequence[Notices] = ()) -> None:
@@ -50,13 +51,13 @@ class Notices:
         self._came: deque[Notice] = deque()
 
     def give(self, notice: Notice, step: int) -> None:
-        """Tell the other nodes the rows of a step; does not wait for them."""
+        """Send the rows of the step `step` to the other nodes; does not wait for them."""
         for each in self._peers:
             each._came.append(notice)
         self._submit(notice, step)
 
     async def take(self, step: int) -> Notice:
-        """Wait for the rows of a step."""
+        """Wait for the rows of the step `step` from the first node, and return them."""
         await self._submit(None, step)
         return self._came.popleft()
 

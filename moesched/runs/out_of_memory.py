@@ -1,4 +1,4 @@
-"""Memory that the system refuses to a run: one line that tells what its plan takes."""
+"""Errors by which a system refuses memory to a run become one line, which says how many bytes the run's plan takes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def memory_refusals(plan: Plan) -> Iterator[None]:
 
 
 def plan_bytes(plan: Plan) -> dict[Content, int]:
-    """Bytes that a plan takes in all memories, by what they hold."""
+    """Return the bytes that a plan takes in all memories, by what they hold: weights, KV cache, buffers."""
     found: dict[Content, int] = {"weights": plan.weights.reserved_bytes, "KV cache": 0, "buffers": 0}
     for reservation in plan.reservations.of(plan.declared):
         found[reservation.content] += reservation.nbytes

@@ -54,7 +54,12 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LaneUse(msgspec.Struct, frozen=True):
-    """Use of a lane from the end of loading to the end of the last step; tasks that end later count, too."""
+    """Use of a lane from the end of loading to the end of the last step; tasks that end later count, too.
+
+    Attributes:
+        busy_seconds: time that the lane ran tasks.
+        utilization: share of this period that the lane ran tasks.
+    """
 
     busy_seconds: float
     utilization: float
@@ -126,9 +131,12 @@ Use = TypeVar("Use", PreviewUse, ForecastUse)
 
 
 def use_of(kind: Callable[..., Use], compared: Compared, *key: Any) -> Use:
-    """Make the report of router previews, or of a predictor's answers, from one distance.
+    """Make the entry of a report for router previews, or for a predictor's answers, from one distance.
 
-    key: the first fields of `kind`: the predictor, where there is one, and the number of layers ahead.
+    Args:
+        kind: the class of the entry: `PreviewUse` or `ForecastUse`.
+        compared: the counts of forecasts and of experts.
+        key: the first fields of `kind`: for `ForecastUse` the predictor's name; then the number of layers ahead.
     """
     return kind(*key, *compared, _rate(compared.found, compared.chosen))
 
@@ -137,7 +145,13 @@ class PlanReport(msgspec.Struct, frozen=True):
     """The sizes that a run was planned with.
 
     Attributes:
+        batch_size: number of requests.
+        micro_batch_size: requests of a micro-batch.
+        new_tokens: tokens to generate for each request.
+        resident_pages, streamed_pages: number of pages that stay in a memory, and of the others.
         kv_on_gpu: share of the KV cache that is on the accelerator, by micro-batches and layers.
+        discipline: the order in which lanes start tasks: "ready_first" or "in_order".
+        beams: beams of each request; 1 without beam search.
         prefill_chunk: most prompt tokens that pass a layer together; None for all of a micro-batch's.
     """
 
@@ -232,7 +246,18 @@ def make_report(
     emulation: Emulation | None = None,
     peers: Sequence[Plan] = (),
 ) -> Report:
-    """Make the report of a run of `plan` with this `outcome`; `peers` are the plans of other ranks or nodes."""
+    """Make the report of a run.
+
+    Args:
+        plan: the plan of the run; of the first one with several ranks or nodes.
+        outcome: the run's raw results.
+        wall_seconds: real time that the run took.
+        measured: whether the run was on hardware; else it is a prediction.
+        interrupted: whether Ctrl-C or a signal ended the run.
+        failure: the reason for an early end; None for none.
+        emulation: quality of the emulation; None on real hardware and for a prediction.
+        peers: the plans of the other ranks or nodes.
+    """
     loaded = outcome.loaded / 1e9
     ends = [end / 1e9 for end in outcome.step_ends]
     last = ends[-1] if ends else loaded
@@ -290,7 +315,10 @@ def make_report(
 
 
 def bytes_of_all_ranks(plan: Plan, memory: Memory, nbytes: int) -> int:
-    """Bytes of a memory for all ranks, given one rank's: they share all memories but those of accelerators."""
+    """Return the bytes of a memory for all ranks of a run, given the bytes `nbytes` for one rank.
+
+    An accelerator's memory counts for one rank, as each rank has its own; the ranks share all other memories.
+    """
     return nbytes if memory in plan.accelerators else nbytes * plan.layout.config.ranks
 
 

@@ -30,7 +30,7 @@ TRANSFERS_AHEAD = 2
 
 
 def as_used_by(device: Device, machine: Machine) -> Machine:
-    """The machine as a device uses it: its accelerator replays graphs if the device does."""
+    """Return the machine as a device uses it: with an accelerator that replays graphs, if the device does that."""
     if not (isinstance(device, ReplaysGraphs) and device.replays):
         return machine
     name = machine.roles.accelerator
@@ -53,7 +53,12 @@ def plan_run(
     """Have a policy plan a batch, for one of several nodes if they share the experts.
 
     Args:
-        process: the process that will run the plan.
+        layout: the model's weights, cut into pages.
+        budgets: bytes by memory name; by default the memories' capacities.
+        slot_bytes: returns the bytes that a page takes in a slot of the device; by default the page's bytes.
+        nodes: number of machines that share the model's experts.
+        node: this machine's index among them, from 0.
+        process: the process that will run the plan; None where that is not known.
 
     Raises:
         BadInput: the plan does not fit a budget (the message names the memory and the missing bytes), or the policy or
@@ -109,13 +114,14 @@ def _require_node(machine: Machine, layout: WeightLayout, policy: Policy, nodes:
 
 
 def make_lanes(plan: Plan, kinds: Mapping[str, LaneKind] | None = None) -> dict[str, Lane]:
-    """The lanes of the plan's machine, by name: one per processor role and one per path between memories.
+    """Make the lanes of a plan's machine, by name: one per processor role and one per path between memories.
 
     Each stage of a pipeline has its own accelerator lane: "accelerator", "accelerator 1", ... Tensor-parallel ranks add
     a lane for all-reduces. Nodes add one for their exchanges, in order, since all of them exchange in the same order.
 
     Args:
-        kinds: the device's kind of each lane; the streams of a device share a domain.
+        kinds: the kind of each lane on the device, by the lane's name. Lanes of kind "stream" share the domain
+            "device".
     """
     accelerators = [numbered("accelerator", stage) for stage in range(len(plan.stages))]
     names = [*accelerators, "host", *dict.fromkeys(link.lane for link in plan.machine.links)]

@@ -111,7 +111,10 @@ def in_words(error: BaseException) -> str:
 
 
 def _method_line(trace: TracebackType | None) -> str:
-    """The first line of the policy method that returned too early: its step or its plan is not complete."""
+    """Return the first line of the policy's method that ended too early, as "file:line (class.method)".
+
+    The method's step or plan is not complete. The result is empty if no method of a policy is in the traceback `trace`.
+    """
     for policy, kind in _methods(trace):
         method = getattr(type(policy), kind, None)
         if method is not None:
@@ -121,7 +124,7 @@ def _method_line(trace: TracebackType | None) -> str:
 
 
 def _methods(trace: TracebackType | None) -> Iterator[tuple[object, str]]:
-    """Yield the policies that the framework's frames of a traceback were running, each with the name of its method."""
+    """Yield (policy, name of its method) for each frame of the framework in a traceback that was running a policy."""
     for frame, _ in traceback.walk_tb(trace):
         known = frame.f_locals
         policy = known.get("policy") or getattr(known.get("self"), "_policy", None)

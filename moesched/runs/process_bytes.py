@@ -33,7 +33,10 @@ class ProcessBytes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def process_bytes_of(plan: Plan, *, measured: bool) -> ProcessBytes | None:
-    """The memory of the process that ran a plan, or would run it; None where nothing is known."""
+    """Return the memory of the process that ran a plan, or would run it; None where nothing is known.
+
+    measured: whether the plan ran in this process; else it is a prediction.
+    """
     process = plan.reservations.process
     if process is None or not (measured or process.whole):
         return None
@@ -53,7 +56,7 @@ def process_bytes_of(plan: Plan, *, measured: bool) -> ProcessBytes | None:
 
 
 def largest(parts: list[ProcessBytes]) -> ProcessBytes | None:
-    """The largest prediction of successive batches, with the largest measured peak; None without batches."""
+    """Return the largest prediction of successive batches, with the highest measured peak; None without batches."""
     if not parts:
         return None
     most = max(parts, key=lambda each: each.predicted or 0)

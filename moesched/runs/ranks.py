@@ -1,4 +1,4 @@
-"""Ranks of one run in one process: each has its own policy, plan and device; one driver serves all."""
+"""Ranks of one run in one process: each has its own policy, plan and device; one driver drives all of them."""
 
 from __future__ import annotations
 
@@ -42,6 +42,8 @@ class Rank(NamedTuple):
     """One of the ranks or nodes that run a batch together.
 
     Attributes:
+        plan: the rank's plan.
+        policy: the rank's policy.
         hardware: the rank's device; None on the virtual clock.
     """
 
@@ -78,14 +80,14 @@ class Devices(NamedTuple):
         return sum(device.bytes_read for device in counting) if counting else None
 
     def slot_bytes(self, page: Page) -> int:
-        """Bytes that a page takes in a slot on all ranks, whose plans are equal: the most of any rank."""
+        """Return the bytes that a page takes in a slot: the most of any rank's device, as all ranks plan alike."""
         return max(device.slot_bytes(page) for device in self.all)
 
 
 def process_of(devices: Sequence[Device], machine: Machine, ahead: int = 0) -> Process:
-    """The memory of this process before its first batch, when its devices are open and hold no weights.
+    """Measure the memory of this process before its first batch, when its devices are open and hold no weights.
 
-    ahead: bytes that were already allocated for weights.
+    ahead: bytes of this process that were already allocated for weights, which do not count.
     """
     kernels = sum(device.own_bytes for device in devices if isinstance(device, HasOwnBytes))
     return Process(
@@ -97,7 +99,7 @@ def process_of(devices: Sequence[Device], machine: Machine, ahead: int = 0) -> P
 
 
 def clock_of(device: Device) -> Clock:
-    """The clock of a run on a device: the device's own if it imitates another machine, else this process's."""
+    """Return the clock of a run on a device: the device's own if it imitates another machine, else this process's."""
     return device.clock if isinstance(device, KeepsTime) else time.perf_counter_ns
 
 

@@ -1,4 +1,4 @@
-"""The parts of a node that serves: lanes, engine, run state, and the coroutine that its driver runs."""
+"""The parts of a node that serves requests: its lanes, engine, run state, and the coroutine that its driver runs."""
 
 from __future__ import annotations
 
@@ -26,14 +26,16 @@ Main = TypeVar("Main", Serving, Following)
 
 
 class ServingSetup(NamedTuple):
-    """A plan with its policy, and the requests that it serves.
+    """A plan with its policy, and the requests that are served by it.
 
     Attributes:
-        plan: a policy's plan of the capacity's fullest batch.
-        admission: chooses who runs next; by default those who came first.
-        stop_tokens: each of them ends its request.
-        listener: told of each token and each step.
-        keeps_history: see `Serving`.
+        plan: a policy's plan of a batch that takes all of `capacity`.
+        capacity: the most requests and tokens that run together.
+        arrivals: the requests, as they arrive and leave.
+        admission: chooses which waiting request runs next; by default the one that came first.
+        stop_tokens: ids of tokens, each of which ends its request.
+        listener: told of each token and each step; None for no listener.
+        keeps_history: whether to keep requests that have ended, as `Serving` has it.
     """
 
     plan: Plan
@@ -61,7 +63,7 @@ def require_one_accelerator(plan: Plan, policy: Policy, nodes: int = 1) -> None:
 
 
 class ServedRun(NamedTuple, Generic[EngineType, Main]):
-    """One node's parts; `main` has the coroutine that its driver runs."""
+    """The parts of one node that serves; `main` has the coroutine `run`, which the node's driver runs."""
 
     plan: Plan
     engine: EngineType
@@ -76,7 +78,14 @@ def first_node(
     peers: Sequence[Notices] = (),
     on_step: Callable[[int, Mapping[int, Rows]], object] | None = None,
 ) -> ServedRun[EngineType, Serving]:
-    """Make the parts of the node that knows the requests; `on_step` is passed to `Serving`."""
+    """Make the parts of the first of the nodes that serve, the only one that knows the requests.
+
+    Args:
+        make_engine: makes an engine of lanes.
+        kinds: the kind of each lane on the device, by the lane's name.
+        peers: the notices of the other nodes, where all nodes share a virtual clock.
+        on_step: called with the number of each step and its rows by place, before it is submitted; None for no call.
+    """
     plan = setup.plan
     lanes = {**make_lanes(plan, kinds), ARRIVALS: Lane(ARRIVALS)}
     engine = make_engine(lanes.values())
@@ -103,7 +112,12 @@ def other_node(
     make_engine: Callable[[Iterable[Lane]], EngineType],
     kinds: Mapping[str, LaneKind] | None = None,
 ) -> ServedRun[EngineType, Following]:
-    """Make the parts of a node that is not the first: it takes the rows of each step from the first one."""
+    """Make the parts of a node that is not the first, and gets the rows of each step from the first one.
+
+    Args:
+        make_engine: makes an engine of lanes.
+        kinds: the kind of each lane on the device, by the lane's name.
+    """
     lanes = make_lanes(plan, kinds)
     engine = make_engine(lanes.values())
     run_state = RunState(plan, engine, lanes)

@@ -1,4 +1,4 @@
-"""Serving under the two drivers: on the virtual clock, and on a device."""
+"""Serving of requests by either driver: simulated on the virtual clock, or run on a device."""
 
 from __future__ import annotations
 
@@ -103,7 +103,10 @@ def simulate_serving(
 
 
 def _decided(plan: Plan, routing: Routing | None, preview_accuracy: float) -> dict[type[Task], Perform]:
-    """Make the functions that give decisions their values, by type of task, where nothing is computed."""
+    """Return, by type of task, the function that gives decisions their values, where no device computes them.
+
+    preview_accuracy: probability that a preview forecasts an expert that the router then chooses one layer later.
+    """
     routed = plan.layout.config.routed
     routing = routing or SeededRouting(routed.experts, routed.top_k)
     previews = RouterForecast(routing, routed.experts, preview_accuracy)
@@ -111,7 +114,10 @@ def _decided(plan: Plan, routing: Routing | None, preview_accuracy: float) -> di
 
 
 def _computed(ranks: Sequence[Rank], runs: Sequence[ServedRun[Any, Any]]) -> dict[type[Task], Perform]:
-    """Make the functions that have devices compute tasks as they end on the virtual clock, by type of task."""
+    """Return, by type of task, the function with which a rank's device computes tasks as they end.
+
+    These functions are for the virtual clock, on which tasks end without taking real time.
+    """
     for rank in ranks:
         _serves(rank.device).serve(rank.plan)
     execute = OnDevices(ranks, [each.engine.lanes for each in runs]).execute
@@ -204,7 +210,10 @@ def _require_role(plan: Plan, *, first: bool) -> None:
 
 
 def _execute(device: Device, beside: Mapping[str, Execute], task: Task) -> Any:
-    """Run a task by the call that `beside` has for its verb, else on the device; a wait returns an awaitable."""
+    """Run a task, and return its value; a task that waits returns an awaitable.
+
+    beside: by verb, functions that run a task instead of the device.
+    """
     return beside.get(task.verb, device.execute)(task)
 
 

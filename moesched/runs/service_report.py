@@ -49,7 +49,7 @@ def parse_objectives(text: str) -> Objectives:
 
 
 class Percentiles(msgspec.Struct, frozen=True):
-    """The median and high percentiles of some times, in seconds."""
+    """The median (p50), the 90th (p90) and the 99th percentile (p99) of times, in seconds."""
 
     p50: float
     p90: float
@@ -111,7 +111,7 @@ class ServiceReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ran(msgspec.Struct, frozen=True):
-    """The names of what ran, for a report."""
+    """The names of the model, machine, policy and dtype that ran, for a report, and whether they ran on hardware."""
 
     model: str
     machine: str
@@ -124,7 +124,14 @@ class Ran(msgspec.Struct, frozen=True):
 def service_report(
     ran: Ran, serving: Serving, capacity: Capacity, objectives: Objectives | None
 ) -> ServiceReport:
-    """Make the report of a run that has ended."""
+    """Make the report of a run that has ended.
+
+    Args:
+        ran: names of what ran.
+        serving: the requests and what came of them.
+        capacity: the most requests and tokens that ran together.
+        objectives: the limits on times that requests are to keep; None for none.
+    """
     all_of_them = list(serving.requests.values())
     done = [served for served in all_of_them if served.ending in ("stop", "length")]
     seconds = max((served.times[-1] for served in all_of_them if served.times), default=0) / 1e9
@@ -176,7 +183,7 @@ def tpot(served: Served) -> float | None:
 
 
 def percentiles(times: Sequence[float]) -> Percentiles | None:
-    """The percentiles of some times; None without any."""
+    """Return the percentiles of times in seconds; None if there are no times."""
     return Percentiles(*(float(each) for each in np.percentile(times, (50, 90, 99)))) if times else None
 
 
@@ -187,7 +194,12 @@ def _keeps(served: Served, objectives: Objectives) -> bool:
 
 
 def _mean(seen: Occupancy, numbers: Sequence[int]) -> float:
-    """The mean of numbers that held until the end of each step, over the time of the steps."""
+    """Return the mean of a quantity over time.
+
+    Args:
+        seen: has the end of each step.
+        numbers: the quantity's value in each step.
+    """
     spans = [end - start for start, end in pairwise([0, *seen.times])]
     total = sum(spans)
     if not total:

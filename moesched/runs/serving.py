@@ -40,15 +40,15 @@ Ending = Literal["stop", "length", "left", "not finite"]
 
 
 class Served(msgspec.Struct):
-    """A request and what came of it. Times are nanoseconds since the first request could run; -1 where not yet.
+    """A request and what came of it. Times are nanoseconds since the first request could run; -1 if not known yet.
 
     Attributes:
-        entered: when it got a place.
-        tokens: its tokens so far; a stop token is kept.
+        entered: time at which it got a place.
+        tokens: its generated tokens so far; a stop token is kept.
         prompt: the log probabilities of its prompt's tokens, if it asks for them; the first token has none.
-        times: the time of each token.
-        ended: when it had its last token, or had left.
-        ending: why it has no more tokens; None while it runs or waits.
+        times: the time of each generated token.
+        ended: time at which it had its last token, or had left.
+        ending: why it gets no more tokens; None while it runs or waits.
     """
 
     request: Request
@@ -61,13 +61,13 @@ class Served(msgspec.Struct):
 
 
 class Occupancy(msgspec.Struct):
-    """The use of the places, step by step.
+    """The use of a capacity's places. Each list has one number for each step.
 
     Attributes:
-        times: the end of each step; nanoseconds since the first request could run.
-        held: tokens of the KV cache that requests took, in whole blocks.
-        running: requests that ran.
-        waiting: requests that waited.
+        times: the end of the step; nanoseconds since the first request could run.
+        held: tokens of the KV cache that the requests' blocks hold, in whole blocks.
+        running: number of requests that ran.
+        waiting: number of requests that waited for a place.
     """
 
     times: list[int] = []
@@ -83,31 +83,34 @@ class ServingListener(Protocol):
         """The weights are loaded: requests can run."""
 
     def token(self, served: Served) -> None:
-        """A request has one more token, or ends: the last call for a request has its `ending`."""
+        """A request has one more token, or has ended: in the last call for a request, its `ending` is not None."""
 
     def step(self, serving: Serving) -> None:
         """A step has ended, and its tokens were told."""
 
 
 class Serving:
-    """Requests from their arrival to their last token.
+    """Serves requests, from their arrival to their last token.
 
-    Steps are of prompts or of tokens: prompts go first, with a step of tokens between two steps of prompts. A step is
+    Each step is of prompts or of decoding: prompts go first, with a decode step between two steps of prompts. A step is
     submitted while the one before it runs, so that a request that a stop token ends is part of one step more.
 
     Args:
         places: the places of the plan's capacity, all empty.
-        stop_tokens: each of them ends its request.
-        listener: told of each token and each step.
-        keeps_history: whether to keep requests that have ended, and how full each step was; else only the last step's.
-        on_step: called with the number of each step and its rows by place, before it is submitted.
+        arrivals: the requests, as they arrive and leave.
+        admission: chooses which waiting request gets a place next.
+        stop_tokens: ids of tokens, each of which ends its request.
+        listener: told of each token and each step; None for no listener.
+        keeps_history: whether to keep requests that have ended, and the occupancy of each step; if not, only that of
+            the last step is kept.
+        on_step: called with the number of each step and its rows by place, before it is submitted; None for no call.
 
     Attributes:
         loaded: time at which the weights were loaded; nanoseconds on the driver's clock.
         requests: the requests that arrived, by number.
         occupancy: how full the places were.
         steps: number of steps that have ended.
-        notices: to the other nodes; None if there are none.
+        notices: sends the rows of each step to the other nodes; None if there are none.
     """
 
     def __init__(
@@ -142,7 +145,7 @@ class Serving:
         self._before: Phase = "decode"
 
     async def run(self) -> Mapping[int, Served]:
-        """Run steps until no more requests arrive and all have ended; returns them by number."""
+        """Run steps until no more requests arrive and all have ended; returns the requests by number."""
         self.loaded = await load(self._run)
         if self._listener is not None:
             self._listener.loaded(self)
@@ -179,7 +182,7 @@ class Serving:
         return self._run.engine.now() - self.loaded
 
     def _look(self) -> None:
-        """Note who came and who left."""
+        """Take in the requests that arrived since the last call, and end those that nobody waits for any more."""
         now = self._now()
         news = self._arrivals.news(now)
         for request in news.came:
@@ -208,7 +211,7 @@ class Serving:
             self._waiting = deque(each for each in self._waiting if each.number not in entered)
 
     def _next_rows(self, index: int) -> dict[int, Rows]:
-        """The rows of the next step; empty if nobody has any."""
+        """Return the rows of the next step, the step `index`, by place; empty if no request has any."""
         turns: tuple[Phase, Phase] = (
             ("prefill", "decode") if self._before == "decode" else ("decode", "prefill")
         )
@@ -224,7 +227,13 @@ class Serving:
             self.notices.give(notice, index)
 
     async def _collect(self, index: int, rows: Mapping[int, Rows], samples: Sequence[Sampled]) -> None:
-        """Wait for a step's tokens, pass them on, and free the blocks of requests that are done."""
+        """Wait for a step's tokens, pass them on, and free the blocks of requests that are done.
+
+        Args:
+            index: the step's number.
+            rows: the step's rows by place.
+            samples: the tasks that sample the step's tokens, each with its requests.
+        """
         end, parts = 0, {row.request for each in rows.values() for row in each.rows if not row.samples}
         for requests, sample in samples:
             tokens = await sample
@@ -239,7 +248,13 @@ class Serving:
             self._listener.step(self)
 
     def _take(self, served: Served, token: int, now: int, *, is_part: bool) -> None:
-        """Add a token to a request, or end it without one; after a part of its prompt only log probabilities count."""
+        """Add a token to a request at the time `now` in nanoseconds, and end the request with its last token.
+
+        A token that stands for logits that are not finite ends the request, too.
+
+        is_part: whether the step was a part of the request's prompt before its end, so that only log probabilities
+            count.
+        """
         if token == NO_TOKEN:
             self._end(served, "not finite", now)
             return
@@ -276,7 +291,7 @@ class Serving:
         seen.waiting.append(len(self._waiting))
 
     async def wait_for_news(self) -> None:
-        """Wait in real time until a request arrives or leaves, none will come any more, or a notice is due."""
+        """Wait in real time until a request arrives or leaves, no more will come, or the other nodes need a notice."""
         most = None if self.notices is None else IDLE_NOTICE_SECONDS
         with suppress(TimeoutError):
             async with asyncio.timeout(most):
@@ -292,7 +307,15 @@ class Serving:
 async def served_step(
     run_state: RunState, policy: Policy, index: int, rows: Mapping[int, Rows]
 ) -> list[Sampled]:
-    """Have a policy submit a step of requests that join and leave; returns the tasks that sample its tokens."""
+    """Have a policy submit a step of requests that join and leave.
+
+    Args:
+        index: the step's number.
+        rows: the step's rows by place.
+
+    Returns:
+        the tasks that sample the step's tokens, each with its requests.
+    """
     run_state.serve(rows)
     step = Step(run_state, index)
     await scheduled(policy, step)

@@ -1,4 +1,4 @@
-"""Runs on the virtual clock: a plan's schedule, simulated or replayed, to a report."""
+"""Runs on the virtual clock: a plan's policy is simulated or replayed, and the run's report is returned."""
 
 from __future__ import annotations
 
@@ -43,18 +43,20 @@ def simulate(
     """Run a plan on the virtual clock.
 
     Args:
-        cost: by default the measured costs of the plan's machine, or its roofline.
-        routing: by default uniform, with seed 0.
+        cost: gives the time of tasks; by default the measured costs of the plan's machine, or its roofline.
+        routing: the experts that tokens choose; by default uniform, with seed 0.
         preview_accuracy: probability that `Step.preview_route` forecasts an expert that the routing will choose one
             layer later, from 0 to 1; n layers later it is this to the power of n.
         sharing: whether concurrent tasks slow each other down; by default if lanes share a memory.
         replay: build the graph of a few steps only and replay it: several times faster, the same to the nanosecond.
-        recorder: records the tasks, for a trace.
+        observers: called with each task of the first node, when it ends.
+        recorder: records the tasks of all nodes, for a trace; None for no trace.
         peers: the other nodes, if several run one model; `plan` and `policy` are those of the first node. Observers and
             report are also those of the first node, except for the trace, and for each memory's peak, which is the
             highest of all nodes.
 
     Raises:
+        BadInput: `replay` is set, and durations depend on concurrent tasks.
         NotFixed: `replay` is set, and the policy awaits a handle. The plan cannot be run again: make a new one.
     """
     started = time.perf_counter()

@@ -12,12 +12,12 @@ from moesched.requests.batch import Batch
 
 
 class RequestTimes(msgspec.Struct, frozen=True):
-    """Times by request, in seconds; None for a request without such a token.
+    """Times of each request, in seconds. Each list has one entry for each request.
 
     Attributes:
-        first_token_seconds: from the end of loading to the first token.
-        between_tokens_seconds: mean time between two tokens.
-        longest_between_tokens_seconds: longest time between two tokens.
+        first_token_seconds: from the end of loading to the first token; None for a request without tokens.
+        between_tokens_seconds: mean time between two tokens; None for a request with fewer than two.
+        longest_between_tokens_seconds: longest time between two tokens; None as for the mean.
     """
 
     first_token_seconds: list[float | None]
@@ -26,10 +26,12 @@ class RequestTimes(msgspec.Struct, frozen=True):
 
 
 class MicroBatchTimes(msgspec.Struct, frozen=True):
-    """Times of a micro-batch, as in `RequestTimes`: the means over its requests, and the longest time of all.
+    """Times of a micro-batch in seconds; None if none of its requests has such a time.
 
     Attributes:
         requests: indices of its requests among all requests of the run.
+        first_token_seconds, between_tokens_seconds: means over its requests.
+        longest_between_tokens_seconds: the longest time between two tokens of any of its requests.
     """
 
     requests: list[int]
@@ -45,13 +47,13 @@ def request_times(
     sampled: Sequence[Mapping[int, int]],
     tokens: Sequence[int],
 ) -> RequestTimes:
-    """The times of a batch's requests.
+    """Compute the times of a batch's requests.
 
     Args:
         loaded: the end of loading; all times are nanoseconds.
-        first_tokens: the time of each request's first token.
-        sampled: for each decode step, the time at which each micro-batch that took part had its tokens.
-        tokens: the number of each request's tokens.
+        first_tokens: the time of each request's first token, by request.
+        sampled: for each decode step, the time at which each micro-batch that took part had its tokens, by micro-batch.
+        tokens: the number of tokens that each request generated.
     """
     found = RequestTimes(*(_unknown(len(batch.prompts)) for _ in range(3)))
     for number, requests in enumerate(batch.micro_batches):
@@ -70,7 +72,7 @@ def request_times(
 
 
 def micro_batch_times(batch: Batch, times: RequestTimes) -> list[MicroBatchTimes]:
-    """The times of a batch's micro-batches."""
+    """Compute the times of a batch's micro-batches from the times of the requests."""
     return [
         MicroBatchTimes(
             [batch.first_request + request for request in requests],
@@ -83,9 +85,9 @@ def micro_batch_times(batch: Batch, times: RequestTimes) -> list[MicroBatchTimes
 
 
 def merged(times: Sequence[RequestTimes | None], requests: int) -> RequestTimes | None:
-    """Join the times of successive batches; None if they are not known for a batch.
+    """Join the times of successive batches; None if the times of a batch are not known.
 
-    requests: number of requests in all batches; those that never ran have no times.
+    requests: number of requests in all batches; those that never ran get None.
     """
     if any(each is None for each in times):
         return None

@@ -25,16 +25,17 @@ Perform = Callable[[Task], Any]
 
 
 class VirtualRun:
-    """Plans on the virtual clock, each with its own lanes, engine, run state and generation.
+    """Runs plans on the virtual clock, each with its own lanes, engine, run state and generation.
 
     Args:
         ranks: the ranks or nodes of one model. If they have devices, these compute every task as it ends; otherwise
             nothing is computed.
-        cost: by default the measured costs of the first plan's machine, or its roofline.
-        decisions: the values of routing and sampling if nothing is computed; by default `simulated_decisions`.
+        cost: gives the time of tasks; by default the measured costs of the first plan's machine, or its roofline.
+        decisions: returns the value of a routing or sampling task if no device computes it; by default
+            `simulated_decisions`.
         sharing: whether concurrent tasks slow each other down; by default if lanes share a memory.
-        make_engine: makes the engine of some lanes; by default a checked one if the environment asks for validation.
-        observers: observers of the first rank's tasks.
+        make_engine: makes an engine of lanes; by default a checked one if the environment asks for validation.
+        observers: called with each task of the first rank, when it ends.
         recorder: records the tasks of all ranks, for a trace.
         tokens: stop tokens of requests, and the callback for their tokens.
         steps: number of steps to run; by default all of the batch.
@@ -84,10 +85,13 @@ class VirtualRun:
         return self._driver.now
 
     def run(self) -> list[list[list[int]]]:
-        """Generate all tokens; returns those of each rank, by request. A run can only run once.
+        """Generate all tokens; a run can only run once.
+
+        Returns:
+            for each rank, the generated tokens of each request.
 
         Raises:
-            the first error of a policy or a task.
+            Exception: the first error of a policy or a task.
         """
         with closed_at_end(self.rank_runs):
             return self._driver.run(*(each.generation.run() for each in self.rank_runs))

@@ -1,4 +1,4 @@
-"""The observers of runs, and the end of runs: for batches and for requests that join and leave."""
+"""Observers of runs, and the clean-up at their end: for batches, and for requests that join and leave."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from moesched.trace import LastSteps, Recorder
 
 
 class Watched(Protocol):
-    """The parts of one rank's run that observers, and the end of the run, have to do with."""
+    """The parts of one rank's run that observers and the clean-up at its end need: plan, engine, run state."""
 
     @property
     def plan(self) -> Plan:
@@ -28,13 +28,19 @@ class Watched(Protocol):
 
     @property
     def run_state(self) -> RunState:
-        """The state that its tasks share."""
+        """The state that the rank's tasks share."""
 
 
 def observers_of(
     runs: Sequence[Watched], observers: Sequence[Observer], recorder: Recorder | LastSteps | None
 ) -> Sequence[Observer]:
-    """The observers for the driver: `observers` see the first rank's tasks only, the recorder those of all ranks."""
+    """Return the observers for the driver of several ranks.
+
+    Args:
+        runs: each rank's run, the first rank's first.
+        observers: see the tasks of the first rank only.
+        recorder: sees the tasks of all ranks; None for no recorder.
+    """
     if len(runs) > 1:
         observers = [OfLanes(observer, runs[0].engine.lanes) for observer in observers]
     if recorder is None:
@@ -46,7 +52,7 @@ def observers_of(
 
 @contextmanager
 def closed_at_end(runs: Sequence[Watched]) -> Iterator[None]:
-    """End each run's checks of validation mode, and drop its tasks, at the end of the context."""
+    """At the end of the context, check each run's rules in the checking mode, and drop the run's tasks and errors."""
     with ExitStack() as opened:
         for run in runs:
             opened.enter_context(closing(run.run_state))
