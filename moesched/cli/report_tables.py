@@ -27,9 +27,8 @@ def print_report(report: JobReport, trace: Path | str | None = None) -> None:
     """
     measured = "measured" if report.measured else "predicted"
     instead = f" instead of {report.model_dtype}" if report.dtype == "float16" != report.model_dtype else ""
-    say(
-        f"\n{report.policy}{planners_choice(report.chosen_at)} on {report.model} ({report.dtype}{instead}), {measured} on {report.place}"
-    )
+    policy = report.policy + planners_choice(report.chosen_at)
+    say(f"\n{policy} on {report.model} ({report.dtype}{instead}), {measured} on {report.place}")
     plan = report.plan
     requests = "1 request" if plan.batch_size == 1 else f"{plan.batch_size} requests"
     sizes = f"{requests}, micro-batches of {plan.micro_batch_size}, {_new_tokens(report)}"
