@@ -1,4 +1,4 @@
-"""Causal attention of tokens over cached keys and values, by torch. Shapes in names are those of `functions.py`."""
+"""Causal attention of new tokens over cached keys and values in torch. `functions.py` explains the letters of shapes."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from .sinks import attend_with_sinks
 
 
 class KVView(NamedTuple):
-    """The cached keys and values of S sequences of one length, the new tokens' included.
+    """The cached keys and values of S sequences of one length L; the last tokens of each sequence are new.
 
-    keys, values: (S, L, K, d), any strides. queries: number of new tokens, the last ones of each sequence.
+    keys_SLKd, values_SLKd: (S sequences, L tokens, K key-value heads, d head size), any strides. queries: number of new
+    tokens of each sequence.
     """
 
     keys_SLKd: Tensor
@@ -36,11 +37,12 @@ def attention(
     sinks_H: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """Causal attention of each sequence over its own cache: (T, H * d).
+    """Attend from T new tokens, each over the earlier tokens of its own sequence and itself; returns (T, H * d).
 
-    q_THd: the new tokens of the first view's sequences, one after the other, then those of the second view's.
+    q_THd: queries of the new tokens: those of the first view's sequences, one sequence after the other, then those of
+    the second view's.
     window: number of tokens that a query sees, itself included; None for itself and all earlier tokens.
-    fused: whether torch has a kernel for this that stores no scores; otherwise few queries are computed at a time.
+    fused: True if torch has a kernel that stores no scores; otherwise few queries are computed at a time.
     sinks_H: the score of each head's attention sink, as in `sinks.py`; None without sinks.
     scale: factor on the scores; None for 1 / sqrt(d).
 

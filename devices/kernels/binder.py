@@ -35,7 +35,10 @@ class Binder:
         self.beside_attention: dict[tuple[int, str], Weights] = {}
 
     def bound(self, operation: str, weights: KernelWeights[Any], memory: Memory) -> Bound:
-        """The kernel for an operation on the accelerator, bound to weights, for the memory's number of rows."""
+        """Return the function that computes an operation with these weights on the accelerator, for `memory.rows` rows.
+
+        The first call binds the kernel; later calls find the bound kernel in the memory or with the weights.
+        """
         return (
             memory.bound((operation, weights.number))
             or weights.bounds.get((operation, memory.rows))
@@ -43,7 +46,10 @@ class Binder:
         )
 
     def fused(self, operation: str, weights: KernelWeights[Any], memory: Memory) -> Bound | None:
-        """The bound kernel for an operation; None if no kernel takes it: then compute its parts one by one."""
+        """Return the function that computes an operation with these weights; None if no kernel takes the operation.
+
+        If the result is None, the caller computes the operation's parts (`Operation.parts`) one by one.
+        """
         key = operation, memory.rows
         found = memory.bound((operation, weights.number)) or weights.bounds.get(key)
         if found is None and key not in weights.refused:
@@ -54,9 +60,10 @@ class Binder:
         return found
 
     def attention(self, layer: int, memory: Memory, *, decodes: bool, on_host: bool = False) -> Bound:
-        """The bound kernel for attention over the KV cache of a layer.
+        """Return the function that attends over the KV cache of a layer for `memory.rows` new tokens.
 
-        decodes: whether it is a decode step, with one new token for each sequence.
+        decodes: True in a decode step, which has one new token for each sequence. on_host: True for attention on the
+        CPU.
         """
         device = "cpu" if on_host else self._device
         key = "attention", layer, decodes, device
@@ -70,7 +77,9 @@ class Binder:
         )
 
     def prompt_attention(self, layer: int, rows: int) -> Bound:
-        """The bound kernel for attention over views of keys and values, on the accelerator."""
+        """Return the function that attends from `rows` new tokens over views of a layer's keys and values on the
+        accelerator.
+        """
         described = self._config.layer(layer)
         return self.table.bind(
             Case("prompt_attention", rows, frozenset(), self.dtype, self._device, described),
@@ -80,9 +89,11 @@ class Binder:
     def expert(
         self, weights: Weights, expert: int | None, rows: int, *, on_host: bool = False
     ) -> tuple[Kernel, Bound]:
-        """The kernel for an expert on a number of rows, and the same kernel bound to the expert's weights.
+        """Find the kernel that runs an expert on a number of rows; returns the kernel, and the function with the
+        expert's weights.
 
-        weights: those of a layer. expert: the expert's number; None for the shared expert.
+        weights: the weights of a layer. expert: the expert's number; None for the shared expert. on_host: True for the
+        CPU.
         """
         part = weights.expert(expert)
         case = Case(
@@ -100,7 +111,7 @@ class Binder:
         return kernel, bound
 
     def combine(self, memory: Memory) -> Bound:
-        """The bound kernel for the weighted sum of the experts' outputs and the residual."""
+        """Return the function that computes the weighted sum of the experts' outputs plus the residual."""
         return memory.bound("combine") or self._bind_for(
             memory, "combine", Case("combine", memory.rows, frozenset(), self.dtype, self._device)
         )
@@ -110,7 +121,7 @@ class Binder:
         return Case(operation, rows, formats, self.dtype, self._device, weights.layer)
 
     def _bind_for(self, memory: Memory, key: Hashable, case: Case, weights: Weights | None = None) -> Bound:
-        """Bind a kernel that reads no page, and keep it in the memory under a key."""
+        """Bind the first kernel that takes a case, and keep the resulting function in the memory under a key."""
         bound = self.table.bind(case, weights, memory)
         memory.keep(key, bound)
         return bound

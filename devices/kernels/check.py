@@ -1,4 +1,6 @@
-"""The conformance suite of kernels: shapes, row blocks, bits beside other rows, and a reference in float64."""
+"""The conformance suite of kernels: checks shapes, independence of other rows and of row blocks, and closeness to
+float64.
+"""
 
 from __future__ import annotations
 
@@ -47,13 +49,13 @@ def check_kernel(
     instruction_set: str | None = None,
     formats: Sequence[str] = CODED,
 ) -> int:
-    """Check the promises of a kernel on small made-up data; returns the number of cases that it took.
+    """Check that a kernel keeps its promises on small random data; returns the number of cases that the kernel took.
 
     Args:
         row: the kernel's class, or its name as for `moesched.plugins.find`.
-        numbers: the numbers of rows that are tried.
-        instruction_set: that of the native kernels; by default the widest of this processor.
-        formats: coded formats that are tried beside plain rows.
+        numbers: the numbers of rows to try.
+        instruction_set: instruction set of the native kernels; None for the widest of this processor.
+        formats: names of coded storage formats of weights to try beside plain rows.
 
     Raises:
         KernelFailed: the kernel raised, a result has another shape or dtype, or its operation is not checked alone.
@@ -119,9 +121,9 @@ def _configs() -> Iterator[ModelConfig]:
 
 
 def cpu_resources(config: ModelConfig, dtype: torch.dtype, threads: NativeKernels | None) -> Resources:
-    """Resources for kernels on the CPU without a device, with all shipped kernels; torch keeps its number of cores.
+    """Make the resources of kernels on the CPU, with a table of all shipped kernels.
 
-    threads: the native kernels, with their threads; None for torch alone.
+    threads: the native kernels; None to compute everything with torch, whose number of cores stays as it is.
     """
     resources = Resources(
         config=config,
@@ -142,7 +144,10 @@ def cpu_resources(config: ModelConfig, dtype: torch.dtype, threads: NativeKernel
 
 @contextmanager
 def _resources(config: ModelConfig, dtype: str, instruction_set: str | None) -> Iterator[Resources]:
-    """Resources on the CPU, with the native kernels where they are installed."""
+    """Make the resources of kernels on the CPU for a context, with native kernels if the library is installed.
+
+    instruction_set: instruction set of the native kernels; None for the widest of this processor.
+    """
     if not instruction_sets():
         yield cpu_resources(config, DTYPES[dtype], None)
         return
@@ -151,7 +156,10 @@ def _resources(config: ModelConfig, dtype: str, instruction_set: str | None) -> 
 
 
 def _check_rows(kernel: Guarded, resources: Resources, rows: int, coded: StoredFormat | None) -> int:
-    """Check a kernel on a number of rows, with matrices in one format; returns the number of cases that it took."""
+    """Check a kernel on a number of rows for several cuts into row blocks; returns the number of cases that it took.
+
+    coded: storage format of the matrices; None for plain rows.
+    """
     outcomes = [_outcome(kernel, resources, rows, Cut(blocks, coded)) for blocks in BLOCKS]
     taken = [outcome for outcome in outcomes if outcome is not None]
     if kernel.independent and len(taken) == len(BLOCKS):
@@ -163,7 +171,10 @@ def _check_rows(kernel: Guarded, resources: Resources, rows: int, coded: StoredF
 
 
 def _outcome(kernel: Guarded, resources: Resources, rows: int, cut: Cut) -> Tensor | None:
-    """Check one case; returns the kernel's results (rows, X), or None if the kernel does not take the case."""
+    """Check a kernel on one case; returns its results (rows, X), or None if the kernel does not take the case.
+
+    rows: number of rows of the input. cut: the number and format of the row blocks of each matrix.
+    """
     sample = samples.MAKERS[kernel.operation](resources.config, resources.dtype, rows, cut)
     case = _case(kernel, resources, sample.weights, rows)
     if kernel.refusal(case):
@@ -189,10 +200,14 @@ def _outcome(kernel: Guarded, resources: Resources, rows: int, cut: Cut) -> Tens
 
 
 def _require_close(title: str, got: Tensor, resources: Resources, sample: Sample, case: Case) -> None:
-    """Check that a result's squared error is not much larger than that of torch's kernel with plain weights.
+    """Check that a kernel's result is about as close to the exact result as torch's kernel with plain weights.
+
+    Args:
+        title: kernel and case, for the message.
+        got: the kernel's result (rows, X).
 
     Raises:
-        AssertionError: it is larger than `WORSE` allows.
+        AssertionError: the mean squared error is larger than `WORSE` allows.
     """
     weights = sample.plain(resources.dtype)
     plain = case._replace(formats=weights.formats(OPERATIONS[case.operation]))

@@ -22,39 +22,45 @@ class CodedKernel(TorchKernel):
     takes = f"weights in {', '.join(sorted(CODED))}"
 
     def refusal(self, case: Case) -> str:
-        """A reason to refuse matrices without a coded block; empty for other cases."""
+        """Return the reason why matrices without a coded block are refused; empty for all other cases."""
         return "" if case.formats & CODED else "it reads coded matrices"
 
 
 class CodedProduct(CodedKernel):
-    """A product with each row block of a matrix by exact sums; a row's result depends on no other row."""
+    """Multiplies rows by each row block of a matrix on the CPU with exact sums; a row's result depends on no other row."""
 
     operation = "product"
     takes = f"{CodedKernel.takes} on the CPU"
     independent = True
 
     def refusal(self, case: Case) -> str:
-        """A reason to refuse GPUs, and matrices without a coded block; empty for other cases."""
+        """Return the reason why GPUs and matrices without a coded block are refused; empty for all other cases."""
         return super().refusal(case) if case.device == "cpu" else "it is for the CPU"
 
     def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
-        """Bind the product with a matrix: (x_TD) -> y_TN."""
+        """Return the function that multiplies T rows x by the weight matrix (N, D), which has the name "matrix": (x_TD)
+        -> y_TN.
+        """
         return partial(_product, coded_linear, weights["matrix"])
 
 
 class UnpackedProduct(CodedKernel):
-    """A product with each row block of a matrix, which is decoded to the dtype of x tile by tile."""
+    """Multiplies rows by each row block of a matrix on a GPU; weights are decoded to the dtype of x, some rows at a
+    time.
+    """
 
     operation = "product"
     name = "unpacked"
     takes = f"{CodedKernel.takes} on GPUs"
 
     def refusal(self, case: Case) -> str:
-        """A reason to refuse the CPU, and matrices without a coded block; empty for other cases."""
+        """Return the reason why the CPU and matrices without a coded block are refused; empty for all other cases."""
         return "it is for GPUs" if case.device == "cpu" else super().refusal(case)
 
     def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
-        """Bind the product with a matrix: (x_TD) -> y_TN."""
+        """Return the function that multiplies T rows x by the weight matrix (N, D), which has the name "matrix": (x_TD)
+        -> y_TN.
+        """
         return partial(_product, unpacked_linear, weights["matrix"])
 
 
@@ -64,12 +70,18 @@ def _product(multiply: Callable[[Tensor, Coded], Tensor], blocks: Sequence[Block
 
 
 class CodedEmbed(CodedKernel, TorchEmbed):
-    """Coded embeddings, decoded and rounded to the dtype of hidden states, and angles of the rotary embedding."""
+    """Looks up embeddings that are stored coded, decodes them to the dtype of hidden states, and computes rotary
+    angles.
+    """
 
     operation = "embed"
 
     def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
-        """Bind the lookup of embeddings: (ids, positions, steps) -> hidden_TD, angles."""
+        """Return the function that looks up embeddings: (token ids, positions, steps) -> hidden_TD, (cosines, sines).
+
+        The cosines and sines are those of the rotary embedding at each position. steps: the step in each KV cache, read
+        only by kernels that prepare data for a GPU.
+        """
         return self._bound(partial(_embed, weights["embedding"][0], self._resources.dtype))
 
 

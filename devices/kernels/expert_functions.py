@@ -1,4 +1,6 @@
-"""The router, the order of rows by expert, and the sum over experts. Shapes in names are those of `functions.py`."""
+"""The router, the order of rows by expert, and the sum over experts in torch. `functions.py` explains the letters of
+shapes.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,9 @@ ACTIVATED_ROWS = 64
 
 
 class Order(NamedTuple):
-    """The order of a micro-batch's rows: one for each pair of a token and one of its experts, by expert, then by token.
+    """The order in which experts read their input rows; a row is a pair of a token and one of its k experts.
 
-    tokens_n: each row's token. rows_Tk: the row of each pair.
+    Rows are sorted by expert, then by token. tokens_n: the token of each row. rows_Tk: the row of each pair.
     """
 
     tokens_n: Tensor
@@ -29,27 +31,31 @@ class Order(NamedTuple):
 
 
 def router_logits(x_TD: Tensor, router: Blocks, bias_E: Tensor | None = None) -> Tensor:
-    """The router's logits (T, E), float32."""
+    """Compute the router's logits (T tokens, E experts), float32; `bias_E` is added to each token's logits."""
     logits_TE = linear(x_TD.float(), [block.float() for block in router])
     return logits_TE if bias_E is None else logits_TE + bias_E.float()
 
 
 def router_biases(weights: Mapping[str, Blocks], network: FeedForward) -> tuple[Tensor | None, Tensor | None]:
-    """The bias (E) that is added to a router's logits, and the one that is added to scores only to choose experts.
+    """Return the bias (E) that is added to the router's logits, and the bias (E) that is added to scores to choose
+    experts.
 
-    A router has at most one of them; the other is None.
+    A router has at most one of the two biases; the other result is None, or both are.
     """
     bias_E = weights["router_bias"][0] if "router_bias" in weights else None
     return (None, bias_E) if network.router.corrected else (bias_E, None)
 
 
 def scores(logits_TE: Tensor) -> Tensor:
-    """Each expert's probability by the router (E), float32, averaged over the tokens."""
+    """Return the probability that the router gives each expert, averaged over the tokens: (E), float32."""
     return logits_TE.softmax(dim=-1).mean(dim=0)
 
 
 def route(x_TD: Tensor, weights: Mapping[str, Blocks], network: FeedForward) -> tuple[Tensor, Tensor]:
-    """The experts of each token and their weights, both (T, k), as by `choose_experts`; x is the router's input."""
+    """Choose each token's k experts by the router, as `choose_experts` does; returns experts and weights, both (T, k).
+
+    x_TD: the router's input.
+    """
     added_E, correction_E = router_biases(weights, network)
     return choose_experts(router_logits(x_TD, weights["router"], added_E), network, correction_E)
 
@@ -57,9 +63,10 @@ def route(x_TD: Tensor, weights: Mapping[str, Blocks], network: FeedForward) -> 
 def choose_experts(
     logits_TE: Tensor, network: FeedForward, bias_E: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The experts of each token (int64, ascending) and their weights (float32), both (T, k).
+    """Choose each token's k experts by logits; returns experts (int64, ascending) and their weights (float32), both (T,
+    k).
 
-    bias_E: is added to the scores of a corrected router to choose the experts, but not in their weights.
+    bias_E: correction that is added to the scores to choose experts, but not in the weights; None without one.
     """
     router = network.router
     scores_TE = logits_TE if router.score == "softmax" else logits_TE.sigmoid()
@@ -77,9 +84,9 @@ def choose_experts(
 
 
 def within_groups(choice_TE: Tensor, router: Router) -> Tensor:
-    """The scores to choose experts by, (T, E), with minus infinity for experts of groups that are not kept.
+    """Set the scores (T, E) of experts outside the best groups to minus infinity, so that no token chooses them.
 
-    A group's score is the sum of the two highest in it, and `kept_groups` groups with the highest scores are kept.
+    A group's score is the sum of its two highest scores; the `kept_groups` groups with the highest scores are kept.
     """
     if router.kept_groups == router.groups:
         return choice_TE
@@ -92,7 +99,7 @@ def within_groups(choice_TE: Tensor, router: Router) -> Tensor:
 
 
 def activated(gate_nI: Tensor, up_nI: Tensor, activation: Activation) -> Tensor:
-    """The input of an expert's matrix down, (n, I): the gate's product through the activation, times that of up.
+    """Compute the input of an expert's matrix down from the products with gate and up: activation(gate) * up, (n, I).
 
     The result overwrites `gate_nI`; `up_nI` may be overwritten, too.
     """
@@ -106,13 +113,13 @@ def activated(gate_nI: Tensor, up_nI: Tensor, activation: Activation) -> Tensor:
 
 
 def sorted_by_expert(experts_Tk: Tensor) -> Order:
-    """Sort the pairs of a token and one of its experts by expert; those of an expert stay in the order of tokens."""
+    """Sort the pairs of a token and one of its experts by expert; the pairs of one expert stay in the order of tokens."""
     order_n = experts_Tk.view(-1).argsort(stable=True)
     return Order(order_n // max(1, experts_Tk.shape[1]), order_n.argsort().view_as(experts_Tk))
 
 
 def sum_experts(y_nD: Tensor, rows_Tk: Tensor, weights_Tk: Tensor) -> Tensor:
-    """The weighted sum of each token's expert outputs: (T, D), float32.
+    """Sum each token's expert outputs, weighted by the router: (T, D), float32.
 
     y_nD: the experts' outputs, a row for each pair of token and expert. rows_Tk: the row of each pair, as in `Order`.
     A token's outputs are added in ascending order of expert, whatever the order in which the experts ran.
@@ -126,7 +133,9 @@ def sum_experts(y_nD: Tensor, rows_Tk: Tensor, weights_Tk: Tensor) -> Tensor:
 
 
 def combine(y_nD: Tensor, rows_Tk: Tensor, weights_Tk: Tensor, residual_TD: Tensor) -> Tensor:
-    """The residual plus `sum_experts`, rounded once to the residual's dtype."""
+    """Add each token's weighted expert outputs, as by `sum_experts`, to the residual; rounded once to the residual's
+    dtype.
+    """
     out_TD = torch.empty_like(residual_TD)
     for tile in tiles_of(out_TD):
         out_TD[tile] = sum_experts(y_nD, rows_Tk[tile], weights_Tk[tile]).add_(residual_TD[tile])

@@ -1,4 +1,4 @@
-"""One expert as products with its matrices, which other kernels of the table compute."""
+"""A kernel that runs one expert by products with its matrices; other kernels of the table compute the products."""
 
 from __future__ import annotations
 
@@ -20,19 +20,23 @@ MOST_SIZES = 32
 
 
 class ExpertOfProducts(TorchKernel):
-    """One expert with matrices in any format, with or without biases, and with any activation."""
+    """Runs one expert by products with its matrices, in any storage format, with or without biases, with any
+    activation.
+    """
 
     operation = "expert"
     name = "products"
     made_of = ("product",)
 
     def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
-        """Bind one expert: (x_nD, y_nD) -> None."""
+        """Return the function that runs one expert on n rows x and writes the n outputs to y: (x_nD, y_nD) -> None."""
         made_for = lru_cache(MOST_SIZES)(partial(self._made_for, case, weights))
         return partial(_run, made_for)
 
     def _made_for(self, case: Case, weights: Weights, rows: int) -> Product:
-        """The expert as a function for this number of rows, which decides the kernels of its products."""
+        """Return the expert as a function of its inputs (rows, D); the kernels of its products are chosen for this
+        number of rows.
+        """
         case = case._replace(rows=rows)
         assert case.layer is not None, "it is in a layer"
         products = {
@@ -48,9 +52,10 @@ def _run(made_for: Callable[[int], Product], x_nD: Tensor, y_nD: Tensor) -> None
 def expert_of(
     products: Mapping[str, Product], biases: Mapping[str, Blocks], activation: Activation
 ) -> Product:
-    """An expert as a function of its inputs (n, D) that returns its outputs (n, D).
+    """Make an expert: a function from inputs (n, D) to outputs (n, D).
 
-    products: the product with each of its matrices, by name. biases: those it has, such as "down_bias".
+    products: functions that multiply by each matrix, by its name, such as "gate". biases: the expert's biases by name,
+    such as "down_bias"; a matrix may have none.
     """
     biased = {name: with_bias(product, biases.get(f"{name}_bias")) for name, product in products.items()}
     if "gate_up" in biased:

@@ -58,7 +58,9 @@ def embed(tokens_T: Tensor, embedding_VD: Tensor) -> Tensor:
 
 
 def tiles_of(x_TD: Tensor) -> list[slice]:
-    """Slices of tokens to compute one by one, which bounds the memory of results between; on a GPU a single one."""
+    """Cut the tokens into slices to compute one after the other, which bounds temporary memory; on a GPU into a single
+    slice.
+    """
     tokens = max(1, len(x_TD))
     size = TOKEN_TILE if x_TD.device.type == "cpu" else tokens
     return [slice(start, start + size) for start in range(0, tokens, size)]
@@ -67,7 +69,10 @@ def tiles_of(x_TD: Tensor) -> list[slice]:
 def output_projection(
     attention_TX: Tensor, o: Blocks, residual_TD: Tensor, bias: Blocks | None = None, factor: float = 1.0
 ) -> Tensor:
-    """The attention's output projected to the hidden size, times a factor, plus the residual: (T, D)."""
+    """Project attention's output (T, X) to the hidden size, multiply by a factor, and add the residual: (T, D).
+
+    o: the row blocks of the projection matrix (D, X). bias: the blocks of its bias; None without one.
+    """
     return plus(residual_TD, with_bias(partial(linear, blocks=o), bias)(attention_TX), factor)
 
 
@@ -77,7 +82,9 @@ def plus(residual_TD: Tensor, x_TD: Tensor, factor: float) -> Tensor:
 
 
 def with_bias(product: Callable[[Tensor], Tensor], bias: Blocks | None) -> Callable[[Tensor], Tensor]:
-    """The product followed by the sum with a bias, whose blocks are joined; the product itself if there is no bias."""
+    """Return a function that multiplies as `product` does and adds a bias, given in blocks; `product` itself if bias is
+    None.
+    """
     if bias is None:
         return product
     return partial(_add_bias, product, bias[0] if len(bias) == 1 else torch.cat([*bias]))
@@ -91,7 +98,7 @@ def _add_bias(product: Callable[[Tensor], Tensor], bias_N: Tensor, x_TD: Tensor)
 def lm_head(
     hidden_TD: Tensor, norm_D: Tensor, head: Blocks, eps: float, norm_kind: NormKind = "rms"
 ) -> Tensor:
-    """The last norm and the LM head: logits (T, V), float32, of the token after each given one."""
+    """Apply the last norm and the LM head to hidden states; returns logits (T, V), float32, for the token after each."""
     return linear(norm(hidden_TD, norm_D, eps, norm_kind), head).float()
 
 

@@ -1,4 +1,6 @@
-"""Kernels from outside the tree: their errors and results name the kernel and its operation."""
+"""A wrapper for kernels from outside the tree: an exception or a wrong result raises KernelFailed with the kernel's
+name.
+"""
 
 from __future__ import annotations
 
@@ -42,10 +44,11 @@ class Guarded(Kernel):
         return reason
 
     def bind(self, case: Case, weights: Any, memory: Any) -> Bound:
-        """Return the wrapped kernel's call, with a check of its results.
+        """Return the wrapped kernel's function, which checks each result's shapes and dtypes.
 
         Raises:
-            KernelFailed: the kernel raised.
+            KernelFailed: the kernel raised in `bind`; the function raises it for a wrong result or an exception in a
+                call.
         """
         bound = self._call(case, "bind", self._kernel.bind, case, weights, memory)
 
@@ -65,10 +68,10 @@ class Guarded(Kernel):
             ) from error
 
     def _check(self, case: Case, arguments: Sequence[Any], result: Any) -> None:
-        """Check the shapes and dtypes of a result.
+        """Return the function that looks up embeddings: (token ids, positions, steps) -> hidden_TD, (cosines, sines).
 
-        Raises:
-            KernelFailed: a shape or dtype is not that of the operation.
+        The cosines and sines are those of the rotary embedding at each position. steps: the step in each KV cache, read
+        only by kernels that prepare data for a GPU.
         """
         got = result if isinstance(result, Sequence) else [result]
         for number, (shape, dtype) in enumerate(self._expected(case, arguments)):

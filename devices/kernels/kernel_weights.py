@@ -1,4 +1,4 @@
-"""Weights that kernels are bound to: the part that torch's and MLX's have in common."""
+"""The base of the classes that hold weights for the kernels of torch and of MLX."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _numbers = count()
 
 
 class KernelWeights(dict[str, list[T]]):
-    """Tensors by name, each as a list of blocks, and the kernels that are bound to them.
+    """Tensors by name, each as a list of blocks, and the kernels that are bound to these tensors.
 
     Attributes:
-        layer: the description of the layer that they belong to; None outside the layers.
-        number: a number of their own, by which memory finds kernels that are bound to them.
-        bounds: kernels that are bound to these weights and to no memory, by operation and number of rows.
+        layer: the description of the layer that the tensors belong to; None for tensors outside the layers.
+        number: a unique number of this object; `Memory` uses it in the keys of bound kernels.
+        bounds: bound kernels that write to no memory of a micro-batch, by operation and number of rows.
         refused: pairs of operation and number of rows that no kernel takes.
     """
 
@@ -44,7 +44,9 @@ class KernelWeights(dict[str, list[T]]):
         self.refused: set[tuple[str, int]] = set()
 
     def keep(self, operation: str, rows: int, bound: Bound) -> Bound:
-        """Keep a kernel that is bound to these weights for later calls; returns it. It makes room if there are many."""
+        """Keep a bound kernel for later calls with this operation and number of rows, and return it; if too many are
+        kept, drop all.
+        """
         if len(self.bounds) >= MOST_BOUND:
             self.bounds.clear()
             self.refused.clear()
@@ -53,4 +55,4 @@ class KernelWeights(dict[str, list[T]]):
 
     @abstractmethod
     def formats(self, operation: Operation) -> frozenset[str]:
-        """The storage formats of an operation's matrices."""
+        """Return the storage formats of the blocks of all matrices that an operation reads."""

@@ -35,7 +35,7 @@ class Weights(KernelWeights[Any]):
         self._prepared: dict[type[ctypes.Structure], tuple[ctypes.Structure, Held]] = {}
 
     def formats(self, operation: Operation) -> frozenset[str]:
-        """The storage formats of an operation's matrices."""
+        """Return the storage formats of the blocks of all matrices that an operation reads."""
         known = self._formats.get(operation.name)
         if known is None:
             names = operation.matrices or [name for name in self if not name.endswith("norm")]
@@ -58,7 +58,7 @@ class Weights(KernelWeights[Any]):
         return self._part(prefix, {part: name for part, name in names.items() if name in self})
 
     def matrix(self, name: str) -> Weights:
-        """The weights with only this matrix, under the name "matrix", for the operation product."""
+        """Return weights with a single matrix of these, under the name "matrix", as the operation product expects."""
         return self._part(name, {"matrix": name})
 
     def _part(self, key: str, names: Mapping[str, str]) -> Weights:
@@ -68,9 +68,11 @@ class Weights(KernelWeights[Any]):
         return part
 
     def arguments(self, kind: type[A], prepare: Callable[[Weights, Held], A]) -> A:
-        """Arguments of a native call that depend on these weights: a new copy of the struct `kind`.
+        """Return a new copy of the struct `kind`, filled with the arguments of a native call that depend on these
+        weights.
 
-        prepare: makes the struct at the first call; it appends the memory that the struct points to to its list.
+        prepare: makes the struct, at the first call only, and appends the arrays that the struct points to to its
+        second argument, a list that these weights keep alive.
         """
         if kind not in self._prepared:
             held: Held = []
@@ -79,7 +81,7 @@ class Weights(KernelWeights[Any]):
 
 
 def sinks_of(weights: Weights | None) -> Tensor | None:
-    """The scores of attention's sinks, one for each head, float32; None in a layer without sinks."""
+    """Return the scores of the layer's attention sinks (H), float32; None in a layer without sinks."""
     if not weights or "sinks" not in weights:
         return None
     sinks_H: Tensor = weights["sinks"][0]

@@ -1,4 +1,4 @@
-"""Memory for the results of kernels, kept by micro-batch, with the kernels that are bound to it."""
+"""Memory for the results of kernels: each micro-batch keeps its tensors by name, and the kernels that write to them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ class Scratch:
     def tensor(
         self, name: str, *shape: int, dtype: torch.dtype, device: torch.device | None = None
     ) -> torch.Tensor:
-        """A tensor of this shape in the memory that has the name; the memory grows to the largest shape."""
+        """Return a tensor of this shape in the memory of this name, which grows to the largest shape; contents are
+        undefined.
+        """
         size = math.prod(shape)
         found = self._tensors.get(name)
         if found is None or len(found) < size:
@@ -37,19 +39,19 @@ class Scratch:
 
 
 class Memory:
-    """Tensors by name for the results of a step's kernels; the kernels of all layers use the same ones.
+    """Tensors by name for the results of a step's kernels; the kernels of all layers write to the same tensors.
 
     Args:
-        rows: the number of rows, which is the number of the step's tokens.
-        scratch: memory for intermediate results; by default its own.
+        rows: number of tokens in the step.
+        scratch: memory for intermediate results; None for new memory.
         tensors: tensors that exist already, by name.
 
     Attributes:
-        rows: the number of rows.
-        kept: whether a micro-batch keeps this memory, and the kernels bound to it, for later steps.
+        rows: number of tokens in the step.
+        kept: True if a micro-batch keeps this memory, and the kernels bound to it, for later steps.
         scratch: memory for intermediate results.
-        bound: returns the bound kernel that was kept under a key; None if there is none.
-        decodes: whether the step that uses it is a decode step.
+        bound: function that returns the bound kernel kept under a key, or None if there is none.
+        decodes: True in a decode step.
         step: the record that a device keeps of the step's calls, such as a graph of them; None without one.
     """
 
@@ -71,9 +73,9 @@ class Memory:
         zero: bool = False,
         device: torch.device | None = None,
     ) -> torch.Tensor:
-        """The tensor that has this name, by default on the host; a call with a new name or another shape allocates it.
+        """Return the tensor of this name; a call with a new name or another shape allocates it.
 
-        zero: fill it with zeros when it is allocated.
+        zero: True to fill the tensor with zeros when it is allocated. device: None for the host.
         """
         found = self._tensors.get(name)
         if found is None or found.shape != shape:
@@ -89,7 +91,9 @@ class Memory:
 
 
 class SharedMemory(Memory):
-    """Memory whose tensors are in the scratch, where the next call overwrites them, except for those that are given."""
+    """Memory whose tensors lie in the scratch, where the next user overwrites them, except tensors given to the
+    constructor.
+    """
 
     def tensor(
         self,
@@ -99,7 +103,7 @@ class SharedMemory(Memory):
         zero: bool = False,
         device: torch.device | None = None,
     ) -> torch.Tensor:
-        """The tensor that was given under this name, or else one in the scratch; `zero` must be False."""
+        """Return the tensor that was given under this name, or else one in the scratch; `zero` must be False."""
         given = self._tensors.get(name)
         return given if given is not None else self.scratch.tensor(name, *shape, dtype=dtype, device=device)
 

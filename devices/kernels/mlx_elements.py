@@ -1,7 +1,7 @@
-"""Functions on single elements, each of which is compiled to one kernel where there is Metal.
+"""Element-wise functions on MLX arrays, each compiled to one kernel where there is Metal.
 
-A GPU takes longer to start most of their operations than to run them. On a processor MLX needs a C++ compiler to join
-operations, so there each runs as a kernel of its own.
+A GPU takes longer to start most of these operations than to run them, so joined operations are faster. On a processor
+MLX needs a C++ compiler to join operations, so there each operation runs as a kernel of its own.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def swiglu(gate: Array, up: Array) -> Array:
 
 @on_elements
 def turned(x: Array, swapped: Array, cos: Array, sin: Array) -> Array:
-    """Elements rotated by their angles, in the elements' dtype; `swapped` has each element's partner of its pair."""
+    """Rotate elements by their angles; `swapped` has, for each element, the other element of its rotated pair."""
     return (x * cos + swapped * sin).astype(x.dtype)
 
 

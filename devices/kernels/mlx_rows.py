@@ -34,17 +34,23 @@ class MlxKernel(Kernel):
         self._table = table
 
     def refusal(self, case: Case) -> str:
-        """Return "": it takes every case."""
+        """Return "", as this kernel takes every case of its operation."""
         return ""
 
 
 class MlxEmbed(MlxKernel):
-    """The embeddings of tokens, and the angles of the rotary embedding."""
+    """Looks up the embeddings of tokens, and computes the cosines and sines of the rotary embedding for their
+    positions.
+    """
 
     operation = "embed"
 
     def bind(self, case: Case, weights: Arrays, memory: object) -> Bound:
-        """Bind the lookup of embeddings: (ids, positions, steps) -> hidden_TD, angles."""
+        """Return the function that looks up embeddings: (token ids, positions, steps) -> hidden_TD, (cosines, sines).
+
+        The cosines and sines are those of the rotary embedding at each position. steps: the step in each KV cache, read
+        only by kernels that prepare data for a GPU.
+        """
         return partial(self._embed, weights["embedding"][0])
 
     def _embed(
@@ -55,12 +61,16 @@ class MlxEmbed(MlxKernel):
 
 
 class MlxAttentionInputs(MlxKernel):
-    """Norm before attention, projection to queries, keys and values, and their rotation."""
+    """Normalises hidden states, projects them to queries, keys and values, and rotates queries and keys."""
 
     operation = "attention_inputs"
 
     def bind(self, case: Case, weights: Arrays, memory: object) -> Bound:
-        """Bind norm, projection and rotation: (hidden_TD, angles) -> q_THd, k_TKd, v_TKd."""
+        """Return the function that makes queries, keys and values: (hidden_TD, angles) -> q_THd, k_TKd, v_TKd.
+
+        The function normalises hidden states, projects them, and rotates queries and keys. angles: cosines and sines
+        from the operation embed.
+        """
         assert case.layer is not None, "it is in a layer"
         names = ("attention_norm", "qkv", "q_norm", "k_norm")
         arrays = {name: weights[name] for name in names if name in weights}
@@ -70,12 +80,17 @@ class MlxAttentionInputs(MlxKernel):
 
 
 class MlxAttention(MlxKernel):
-    """Attention over views of the KV cache."""
+    """Attends from new tokens over views of keys and values."""
 
     operation = "attention"
 
     def bind(self, case: Case, weights: object, memory: object) -> Bound:
-        """Bind attention over the KV cache: (qkv, cached, step) -> attended_TX."""
+        """Return the function that stores new keys and values and attends over the KV cache: (qkv, cached, step) ->
+        attended_TX.
+
+        qkv: queries, keys and values of T new tokens. cached: a layer's KV cache. step: the places of the new tokens in
+        the cache. X: heads times head size.
+        """
         assert case.layer is not None, "it is in a layer"
         return partial(_attend, case.layer.grouped.window)
 
@@ -86,12 +101,14 @@ def _attend(window: int | None, qkv: tuple[Array, Array, Array], cached: Any, st
 
 
 class MlxOutputProjection(MlxKernel):
-    """The output projection of attention, plus the residual."""
+    """Projects attention's output to the hidden size, and adds the residual."""
 
     operation = "output_projection"
 
     def bind(self, case: Case, weights: Arrays, memory: object) -> Bound:
-        """Bind the output projection with the residual: (attended_TX, residual_TD) -> hidden_TD."""
+        """Return the function that projects attention's output and adds the residual: (attended_TX, residual_TD) ->
+        hidden_TD.
+        """
         return partial(_project_output, weights["o"])
 
 
@@ -100,12 +117,12 @@ def _project_output(blocks: Sequence[Array], attended_TX: Array, residual_TD: Ar
 
 
 class MlxRoute(MlxKernel):
-    """Norm before the experts, router, and the choice of experts."""
+    """Normalises hidden states, computes the router's logits, and chooses each token's experts with their weights."""
 
     operation = "route"
 
     def bind(self, case: Case, weights: Arrays, memory: object) -> Bound:
-        """Bind norm, router and the choice of experts: (hidden_TD) -> Routed."""
+        """Return the function that normalises hidden states and chooses each token's experts: (hidden_TD) -> `Routed`."""
         assert case.layer is not None, "it is in a layer"
         network, config = case.layer.feed_forward, self._config
         norm = partial(functions.norm, weight_D=weights["ffn_norm"][0], eps=config.norm_eps, kind=config.norm)
@@ -142,11 +159,14 @@ class GatheredExperts(MlxKernel):
     independent = True
 
     def refusal(self, case: Case) -> str:
-        """A reason to refuse bfloat16 on a CPU; empty for other cases."""
+        """Return the reason why bfloat16 on a CPU is refused; empty for all other cases."""
         return _not_gathered(case)
 
     def bind(self, case: Case, weights: Arrays, memory: object) -> Bound:
-        """Bind the experts of a stack: (x_nD, rows) -> y_nD."""
+        """Return the function that runs the experts of a stack on n rows: (x_nD, rows) -> y_nD.
+
+        rows: a `Rows`, which has the expert of each row of x; rows are sorted by expert.
+        """
         return partial(functions.gathered_experts, _stack(weights))
 
 
@@ -162,7 +182,10 @@ class ExpertsOneByOne(MlxKernel):
     name = "mlx one by one"
 
     def bind(self, case: Case, weights: Arrays, memory: object) -> Bound:
-        """Bind the experts of a stack: (x_nD, rows) -> y_nD."""
+        """Return the function that runs the experts of a stack on n rows: (x_nD, rows) -> y_nD.
+
+        rows: a `Rows`, which has the expert of each row of x; rows are sorted by expert.
+        """
         return partial(functions.experts_one_by_one, _stack(weights))
 
 
@@ -173,12 +196,17 @@ def _stack(weights: Arrays) -> Stack:
 
 
 class MlxCombine(MlxKernel):
-    """The weighted sum of each token's expert outputs, plus the residual."""
+    """Adds up each token's expert outputs, weighted by the router, and the residual."""
 
     operation = "combine"
 
     def bind(self, case: Case, weights: object, memory: object) -> Bound:
-        """Bind the weighted sum of the experts' outputs: (y_nD, rows_Tk, weights_Tk, residual_TD) -> hidden_TD."""
+        """Return the function that sums experts' outputs: (y_nD, rows_Tk, weights_Tk, residual_TD) -> hidden_TD.
+
+        y: the outputs, a row for each pair of a token and one of its k experts. rows: the row of y for each pair.
+        weights: the router's weight of each pair. The result is the weighted sum of each token's outputs plus the
+        residual.
+        """
         return functions.combine
 
 
@@ -189,11 +217,19 @@ class MlxMoELayer(MlxKernel):
     takes = "experts in one stack, as `mlx gathered` does"
 
     def refusal(self, case: Case) -> str:
-        """A reason to refuse experts in several stacks, and bfloat16 on a CPU; empty for other cases."""
+        """Return the reason why experts in several stacks, or bfloat16 on a CPU, are refused; empty for all other
+        cases.
+        """
         return _not_gathered(case) if STACK in case.formats else "it takes experts in one stack"
 
     def bind(self, case: Case, weights: Arrays, memory: object) -> Bound:
-        """Bind all that follows attention: (attended_TX, hidden_TD) -> hidden_TD, experts_Tk, None."""
+        """Return the function that computes a layer after attention: (attended_TX, hidden_TD) -> hidden_TD, experts_Tk,
+        None.
+
+        The function projects attention's output, adds the residual hidden_TD, and runs router, experts and their
+        weighted sum. experts_Tk: each token's experts. The last result is None, as the host does not know the experts'
+        numbers of rows.
+        """
         assert weights.stack is not None, "the case has the format STACK"
         project, route = (
             self._table.bind(self._part(case, name, weights), weights)
@@ -217,12 +253,15 @@ def _moe_layer(
 
 
 class MlxLogits(MlxKernel):
-    """The last norm and the LM head."""
+    """Applies the last norm and the LM head to hidden states, which gives logits."""
 
     operation = "logits"
 
     def bind(self, case: Case, weights: Arrays, memory: object) -> Bound:
-        """Bind last norm and LM head: (hidden_TD, rows) -> logits_SV."""
+        """Return the function that computes logits, float32, from hidden states: (hidden_TD, rows) -> logits_SV.
+
+        rows: indices of the S rows of hidden_TD whose logits are wanted.
+        """
         return partial(self._logits, weights["final_norm"][0], weights["lm_head"])
 
     def _logits(self, norm_D: Array, head: Sequence[Array], hidden_TD: Array, rows: Sequence[int]) -> Array:

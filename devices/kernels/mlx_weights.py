@@ -36,7 +36,7 @@ class Arrays(KernelWeights[Array]):
         self.stack = next(iter(stacks.values())) if len(stacks) == 1 else None
 
     def formats(self, operation: Operation) -> frozenset[str]:
-        """The storage formats of an operation's matrices."""
+        """Return the storage formats of the blocks of all matrices that an operation reads."""
         if operation.matrices == EXPERT_MATRICES or (self.stack is not None and not operation.matrices):
             return ALL_STACKED
         return ALL_ROWS

@@ -40,7 +40,7 @@ class NativeDecodeAttention(NativeAttentionKernel):
     uses_memory = True
 
     def refusal(self, case: Case) -> str:
-        """A reason to refuse prompts, GPUs, and dtypes that the library lacks; empty for other cases."""
+        """Return the reason why prompts, GPUs and dtypes that the library lacks are refused; empty for all other cases."""
         if case.device != "cpu":
             return "it is for the CPU"
         if self._dtype not in DTYPES:
@@ -48,7 +48,12 @@ class NativeDecodeAttention(NativeAttentionKernel):
         return "" if case.decodes else "it takes one new token for each sequence"
 
     def bind(self, case: Case, weights: Weights, memory: Memory) -> Bound:
-        """Bind attention over the KV cache: (qkv, cached, step) -> attended_TX."""
+        """Return the function that stores new keys and values and attends over the KV cache: (qkv, cached, step) ->
+        attended_TX.
+
+        qkv: queries, keys and values of T new tokens. cached: a layer's KV cache. step: the places of the new tokens in
+        the cache. X: heads times head size.
+        """
         assert case.layer is not None, "it is in a layer"
         attention = case.layer.grouped
         attended_TX = memory.tensor("attended", memory.rows, attention.attended_width, dtype=self._dtype)
@@ -89,7 +94,9 @@ class NativePromptAttention(NativeAttentionKernel):
         return super().problem() or (None if best == PROMPT_INSTRUCTIONS else f"this processor has {best}")
 
     def refusal(self, case: Case) -> str:
-        """A reason to refuse GPUs, and dtypes and head sizes that the library lacks; empty for other cases."""
+        """Return the reason why GPUs, and dtypes and head sizes that the library lacks, are refused; empty for other
+        cases.
+        """
         if case.device != "cpu":
             return "it is for the CPU"
         if case.dtype != "bfloat16":
@@ -100,7 +107,11 @@ class NativePromptAttention(NativeAttentionKernel):
         return refuses_prompts(self._threads.instruction_set, *heads)
 
     def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
-        """Bind attention of prompts: (q_THd, views) -> attended_TX."""
+        """Return the function that attends from T new tokens over views of keys and values: (q_THd, views) ->
+        attended_TX.
+
+        views: the keys and values of sequences, new tokens included. X: heads times head size.
+        """
         assert case.layer is not None, "it is in a layer"
         attention, sinks_H = case.layer.grouped, sinks_of(weights)
         attend = self._attention.attend_prompts

@@ -19,12 +19,18 @@ from .seam import Bound, Case
 
 
 class NativeEmbed(NativeMemoryKernel):
-    """The embeddings of tokens, and the angles of the rotary embedding."""
+    """Looks up the embeddings of tokens, and computes the cosines and sines of the rotary embedding for their
+    positions.
+    """
 
     operation = "embed"
 
     def bind(self, case: Case, weights: Weights, memory: Memory) -> Bound:
-        """Bind the lookup of embeddings: (ids, positions, steps) -> hidden_TD, angles."""
+        """Return the function that looks up embeddings: (token ids, positions, steps) -> hidden_TD, (cosines, sines).
+
+        The cosines and sines are those of the rotary embedding at each position. steps: the step in each KV cache, read
+        only by kernels that prepare data for a GPU.
+        """
         attention = self._config.attention
         turning = attention.rotary.turning(attention.head_dim)
         hidden_TD = hidden_states(memory, self._config)
@@ -71,12 +77,15 @@ def _embed(
 
 
 class NativeLogits(NativeKernel):
-    """The logits of some rows, in new memory at each call."""
+    """Computes the logits of some rows into new memory at each call."""
 
     operation = "logits"
 
     def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
-        """Bind last norm and LM head: (hidden_TD, rows) -> logits_SV."""
+        """Return the function that computes logits, float32, from hidden states: (hidden_TD, rows) -> logits_SV.
+
+        rows: indices of the S rows of hidden_TD whose logits are wanted.
+        """
         return partial(_logits, self._threads, weights.arguments(Head, self._prepare.head))
 
 
@@ -87,12 +96,16 @@ def _logits(threads: NativeKernels, head: Head, hidden_TD: Tensor, rows: Sequenc
 
 
 class NativeGreedy(NativeMemoryKernel):
-    """The logits and the likeliest token of some rows, in memory that the next call for as many rows overwrites."""
+    """Computes the logits and the likeliest token of some rows; the next call with these rows overwrites the results."""
 
     operation = "greedy"
 
     def bind(self, case: Case, weights: Weights, memory: Memory) -> Bound:
-        """Bind logits and the likeliest tokens: (hidden_TD, rows) -> logits_SV, tokens."""
+        """Return the function that computes logits and the likeliest tokens: (hidden_TD, rows) -> logits_SV, tokens.
+
+        rows: indices of the S rows of hidden_TD whose logits are wanted. tokens: the likeliest token of each row; -1
+        where its logits are not finite.
+        """
         return _Greedy(self._threads, weights.arguments(Head, self._prepare.head))
 
 

@@ -51,7 +51,10 @@ class NativeKernel(LibraryKernel):
         self._prepare = Preparation(resources.config)
 
     def refusal(self, case: Case) -> str:
-        """A reason to refuse cases that the library lacks, and many rows, for which torch is faster; else empty."""
+        """Return the reason why a case is refused; empty if the kernel takes the case.
+
+        Refused are cases that the library lacks, and numbers of rows above the limit from which torch is faster.
+        """
         if case.device != "cpu":
             return "it is for the CPU"
         if case.dtype != "bfloat16":

@@ -19,12 +19,16 @@ class NativeProduct(NativeKernel):
     operation = "product"
 
     def refusal(self, case: Case) -> str:
-        """A reason to refuse what the base does, and row blocks in several formats; empty for other cases."""
+        """Return the reason why a case is refused: row blocks in several formats, or a reason of `NativeKernel`; else
+        empty.
+        """
         several = len(case.formats) > 1
         return super().refusal(case) or ("it reads row blocks in one format" if several else "")
 
     def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
-        """Bind the product with a matrix: (x_TD) -> y_TN."""
+        """Return the function that multiplies T rows x by the weight matrix (N, D), which has the name "matrix": (x_TD)
+        -> y_TN.
+        """
         return partial(self._threads.linear, blocks=weights["matrix"])
 
 
@@ -38,7 +42,9 @@ class NativeColumns(NativeProduct):
         self.name = f"{self.name}, columns"
 
     def refusal(self, case: Case) -> str:
-        """A reason to refuse what the base does, many rows, and matrices that are not stored transposed; else empty."""
+        """Return the reason why a case is refused: a matrix that is not stored transposed, many rows of x, or a reason
+        of `NativeKernel`; empty if the kernel takes the case.
+        """
         if case.formats != {COLUMNS}:
             return "it reads matrices that are stored transposed"
         if case.rows > MOST_COLUMN_ROWS:
@@ -46,7 +52,9 @@ class NativeColumns(NativeProduct):
         return super().refusal(case._replace(formats=frozenset({ROWS})))
 
     def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
-        """Bind the product with a matrix: (x_TD) -> y_TN."""
+        """Return the function that multiplies T rows x by the weight matrix (N, D), which has the name "matrix": (x_TD)
+        -> y_TN.
+        """
         return partial(self._threads.linear_by_columns, blocks=weights["matrix"])
 
 

@@ -25,12 +25,16 @@ from .seam import Bound, Case, Routed
 
 
 class NativeAttentionInputs(NativeMemoryKernel):
-    """Norm before attention, projection to queries, keys and values, and their rotation."""
+    """Normalises hidden states, projects them to queries, keys and values, and rotates queries and keys."""
 
     operation = "attention_inputs"
 
     def bind(self, case: Case, weights: Weights, memory: Memory) -> Bound:
-        """Bind norm, projection and rotation: (hidden_TD, angles) -> q_THd, k_TKd, v_TKd."""
+        """Return the function that makes queries, keys and values: (hidden_TD, angles) -> q_THd, k_TKd, v_TKd.
+
+        The function normalises hidden states, projects them, and rotates queries and keys. angles: cosines and sines
+        from the operation embed.
+        """
         assert case.layer is not None, "it is in a layer"
         attention = case.layer.grouped
         queries, keys, values = (
@@ -70,12 +74,12 @@ class _AttentionInputs:
 
 
 class NativeRoute(NativeMemoryKernel):
-    """Norm before the experts, router, and the choice of experts."""
+    """Normalises hidden states, computes the router's logits, and chooses each token's experts with their weights."""
 
     operation = "route"
 
     def bind(self, case: Case, weights: Weights, memory: Memory) -> Bound:
-        """Bind norm, router and the choice of experts: (hidden_TD) -> Routed."""
+        """Return the function that normalises hidden states and chooses each token's experts: (hidden_TD) -> `Routed`."""
         assert case.layer is not None, "it is in a layer"
         choices = choices_in(memory, self._config.hidden, case.layer.feed_forward)
         layer = weights.arguments(Layer, self._prepare.layer)
@@ -94,30 +98,34 @@ def _route(
 
 
 class NativeExpert(NativeKernel):
-    """One expert on its rows."""
+    """Runs one expert on the rows of tokens that chose it."""
 
     operation = "expert"
 
     def refusal(self, case: Case) -> str:
-        """A reason to refuse what the base does, biases, and other activations than SiLU; empty for other cases."""
+        """Return the reason why a case is refused: biases, an activation but SiLU, or a reason of `NativeKernel`; else
+        empty.
+        """
         assert case.layer is not None, "it is in a layer"
         usual = case.layer.feed_forward.is_usual
         return super().refusal(case) or ("" if usual else "it runs experts of three matrices")
 
     def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
-        """Bind one expert: (x_nD, y_nD) -> None."""
+        """Return the function that runs one expert on n rows x and writes the n outputs to y: (x_nD, y_nD) -> None."""
         return self._threads.prepared_expert(weights["gate"], weights["up"], weights["down"])
 
 
 class NativeCombine(NativeMemoryKernel):
-    """The weighted sum of each token's expert outputs, plus the residual."""
+    """Adds up each token's expert outputs, weighted by the router, and the residual."""
 
     operation = "combine"
 
     def bind(self, case: Case, weights: object, memory: Memory) -> Bound:
-        """Bind the weighted sum of the experts' outputs: (y_nD, rows_Tk, weights_Tk, residual_TD) -> hidden_TD.
+        """Return the function that sums experts' outputs: (y_nD, rows_Tk, weights_Tk, residual_TD) -> hidden_TD.
 
-        The result may be in the memory of the residual.
+        y: the outputs, a row for each pair of a token and one of its k experts. rows: the row of y for each pair.
+        weights: the router's weight of each pair. The result is the weighted sum of each token's outputs plus the
+        residual.
         """
         return partial(_combine, hidden_states(memory, self._config))
 
@@ -137,7 +145,9 @@ class NativeMoELayer(NativeMemoryKernel):
     operation = "moe_layer"
 
     def refusal(self, case: Case) -> str:
-        """A reason to refuse what the base does, biases, and activations but SiLU; empty for other cases."""
+        """Return the reason why a case is refused: biases, an activation but SiLU, or a reason of `NativeKernel`; else
+        empty.
+        """
         assert case.layer is not None, "it is in a layer"
         usual = case.layer.feed_forward.is_usual and "o" not in case.layer.grouped.biases
         return super().refusal(case) or (
@@ -145,7 +155,13 @@ class NativeMoELayer(NativeMemoryKernel):
         )
 
     def bind(self, case: Case, weights: Weights, memory: Memory) -> Bound:
-        """Bind all that follows attention: (attended_TX, hidden_TD) -> hidden_TD, experts_Tk, counts."""
+        """Return the function that computes a layer after attention: (attended_TX, hidden_TD) -> hidden_TD, experts_Tk,
+        counts.
+
+        The function projects attention's output, adds the residual hidden_TD, and runs router, experts and their
+        weighted sum. experts_Tk: each token's experts. counts: the number of rows of each expert that has any, by
+        expert.
+        """
         assert case.layer is not None, "it is in a layer"
         network = case.layer.feed_forward
         hidden_TD, choices = (

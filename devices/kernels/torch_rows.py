@@ -30,7 +30,7 @@ class TorchKernel(Kernel):
         self._config = resources.config
 
     def refusal(self, case: Case) -> str:
-        """Return "": it takes every case."""
+        """Return "", as this kernel takes every case of its operation."""
         return ""
 
     def _product(self, case: Case, weights: Weights) -> Bound:
@@ -62,17 +62,23 @@ class PlainKernel(TorchKernel):
     takes = "plain weights"
 
     def refusal(self, case: Case) -> str:
-        """A reason to refuse coded weights; empty for other cases."""
+        """Return the reason why coded weights are refused; empty for plain weights."""
         return "it reads plain weights" if case.formats & CODED else ""
 
 
 class TorchEmbed(PlainKernel):
-    """The embeddings of tokens, and the angles of the rotary embedding."""
+    """Looks up the embeddings of tokens, and computes the cosines and sines of the rotary embedding for their
+    positions.
+    """
 
     operation = "embed"
 
     def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
-        """Bind the lookup of embeddings: (ids, positions, steps) -> hidden_TD, angles."""
+        """Return the function that looks up embeddings: (token ids, positions, steps) -> hidden_TD, (cosines, sines).
+
+        The cosines and sines are those of the rotary embedding at each position. steps: the step in each KV cache, read
+        only by kernels that prepare data for a GPU.
+        """
         return self._bound(partial(functions.embed, embedding_VD=weights["embedding"][0]))
 
     def _bound(self, look_up: Callable[[Tensor], Tensor]) -> Bound:
@@ -90,12 +96,16 @@ class TorchEmbed(PlainKernel):
 
 
 class TorchAttentionInputs(TorchKernel):
-    """Norm before attention, projection to queries, keys and values, and their rotation."""
+    """Normalises hidden states, projects them to queries, keys and values, and rotates queries and keys."""
 
     operation = "attention_inputs"
 
     def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
-        """Bind norm, projection and rotation: (hidden_TD, angles) -> q_THd, k_TKd, v_TKd."""
+        """Return the function that makes queries, keys and values: (hidden_TD, angles) -> q_THd, k_TKd, v_TKd.
+
+        The function normalises hidden states, projects them, and rotates queries and keys. angles: cosines and sines
+        from the operation embed.
+        """
         names = ("attention_norm", "qkv", "q_norm", "k_norm", "q_bias", "k_bias", "v_bias")
         tensors = {name: weights[name] for name in names if name in weights}
         product = self._product(case, weights.matrix("qkv"))
@@ -122,7 +132,12 @@ class TorchAttention(TorchKernel):
     operation = "attention"
 
     def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
-        """Bind attention over the KV cache: (qkv, cached, step) -> attended_TX."""
+        """Return the function that stores new keys and values and attends over the KV cache: (qkv, cached, step) ->
+        attended_TX.
+
+        qkv: queries, keys and values of T new tokens. cached: a layer's KV cache. step: the places of the new tokens in
+        the cache. X: heads times head size.
+        """
         attend = self._resources.table.bind(case._replace(operation="prompt_attention"), weights)
         return Inferring(partial(_attend_cached, attend))
 
@@ -134,12 +149,16 @@ def _attend_cached(attend: Bound, qkv: tuple[Tensor, Tensor, Tensor], cached: An
 
 
 class TorchPromptAttention(TorchKernel):
-    """Attention over views of keys and values."""
+    """Attends from new tokens over views of keys and values."""
 
     operation = "prompt_attention"
 
     def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
-        """Bind attention of prompts: (q_THd, views) -> attended_TX."""
+        """Return the function that attends from T new tokens over views of keys and values: (q_THd, views) ->
+        attended_TX.
+
+        views: the keys and values of sequences, new tokens included. X: heads times head size.
+        """
         assert case.layer is not None, "it is in a layer"
         return partial(self._attend, case.layer.grouped, sinks_of(weights))
 
@@ -156,13 +175,15 @@ class TorchPromptAttention(TorchKernel):
 
 
 class TorchOutputProjection(TorchKernel):
-    """The output projection of attention, plus the residual."""
+    """Projects attention's output to the hidden size, and adds the residual."""
 
     operation = "output_projection"
     made_of = ("product",)
 
     def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
-        """Bind the output projection with the residual: (attended_TX, residual_TD) -> hidden_TD."""
+        """Return the function that projects attention's output and adds the residual: (attended_TX, residual_TD) ->
+        hidden_TD.
+        """
         assert case.layer is not None, "it is in a layer"
         size = self._config.hidden * case.layer.attention.attended_width
         product = functions.with_bias(self._product(case, weights.matrix("o")), weights.get("o_bias"))
@@ -174,12 +195,12 @@ class TorchOutputProjection(TorchKernel):
 
 
 class TorchRoute(TorchKernel):
-    """Norm before the experts, router, and the choice of experts."""
+    """Normalises hidden states, computes the router's logits, and chooses each token's experts with their weights."""
 
     operation = "route"
 
     def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
-        """Bind norm, router and the choice of experts: (hidden_TD) -> Routed."""
+        """Return the function that normalises hidden states and chooses each token's experts: (hidden_TD) -> `Routed`."""
         assert case.layer is not None, "it is in a layer"
         network = case.layer.feed_forward
         norm = partial(
@@ -221,13 +242,13 @@ class TorchExpert(PlainKernel):
     takes = "plain weights of experts without biases"
 
     def refusal(self, case: Case) -> str:
-        """A reason to refuse coded weights, and experts other than three matrices with SiLU; empty for other cases."""
+        """Return the reason why coded weights, or experts other than three matrices with SiLU, are refused; else empty."""
         assert case.layer is not None, "it is in a layer"
         usual = case.layer.feed_forward.is_usual
         return super().refusal(case) or ("" if usual else "it runs experts of three matrices")
 
     def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
-        """Bind one expert: (x_nD, y_nD) -> None."""
+        """Return the function that runs one expert on n rows x and writes the n outputs to y: (x_nD, y_nD) -> None."""
         return partial(_apply_expert, weights["gate"], weights["up"], weights["down"])
 
 
@@ -236,12 +257,17 @@ def _apply_expert(gate: Blocks, up: Blocks, down: Blocks, x_nD: Tensor, y_nD: Te
 
 
 class TorchCombine(TorchKernel):
-    """The weighted sum of each token's expert outputs, plus the residual."""
+    """Adds up each token's expert outputs, weighted by the router, and the residual."""
 
     operation = "combine"
 
     def bind(self, case: Case, weights: object, memory: object) -> Bound:
-        """Bind the weighted sum of the experts' outputs: (y_nD, rows_Tk, weights_Tk, residual_TD) -> hidden_TD."""
+        """Return the function that sums experts' outputs: (y_nD, rows_Tk, weights_Tk, residual_TD) -> hidden_TD.
+
+        y: the outputs, a row for each pair of a token and one of its k experts. rows: the row of y for each pair.
+        weights: the router's weight of each pair. The result is the weighted sum of each token's outputs plus the
+        residual.
+        """
         return _combine
 
 
@@ -251,12 +277,17 @@ def _combine(y_nD: Tensor, rows_Tk: Tensor, weights_Tk: Tensor, residual_TD: Ten
 
 
 class TorchLogits(TorchKernel):
-    """The last norm and the LM head; on the CPU, cores may compute different blocks of the head at once."""
+    """Applies the last norm and the LM head, which gives logits; on the CPU, cores may compute different blocks at
+    once.
+    """
 
     operation = "logits"
 
     def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
-        """Bind last norm and LM head: (hidden_TD, rows) -> logits_SV."""
+        """Return the function that computes logits, float32, from hidden states: (hidden_TD, rows) -> logits_SV.
+
+        rows: indices of the S rows of hidden_TD whose logits are wanted.
+        """
         head = weights.matrix("lm_head")
         inner = case._replace(operation="product", formats=head.formats(OPERATIONS["product"]))
         shares = self._resources.team is not None and not self._resources.table.require(inner).has_threads
@@ -297,17 +328,21 @@ def _multiply_block(x_TD: Tensor, product: Bound, into: dict[int, Tensor], numbe
 
 
 class TorchGreedy(TorchKernel):
-    """The logits, and the likeliest token of each row, which is found on the GPU."""
+    """Computes the logits of some rows and finds the likeliest token of each row on the GPU."""
 
     operation = "greedy"
     takes = "everything on GPUs"
 
     def refusal(self, case: Case) -> str:
-        """A reason to refuse the CPU, where the verb `sample` finds the likeliest token; empty for other cases."""
+        """Return the reason why the CPU is refused, where the verb `sample` finds the likeliest token; empty for GPUs."""
         return "it is for logits that are not on the host" if case.device == "cpu" else ""
 
     def bind(self, case: Case, weights: Weights, memory: Any) -> Bound:
-        """Bind logits and the likeliest tokens: (hidden_TD, rows) -> logits_SV, tokens."""
+        """Return the function that computes logits and the likeliest tokens: (hidden_TD, rows) -> logits_SV, tokens.
+
+        rows: indices of the S rows of hidden_TD whose logits are wanted. tokens: the likeliest token of each row; -1
+        where its logits are not finite.
+        """
         inner = case._replace(operation="logits")
         return Inferring(partial(_likeliest, self._resources.table.bind(inner, weights, memory)))
 
@@ -323,7 +358,9 @@ class TorchProduct(PlainKernel):
     operation = "product"
 
     def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
-        """Bind the product with a matrix: (x_TD) -> y_TN."""
+        """Return the function that multiplies T rows x by the weight matrix (N, D), which has the name "matrix": (x_TD)
+        -> y_TN.
+        """
         return partial(linear, blocks=weights["matrix"])
 
 

@@ -19,12 +19,15 @@ from .triton_kernel import TritonKernel, power_of_two
 
 
 class TritonAttentionInputs(TritonKernel):
-    """Norm before attention, projection to queries, keys and values, and their rotation."""
+    """Normalises hidden states, projects them to queries, keys and values, and rotates queries and keys."""
 
     operation = "attention_inputs"
 
     def refusal(self, case: Case) -> str:
-        """A reason to refuse what the base does, norms of whole projections, partial rotation, biases; else empty."""
+        """Return the reason why a case is refused; empty if the kernel takes the case.
+
+        Refused are norms of whole projections, partial rotation, biases, and all that `TritonKernel` refuses.
+        """
         assert case.layer is not None, "it is in a layer"
         attention = case.layer.grouped
         refusals = {
@@ -35,7 +38,11 @@ class TritonAttentionInputs(TritonKernel):
         return super().refusal(case) or next((reason for reason, true in refusals.items() if true), "")
 
     def bind(self, case: Case, weights: Weights, memory: Memory) -> Bound:
-        """Bind norm, projection and rotation: (hidden_TD, angles) -> q_THd, k_TKd, v_TKd."""
+        """Return the function that makes queries, keys and values: (hidden_TD, angles) -> q_THd, k_TKd, v_TKd.
+
+        The function normalises hidden states, projects them, and rotates queries and keys. angles: cosines and sines
+        from the operation embed.
+        """
         assert case.layer is not None, "it is in a layer"
         attention = case.layer.grouped
         normed = self._normed(weights["attention_norm"][0], case.rows, memory)
@@ -66,7 +73,12 @@ class TritonAttention(TritonKernel):
         self._bind = resources.table.bind
 
     def bind(self, case: Case, weights: Weights, memory: Memory) -> Bound:
-        """Bind attention over the KV cache: (qkv, cached, step) -> attended_TX."""
+        """Return the function that stores new keys and values and attends over the KV cache: (qkv, cached, step) ->
+        attended_TX.
+
+        qkv: queries, keys and values of T new tokens. cached: a layer's KV cache. step: the places of the new tokens in
+        the cache. X: heads times head size.
+        """
         return self._decode_step(case, memory) if case.decodes else self._prompts(case, weights, memory)
 
     def _prompts(self, case: Case, weights: Weights, memory: Memory) -> Bound:
@@ -143,7 +155,11 @@ class TritonPromptAttention(TritonKernel):
     uses_memory = False
 
     def bind(self, case: Case, weights: object, memory: object) -> Bound:
-        """Bind attention of prompts: (q_THd, views) -> attended_TX."""
+        """Return the function that attends from T new tokens over views of keys and values: (q_THd, views) ->
+        attended_TX.
+
+        views: the keys and values of sequences, new tokens included. X: heads times head size.
+        """
         assert case.layer is not None, "it is in a layer"
         return partial(self._attend, case.layer.grouped.window or operators.UNLIMITED)
 

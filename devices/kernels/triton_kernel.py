@@ -49,7 +49,11 @@ class TritonKernel(Kernel):
         self._tables: dict[tuple[int, ...], Tensor] = {}
 
     def refusal(self, case: Case) -> str:
-        """A reason to refuse the CPU, formats but row blocks, unaligned rows, and features that few models have."""
+        """Return the reason why a case is refused; empty if the kernel takes the case.
+
+        Refused are the CPU, storage formats but plain row blocks, rows that are not multiples of 16 bytes, and rare
+        features of models, such as attention sinks.
+        """
         if case.device == "cpu":
             return "it is for GPUs"
         if not case.formats <= {ROWS}:

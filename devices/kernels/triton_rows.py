@@ -38,7 +38,9 @@ GROUPED_BYTES = 1 << 13
 
 
 class TritonEmbed(TritonKernel):
-    """The embeddings of tokens, and the angles of the rotary embedding."""
+    """Looks up the embeddings of tokens, and computes the cosines and sines of the rotary embedding for their
+    positions.
+    """
 
     operation = "embed"
 
@@ -48,12 +50,18 @@ class TritonEmbed(TritonKernel):
         return qkv_functions.rotary_frequencies(self._config.attention, self._device)
 
     def refusal(self, case: Case) -> str:
-        """A reason to refuse what the base does, and angles whose sines have a factor; empty for other cases."""
+        """Return the reason why a case is refused: a factor on cosines and sines, or a reason of `TritonKernel`; else
+        empty.
+        """
         plain = self._config.attention.rotary.magnitude == 1
         return super().refusal(case) or ("" if plain else "its cosines and sines have magnitude 1")
 
     def bind(self, case: Case, weights: Weights, memory: Memory) -> Bound:
-        """Bind the lookup of embeddings: (ids, positions, steps) -> hidden_TD, angles."""
+        """Return the function that looks up embeddings: (token ids, positions, steps) -> hidden_TD, (cosines, sines).
+
+        The cosines and sines are those of the rotary embedding at each position. steps: the step in each KV cache, read
+        only by kernels that prepare data for a GPU.
+        """
         attention = self._config.attention
         hidden_TD = self._result(memory, "hidden", case.rows, self._config.hidden)
         shape = case.rows, 1, attention.rotary.turning(attention.head_dim)
@@ -93,12 +101,14 @@ class TritonEmbed(TritonKernel):
 
 
 class TritonOutputProjection(TritonKernel):
-    """The output projection of attention, plus the residual."""
+    """Projects attention's output to the hidden size, and adds the residual."""
 
     operation = "output_projection"
 
     def bind(self, case: Case, weights: Weights, memory: Memory) -> Bound:
-        """Bind the output projection with the residual: (attended_TX, residual_TD) -> hidden_TD."""
+        """Return the function that projects attention's output and adds the residual: (attended_TX, residual_TD) ->
+        hidden_TD.
+        """
         matrix = self._matrix(weights["o"])
         out_TD = self._result(memory, "projected", case.rows, self._config.hidden)
 
@@ -110,12 +120,15 @@ class TritonOutputProjection(TritonKernel):
 
 
 class TritonRoute(TritonKernel):
-    """Norm before the experts, router, and the choice of experts."""
+    """Normalises hidden states, computes the router's logits, and chooses each token's experts with their weights."""
 
     operation = "route"
 
     def refusal(self, case: Case) -> str:
-        """A reason to refuse what the base does, a missing router, sigmoid, and groups; empty for other cases."""
+        """Return the reason why a case is refused; empty if the kernel takes the case.
+
+        Refused are a layer without a router, sigmoid scores, groups of experts, and all that `TritonKernel` refuses.
+        """
         assert case.layer is not None, "it is in a layer"
         network = case.layer.feed_forward
         router = network.router
@@ -125,7 +138,7 @@ class TritonRoute(TritonKernel):
         return super().refusal(case) or ("" if plain else "it takes a router with softmax, without groups")
 
     def bind(self, case: Case, weights: Weights, memory: Memory) -> Bound:
-        """Bind norm, router and the choice of experts: (hidden_TD) -> Routed."""
+        """Return the function that normalises hidden states and chooses each token's experts: (hidden_TD) -> `Routed`."""
         assert case.layer is not None, "it is in a layer"
         network, rows = case.layer.feed_forward, case.rows
         norm_D, matrix = weights["ffn_norm"][0], self._matrix(weights["router"])
@@ -145,13 +158,13 @@ class TritonRoute(TritonKernel):
 
 
 class TritonExpert(TritonKernel):
-    """One expert on its rows."""
+    """Runs one expert on the rows of tokens that chose it."""
 
     operation = "expert"
     uses_memory = False
 
     def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
-        """Bind one expert: (x_nD, y_nD) -> None."""
+        """Return the function that runs one expert on n rows x and writes the n outputs to y: (x_nD, y_nD) -> None."""
         intermediate = sum(map(len, weights["gate"]))
         gate, up, down = (self._matrix(weights[part]) for part in EXPERT_PARTS)
 
@@ -165,12 +178,17 @@ class TritonExpert(TritonKernel):
 
 
 class TritonCombine(TritonKernel):
-    """The weighted sum of each token's expert outputs, plus the residual."""
+    """Adds up each token's expert outputs, weighted by the router, and the residual."""
 
     operation = "combine"
 
     def bind(self, case: Case, weights: object, memory: Memory) -> Bound:
-        """Bind the weighted sum of the experts' outputs: (y_nD, rows_Tk, weights_Tk, residual_TD) -> hidden_TD."""
+        """Return the function that sums experts' outputs: (y_nD, rows_Tk, weights_Tk, residual_TD) -> hidden_TD.
+
+        y: the outputs, a row for each pair of a token and one of its k experts. rows: the row of y for each pair.
+        weights: the router's weight of each pair. The result is the weighted sum of each token's outputs plus the
+        residual.
+        """
         out_TD = self._result(memory, "hidden", case.rows, self._config.hidden)
 
         def combine(y_nD: Tensor, rows_Tk: Tensor, weights_Tk: Tensor, residual_TD: Tensor) -> Tensor:
@@ -195,13 +213,19 @@ class TritonMoELayer(TritonKernel):
         self._route = TritonRoute(parts)
 
     def refusal(self, case: Case) -> str:
-        """A reason to refuse what the router's kernel does, and shared experts; empty for other cases."""
+        """Return the reason why a case is refused: a shared expert, or a reason of `TritonRoute`; else empty."""
         assert case.layer is not None, "it is in a layer"
         shared = "it runs routed experts" if case.layer.feed_forward.shared else ""
         return self._route.refusal(case) or shared
 
     def bind(self, case: Case, weights: Weights, memory: Memory) -> Bound:
-        """Bind output projection, router and experts: (attended_TX, hidden_TD) -> hidden_TD, experts_Tk, None."""
+        """Return the function that computes a layer after attention: (attended_TX, hidden_TD) -> hidden_TD, experts_Tk,
+        None.
+
+        The function projects attention's output, adds the residual hidden_TD, and runs router, experts and their
+        weighted sum. experts_Tk: each token's experts. The last result is None, as the host does not know the experts'
+        numbers of rows.
+        """
         assert case.layer is not None, "it is in a layer"
         network = case.layer.feed_forward
         # Copied to the host when later layers may have run.
@@ -265,7 +289,9 @@ class TritonObservedLayer(TritonMoELayer):
     operation = "observed_moe_layer"
 
     def refusal(self, case: Case) -> str:
-        """A reason to refuse what the base does, and more tokens than a micro-batch keeps memory for; else empty."""
+        """Return the reason why a case is refused: too many tokens for a micro-batch's memory, or a reason of
+        `TritonMoELayer`; empty if the kernel takes the case.
+        """
         few = case.rows <= KEPT_ROWS and case.rows * DTYPES[case.dtype] <= GROUPED_BYTES // _top_k(case)
         return super().refusal(case) or ("" if few else f"it takes up to {KEPT_ROWS} rows in one part")
 
@@ -274,12 +300,15 @@ class TritonObservedLayer(TritonMoELayer):
 
 
 class TritonLogits(TritonKernel):
-    """The last norm and the LM head."""
+    """Applies the last norm and the LM head to hidden states, which gives logits."""
 
     operation = "logits"
 
     def bind(self, case: Case, weights: Weights, memory: Memory) -> Bound:
-        """Bind last norm and LM head: (hidden_TD, rows) -> logits_SV."""
+        """Return the function that computes logits, float32, from hidden states: (hidden_TD, rows) -> logits_SV.
+
+        rows: indices of the S rows of hidden_TD whose logits are wanted.
+        """
         return partial(self._on_rows, self._captured(self._logits(case, weights, memory), memory))
 
     def _logits(self, case: Case, weights: Weights, memory: Memory) -> Callable[[Tensor], Tensor]:
@@ -300,12 +329,16 @@ class TritonLogits(TritonKernel):
 
 
 class TritonGreedy(TritonLogits):
-    """The logits, and the likeliest token of each row, which is found on the GPU."""
+    """Computes the logits of some rows and finds the likeliest token of each row on the GPU."""
 
     operation = "greedy"
 
     def bind(self, case: Case, weights: Weights, memory: Memory) -> Bound:
-        """Bind logits and the likeliest tokens: (hidden_TD, rows) -> logits_SV, tokens."""
+        """Return the function that computes logits and the likeliest tokens: (hidden_TD, rows) -> logits_SV, tokens.
+
+        rows: indices of the S rows of hidden_TD whose logits are wanted. tokens: the likeliest token of each row; -1
+        where its logits are not finite.
+        """
         logits = self._logits(case, weights, memory)
         tokens_S = self._result(memory, "tokens", case.rows, dtype=torch.int64)
 
