@@ -34,9 +34,9 @@ Metal then reads an expert's weights once for neighbouring rows, in another kern
 
 
 class Stack(NamedTuple):
-    """The matrices of several experts, each part as blocks (E, D, some of N).
+    """The gate, up and down matrices of several experts, each as a list of blocks (E experts, D, some of N columns).
 
-    transposed_down: whether the blocks of down are (E, some of D, N) instead.
+    transposed_down: True if the blocks of down are (E, some of D, N) instead.
     """
 
     gate: Blocks
@@ -46,12 +46,13 @@ class Stack(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """The expert that each row belongs to.
+    """The expert of each row of an experts' input; rows are sorted by expert.
 
     Attributes:
-        indices_n: the expert's index in its stack, uint32, ascending.
-        counts: number of rows of each index; None if the host does not know it: then a kernel must gather matrices.
-        many: whether the micro-batch has at least `MANY_ROWS`.
+        indices_n: index of each row's expert in its stack, uint32, ascending.
+        counts: number of rows of each index; None if the host does not know the numbers: then a kernel must gather
+            matrices.
+        many: True if the micro-batch has at least `MANY_ROWS` rows.
     """
 
     indices_n: Array
@@ -60,7 +61,7 @@ class Rows(NamedTuple):
 
 
 class KVView(NamedTuple):
-    """The cached keys and values of S sequences of one length, the last `queries` tokens of which are new."""
+    """The cached keys and values of S sequences of one length L; the last `queries` tokens of each sequence are new."""
 
     keys_SLKd: Array
     values_SLKd: Array
@@ -84,7 +85,9 @@ def _joined(parts: list[Array], axis: int) -> Array:
 
 
 def rotary_angles(positions_T: Array, attention: GroupedAttention) -> tuple[Array, Array]:
-    """Cosines and signed sines (T, 1, w), float32, that rotate w entries of queries and keys by their positions."""
+    """Compute the cosines and signed sines, both (T, 1, w), float32, that rotate the first w entries of each head by
+    position.
+    """
     rotary, head_dim = attention.rotary, attention.head_dim
     width = rotary.turning(head_dim)
     frequencies_h = 1.0 / rotary.theta ** (mx.arange(0, width, 2, dtype=mx.float32) / width)
@@ -96,9 +99,9 @@ def rotary_angles(positions_T: Array, attention: GroupedAttention) -> tuple[Arra
 
 
 def apply_rotary(x_THd: Array, cos_T1w: Array, sin_T1w: Array, *, interleaved: bool = False) -> Array:
-    """Heads whose first w entries are rotated by `rotary_angles`; entries i and i + w/2 of a head make a pair.
+    """Rotate the first w entries of each head by the angles from `rotary_angles`; entries i and i + w/2 make a pair.
 
-    interleaved: entries 2i and 2i + 1 make a pair instead, and go to i and i + w/2.
+    interleaved: True if entries 2i and 2i + 1 make a pair instead; the rotated pair goes to entries i and i + w/2.
     """
     width = cos_T1w.shape[-1]
     turning = x_THd[..., :width]
@@ -142,14 +145,15 @@ def project_qkv(
 
 
 def _normed_heads(x_TX: Array, weight: Array, eps: float) -> Array:
-    """Each head normalised; the whole projection if the weight has its width."""
+    """Normalise each head's entries; normalise the whole projection if the norm's weight is as wide as the projection."""
     return norm(x_TX.reshape(len(x_TX), -1, len(weight)), weight, eps).reshape(len(x_TX), -1)
 
 
 def attention(q_THd: Array, views: Sequence[KVView], window: int | None = None) -> Array:
-    """Causal attention of each sequence over its own cache: (T, H * d).
+    """Attend from T new tokens, each over the earlier tokens of its own sequence and itself; returns (T, H * d).
 
-    q_THd: the new tokens of the first view's sequences, one after the other, then those of the second view's.
+    q_THd: queries of the new tokens: those of the first view's sequences, one sequence after the other, then those of
+    the second view's.
     window: number of tokens that a query sees, itself included; None for itself and all earlier tokens.
     """
     parts = []
@@ -185,7 +189,11 @@ def _attend(q_SHqd: Array, view: KVView, window: int | None) -> Array:
 
 
 def _mask(start: int, stop: int, first_key: int, window: int | None) -> Array | str | None:
-    """The mask of queries at positions start .. stop-1 over keys first_key .. stop-1: True where a query sees a key."""
+    """Return the mask of queries at positions start .. stop-1 over keys first_key .. stop-1: True where a query sees a
+    key.
+
+    The result is None for a single query, which sees all keys, and "causal" without a window, as MLX has that mask.
+    """
     if stop - start == 1:
         return None  # all of them
     if window is None:
@@ -195,21 +203,22 @@ def _mask(start: int, stop: int, first_key: int, window: int | None) -> Array | 
 
 
 def router_logits(x_TD: Array, router: Blocks) -> Array:
-    """The router's logits (T, E), float32."""
+    """Compute the router's logits (T tokens, E experts), float32."""
     return linear(x_TD.astype(mx.float32), [block.astype(mx.float32) for block in router])
 
 
 def scores(logits_TE: Array) -> Array:
-    """Each expert's probability by the router (E), float32, averaged over the tokens."""
+    """Return the probability that the router gives each expert, averaged over the tokens: (E), float32."""
     return mx.softmax(logits_TE, axis=-1).mean(axis=0)
 
 
 def choose_experts(
     logits_TE: Array, network: FeedForward, bias_E: Array | None = None
 ) -> tuple[Array, Array]:
-    """The experts of each token (uint32, ascending) and their weights (float32), both (T, k).
+    """Choose each token's k experts by logits; returns experts (uint32, ascending) and their weights (float32), both
+    (T, k).
 
-    bias_E: is added to the scores of a corrected router to choose the experts, but not in their weights.
+    bias_E: correction that is added to the scores to choose experts, but not in the weights; None without one.
     """
     router, top_k = network.router, network.top_k
     scores_TE = logits_TE if router.score == "softmax" else mx.sigmoid(logits_TE)
@@ -231,9 +240,9 @@ def choose_experts(
 
 
 def within_groups(choice_TE: Array, router: Router) -> Array:
-    """The scores to choose experts by, (T, E), with minus infinity for experts of groups that are not kept.
+    """Set the scores (T, E) of experts outside the best groups to minus infinity, so that no token chooses them.
 
-    A group's score is the sum of the two highest in it, and `kept_groups` groups with the highest scores are kept.
+    A group's score is the sum of its two highest scores; the `kept_groups` groups with the highest scores are kept.
     """
     if router.kept_groups == router.groups:
         return choice_TE
@@ -245,10 +254,11 @@ def within_groups(choice_TE: Array, router: Router) -> Array:
 
 
 class Grouping(NamedTuple):
-    """The inputs of experts: a row for each pair of a token and one of its experts, by expert, then by token.
+    """The input rows of experts: one row for each pair of a token and one of its experts, sorted by expert, then by
+    token.
 
-    x_nD: the rows. experts_n: each row's expert. rows_Tk: the row of each pair; None for a single token, whose rows are
-    in the order of its experts.
+    x_nD: the rows. experts_n: the expert of each row. rows_Tk: the row of each pair; None for a single token, whose
+    rows are in the order of its experts.
     """
 
     x_nD: Array
@@ -257,7 +267,7 @@ class Grouping(NamedTuple):
 
 
 def group_by_expert(x_TD: Array, experts_Tk: Array) -> Grouping:
-    """The input rows of the experts that tokens chose, sorted by expert."""
+    """Copy each token's hidden state to a row for each expert that the token chose, sorted by expert."""
     tokens, top_k = experts_Tk.shape
     if tokens == 1:
         return Grouping(mx.broadcast_to(x_TD, (top_k, x_TD.shape[1])), experts_Tk.reshape(-1), None)
@@ -266,23 +276,25 @@ def group_by_expert(x_TD: Array, experts_Tk: Array) -> Grouping:
 
 
 def sort_rows(experts_Tk: Array) -> tuple[Array, Array, Array]:
-    """Sort the pairs of token and expert by expert: each row's token (n) and expert (n), and each pair's row (T, k)."""
+    """Sort the pairs of a token and one of its experts by expert; returns each row's token (n), each row's expert (n),
+    and each pair's row (T, k).
+    """
     flat = experts_Tk.reshape(-1)
     order_n = mx.argsort(flat)
     return order_n // experts_Tk.shape[1], flat[order_n], mx.argsort(order_n).reshape(experts_Tk.shape)
 
 
 def gathered_experts(stack: Stack, x_nD: Array, rows: Rows) -> Array:
-    """The experts' outputs (n, D), down @ (silu(gate @ x) * (up @ x)), by kernels that gather each row's matrices.
+    """Run experts on n rows by kernels that gather each row's matrices: down @ (silu(gate @ x) * (up @ x)), (n, D).
 
-    A row's result depends on no other row, so it is the same whether experts run together or one by one.
+    A row's result depends on no other row, so the result is the same if experts run together or one by one.
     """
     tiles = [_ffn(x, stack, product).squeeze(1) for x, product in _gathered(x_nD[:, None], rows)]
     return _joined(tiles, axis=0)
 
 
 def experts_one_by_one(stack: Stack, x_nD: Array, rows: Rows) -> Array:
-    """The experts' outputs as by `gathered_experts`, computed expert by expert; `rows` must have counts."""
+    """Run experts one after the other, with the results of `gathered_experts`: (n, D); `rows.counts` must not be None."""
     assert rows.counts is not None, "the host knows the rows"
     return _joined([_ffn(x, stack, product) for x, product in _one_by_one(x_nD, rows.counts)], axis=0)
 
@@ -295,7 +307,9 @@ def _ffn(x_nD: Array, stack: Stack, product: Product) -> Array:
 
 
 def _sum_of_products(x_nI: Array, blocks: Blocks, product: Product) -> Array:
-    """The product with a matrix in blocks of its inputs: the blocks' products, summed in float32, rounded once."""
+    """Multiply rows by a matrix that is cut along its inputs: the blocks' products are summed in float32 and rounded
+    once.
+    """
     if len(blocks) == 1:
         return product(x_nI, blocks)
     ends = list(accumulate(block.shape[1] for block in blocks))
@@ -305,7 +319,7 @@ def _sum_of_products(x_nI: Array, blocks: Blocks, product: Product) -> Array:
 
 
 def _gathered(x_n1D: Array, rows: Rows) -> Iterator[tuple[Array, Product]]:
-    """Yield tiles of rows of any experts, each with the function that multiplies it by its experts' matrices."""
+    """Yield tiles of rows, each with the function that multiplies every row by the matrix of its own expert."""
     tile = EXPERTS_AT_ONCE * EXPERT_TILE
     count = len(x_n1D)
     if count <= tile:
@@ -317,10 +331,10 @@ def _gathered(x_n1D: Array, rows: Rows) -> Iterator[tuple[Array, Product]]:
 
 
 def _gather(indices_n: Array, many: bool, x_n1D: Array, blocks: Blocks) -> Array:
-    """The product of each row with its expert's matrix.
+    """Multiply each row by the matrix of its expert, given by the index of the expert in a stack; `many` as in `Rows`.
 
-    For few rows the rows' indices are passed, which saves MLX making them in each call. For many rows MLX must make
-    them itself, or it would not use the fact that they ascend.
+    Few rows: the indices of rows are passed, so that MLX need not make them in each call. Many rows: MLX makes the
+    indices, as it uses only then that the experts' indices ascend.
     """
     own = None if many else _ascending(len(x_n1D))
     parts = [
@@ -350,21 +364,25 @@ def _multiply(index: int, x_nD: Array, blocks: Blocks) -> Array:
 
 
 def sum_experts(y_nD: Array, rows_Tk: Array | None, weights_Tk: Array) -> Array:
-    """The weighted sum of each token's expert outputs: (T, D), float32, added by ascending expert.
+    """Sum each token's expert outputs, weighted by the router, in ascending order of expert: (T, D), float32.
 
-    rows_Tk: as in `Grouping`.
+    rows_Tk: the row of y for each pair of a token and an expert, as in `Grouping`.
     """
     return mlx_elements.added(*_weighted(y_nD, rows_Tk, weights_Tk)).squeeze(1)
 
 
 def combine(y_nD: Array, rows_Tk: Array | None, weights_Tk: Array, residual_TD: Array) -> Array:
-    """The residual plus `sum_experts`, rounded once to the residual's dtype."""
+    """Add each token's weighted expert outputs, as by `sum_experts`, to the residual; rounded once to the residual's
+    dtype.
+    """
     parts = _weighted(y_nD, rows_Tk, weights_Tk)
     return mlx_elements.added_to(residual_TD[:, None], *parts).squeeze(1)
 
 
 def _weighted(y_nD: Array, rows_Tk: Array | None, weights_Tk: Array) -> list[Array]:
-    """Each token's expert outputs times their weights, (T, 1, D), float32, one array per expert, ascending."""
+    """Multiply each token's expert outputs by their weights; returns k arrays (T, 1, D), float32, in ascending order of
+    expert.
+    """
     y_TkD = y_nD[None] if rows_Tk is None else y_nD[rows_Tk]
     weighted_TkD = mlx_elements.weighted(y_TkD, weights_Tk[:, :, None])
     return list(mx.split(weighted_TkD, weighted_TkD.shape[1], axis=1))

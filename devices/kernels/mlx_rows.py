@@ -23,7 +23,7 @@ class MlxKernel(Kernel):
     """The base of kernels in MLX, for any device.
 
     Args:
-        table: finds the kernels that this one is made of.
+        table: the kernel table, by which a kernel finds the kernels of other operations that it calls.
     """
 
     name = "mlx"
@@ -151,7 +151,7 @@ def _route(
 
 
 class GatheredExperts(MlxKernel):
-    """The experts of a stack in a few kernels, each of which gathers the matrix of each row's expert."""
+    """Runs the experts of a stack in a few MLX kernels, each of which gathers the matrix of each row's expert."""
 
     operation = "experts"
     name = "mlx gathered"
@@ -176,7 +176,7 @@ def _not_gathered(case: Case) -> str:
 
 
 class ExpertsOneByOne(MlxKernel):
-    """The experts of a stack one after the other, by three products each."""
+    """Runs the experts of a stack one after the other, with three products for each expert."""
 
     operation = "experts"
     name = "mlx one by one"
@@ -211,7 +211,7 @@ class MlxCombine(MlxKernel):
 
 
 class MlxMoELayer(MlxKernel):
-    """All of a layer after attention, without waiting for the router: the host learns its choices at the end."""
+    """Computes a layer after attention without waiting for the router: the host reads the router's choices at the end."""
 
     operation = "moe_layer"
     takes = "experts in one stack, as `mlx gathered` does"
@@ -286,7 +286,7 @@ MLX = (
 
 
 def mlx_table(config: ModelConfig) -> KernelTable:
-    """The table of all kernels of MLX."""
+    """Make the kernel table of MLX, with all kernels of this module."""
     table = KernelTable(())
     for row in MLX:
         table.add(row(config, table))

@@ -15,13 +15,15 @@ ALL_ROWS, ALL_STACKED = frozenset({ROWS}), frozenset({ROWS, STACK})
 
 
 class Arrays(KernelWeights[Array]):
-    """Arrays by name, each as blocks (D, some of N) of a transposed matrix; in a stack they are (E, D, some of N).
+    """Arrays by name, each as a list of blocks (D, some of N columns) of a transposed matrix.
+
+    In a stack, which holds the matrices of several experts, blocks are (E experts, D, some of N).
 
     Args:
-        experts: for each expert of the layer the stack that it is in, and its index there.
+        experts: the stack that holds each expert of the layer, and the expert's index in the stack, by expert.
 
     Attributes:
-        stack: the stack that has all experts of the layer; None if they are in several.
+        stack: the stack that holds all experts of the layer; None if the experts are in several stacks or in none.
     """
 
     def __init__(
@@ -43,9 +45,9 @@ class Arrays(KernelWeights[Array]):
 
 
 def stack_of(parts: Mapping[str, Sequence[Array]], layer: Layer) -> Arrays:
-    """Make a stack of experts from blocks as the files hold them.
+    """Make a stack of experts from blocks as a checkpoint's files hold them; matrices are transposed for MLX.
 
-    parts: the blocks of each of gate, up and down: (E, some of N, D), or (E, some of D, N) for a transposed down.
+    parts: the blocks of gate, up and down by name: (E, some of N, D), or (E, some of D, N) for a transposed down.
     """
     transposed = layer.feed_forward.transposed_down
     turned = {

@@ -24,7 +24,9 @@ QKV = tuple[Tensor, Tensor, Tensor]
 
 
 class NativeAttentionKernel(LibraryKernel):
-    """The base of attention by the native library."""
+    """The base of the native library's kernels for attention: holds the library's threads and the dtype of hidden
+    states.
+    """
 
     def __init__(self, resources: Resources) -> None:
         super().__init__(resources)
@@ -33,7 +35,7 @@ class NativeAttentionKernel(LibraryKernel):
 
 
 class NativeDecodeAttention(NativeAttentionKernel):
-    """Attention of a decode step: one new token of each sequence over a KV cache in blocks."""
+    """Attends in a decode step: from one new token of each sequence over a KV cache in blocks."""
 
     operation = "attention"
     takes = "decode steps in float32 or bfloat16 on a CPU"
@@ -62,7 +64,9 @@ class NativeDecodeAttention(NativeAttentionKernel):
 
 
 class _Attention:
-    """Calls the library; prepares the arguments again only when tensors or cache differ from the last call's."""
+    """Calls the library's attention; prepares arguments again only when tensors or cache are not those of the last
+    call.
+    """
 
     __slots__ = ("_attended_TX", "_cached", "_call", "_prepared", "_qkv")
 
@@ -82,7 +86,7 @@ class _Attention:
 
 
 class NativePromptAttention(NativeAttentionKernel):
-    """Attention of a prefill step: all new tokens of prompts."""
+    """Attends in a prefill step: from all new tokens of prompts over their keys and values."""
 
     operation = "prompt_attention"
     takes = "bfloat16 on a CPU with AVX512_BF16 and no AMX"

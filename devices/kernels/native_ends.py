@@ -110,7 +110,7 @@ class NativeGreedy(NativeMemoryKernel):
 
 
 class _Greedy:
-    """Calls the library; makes a new `HeadCall` only when the rows differ from the last call's."""
+    """Calls the library for logits and tokens; makes a new `HeadCall` only when `rows` differs from the last call's."""
 
     def __init__(self, threads: NativeKernels, head: Head) -> None:
         self._threads = threads
@@ -127,10 +127,10 @@ class _Greedy:
 
 
 class HeadCall:
-    """A native call that computes the logits of some rows, with memory for them.
+    """A native call that computes the logits of some rows of hidden states, with memory for the results.
 
     Args:
-        head: arguments that depend on the weights; they are copied.
+        head: arguments that depend on the weights of norm and LM head; the struct is copied.
         rows: indices of the rows of the hidden states.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""The bases of the native library's kernels: their threads, and the cases that those for bfloat16 models take."""
+"""The bases of the native library's kernels: they hold the library's threads, and refuse cases that the library lacks."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class LibraryKernel(Kernel):
 
 
 class NativeKernel(LibraryKernel):
-    """A kernel of the native library for bfloat16 models: all operations but attention."""
+    """The base of the native library's kernels for bfloat16 models, for all operations but attention."""
 
     takes = "rows of bfloat16 by coded weights, and few by bfloat16 ones, on a CPU"
 
@@ -75,11 +75,13 @@ class NativeKernel(LibraryKernel):
 
 
 class NativeMemoryKernel(NativeKernel):
-    """A kernel that writes its results to the memory of a micro-batch."""
+    """The base of native kernels that write their results to the memory of a micro-batch."""
 
     uses_memory = True
 
 
 def hidden_states(memory: Memory, config: ModelConfig) -> Tensor:
-    """The tensor (T, D) for hidden states, which the kernels of all layers share."""
+    """Return the tensor for hidden states (T, D) in a micro-batch's memory; the kernels of all layers write to this
+    tensor.
+    """
     return memory.tensor("hidden", memory.rows, config.hidden, dtype=BFLOAT16)

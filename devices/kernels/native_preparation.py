@@ -1,4 +1,4 @@
-"""Arguments of native calls that depend only on the model and its weights, so that they are made once."""
+"""Makes the structs of arguments for native calls, once for each layer, as they depend only on model and weights."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from .qkv_functions import qkv_bias
 
 
 class Preparation:
-    """Prepares arguments of native calls that depend only on the model and its weights.
+    """Makes the structs of arguments for native calls that depend only on the model and its weights.
 
-    Arrays that the arguments point to are appended to `held`, so that the caller keeps them alive.
+    Each method appends the arrays that its struct points to to the list `held`; the caller keeps the list alive.
     """
 
     def __init__(self, config: ModelConfig) -> None:
         self._config = config
 
     def inputs(self, weights: Weights, held: Held) -> Inputs:
-        """Arguments of `moesched_attention_inputs`."""
+        """Return the arguments of the C function `moesched_attention_inputs` for a layer's weights."""
         assert weights.layer is not None, "they are of a layer"
         attention = weights.layer.grouped
         inputs = Inputs(
@@ -55,7 +55,7 @@ class Preparation:
         return inputs
 
     def layer(self, weights: Weights, held: Held) -> Layer:
-        """Arguments of `moesched_route` and `moesched_moe_layer`."""
+        """Return the arguments of the C functions `moesched_route` and `moesched_moe_layer` for a layer's weights."""
         assert weights.layer is not None, "they are of a layer"
         network = weights.layer.feed_forward
         layer = Layer(
@@ -86,7 +86,7 @@ class Preparation:
         return layer
 
     def head(self, weights: Weights, held: Held) -> Head:
-        """Arguments of `moesched_logits`."""
+        """Return the arguments of the C function `moesched_logits` for the weights of last norm and LM head."""
         blocks = weights["lm_head"]
         vocabulary = sum(len(block) for block in blocks)
         return Head(
@@ -103,7 +103,10 @@ class Preparation:
 
 
 def _held_experts(weights: Weights, prefixes: Sequence[str], held: Held) -> int | None:
-    """The address of experts' matrices for C, given what their names begin with; None if some are not there."""
+    """Return the address of an array with the matrices of several experts for C; None if a matrix is not loaded.
+
+    prefixes: the beginnings of the experts' names of weights, such as "experts.0.".
+    """
     names = [prefix + part for prefix in prefixes for part in EXPERT_PARTS]
     if not all(name in weights for name in names):
         return None
@@ -112,6 +115,6 @@ def _held_experts(weights: Weights, prefixes: Sequence[str], held: Held) -> int 
 
 
 def _held(blocks: Blocks, held: Held) -> int:
-    """The address of a matrix's description for C, which is appended to `held`."""
+    """Describe a matrix for C and append the description to `held`; returns the description's address."""
     held.append(matrix_of(blocks))
     return address(held[-1])

@@ -14,7 +14,7 @@ MOST_COLUMN_ROWS = 16
 
 
 class NativeProduct(NativeKernel):
-    """A product with the row blocks of a matrix."""
+    """Multiplies rows of bfloat16 by the row blocks of a matrix."""
 
     operation = "product"
 
@@ -33,7 +33,7 @@ class NativeProduct(NativeKernel):
 
 
 class NativeColumns(NativeProduct):
-    """A product with a matrix that is stored transposed."""
+    """Multiplies a few rows of bfloat16 by a matrix that is stored transposed."""
 
     takes = f"{MOST_COLUMN_ROWS} rows of bfloat16 and less by matrices that are stored transposed, on a CPU"
 

@@ -53,7 +53,9 @@ class NativeAttentionInputs(NativeMemoryKernel):
 
 
 class _AttentionInputs:
-    """Calls the library; takes addresses anew only when the inputs are other tensors than in the last call."""
+    """Calls the library; writes new addresses to the arguments only if the input tensors are not those of the last
+    call.
+    """
 
     __slots__ = ("_angles", "_arguments", "_hidden_TD", "_qkv", "_run")
 
@@ -140,7 +142,9 @@ def _combine(
 
 
 class NativeMoELayer(NativeMemoryKernel):
-    """The operations of a layer after attention: output projection, norm, router, experts, and their weighted sum."""
+    """Computes a layer after attention in one call of C: output projection, norm, router, experts, and their weighted
+    sum.
+    """
 
     operation = "moe_layer"
 
@@ -179,7 +183,9 @@ class NativeMoELayer(NativeMemoryKernel):
 
 
 class _MoELayer:
-    """Calls the library; takes addresses anew only when the inputs are other tensors than in the last call."""
+    """Calls the library; writes new addresses to the arguments only if the input tensors are not those of the last
+    call.
+    """
 
     __slots__ = (
         "_attended_TX",
@@ -220,7 +226,10 @@ class _MoELayer:
 
 
 def choices_in(memory: Memory, hidden: int, network: FeedForward) -> Routed:
-    """The tensors for a router's result; logits begin as zeros, and stay so where a layer has a single expert."""
+    """Return the tensors for a router's result in a micro-batch's memory.
+
+    The logits begin as zeros, and stay zeros in a layer with a single expert, which has no router.
+    """
     rows = memory.rows
     return Routed(
         memory.tensor("experts' input", rows, hidden, dtype=BFLOAT16),
@@ -231,9 +240,9 @@ def choices_in(memory: Memory, hidden: int, network: FeedForward) -> Routed:
 
 
 def _write_choices(layer: Layer, choices: Routed, memory: Memory, case: Case) -> Tensor | None:
-    """Set the addresses of a router's result in a call's arguments.
+    """Write the addresses of the tensors for a router's result to a native call's arguments.
 
-    Returns the tensor for the scores of a sigmoid router, which only C reads and the caller keeps; None for softmax.
+    Returns memory for the scores of a sigmoid router, which C uses and the caller must keep; None for softmax.
     """
     assert case.layer is not None, "it is in a layer"
     layer.x, layer.chosen, layer.weights, layer.logits = (

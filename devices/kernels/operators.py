@@ -1,12 +1,12 @@
 """The operators of a step, `torch.ops.moesched`: each writes to tensors that it is given, and is one launch on a GPU.
 
-Each function here defines an operator and computes it on the host's tensors, in plain torch with sums in float64: the
-reference for kernels. A kernel for GPUs registers itself for the same operator (`triton_launches.py`).
+Each function here defines an operator and computes it on the host's tensors in plain torch, with sums in float64: the
+reference for GPU kernels. A kernel for GPUs registers itself for the same operator (`triton_launches.py`).
 
-Shapes in names are those of `functions.py`, and N slots of a KV cache, P parts of a sequence, h half of a head. A
-matrix comes twice: as its row blocks, and as a table of them for kernels: (matrices, blocks, 2), int64, with the first
-row and the address of each block. A stack has one matrix for each expert; a matrix with fewer blocks than others
-repeats its last block.
+The letters in names of tensors are their dimensions: see `functions.py`, and N slots of a KV cache, P parts of a
+sequence, h half of a head. An operator gets a matrix twice: as the list of its row blocks, and as a table for GPU
+kernels, (matrices, blocks, 2), int64, with the first row and the address of each block. A stack has one matrix for each
+expert; a matrix with fewer blocks than the others repeats its last block.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ _LIBRARY = Library("moesched", "DEF")  # a call takes a quarter of the time of a
 
 
 def _operator(*written: str) -> Callable[[Operator], Operator]:
-    """Decorate a reference: define the operator of its name; `written` names the arguments that it writes to."""
+    """Return the decorator that defines an operator, named as the decorated function, which computes it on the CPU.
+
+    written: the names of the arguments that the operator writes to.
+    """
 
     def define(reference: Operator) -> Operator:
         name = reference.__name__
@@ -48,7 +51,9 @@ def _operator(*written: str) -> Callable[[Operator], Operator]:
 
 
 def on_gpu(launch: Operator) -> Operator:
-    """Decorate a launch: register it for tensors on a GPU, for the operator of the same name."""
+    """Decorate a function that launches a GPU kernel: register it as the GPU's version of the operator of the same
+    name.
+    """
     _LIBRARY.impl(launch.__name__, launch, "CUDA")
     return launch
 
@@ -63,7 +68,7 @@ def embed(
     cosines_T1d: Tensor,
     sines_T1d: Tensor,
 ) -> None:
-    """Look up embeddings, and compute the cosines and signed sines of the tokens' positions."""
+    """Write the embeddings of tokens, and the cosines and signed sines of their positions, to the last three arguments."""
     hidden_TD.copy_(functions.embed(ids_T, embedding_VD))
     angles = qkv_functions.angles(positions_T, frequencies_h)
     for out, values in zip((cosines_T1d, sines_T1d), angles, strict=True):
@@ -72,7 +77,10 @@ def embed(
 
 @_operator("x_TD")
 def norm(hidden_TD: Tensor, norm_D: Tensor, eps: float, layer_norm: bool, x_TD: Tensor) -> None:
-    """Normalise each token in float64, and round to the dtype of x."""
+    """Normalise each token in float64, and write the result, rounded, to x.
+
+    layer_norm: True to normalise by mean and variance, False by the root mean square.
+    """
     compute = functions.layer_norm if layer_norm else functions.rms_norm
     x_TD.copy_(compute(hidden_TD.double(), norm_D.double(), eps))
 
@@ -131,13 +139,14 @@ def attend(
     """Store the keys and values of one new token of each sequence, and attend from it over each part of its sequence.
 
     Args:
-        table: each sequence's number of tokens, each one's first index in the list of blocks, and that list.
-        block: tokens in a block.
+        table: int64: the number of tokens of each sequence, the place of each sequence's first block in the list of
+            blocks, and the list of the numbers of all blocks.
+        block: number of tokens in a block of the KV cache.
         window: most tokens that a query sees, itself included.
-        split: tokens in a part.
-        sums_SHP: becomes, for each part, the sum over its tokens of exp(score - peak).
-        peaks_SHP: becomes the largest score of each part; minus infinity if none of its tokens is seen.
-        parts_SHPd: becomes the sum over a part's tokens of exp(score - peak) times the value.
+        split: number of tokens in a part of a sequence.
+        sums_SHP: is written: for each part, the sum over its tokens of exp(score - peak).
+        peaks_SHP: is written: the largest score of each part; minus infinity if the query sees no token of the part.
+        parts_SHPd: is written: for each part, the sum over its tokens of exp(score - peak) times the token's value.
     """
     kv_heads = k_SKd.shape[1]
     for s, slots in enumerate(_slots(table, len(q_SHd), block)):
@@ -167,11 +176,11 @@ def attend_prompts(
     values_NKd: Tensor,
     out_TX: Tensor,
 ) -> None:
-    """Attend from all new tokens of sequences; their keys and values are in the KV cache already.
+    """Attend from all new tokens of sequences, whose keys and values are in the KV cache already, and write out_TX.
 
     Args:
         starts_S: the first row of each sequence in q, and at the end the number of rows.
-        tiles: the number of tiles of up to `QUERIES` rows, over all sequences.
+        tiles: number of tiles of up to `QUERIES` rows that all sequences need.
         table, block, window: as for `attend`.
     """
     kv_heads = keys_NKd.shape[1]
@@ -197,7 +206,7 @@ def tiles_of_queries(tokens: int) -> int:
 def join_parts(
     sums_SHP: Tensor, peaks_SHP: Tensor, parts_SHPd: Tensor, table: Tensor, split: int, out_SX: Tensor
 ) -> None:
-    """Join the results of `attend` for the parts of each sequence: attention over the whole of it."""
+    """Combine what `attend` wrote for the parts of each sequence into attention over the whole sequence, out_SX."""
     for s, length in enumerate(table[: len(out_SX)].tolist()):
         used = slice(-(-length // split))
         peaks_HP = peaks_SHP[s, :, used].double()
@@ -210,7 +219,7 @@ def join_parts(
 def output_projection(
     x_TX: Tensor, table: Tensor, blocks: list[Tensor], residual_TD: Tensor, out_TD: Tensor
 ) -> None:
-    """Multiply by a matrix (D, X), and add the residual."""
+    """Multiply rows by a matrix (D, X), add the residual, and write the result to out_TD."""
     out_TD.copy_(_product(x_TX, torch.cat(blocks)).add_(residual_TD))
 
 
@@ -285,7 +294,9 @@ def gate_and_up(
 
 @_operator("y_nD")
 def down(inner_nI: Tensor, starts_E: Tensor, table: Tensor, blocks: list[Tensor], y_nD: Tensor) -> None:
-    """Multiply the rows of each expert by its matrix down."""
+    """Multiply the rows of each expert by the expert's matrix down, and write the results to y; `starts_E` as by
+    `sort_rows`.
+    """
     for rows, matrix in zip(_rows(starts_E), _matrices(blocks, table, y_nD.shape[1]), strict=True):
         y_nD[rows] = _product(inner_nI[rows], matrix).to(y_nD.dtype)
 
@@ -298,7 +309,7 @@ def combine(y_nD: Tensor, rows_Tk: Tensor, weights_Tk: Tensor, residual_TD: Tens
 
 @_operator("logits_SV")
 def logits(x_SD: Tensor, table: Tensor, blocks: list[Tensor], logits_SV: Tensor) -> None:
-    """Multiply by the LM head, and round to the dtype of x."""
+    """Multiply rows by the LM head, round to the dtype of x, and write the logits."""
     logits_SV.copy_(_product(x_SD, torch.cat(blocks)).to(x_SD.dtype))
 
 
@@ -309,7 +320,7 @@ def likeliest(logits_SV: Tensor, tokens_S: Tensor) -> None:
 
 
 def _product(x_TD: Tensor, matrix_ND: Tensor) -> Tensor:
-    """The product with a matrix, float64."""
+    """Multiply rows by the transpose of a matrix in float64: (T, N)."""
     return x_TD.double() @ matrix_ND.double().T
 
 
@@ -321,13 +332,17 @@ def _matrices(blocks: list[Tensor], table: Tensor, rows: int) -> Iterator[Tensor
 
 
 def _rows(starts_E: Tensor) -> Iterator[slice]:
-    """The rows of each expert, or of each sequence."""
+    """Return the slice of rows of each expert, or of each sequence, given their first rows and at the end the number of
+    rows.
+    """
     starts = starts_E.tolist()
     return map(slice, starts[:-1], starts[1:])
 
 
 def _slots(table: Tensor, sequences: int, block: int) -> Iterator[Tensor]:
-    """Yield the slots in a KV cache of each sequence's tokens; `table` and `block` are as for `attend`."""
+    """Yield, for each sequence, the slots of its tokens in the KV cache, int64; `table` and `block` are as for
+    `attend`.
+    """
     lengths, places = table[: 2 * sequences].view(2, -1).tolist()
     for length, place in zip(lengths, places, strict=True):
         first = 2 * sequences + place

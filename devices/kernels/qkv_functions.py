@@ -1,4 +1,4 @@
-"""Queries, keys and values: projection, norms and rotation. Shapes in names are those of `functions.py`."""
+"""Queries, keys and values in torch: projection, norms and rotation. `functions.py` explains the letters of shapes."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ from .functions import norm, rms_norm, tiles_of
 
 
 def rotary_angles(positions_T: Tensor, attention: GroupedAttention) -> tuple[Tensor, Tensor]:
-    """Cosines and signed sines (T, 1, w), float32, that rotate w entries of queries and keys by their positions."""
+    """Compute the cosines and signed sines, both (T, 1, w), float32, that rotate the first w entries of each head by
+    position.
+    """
     frequencies_h = rotary_frequencies(attention, positions_T.device)
     return angles(positions_T, frequencies_h, attention.rotary.magnitude)
 
 
 def rotary_frequencies(attention: GroupedAttention, device: torch.device) -> Tensor:
-    """The angle by which each pair of a head's entries turns from one position to the next: (w / 2), float32."""
+    """Return the angle in radians by which each pair of a head's rotated entries turns per position: (w / 2), float32."""
     rotary, head_dim = attention.rotary, attention.head_dim
     width = rotary.turning(head_dim)
     exponents = torch.arange(0, width, 2, dtype=torch.float32, device=device) / width
@@ -30,7 +32,10 @@ def rotary_frequencies(attention: GroupedAttention, device: torch.device) -> Ten
 
 
 def angles(positions_T: Tensor, frequencies_h: Tensor, magnitude: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Cosines and signed sines as by `rotary_angles`, given the frequencies of pairs (h) and a factor on both."""
+    """Compute the cosines and signed sines of `rotary_angles`, given the angle per position of each of the h pairs.
+
+    magnitude: factor on cosines and sines.
+    """
     angles_Th = positions_T[:, None].float() * frequencies_h
     halves = angles_Th.cos() * magnitude, angles_Th.sin() * magnitude
     cos_T1w, sin_T1w = (half.repeat(1, 2)[:, None] for half in halves)
@@ -39,9 +44,9 @@ def angles(positions_T: Tensor, frequencies_h: Tensor, magnitude: float = 1.0) -
 
 
 def apply_rotary(x_THd: Tensor, cos_T1w: Tensor, sin_T1w: Tensor, *, interleaved: bool = False) -> Tensor:
-    """Heads whose first w entries are rotated by `rotary_angles`; entries i and i + w/2 of a head make a pair.
+    """Rotate the first w entries of each head by the angles from `rotary_angles`; entries i and i + w/2 make a pair.
 
-    interleaved: entries 2i and 2i + 1 make a pair instead, and go to i and i + w/2.
+    interleaved: True if entries 2i and 2i + 1 make a pair instead; the rotated pair goes to entries i and i + w/2.
     """
     width = cos_T1w.shape[-1]
     turning = x_THd[..., :width]

@@ -1,4 +1,4 @@
-"""The resources that a torch device passes to the constructor of each kernel."""
+"""The resources that a torch device gives to each kernel: model, dtype, device, threads, and functions of the device."""
 
 from __future__ import annotations
 
@@ -31,31 +31,32 @@ and the memory that it is bound to.
 
 
 def host_upload(numbers: Sequence[int], into: torch.Tensor) -> None:
-    """Copy numbers to the first entries of an int64 tensor on the host: the `Upload` of the host."""
+    """Copy numbers to the first entries of an int64 tensor on the host; resources of the CPU have this `Upload`."""
     into.view(-1)[: len(numbers)] = host_indices(numbers)
 
 
 def as_it_is(run: Bound, operation: str, memory: Memory) -> Bound:
-    """Return the bound kernel unchanged: the `Capture` of a device without graphs."""
+    """Return the bound kernel unchanged; devices that replay no graphs have this function as their `Capture`."""
     return run
 
 
 @dataclass(frozen=True, kw_only=True)
 class Resources:
-    """The resources that kernels of a torch device get in their constructors.
+    """The resources that a torch device gives to the constructor of each kernel.
 
     Attributes:
         config: the model.
         dtype: dtype of weights and hidden states.
         device: device of the accelerator's tensors.
-        indices: makes an int64 tensor on the accelerator from numbers.
-        upload: copies numbers to a tensor on the accelerator.
-        captured: wraps a bound kernel so that its calls are replayed, where the accelerator can do that.
-        use_cores_for: sets torch's number of cores for a product, given its numbers of rows and weights.
-        team: divides independent products among the cores; None if they run one after the other, each on all cores.
-        threads: the native kernels, with their threads; None if these are not installed or not wanted.
-        fused_attention: whether the accelerator has a kernel for attention that stores no scores.
-        table: finds the kernels for the operations that a kernel is made of.
+        indices: function that makes an int64 tensor on the accelerator from numbers.
+        upload: function that copies numbers to an int64 tensor on the accelerator.
+        captured: function that wraps a bound kernel so that a GPU replays its calls as a graph, where the device can do
+            that.
+        use_cores_for: function of a product's number of rows and number of weights that sets torch's number of cores.
+        team: divides independent products among the cores; None if products run one after the other, each on all cores.
+        threads: the native kernels; None if the library is not installed or not wanted.
+        fused_attention: True if the accelerator has a kernel for attention that stores no scores.
+        table: the kernel table, by which a kernel finds the kernels of other operations that it calls.
     """
 
     config: ModelConfig

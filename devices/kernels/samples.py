@@ -1,4 +1,4 @@
-"""Random inputs and weights for each operation, with the exact results, to check kernels by."""
+"""Random inputs and weights for each operation, with the exact results, by which `check.py` checks kernels."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ SCALE = 0.2
 
 
 class Sample(NamedTuple):
-    """Random data for an operation.
+    """Random inputs and weights for an operation, with the exact results.
 
     Attributes:
-        inputs: the inputs for all rows.
-        call: calls a bound kernel for a range of rows; returns its results as one tensor, (rows, X).
+        inputs: the inputs for all rows, as the operation's function takes them.
+        call: function that calls a bound kernel on a range of rows; returns the results as one tensor, (rows, X).
         exact: the exact results for all rows, (rows, X), float64.
     """
 
@@ -40,12 +40,12 @@ class Sample(NamedTuple):
     exact: Tensor
 
     def plain(self, dtype: torch.dtype) -> Weights:
-        """The weights, rounded to a dtype where they are coded."""
+        """Return a copy of the weights in which coded blocks are decoded and rounded to a dtype."""
         blocks = {name: [plain_block(block, dtype) for block in each] for name, each in self.weights.items()}
         return Weights(blocks, self.weights.layer)
 
     def run(self, bound: Bound, rows: range) -> Tensor:
-        """The results of a kernel for some rows, (rows, X), as float64."""
+        """Call a bound kernel on a range of rows; returns its results (rows, X), float64."""
         return self.call(bound, rows).double()
 
 
@@ -89,7 +89,10 @@ Exact = dict[str, list[Tensor]]
 def _weights(
     config: ModelConfig, dtype: torch.dtype, cut: Cut, shapes: Mapping[str, Shape]
 ) -> tuple[Weights, Exact]:
-    """Random weights of these shapes, and the same in float64; recent ones are kept."""
+    """Make random weights of the given shapes, by name; returns them and their values in float64, both by name.
+
+    The results of the last eight calls are kept and returned again.
+    """
     return _made(config, dtype, cut, tuple(shapes.items()))
 
 
@@ -205,7 +208,7 @@ def _route(config: ModelConfig, dtype: torch.dtype, rows: int, cut: Cut) -> Samp
 
 
 def _by_expert(experts: int, x_TD: Tensor, experts_Tk: Tensor, weights_Tk: Tensor) -> Tensor:
-    """Join a router's result into one tensor: the input, and each expert's weight or 0: (T, D + E), float64."""
+    """Join a router's result into one tensor (T, D + E), float64: the router's input, and each expert's weight or 0."""
     weights_TE = weights_Tk.new_zeros(len(x_TD), experts).scatter(1, experts_Tk, weights_Tk)
     return torch.cat([x_TD.double(), weights_TE.double()], dim=1)
 

@@ -1,8 +1,8 @@
 """The interface of kernels: operations, the cases of an operation, and the kernels that compute them.
 
-An operation has inputs, weights and outputs; devices run a verb by computing one or several operations. A kernel
-computes one operation for the cases that it takes: a number of rows, storage formats of the weights, a dtype, a device.
-It is bound to weights once and then called often.
+An operation has inputs, weights and outputs; a device runs the verb of a task by computing one or several operations. A
+kernel computes one operation, for cases that it takes: a number of rows, storage formats of the weights, a dtype, a
+device. A kernel is bound to weights once, which gives a function that is called often.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ EXPERT_MATRICES = ("gate", "up", "gate_up", "down")
 
 
 class Routed(NamedTuple):
-    """A router's result.
+    """A router's result for T tokens.
 
     Attributes:
-        x_TD: the experts' input.
-        experts_Tk: the experts of each token, ascending integers.
+        x_TD: the experts' input: the normalised hidden states.
+        experts_Tk: the k experts of each token, ascending integers.
         weights_Tk: the weights of these experts, float32.
         logits_TE: the router's logits, float32; None where another node computed them.
     """
@@ -48,12 +48,14 @@ class Routed(NamedTuple):
 
 
 class Operation(NamedTuple):
-    """An operation of a model.
+    """An operation of a model, such as attention or a product with a matrix.
 
     Attributes:
-        matrices: names of the weights whose storage formats decide which kernel takes it; all of the layer if empty.
-        call: the arguments and results of a bound kernel, in words. Shapes in names are those of `functions.py`.
-        parts: operations that together compute the same, for when no kernel takes this operation.
+        matrices: names of the weights whose storage formats decide which kernel takes the operation; empty for all
+            weights of the layer.
+        call: the arguments and results of a bound kernel's function, in words. `functions.py` explains the letters of
+            shapes.
+        parts: operations that together give the same results, to be computed if no kernel takes this operation.
     """
 
     name: str
@@ -144,15 +146,15 @@ OPERATIONS: Mapping[str, Operation] = MappingProxyType({each.name: each for each
 
 
 class Case(NamedTuple):
-    """A case of an operation: what decides whether a kernel takes it.
+    """A case of an operation: the properties by which a kernel decides if it takes the case.
 
     Attributes:
         operation: name of the operation.
-        rows: the number of tokens, or of an expert's rows.
+        rows: number of tokens, or of rows of an expert.
         formats: storage formats of the operation's matrices.
-        device: device of its tensors, such as "cpu".
+        device: device of the operation's tensors, such as "cpu".
         layer: description of the layer; None outside the layers.
-        decodes: whether it is attention of a decode step, with one new token for each sequence.
+        decodes: True for attention of a decode step, with one new token for each sequence.
     """
 
     operation: str
@@ -169,16 +171,17 @@ class Case(NamedTuple):
 
 
 class Kernel(ABC):
-    """A kernel: computes one operation, for the cases that it does not refuse. It is a row of the kernel table.
+    """A row of the kernel table: computes one operation, for the cases that it does not refuse.
 
     Attributes:
         operation: name of one of `OPERATIONS`.
-        name: name of the kernel, unique among those for its operation.
-        takes: the cases that it takes, in words.
-        independent: whether the bits of a row's results depend on no other row.
-        made_of: operations whose kernels it calls; if all of these are independent, it is, too.
-        has_threads: whether it runs on threads of its own; otherwise on those of torch.
-        uses_memory: whether `bind` uses `memory` for results, so that other memory needs another `bind`.
+        name: name of the kernel, unique among the kernels for its operation.
+        takes: the cases that the kernel takes, in words.
+        independent: True if the bits of a row's results depend on no other row.
+        made_of: names of operations whose kernels this kernel calls; if all of those are independent, so is this
+            kernel.
+        has_threads: True if the kernel runs on threads of its own, False if on torch's.
+        uses_memory: True if `bind` puts results into `memory`, so that other memory needs another call of `bind`.
     """
 
     operation: str
@@ -191,11 +194,11 @@ class Kernel(ABC):
 
     @abstractmethod
     def refusal(self, case: Case) -> str:
-        """The reason why the kernel does not take a case of its operation; empty if it does."""
+        """Return the reason why the kernel does not take a case of its operation; an empty text if it takes the case."""
 
     @classmethod
     def problem(cls) -> str | None:
-        """The reason why the kernel can take no case at all on this machine; None if it can."""
+        """Return the reason why the kernel can take no case at all on this machine; None if it can take some."""
         return None
 
     @abstractmethod

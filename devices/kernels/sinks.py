@@ -1,7 +1,7 @@
-"""Attention with sinks, as in gpt-oss: each head has a learned score that belongs to no token.
+"""Attention with sinks, as in gpt-oss: each head has a learned score, the sink, that belongs to no token.
 
-The softmax of a query's scores includes it, so that it takes a share of the weights; it has no value. torch's own
-attention has no sinks. Source: Xiao et al. 2023, arXiv 2309.17453, where the first tokens are the sinks.
+The softmax over a query's scores includes the sink's score, so the sink takes a share of the weights; it has no value.
+torch's own attention has no sinks. Source: Xiao et al. 2023, arXiv 2309.17453, where the first tokens are the sinks.
 """
 
 from __future__ import annotations
@@ -60,7 +60,10 @@ def _attend(
 
 
 def _tile(sinks_H: Tensor, q_THd: Tensor, keys_LKd: Tensor, values_LKd: Tensor, hidden_TL: Tensor) -> Tensor:
-    """Attention of scaled float32 queries: (T, H * d); hidden_TL is True where a query does not see a token."""
+    """Attend from scaled float32 queries of one sequence; returns (T, H * d).
+
+    hidden_TL: True where a query does not see a token.
+    """
     tokens, heads, size = q_THd.shape
     kv_heads = keys_LKd.shape[1]
     q_KGTd = q_THd.view(tokens, kv_heads, -1, size).permute(1, 2, 0, 3)

@@ -16,13 +16,13 @@ NOTHING = Memory(0)
 
 
 class KernelTable:
-    """Chooses the kernel for a case: by the case alone, so that bits depend on no policy.
+    """Chooses the kernel for a case by the case alone, so that the bits of results do not depend on the policy.
 
     Args:
-        rows: the kernels; of those for an operation, the first that takes a case computes it.
+        rows: the kernels; of the kernels for an operation, the first that takes a case computes it.
 
     Raises:
-        BadInput: two rows of an operation have one name, or a row has an operation that does not exist.
+        BadInput: two kernels of an operation have one name, or a kernel has an operation that does not exist.
     """
 
     def __init__(self, rows: Sequence[Kernel]) -> None:
@@ -66,10 +66,10 @@ class KernelTable:
         return self._found[key]
 
     def require(self, case: Case) -> Kernel:
-        """The first kernel that takes a case.
+        """Return the first kernel that takes a case.
 
         Raises:
-            MoeschedError: no kernel takes it; the message has the reason of each.
+            MoeschedError: no kernel takes the case; the message has the reason of each kernel.
         """
         kernel = self.find(case)
         if kernel is None:
@@ -79,15 +79,17 @@ class KernelTable:
         return kernel
 
     def bind(self, case: Case, weights: Any = None, memory: Memory = NOTHING) -> Bound:
-        """Bind the first kernel that takes a case to weights and memory.
+        """Bind the first kernel that takes a case to weights and memory; returns the function that computes the case.
 
         Raises:
-            MoeschedError: no kernel takes it; the message has the reason of each.
+            MoeschedError: no kernel takes the case; the message has the reason of each kernel.
         """
         return self.bound_to(self.require(case), case, weights, memory)
 
     def bound_to(self, kernel: Kernel, case: Case, weights: Any, memory: Memory = NOTHING) -> Bound:
-        """Bind this kernel to weights and memory, and list it in `used` from now on."""
+        """Bind a kernel to weights and memory, and list its name in `used`; returns the function that computes the
+        case.
+        """
         self._used.setdefault(case.operation, {})[kernel.name] = None
         return kernel.bind(case, weights, memory)
 

@@ -23,16 +23,17 @@ PRODUCT = Shape(2048, 1024)
 
 
 class TimedProducts:
-    """Multiplies as the torch device does: few rows by the native kernels, more rows by torch.
+    """Multiplies as the torch device does on the CPU: few rows by the native kernels, more rows by torch.
 
-    Its methods take matrices of one shape, which successive products use in turn, so that the cache does not hold them.
-    Each returns a function that takes a number of rows, and returns a function that computes one product of as many.
+    Each method takes matrices of one shape, which successive products use in turn, so that the cache does not hold
+    them. A method returns a function of a number of rows; that function returns another one, which computes one product
+    with this number of rows.
 
     Args:
         threads: number of threads.
 
     Attributes:
-        packing_pays: whether the device packs bfloat16 weights that stay in memory.
+        packing_pays: True if the device packs bfloat16 weights that stay in memory.
     """
 
     def __init__(self, threads: int) -> None:
@@ -46,9 +47,10 @@ class TimedProducts:
             self._native.close()
 
     def of_rows(self, matrices: list[torch.Tensor], *, packed: bool) -> Callable[[int], Call]:
-        """Products with matrices (N, D), row by row in memory.
+        """Return a function of a number of rows that makes a product with matrices (N, D), stored row by row, to be
+        timed.
 
-        packed: whether torch multiplies by packed matrices; the native kernels, for few rows, take plain ones.
+        packed: True if torch multiplies by packed matrices; the native kernels, for few rows, take plain ones.
         """
         inputs, dtype = matrices[0].shape[1], matrices[0].dtype
         plain = cycle([[matrix] for matrix in matrices])
@@ -64,7 +66,9 @@ class TimedProducts:
         return of_rows
 
     def of_columns(self, matrices: list[torch.Tensor]) -> Callable[[int], Call]:
-        """Products with matrices (N, D) whose transposes lie row by row in memory."""
+        """Return a function of a number of rows that makes a product with matrices (N, D), stored transposed, to be
+        timed.
+        """
         inputs, dtype = matrices[0].shape[1], matrices[0].dtype
         turns = cycle([[matrix] for matrix in matrices])
 
@@ -78,9 +82,9 @@ class TimedProducts:
         return of_rows
 
     def of_coded_rows(self, matrices: list[Coded], inputs: int, dtype: torch.dtype) -> Callable[[int], Call]:
-        """Products with coded matrices of one format.
+        """Return a function of a number of rows that makes a product with coded matrices of one format, to be timed.
 
-        inputs: numbers in a row of x. dtype: dtype of x.
+        inputs: number of entries in a row of x. dtype: dtype of x.
         """
         turns = cycle(matrices)
         native = self._native if dtype == torch.bfloat16 else None

@@ -1,4 +1,4 @@
-"""The kernels of a torch device: their table, their threads, and copies of resident weights in a layout for them."""
+"""The kernels of a torch device: their table, their threads, and the layout into which resident weights are copied."""
 
 from __future__ import annotations
 
@@ -107,11 +107,11 @@ class TorchKernels(Binder):
         upload: Upload,
         captured: Capture,
     ) -> None:
-        """Start the threads and fill the table.
+        """Start the threads and fill the kernel table.
 
         Args:
-            rows_an_expert: the mean number of an expert's rows in a decode step: it decides whether resident weights
-                are packed.
+            rows_an_expert: mean number of rows of an expert in a decode step, which decides if resident weights are
+                packed.
             device, indices, upload, captured: as for `Resources`.
         """
         if self._packs and rows_an_expert <= self._rows(packed=True):
@@ -166,7 +166,7 @@ class TorchKernels(Binder):
 
     @property
     def arranges(self) -> bool:
-        """True if resident weights are packed, or copied to a GPU, after they were read."""
+        """True if resident weights are packed for oneDNN or copied to a GPU after they were read."""
         return self._packs or self._device != "cpu"
 
     def arranged(self, name: str, tensor: Block, device: torch.device) -> Block:
@@ -190,10 +190,10 @@ class TorchKernels(Binder):
 
 
 def guarded(row: type, resources: Resources) -> Guarded:
-    """Make a kernel from outside the tree, wrapped so that its errors name it.
+    """Make a kernel, given its class from outside the tree, and wrap it so that its errors name it.
 
     Raises:
-        BadInput: `row` is no kernel.
+        BadInput: `row` makes no `Kernel`.
     """
     kernel = row(resources)
     if not isinstance(kernel, Kernel):
@@ -223,12 +223,12 @@ def fill(table: KernelTable, resources: Resources) -> None:
 
 
 def rows_for_native(choice: str, dtype: str, shape: Shape, packed: bool) -> int:
-    """The most rows for which the native kernels multiply by plain weights; 0 if they never do.
+    """Return the most rows for which the native kernels, rather than torch, multiply by plain weights; 0 for never.
 
     Args:
         choice: `auto`, `torch`, or an instruction set.
-        shape: the shape of the matrices that hold most weights.
-        packed: whether torch would multiply by packed weights.
+        shape: shape of the matrices that hold most weights.
+        packed: True if torch would multiply by packed weights.
     """
     if choice == TORCH or dtype != "bfloat16" or not instruction_sets():
         return 0

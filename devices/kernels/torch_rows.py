@@ -34,7 +34,9 @@ class TorchKernel(Kernel):
         return ""
 
     def _product(self, case: Case, weights: Weights) -> Bound:
-        """Bind the product of a case's rows with the single matrix in these weights, by the table."""
+        """Return the function that multiplies rows by the single matrix in these weights, from the first kernel that
+        takes it.
+        """
         formats = weights.formats(OPERATIONS["product"])
         inner = case._replace(operation="product", formats=formats)
         return self._resources.table.bind(inner, weights)
@@ -43,7 +45,7 @@ class TorchKernel(Kernel):
 class Inferring:
     """Calls a bound kernel in torch's inference mode.
 
-    Native kernels for the same verbs do without it: entering the mode would take longer than the rest of their call.
+    Native kernels are called without this wrapper: entering the mode would take longer than the rest of their call.
     """
 
     __slots__ = ("_call",)
@@ -82,7 +84,7 @@ class TorchEmbed(PlainKernel):
         return self._bound(partial(functions.embed, embedding_VD=weights["embedding"][0]))
 
     def _bound(self, look_up: Callable[[Tensor], Tensor]) -> Bound:
-        """The bound call, given a function that looks up the embeddings of tokens."""
+        """Return the function of the operation embed, given a function from token ids (T) to their embeddings (T, D)."""
         return Inferring(partial(self._embed, look_up))
 
     def _embed(
@@ -127,7 +129,7 @@ class TorchAttentionInputs(TorchKernel):
 
 
 class TorchAttention(TorchKernel):
-    """Attention over the KV cache, by the kernel for the operation prompt_attention."""
+    """Attends over the KV cache by calling the kernel for the operation prompt_attention."""
 
     operation = "attention"
 
@@ -218,7 +220,7 @@ class TorchRoute(TorchKernel):
 
 
 def _route_to_all(experts: int, norm: Callable[[Tensor], Tensor], hidden_TD: Tensor) -> Routed:
-    """Normalise, and choose the only expert, or none in a layer without experts."""
+    """Normalise hidden states; each token gets the only expert with weight 1, or no expert in a layer without experts."""
     x_TD = norm(hidden_TD)
     ones_Tk = x_TD.new_ones((len(x_TD), experts), dtype=torch.float32)
     return Routed(x_TD, x_TD.new_zeros((len(x_TD), experts), dtype=torch.int64), ones_Tk, ones_Tk)
@@ -236,7 +238,7 @@ def _route(
 
 
 class TorchExpert(PlainKernel):
-    """One expert of three matrices with SiLU."""
+    """Runs one expert that has three matrices and the activation SiLU."""
 
     operation = "expert"
     takes = "plain weights of experts without biases"
@@ -353,7 +355,7 @@ def _likeliest(logits: Bound, hidden_TD: Tensor, rows: Sequence[int]) -> tuple[T
 
 
 class TorchProduct(PlainKernel):
-    """A product with a matrix whose blocks are plain or packed."""
+    """Multiplies rows by a matrix whose blocks are plain or packed."""
 
     operation = "product"
 
