@@ -27,7 +27,9 @@ class CodedKernel(TorchKernel):
 
 
 class CodedProduct(CodedKernel):
-    """Multiplies rows by each row block of a matrix on the CPU with exact sums; a row's result depends on no other row."""
+    """Multiplies rows by each row block of a matrix on the CPU with exact sums; a row's result depends on no other
+    row.
+    """
 
     operation = "product"
     takes = f"{CodedKernel.takes} on the CPU"

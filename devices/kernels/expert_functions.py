@@ -113,7 +113,9 @@ def activated(gate_nI: Tensor, up_nI: Tensor, activation: Activation) -> Tensor:
 
 
 def sorted_by_expert(experts_Tk: Tensor) -> Order:
-    """Sort the pairs of a token and one of its experts by expert; the pairs of one expert stay in the order of tokens."""
+    """Sort the pairs of a token and one of its experts by expert; the pairs of one expert stay in the order of
+    tokens.
+    """
     order_n = experts_Tk.view(-1).argsort(stable=True)
     return Order(order_n // max(1, experts_Tk.shape[1]), order_n.argsort().view_as(experts_Tk))
 

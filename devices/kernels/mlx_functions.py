@@ -145,7 +145,9 @@ def project_qkv(
 
 
 def _normed_heads(x_TX: Array, weight: Array, eps: float) -> Array:
-    """Normalise each head's entries; normalise the whole projection if the norm's weight is as wide as the projection."""
+    """Normalise each head's entries; normalise the whole projection if the norm's weight is as wide as the
+    projection.
+    """
     return norm(x_TX.reshape(len(x_TX), -1, len(weight)), weight, eps).reshape(len(x_TX), -1)
 
 
@@ -294,7 +296,9 @@ def gathered_experts(stack: Stack, x_nD: Array, rows: Rows) -> Array:
 
 
 def experts_one_by_one(stack: Stack, x_nD: Array, rows: Rows) -> Array:
-    """Run experts one after the other, with the results of `gathered_experts`: (n, D); `rows.counts` must not be None."""
+    """Run experts one after the other, with the results of `gathered_experts`: (n, D); `rows.counts` must not be
+    None.
+    """
     assert rows.counts is not None, "the host knows the rows"
     return _joined([_ffn(x, stack, product) for x, product in _one_by_one(x_nD, rows.counts)], axis=0)
 

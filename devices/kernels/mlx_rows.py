@@ -122,7 +122,9 @@ class MlxRoute(MlxKernel):
     operation = "route"
 
     def bind(self, case: Case, weights: Arrays, memory: object) -> Bound:
-        """Return the function that normalises hidden states and chooses each token's experts: (hidden_TD) -> `Routed`."""
+        """Return the function that normalises hidden states and chooses each token's experts: (hidden_TD) ->
+        `Routed`.
+        """
         assert case.layer is not None, "it is in a layer"
         network, config = case.layer.feed_forward, self._config
         norm = partial(functions.norm, weight_D=weights["ffn_norm"][0], eps=config.norm_eps, kind=config.norm)
@@ -211,7 +213,9 @@ class MlxCombine(MlxKernel):
 
 
 class MlxMoELayer(MlxKernel):
-    """Computes a layer after attention without waiting for the router: the host reads the router's choices at the end."""
+    """Computes a layer after attention without waiting for the router: the host reads the router's choices at the
+    end.
+    """
 
     operation = "moe_layer"
     takes = "experts in one stack, as `mlx gathered` does"

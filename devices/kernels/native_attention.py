@@ -42,7 +42,9 @@ class NativeDecodeAttention(NativeAttentionKernel):
     uses_memory = True
 
     def refusal(self, case: Case) -> str:
-        """Return the reason why prompts, GPUs and dtypes that the library lacks are refused; empty for all other cases."""
+        """Return the reason why prompts, GPUs and dtypes that the library lacks are refused; empty for all other
+        cases.
+        """
         if case.device != "cpu":
             return "it is for the CPU"
         if self._dtype not in DTYPES:

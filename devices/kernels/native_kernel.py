@@ -1,4 +1,6 @@
-"""The bases of the native library's kernels: they hold the library's threads, and refuse cases that the library lacks."""
+"""The bases of the native library's kernels: they hold the library's threads, and refuse cases that the library
+lacks.
+"""
 
 from __future__ import annotations
 

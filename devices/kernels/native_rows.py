@@ -81,7 +81,9 @@ class NativeRoute(NativeMemoryKernel):
     operation = "route"
 
     def bind(self, case: Case, weights: Weights, memory: Memory) -> Bound:
-        """Return the function that normalises hidden states and chooses each token's experts: (hidden_TD) -> `Routed`."""
+        """Return the function that normalises hidden states and chooses each token's experts: (hidden_TD) ->
+        `Routed`.
+        """
         assert case.layer is not None, "it is in a layer"
         choices = choices_in(memory, self._config.hidden, case.layer.feed_forward)
         layer = weights.arguments(Layer, self._prepare.layer)

@@ -68,7 +68,9 @@ def embed(
     cosines_T1d: Tensor,
     sines_T1d: Tensor,
 ) -> None:
-    """Write the embeddings of tokens, and the cosines and signed sines of their positions, to the last three arguments."""
+    """Write the embeddings of tokens, and the cosines and signed sines of their positions, to the last three
+    arguments.
+    """
     hidden_TD.copy_(functions.embed(ids_T, embedding_VD))
     angles = qkv_functions.angles(positions_T, frequencies_h)
     for out, values in zip((cosines_T1d, sines_T1d), angles, strict=True):

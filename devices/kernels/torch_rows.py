@@ -202,7 +202,9 @@ class TorchRoute(TorchKernel):
     operation = "route"
 
     def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
-        """Return the function that normalises hidden states and chooses each token's experts: (hidden_TD) -> `Routed`."""
+        """Return the function that normalises hidden states and chooses each token's experts: (hidden_TD) ->
+        `Routed`.
+        """
         assert case.layer is not None, "it is in a layer"
         network = case.layer.feed_forward
         norm = partial(
@@ -220,7 +222,9 @@ class TorchRoute(TorchKernel):
 
 
 def _route_to_all(experts: int, norm: Callable[[Tensor], Tensor], hidden_TD: Tensor) -> Routed:
-    """Normalise hidden states; each token gets the only expert with weight 1, or no expert in a layer without experts."""
+    """Normalise hidden states; each token gets the only expert with weight 1, or no expert in a layer without
+    experts.
+    """
     x_TD = norm(hidden_TD)
     ones_Tk = x_TD.new_ones((len(x_TD), experts), dtype=torch.float32)
     return Routed(x_TD, x_TD.new_zeros((len(x_TD), experts), dtype=torch.int64), ones_Tk, ones_Tk)
@@ -244,7 +248,9 @@ class TorchExpert(PlainKernel):
     takes = "plain weights of experts without biases"
 
     def refusal(self, case: Case) -> str:
-        """Return the reason why coded weights, or experts other than three matrices with SiLU, are refused; else empty."""
+        """Return the reason why coded weights, or experts other than three matrices with SiLU, are refused; else
+        empty.
+        """
         assert case.layer is not None, "it is in a layer"
         usual = case.layer.feed_forward.is_usual
         return super().refusal(case) or ("" if usual else "it runs experts of three matrices")
@@ -336,7 +342,9 @@ class TorchGreedy(TorchKernel):
     takes = "everything on GPUs"
 
     def refusal(self, case: Case) -> str:
-        """Return the reason why the CPU is refused, where the verb `sample` finds the likeliest token; empty for GPUs."""
+        """Return the reason why the CPU is refused, where the verb `sample` finds the likeliest token; empty for
+        GPUs.
+        """
         return "it is for logits that are not on the host" if case.device == "cpu" else ""
 
     def bind(self, case: Case, weights: Weights, memory: Any) -> Bound:

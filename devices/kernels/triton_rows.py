@@ -138,7 +138,9 @@ class TritonRoute(TritonKernel):
         return super().refusal(case) or ("" if plain else "it takes a router with softmax, without groups")
 
     def bind(self, case: Case, weights: Weights, memory: Memory) -> Bound:
-        """Return the function that normalises hidden states and chooses each token's experts: (hidden_TD) -> `Routed`."""
+        """Return the function that normalises hidden states and chooses each token's experts: (hidden_TD) ->
+        `Routed`.
+        """
         assert case.layer is not None, "it is in a layer"
         network, rows = case.layer.feed_forward, case.rows
         norm_D, matrix = weights["ffn_norm"][0], self._matrix(weights["router"])
