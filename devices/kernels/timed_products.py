@@ -42,7 +42,7 @@ class TimedProducts:
         self._native = open_native(AUTO, self._rows, cores=threads)
 
     def close(self) -> None:
-        """End the threads."""
+        """End the threads of the native kernels."""
         if self._native is not None:
             self._native.close()
 

@@ -13,7 +13,7 @@ from .triton_tiles import dot, group_of, normed, rounded, statistics, tile_of, t
 
 @triton.jit
 def norm(hidden_TD, norm_D, x_TD, width, eps, LAYER: tl.constexpr, WIDTH: tl.constexpr):
-    """Normalise one token."""
+    """Normalise one token by its root mean square, or, with LAYER, by mean and variance, and store the result in x."""
     row = tl.program_id(0).to(tl.int64) * width
     mean, scale = statistics(hidden_TD + row, width, eps, LAYER, WIDTH)
     d = tl.arange(0, WIDTH)
@@ -46,9 +46,10 @@ def attention_inputs(
     OUTPUTS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Project some tokens to some pairs of numbers of one head, and rotate the pairs.
+    """Project some tokens to some pairs of numbers of one head, rotate the pairs, and store the head's part of q, k or
+    v.
 
-    A pair is made by rows i and i + d/2 of the head's matrix; by rows 2i and 2i + 1 if they are interleaved.
+    Rows i and i + d/2 of the head's matrix make a pair; with INTERLEAVED rows 2i and 2i + 1.
     """
     dtype: tl.constexpr = x_TD.dtype.element_ty
     parts: tl.constexpr = (HALF + OUTPUTS - 1) // OUTPUTS
@@ -114,9 +115,10 @@ def attention_inputs(
 
 @triton.jit
 def added(scores, value, peak, total, attended):
-    """Add more tokens to the running softmax of some queries.
+    """Add more tokens, by their scores and values, to the running softmax of some queries.
 
-    Returns each query's largest score (peak), the sum of exp(score - peak), and that of exp(score - peak) * value.
+    Returns three results for each query: its largest score so far (peak), the sum of exp(score - peak), and the sum of
+    exp(score - peak) * value.
     """
     higher = tl.maximum(peak, tl.max(scores, 1))
     powers = tl.exp(scores - tl.where(higher == float("-inf"), 0.0, higher)[:, None])
@@ -132,8 +134,9 @@ def cached(
     """Load the keys and values of some tokens of a sequence, for one head; zeros for tokens that are not wanted.
 
     Args:
-        blocks: the sequence's blocks, of `block` tokens each.
-        i: elements of a head.
+        blocks: pointer to the numbers of the sequence's blocks, of `block` tokens each.
+        token: positions of the tokens in the sequence. wanted: mask of the tokens to load.
+        i: indices of the elements of a head to load.
     """
     slot = tl.load(blocks + token // block, wanted, 0) * block + token % block
     at = (slot[:, None] * KV_HEADS + head) * HEAD + i[None, :]
@@ -166,8 +169,8 @@ def attend(
 ):
     """Attend from one new token over one part of its sequence, for the query heads that share a key-value head.
 
-    The program for the last part stores the token's key and value. Parts begin at multiples of SPLIT, so that bits
-    depend on the sequence alone.
+    The program for the last part also stores the token's key and value in the KV cache. Parts begin at multiples of
+    SPLIT, so that the bits of results depend on the sequence alone.
     """
     group: tl.constexpr = HEADS // KV_HEADS
     sequence, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -229,9 +232,10 @@ def attend_prompts(
     QUERIES: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """Attend from some new tokens of one sequence, for one head, over its cached tokens, which include the new ones.
+    """Attend from a tile of new tokens of one sequence, for one head, over the sequence's cached tokens and the new
+    ones.
 
-    Tiles of cached tokens begin at multiples of TOKENS, and those that a query does not see add nothing to it.
+    Tiles of cached tokens begin at multiples of TOKENS; tokens that a query does not see add nothing to its result.
     """
     head = tl.program_id(0)
     sequence, row, stop = group_of(starts_S, tl.program_id(1), sequences, QUERIES, SEQUENCES)
@@ -273,7 +277,9 @@ def join_parts(
     HEAD_TILE: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
-    """Join the results of `attend` for one head over all parts of a sequence, in their order."""
+    """Combine the results of `attend` for one head over all parts of a sequence, in order, into attention over the
+    sequence.
+    """
     sequence, head = tl.program_id(0), tl.program_id(1)
     i = tl.arange(0, HEAD_TILE)
     first = (sequence * HEADS + head) * most_parts

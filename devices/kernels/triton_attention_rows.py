@@ -1,4 +1,6 @@
-"""The kernels of the table that Triton computes before the experts: projections, and attention over the KV cache."""
+"""The kernels of the kernel table that Triton computes before the experts: projections, and attention over the KV
+cache.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,7 @@ class TritonAttentionInputs(TritonKernel):
 
 
 class TritonAttention(TritonKernel):
-    """Attention of new tokens over a KV cache in blocks."""
+    """Attends from new tokens over a KV cache in blocks, in decode steps and for prompts."""
 
     operation = "attention"
     takes = "GPUs of compute capability 8.0 and above"
@@ -82,7 +84,7 @@ class TritonAttention(TritonKernel):
         return self._decode_step(case, memory) if case.decodes else self._prompts(case, weights, memory)
 
     def _prompts(self, case: Case, weights: Weights, memory: Memory) -> Bound:
-        """Bind attention of any number of new tokens for each sequence."""
+        """Return the attention function for any number of new tokens in each sequence."""
         assert case.layer is not None, "it is in a layer"
         attention = case.layer.grouped
         window = attention.window or operators.UNLIMITED
@@ -104,7 +106,7 @@ class TritonAttention(TritonKernel):
         return attend
 
     def _decode_step(self, case: Case, memory: Memory) -> Bound:
-        """Bind attention of one new token for each sequence."""
+        """Return the attention function for one new token in each sequence."""
         assert case.layer is not None, "it is in a layer"
         attention = case.layer.grouped
         heads, head_dim = attention.heads, attention.head_dim
@@ -115,7 +117,9 @@ class TritonAttention(TritonKernel):
 
         @lru_cache(maxsize=1)
         def parts(count: int) -> list[Tensor]:
-            """Memory for the results of `operators.attend` in `count` parts: sums, peaks and weighted values."""
+            """Return memory for the results of `operators.attend` for `count` parts of a sequence: sums, peaks,
+            weighted values.
+            """
             return [
                 self._scratch(memory, name, case.rows, heads, count, *width, dtype=torch.float32)
                 for name, width in (("sums", ()), ("peaks", ()), ("parts", (head_dim,)))
@@ -136,7 +140,7 @@ class TritonAttention(TritonKernel):
         return attend
 
     def _uploaded(self, memory: Memory, numbers: Sequence[int]) -> Tensor:
-        """Copy numbers to the accelerator, into memory that stays the same while sequences grow."""
+        """Copy numbers to an int64 tensor on the accelerator, whose address stays the same while sequences grow."""
         table = self._result(memory, "blocks", power_of_two(len(numbers)), dtype=torch.int64)
         self._upload(numbers, table)
         return table
@@ -148,7 +152,7 @@ def parts_of(step: Any) -> int:
 
 
 class TritonPromptAttention(TritonKernel):
-    """Attention of new tokens over views of keys and values; its bits are those of attention over a KV cache."""
+    """Attends from new tokens over views of keys and values, with the same bits as attention over a KV cache."""
 
     operation = "prompt_attention"
     takes = "GPUs of compute capability 8.0 and above"
@@ -173,7 +177,9 @@ class TritonPromptAttention(TritonKernel):
     def _attend_view(
         self, window: int, view: attention_functions.KVView, q_THd: Tensor, out_TX: Tensor
     ) -> None:
-        """Attend over a view, which is treated as a cache in which each sequence has one block."""
+        """Attend over a view, as if it were a KV cache in which each sequence has one block; the result is written to
+        out_TX.
+        """
         sequences, length, kv_heads, head_dim = view.keys_SLKd.shape
         block = view.keys_SLKd.stride(0) // (kv_heads * head_dim) if sequences > 1 else length
         slots = (sequences - 1) * block + length

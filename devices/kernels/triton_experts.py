@@ -35,7 +35,7 @@ def output_projection(
     OUTPUTS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Multiply some rows by some outputs of a matrix (D, X), and add the residual."""
+    """Multiply a tile of rows by a tile of rows of a matrix (D, X), add the residual, and store the outputs."""
     tile, part = tile_of(tl.program_id(0), tl.cdiv(tokens, ROWS), tl.cdiv(width, OUTPUTS))
     t = tile * ROWS + tl.arange(0, ROWS)
     n = part * OUTPUTS + tl.arange(0, OUTPUTS)
@@ -107,10 +107,11 @@ def sort_rows(
     READ: tl.constexpr,
     EXPERTS: tl.constexpr,
 ):
-    """Find the rows of PAIRS pairs of token and expert in the order by expert; the first program stores `starts_E`.
+    """Find the places of PAIRS pairs of token and expert in the order by expert; the first program also stores
+    `starts_E`.
 
-    A pair's row is the number of pairs of lower experts, plus that of earlier pairs of its expert: those before the
-    program's own, which are counted by a histogram, and those among its own, which are compared one by one.
+    A pair's row is the number of pairs of lower experts, plus the number of earlier pairs of the pair's own expert.
+    Pairs of earlier programs are counted by a histogram, pairs of this program are compared one by one.
     """
     own = tl.program_id(0) * PAIRS
     total = tl.zeros((EXPERTS,), dtype=tl.int32)
@@ -157,7 +158,9 @@ def gate_and_up(
     OUTPUTS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Compute silu(gate x) * up x for some rows and outputs of one expert, and store silu(gate x) if it is observed."""
+    """Compute silu(gate x) * up x for a tile of one expert's rows and outputs; with OBSERVED, store silu(gate
+    x), too.
+    """
     tile, part = tile_of(tl.program_id(0), row_tiles, tl.cdiv(intermediate, OUTPUTS))
     expert, row, stop = group_of(starts_E, tile, experts, ROWS, EXPERTS)
     if row >= stop:
@@ -207,7 +210,7 @@ def down(
     OUTPUTS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Multiply some rows of one expert by some outputs of its matrix down."""
+    """Multiply a tile of one expert's rows by a tile of rows of the expert's matrix down."""
     tile, part = tile_of(tl.program_id(0), row_tiles, tl.cdiv(width, OUTPUTS))
     expert, row, stop = group_of(starts_E, tile, experts, ROWS, EXPERTS)
     if row >= stop:

@@ -1,4 +1,4 @@
-"""The base of the table's kernels in Triton: the cases that they take, their memory, and tables of row blocks."""
+"""The base of the table's kernels in Triton: refuses cases, allocates results, and describes row blocks of matrices."""
 
 from __future__ import annotations
 
@@ -24,14 +24,17 @@ DTYPES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
 class Matrix(NamedTuple):
-    """A matrix, or a stack of one for each expert, as operators take it: see `operators.py`."""
+    """A matrix, or a stack with a matrix for each expert, as operators take it: the row blocks, and a table of them.
+
+    `operators.py` explains the table.
+    """
 
     table: Tensor
     blocks: list[Tensor]
 
 
 class TritonKernel(Kernel):
-    """The base of kernels in Triton. A row's bits depend on no other row, as every sum has one order."""
+    """The base of kernels in Triton. A row's bits depend on no other row, as every sum has a fixed order."""
 
     name = "triton"
     takes = "plain weights on GPUs of compute capability 8.0 and above"
@@ -74,19 +77,23 @@ class TritonKernel(Kernel):
         return ""
 
     def _captured(self, run: Bound, memory: Memory) -> Bound:
-        """Wrap a call so that a GPU replays it as a graph, where it can."""
+        """Wrap a function so that the GPU replays its launches as a graph, on a device that can do that."""
         return self._capture(run, self.operation, memory)
 
     def _result(self, memory: Memory, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """The tensor of this name in the memory for results, by default of the hidden states' dtype."""
+        """Return the tensor of this name and shape in the memory for results; dtype None for that of hidden states."""
         return memory.tensor(name, *shape, dtype=dtype or self._dtype, device=self._device)
 
     def _scratch(self, memory: Memory, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """The tensor of this name in the memory for intermediate results, by default of the hidden states' dtype."""
+        """Return the tensor of this name and shape in the memory for intermediate results; dtype None for hidden
+        states' dtype.
+        """
         return memory.scratch.tensor(name, *shape, dtype=dtype or self._dtype, device=self._device)
 
     def _normed(self, norm_D: Tensor, rows: int, memory: Memory) -> Callable[[Tensor], Tensor]:
-        """Bind a norm: (hidden_TD) -> x_TD; x is an intermediate result, which later calls overwrite."""
+        """Return the function that normalises hidden states: (hidden_TD) -> x_TD; later calls of any norm
+        overwrite x.
+        """
         x_TD = self._scratch(memory, "normed", rows, self._config.hidden)
         settings = self._config.norm_eps, self._layer_norm
 
@@ -97,7 +104,7 @@ class TritonKernel(Kernel):
         return normed
 
     def _matrix(self, *matrices: Blocks) -> Matrix:
-        """Describe a matrix, given as row blocks, or a stack of several, for the operators."""
+        """Describe a matrix, or a stack of matrices, each given as row blocks, in the form that operators take."""
         most = max(map(len, matrices))
         numbers: list[int] = []
         for blocks in matrices:

@@ -40,7 +40,7 @@ def embed(
     cosines_T1d: Tensor,
     sines_T1d: Tensor,
 ) -> None:
-    """Launch the lookup of embeddings, and the angles of positions."""
+    """Launch the kernel that looks up embeddings and computes the cosines and signed sines of positions."""
     tokens, width = hidden_TD.shape
     half = len(frequencies_h)
     ends.embed[tokens, triton.cdiv(width, COPIED_AT_ONCE)](
@@ -82,7 +82,7 @@ def attention_inputs(
     k_TKd: Tensor,
     v_TKd: Tensor,
 ) -> None:
-    """Launch the projection to queries, keys and values, and their rotation."""
+    """Launch the kernel that projects normalised tokens to queries, keys and values, and rotates queries and keys."""
     tokens, width = x_TD.shape
     heads, kv_heads, half = q_THd.shape[1], k_TKd.shape[1], q_THd.shape[2] // 2
     tile = tile_for("attention_inputs", tokens, x_TD.dtype)
@@ -128,7 +128,9 @@ def attend(
     peaks_SHP: Tensor,
     parts_SHPd: Tensor,
 ) -> None:
-    """Launch the attention of decode steps over parts of sequences."""
+    """Launch the kernel that attends, in a decode step, from one token of each sequence over each part of its
+    sequence.
+    """
     (sequences, heads, head_dim), kv_heads = q_SHd.shape, k_SKd.shape[1]
     attention.attend[sequences, kv_heads, sums_SHP.shape[2]](
         q_SHd,
@@ -191,7 +193,7 @@ def attend_prompts(
 def join_parts(
     sums_SHP: Tensor, peaks_SHP: Tensor, parts_SHPd: Tensor, table: Tensor, split: int, out_SX: Tensor
 ) -> None:
-    """Launch the joining of attention over the parts of each sequence."""
+    """Launch the kernel that combines the results of `attend` for the parts of each sequence."""
     sequences, heads, most_parts, head_dim = parts_SHPd.shape
     attention.join_parts[sequences, heads](
         sums_SHP, peaks_SHP, parts_SHPd, table, out_SX, most_parts, **_heads(heads, head_dim, split)
@@ -202,7 +204,7 @@ def join_parts(
 def output_projection(
     x_TX: Tensor, table: Tensor, blocks: list[Tensor], residual_TD: Tensor, out_TD: Tensor
 ) -> None:
-    """Launch the output projection plus the residual."""
+    """Launch the kernel that projects attention's output and adds the residual."""
     tokens, width = out_TD.shape
     tile = tile_for("output_projection", tokens, x_TX.dtype)
     experts.output_projection[(_programs(tile, tokens, width),)](
@@ -232,7 +234,7 @@ def route(
     weights_Tk: Tensor,
     logits_TE: Tensor,
 ) -> None:
-    """Launch norm, router, and the choice of experts."""
+    """Launch the kernel that normalises tokens, computes the router's logits, and chooses experts."""
     tokens, width = hidden_TD.shape
     count = logits_TE.shape[1]
     outputs = triton.next_power_of_2(count)
@@ -260,7 +262,7 @@ def route(
 
 @on_gpu
 def sort_rows(experts_Tk: Tensor, rows_Tk: Tensor, pairs_n: Tensor, starts_E: Tensor) -> None:
-    """Launch the sorting of pairs of token and expert by expert."""
+    """Launch the kernel that sorts the pairs of a token and one of its experts by expert."""
     experts.sort_rows[(triton.cdiv(len(pairs_n), PAIRS),)](
         experts_Tk,
         rows_Tk,
@@ -286,7 +288,7 @@ def gate_and_up(
     inner_nI: Tensor,
     gated_nI: Tensor | None,
 ) -> None:
-    """Launch the products with gate and up of all experts, and their activation."""
+    """Launch the kernel that computes silu(gate x) * up x for the rows of all experts."""
     rows, intermediate = inner_nI.shape
     tile, tiles, sizes = _experts("gate_and_up", inner_nI, starts_E)
     experts.gate_and_up[(tiles * triton.cdiv(intermediate, tile.outputs),)](
@@ -312,7 +314,7 @@ def gate_and_up(
 
 @on_gpu
 def down(inner_nI: Tensor, starts_E: Tensor, table: Tensor, blocks: list[Tensor], y_nD: Tensor) -> None:
-    """Launch the products with down of all experts."""
+    """Launch the kernel that multiplies the rows of each expert by the expert's matrix down."""
     width = y_nD.shape[1]
     tile, tiles, sizes = _experts("down", inner_nI, starts_E)
     experts.down[(tiles * triton.cdiv(width, tile.outputs),)](
@@ -347,7 +349,7 @@ def combine(y_nD: Tensor, rows_Tk: Tensor, weights_Tk: Tensor, residual_TD: Tens
 
 @on_gpu
 def logits(x_SD: Tensor, table: Tensor, blocks: list[Tensor], logits_SV: Tensor) -> None:
-    """Launch the LM head."""
+    """Launch the kernel that multiplies rows by the LM head."""
     sequences, vocabulary = logits_SV.shape
     tile = tile_for("logits", sequences, x_SD.dtype)
     ends.logits[(_programs(tile, sequences, vocabulary),)](
@@ -364,20 +366,22 @@ def logits(x_SD: Tensor, table: Tensor, blocks: list[Tensor], logits_SV: Tensor)
 
 @on_gpu
 def likeliest(logits_SV: Tensor, tokens_S: Tensor) -> None:
-    """Launch the choice of the likeliest tokens."""
+    """Launch the kernel that finds the likeliest token of each row."""
     sequences, vocabulary = logits_SV.shape
     ends.likeliest[(sequences,)](logits_SV, tokens_S, vocabulary, COLUMNS=COPIED_AT_ONCE)
 
 
 def _programs(tile: Tile, rows: int, outputs: int) -> int:
-    """The number of programs for a product of `rows` rows and `outputs` outputs."""
+    """Return the number of Triton programs that a product of `rows` rows of x by `outputs` rows of a matrix needs."""
     return -(-rows // tile.rows) * -(-outputs // tile.outputs)
 
 
 def _experts(product: str, inner_nI: Tensor, starts_E: Tensor) -> tuple[Tile, int, dict[str, Any]]:
-    """The tile for a product of experts, the most tiles that their rows need, and the sizes to launch the kernel with.
+    """Choose the tile for a product of all experts' rows; returns the tile, the number of tiles, and the launch's
+    arguments.
 
-    The host does not know the rows of each expert: a tile is chosen that holds twice their mean.
+    The host does not know the number of rows of each expert, so the tile holds twice their mean, and the number of
+    tiles is the most that the rows can need.
     """
     rows, count = len(inner_nI), len(starts_E) - 1
     tile = tile_for(product, min(rows, -(-2 * rows // count)), inner_nI.dtype)
@@ -387,6 +391,8 @@ def _experts(product: str, inner_nI: Tensor, starts_E: Tensor) -> tuple[Tile, in
 
 
 def _heads(heads: int, head_dim: int, split: int) -> dict[str, Any]:
-    """The sizes to launch a kernel of decode attention with."""
+    """Return the compile-time arguments of a kernel of decode attention: numbers of heads, sizes of a head, tokens in a
+    part.
+    """
     tile = triton.next_power_of_2(max(head_dim, 16))
     return {"HEADS": heads, "HEAD": head_dim, "HEAD_TILE": tile, "SPLIT": split}

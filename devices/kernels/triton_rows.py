@@ -1,6 +1,6 @@
-"""The kernels of the table that call the operators of a step, which kernels in Triton compute on GPUs.
+"""The kernels of the kernel table that call the operators of `operators.py`, which Triton computes on GPUs.
 
-Results stay in the memory of the micro-batch, which later layers and steps use again.
+Results stay in the memory of the micro-batch, where later layers and steps overwrite them.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class TritonEmbed(TritonKernel):
 
     @cached_property
     def _frequencies_h(self) -> Tensor:
-        """The rotary frequencies on the GPU."""
+        """The angles in radians by which pairs of a head's entries turn per position, float32, on the GPU."""
         return qkv_functions.rotary_frequencies(self._config.attention, self._device)
 
     def refusal(self, case: Case) -> str:
@@ -77,7 +77,7 @@ class TritonEmbed(TritonKernel):
 
         @lru_cache(maxsize=1)
         def places(*lengths: int) -> tuple[Tensor, tuple[Tensor, ...]]:
-            """A tensor on the GPU for numbers of the step, and its parts of these lengths."""
+            """Return a tensor on the GPU for all numbers of the step, and views of it with these lengths."""
             numbers = self._result(memory, "numbers", sum(lengths), dtype=torch.int64)
             return numbers, numbers.split(lengths)
 
@@ -201,9 +201,9 @@ class TritonCombine(TritonKernel):
 
 
 class TritonMoELayer(TritonKernel):
-    """All of a layer after attention, in six launches, without waiting for the router's choices.
+    """Computes a layer after attention in six launches, without waiting for the router's choices.
 
-    With many tokens, the experts are computed for one part of the tokens after the other, which bounds the memory.
+    With many tokens, the experts run on one part of the tokens after the other, which bounds the memory.
     """
 
     operation = "moe_layer"
@@ -250,7 +250,9 @@ class TritonMoELayer(TritonKernel):
         return self._captured(run, memory)
 
     def _gated(self, rows: int, intermediate: int, memory: Memory) -> Tensor | None:
-        """Memory for activations (rows, I), float32; None in a kernel that does not report them."""
+        """Return memory for the activations of experts (rows, I), float32; None in a kernel that does not report
+        them.
+        """
         return None
 
     def _experts(
@@ -261,7 +263,11 @@ class TritonMoELayer(TritonKernel):
         memory: Memory,
         gated_nI: Tensor | None,
     ) -> Callable[..., None]:
-        """Bind the experts of up to `tokens` tokens: (x_TD, experts_Tk, weights_Tk, residual_TD, out_TD) -> None."""
+        """Return the function that runs the experts for up to `tokens` tokens and adds the residual, writing out_TD.
+
+        The function is (x_TD, experts_Tk, weights_Tk, residual_TD, out_TD) -> None. gated_nI: receives the activations
+        silu(gate x); None to drop them.
+        """
         gates, ups, downs = (
             self._matrix(*(weights[f"experts.{expert}.{part}"] for expert in range(network.experts)))
             for part in EXPERT_PARTS
@@ -286,7 +292,7 @@ class TritonMoELayer(TritonKernel):
 
 
 class TritonObservedLayer(TritonMoELayer):
-    """All of a layer after attention for few tokens, with the experts' activations as a result."""
+    """Computes a layer after attention for few tokens, and also returns the experts' activations silu(gate x)."""
 
     operation = "observed_moe_layer"
 
@@ -380,8 +386,8 @@ def _top_k(case: Case) -> int:
 
 
 def _padded(table: array[int], *others: array[int]) -> list[array[int]]:
-    """The numbers of a step for the GPU, with zeros after the table up to a power of two entries.
+    """Return a step's numbers for the GPU, the table extended by zeros to a power of two entries.
 
-    So the numbers keep their places while sequences grow, and a graph that reads them can be replayed.
+    So the numbers keep their places in a tensor while sequences grow, and a graph that reads them can be replayed.
     """
     return [table + array("q", [0]) * (power_of_two(len(table)) - len(table)), *others]

@@ -1,4 +1,4 @@
-"""The sizes of tiles for products in Triton, by the number of rows."""
+"""The tile sizes for products in Triton, which depend on the product, its number of rows and the dtype."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch
 
 
 class Tile(NamedTuple):
-    """The part of a product that one program of a kernel computes.
+    """The part of a product that one Triton program computes.
 
     Attributes:
         rows: rows of x, at least 16: tensor cores take no fewer.
         outputs: rows of the matrix; Hopper's tensor cores take multiples of 64 from shared memory.
-        inputs: numbers of a row that are read at once.
-        warps: warps of a program.
-        stages: reads that are under way at once.
+        inputs: entries of a row that are read at once.
+        warps: number of warps of a program.
+        stages: number of reads that are under way at once.
     """
 
     rows: int
@@ -61,9 +61,10 @@ fastest tiles of a GPU.
 
 
 def tile_for(product: str, rows: int, dtype: torch.dtype) -> Tile:
-    """The tile for a product with this many rows: the smallest that holds all of them, or the largest there is.
+    """Return the tile for a product with this number of rows: the smallest that holds all rows, or the largest of all.
 
-    Float32 has no tensor cores and twice the bytes, so its tiles have at most 32 rows, and half as many inputs.
+    product: name of the product. Float32 has no tensor cores and twice the bytes, so its tiles have at most 32 rows,
+    and half the inputs.
     """
     tiles = TILES[product]
     if dtype == torch.float32:

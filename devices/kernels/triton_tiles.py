@@ -1,11 +1,11 @@
-"""Norms, and products of tiles, in Triton, in a fixed order of sums.
+"""Triton functions for norms and products of tiles, in which every sum has a fixed order.
 
 A tile of a product is (some rows of a matrix, some rows of x). Each of its elements is a sum over the inputs in their
-order, whatever the tile's size is: a row's bits depend neither on other rows nor on the cut of a matrix into pages.
-Shapes in names are those of `functions.py`. All tensors are contiguous.
+order, for any size of tile: a row's bits depend neither on other rows nor on the cut of a matrix into pages.
+`functions.py` explains the letters of shapes. All tensors are contiguous.
 
 A matrix may be in several row blocks; a table of int64 has the first row and the address of each block. A tile has one
-address in a block, and its rows have 32-bit offsets from it; a tile in two blocks is read in two passes.
+address in a block, and its rows have 32-bit offsets from that address; a tile in two blocks is read in two passes.
 """
 
 from __future__ import annotations
@@ -41,7 +41,10 @@ def rounded(x, DTYPE: tl.constexpr):
 
 @triton.jit
 def tile_of(program, row_tiles, output_tiles):
-    """The indices of a program's tile of rows and of its tile of outputs; successive programs share both in caches."""
+    """Return the indices of the tile of rows and of the tile of outputs that a program computes.
+
+    Successive programs get tiles with common rows and outputs, so that both are found in caches.
+    """
     group = GROUP * output_tiles
     first = program // group * GROUP
     height = tl.minimum(row_tiles - first, GROUP)
@@ -50,9 +53,11 @@ def tile_of(program, row_tiles, output_tiles):
 
 @triton.jit
 def group_of(starts, tile, groups, ROWS: tl.constexpr, GROUPS: tl.constexpr):
-    """The group that a tile of rows is in, the tile's first row, and the end of the group; zeros beyond the last.
+    """Find the group of a tile of rows; returns the group, the tile's first row, and the group's end; zeros beyond the
+    last.
 
-    A group is the rows of an expert or of a sequence. `starts` has the first row of each, and then the number of rows.
+    A group is the rows of an expert or of a sequence. `starts` has the first row of each group, and then the number of
+    rows.
     """
     g = tl.arange(0, GROUPS)
     first = tl.load(starts + g, g < groups, 0).to(tl.int32)
@@ -70,7 +75,9 @@ def group_of(starts, tile, groups, ROWS: tl.constexpr, GROUPS: tl.constexpr):
 
 @triton.jit
 def statistics(row_D, width, eps, LAYER: tl.constexpr, WIDTH: tl.constexpr):
-    """The mean of a row and 1 / its standard deviation; for RMS norm, 0 and 1 / its root mean square."""
+    """Return the mean of a row and 1 / its standard deviation; for RMS norm (LAYER False), 0 and 1 / its root mean
+    square.
+    """
     d = tl.arange(0, WIDTH)
     x = tl.load(row_D + d, d < width, 0.0).to(tl.float32)
     mean = tl.sum(x, 0) / width if LAYER else 0.0
@@ -80,7 +87,9 @@ def statistics(row_D, width, eps, LAYER: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def normed(row_D, norm_D, d, width, mean, scale):
-    """Entries d of a row, normalised, times the norm's weight, and rounded to the row's dtype."""
+    """Return the entries with indices d of a row, normalised by mean and scale, times the norm's weight, in the row's
+    dtype.
+    """
     x = tl.load(row_D + d, d < width, 0.0).to(tl.float32)
     weight = tl.load(norm_D + d, d < width, 0.0).to(tl.float32)
     return rounded((x - mean) * scale * weight, row_D.dtype.element_ty)
@@ -97,7 +106,7 @@ def block_of(table, row, BLOCKS: tl.constexpr):
 
 @triton.jit
 def passes_over(table, first, stop, BLOCKS: tl.constexpr):
-    """The number of row blocks that have rows from `first` to `stop`."""
+    """Return the number of row blocks that hold the rows from `first` to `stop` - 1."""
     return block_of(table, stop - 1, BLOCKS) - block_of(table, first, BLOCKS) + 1
 
 
@@ -113,7 +122,9 @@ def rows_in(
     DTYPE: tl.constexpr,
     STEP: tl.constexpr = 1,
 ):
-    """Pointers to the rows of a tile, every STEP-th row from `first` to `stop`, and a mask of those in this block."""
+    """Return pointers to the rows of a tile, every STEP-th row from `first` to `stop`, and a mask of rows in this row
+    block.
+    """
     begin = tl.load(table + 2 * block, block < BLOCKS, stop)
     end = tl.load(table + 2 * block + 2, block + 1 < BLOCKS, stop)
     address = tl.load(table + 2 * block + 1, block < BLOCKS, 0).to(tl.pointer_type(DTYPE), bitcast=True)
@@ -125,7 +136,7 @@ def rows_in(
 
 @triton.jit
 def x_tile(x_TD, t, wanted, d, width):
-    """Load entries d of rows t of x, (inputs, rows); zeros for rows that are not wanted."""
+    """Load entries with indices d of the rows t of x as (inputs, rows); zeros for rows that are not wanted."""
     return tl.load(
         x_TD + t.to(tl.int64)[None, :] * width + d[:, None], wanted[None, :] & (d[:, None] < width), 0.0
     )
@@ -145,9 +156,9 @@ def product(
     OUTPUTS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """A tile of a product, (outputs, rows), float32: OUTPUTS rows of a matrix from `first` on by rows t of x.
+    """Multiply OUTPUTS rows of a matrix, from `first` on, by the rows t of x; returns a tile (outputs, rows), float32.
 
-    rows: the number of rows of the matrix. width: the number of its inputs.
+    wanted: mask of the rows t to load. rows: number of rows of the matrix. width: number of inputs.
     """
     total = tl.zeros((OUTPUTS, ROWS), dtype=tl.float32)
     stop = tl.minimum(first + OUTPUTS, rows)
@@ -183,7 +194,11 @@ def two_products(
     OUTPUTS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Tiles of two products with the same rows of x, which are read once: every STEP-th row of matrix a, and of b."""
+    """Multiply rows of matrices a and b by the same rows of x, which are read once; returns two tiles (outputs, rows).
+
+    STEP: every STEP-th row of each matrix is taken, from `a_first` and `b_first` on. The other arguments are as for
+    `product`.
+    """
     dtype: tl.constexpr = x_TD.dtype.element_ty
     a_total = tl.zeros((OUTPUTS, ROWS), dtype=tl.float32)
     b_total = tl.zeros((OUTPUTS, ROWS), dtype=tl.float32)

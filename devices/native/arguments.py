@@ -1,4 +1,4 @@
-"""The arguments of native calls: structs as C reads them."""
+"""The structs in which C reads the arguments of native calls; each is a class of ctypes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _NUMBER, _POINTER, _REAL = ctypes.c_int64, ctypes.c_void_p, ctypes.c_double
 
 
 class Norm(ctypes.Structure):
-    """A norm of rows: its weight, epsilon, and whether it subtracts the mean (`Norm` of norm.h)."""
+    """The arguments of a norm for C: its weight, epsilon, and a flag for subtracting the mean (`Norm` of norm.h)."""
 
     _fields_ = (
         ("weight", _POINTER),
@@ -19,7 +19,9 @@ class Norm(ctypes.Structure):
 
 
 class Tokens(ctypes.Structure):
-    """Tokens to look up, and addresses for their embeddings and angles (`Tokens` of embedding.c)."""
+    """The arguments of a lookup for C: tokens, and addresses for their embeddings and angles (`Tokens` of
+    embedding.c).
+    """
 
     _fields_ = (
         *((name, _NUMBER) for name in ("tokens", "hidden", "turning")),
@@ -32,7 +34,9 @@ class Tokens(ctypes.Structure):
 
 
 class Inputs(ctypes.Structure):
-    """Norm, projection to queries, keys and values, and rotation of some tokens (`Inputs` of attention_inputs.c)."""
+    """The arguments of norm, projection to queries, keys and values, and rotation for C (`Inputs` of
+    attention_inputs.c).
+    """
 
     _fields_ = (
         *((name, _NUMBER) for name in ("tokens", "hidden", "heads", "kv_heads", "head_dim")),
@@ -50,7 +54,7 @@ class Inputs(ctypes.Structure):
 
 
 class Attend(ctypes.Structure):
-    """Attention of one new token for each sequence over a KV cache in blocks (`Attend` of attention.h)."""
+    """The arguments of decode attention over a KV cache in blocks for C (`Attend` of attention.h)."""
 
     _fields_ = (
         *(
@@ -65,7 +69,7 @@ class Attend(ctypes.Structure):
 
 
 class NewRows(ctypes.Structure):
-    """Keys and values of new tokens, and the slots of a KV cache to copy them to (`NewRows` of kv_rows.c)."""
+    """The arguments for C to copy keys and values of new tokens to slots of a KV cache (`NewRows` of kv_rows.c)."""
 
     _fields_ = (
         *((name, _NUMBER) for name in ("tokens", "row_bytes")),
@@ -74,7 +78,7 @@ class NewRows(ctypes.Structure):
 
 
 class Prompts(ctypes.Structure):
-    """Attention of all new tokens of prompts that are equally long (`Prompts` of prompt_attention.c)."""
+    """The arguments for C to attend from all new tokens of equally long prompts (`Prompts` of prompt_attention.c)."""
 
     _fields_ = (
         *((name, _NUMBER) for name in ("sequences", "queries", "length", "heads", "kv_heads", "head_dim")),
@@ -85,7 +89,7 @@ class Prompts(ctypes.Structure):
 
 
 class Layer(ctypes.Structure):
-    """Output projection, router, experts and their sum in a layer (`Layer` of moe_layer.c)."""
+    """The arguments of output projection, router, experts and their sum in a layer for C (`Layer` of moe_layer.c)."""
 
     _fields_ = (
         *((name, _NUMBER) for name in ("tokens", "hidden", "attended_width", "experts", "top_k", "width")),
@@ -102,7 +106,7 @@ class Layer(ctypes.Structure):
 
 
 class Head(ctypes.Structure):
-    """The last norm, the LM head and the choice of the likeliest tokens (`Head` of logits.c)."""
+    """The arguments of last norm, LM head and choice of the likeliest tokens for C (`Head` of logits.c)."""
 
     _fields_ = (
         *((name, _NUMBER) for name in ("rows", "hidden", "vocabulary")),

@@ -1,6 +1,6 @@
-"""Attention by the native library: of a decode step over a KV cache in blocks, and of prompts.
+"""Attention by the native library: in decode steps over a KV cache in blocks, and for prompts.
 
-Shapes in names are those of `devices/kernels/functions.py`.
+`devices/kernels/functions.py` explains the letters of shapes.
 """
 
 from __future__ import annotations
@@ -42,14 +42,18 @@ class LayerAddresses(NamedTuple):
 
 
 class SequencesInBlocks(NamedTuple):
-    """The number of each sequence's tokens, new ones included, and the numbers of all their blocks, by sequence."""
+    """The length of each sequence in tokens, new tokens included, and the numbers of all sequences' blocks, by
+    sequence.
+    """
 
     lengths: array[int]
     blocks: array[int]
 
 
 class AttentionCall:
-    """A native call of attention with fixed tensors and a fixed number of sequences, for their lengths and blocks."""
+    """A native call of attention with fixed tensors and a fixed number of sequences; each call takes their lengths and
+    blocks.
+    """
 
     __slots__ = ("_fields", "_run")
 
@@ -64,7 +68,7 @@ class AttentionCall:
 
 
 class NativeAttention:
-    """Computes attention of one new token of each sequence, and of prompts.
+    """Attends by the native library: from one new token of each sequence, or from the new tokens of prompts.
 
     A token's bits depend on its sequence and the instruction set: not on other sequences, blocks, cuts of prompts into
     chunks, or the number of threads.
@@ -106,7 +110,11 @@ class NativeAttention:
         sinks_H: Tensor | None = None,
         scale: float | None = None,
     ) -> AttentionCall:
-        """Prepare calls of `attend`: each reads and writes these tensors, which must live as long as the result."""
+        """Prepare repeated calls of `attend`: each reads and writes these tensors, which must live as long as the
+        result.
+
+        out_SX: receives the results (S, H * d). The other arguments are as for `attend`.
+        """
         count, heads, head_dim = q_SHd.shape
         kv_heads = k_SKd.shape[1]
         arguments = Attend(
@@ -181,7 +189,9 @@ class NativeAttention:
 
 
 def refuses_prompts(instruction_set: str, heads: int, kv_heads: int, head_dim: int) -> str:
-    """The reason why the library does not attend to prompts with such heads; empty if it does."""
+    """Return the reason why the library cannot attend to prompts with these numbers and sizes of heads; empty if it
+    can.
+    """
     if instruction_set != PROMPT_INSTRUCTIONS:
         return f"it needs {PROMPT_INSTRUCTIONS}; with AMX, torch is faster"
     if head_dim % HEAD_MULTIPLE or head_dim > MOST_HEAD:

@@ -1,7 +1,7 @@
-"""The loading of the native library, and the instruction sets and formats that it has here.
+"""Loads the native library, and says which instruction sets and formats it has on this machine.
 
-It is compiled when the package is installed, if there is a C compiler; without it, torch computes everything. It is
-called through ctypes, which lets other Python threads run meanwhile.
+The library is compiled when the package is installed, if there is a C compiler; without it, torch computes everything.
+It is called through ctypes, which lets other Python threads run meanwhile.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ _REMEDY = "install GCC or Clang, then moesched again"
 
 
 class Library(ctypes.CDLL):
-    """The functions of the library; calls let other Python threads run, except of those that are declared here."""
+    """The functions of the native library. Calls let other Python threads run, except calls of the functions declared
+    here.
+    """
 
     moesched_embed: Any
 

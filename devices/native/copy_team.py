@@ -22,11 +22,12 @@ PIECE_BYTES = 1 << 20
 
 
 class CopyTeam:
-    """A team of threads that copy bytes. While they are busy for one caller, another copies on its own thread alone.
+    """A team of threads that copy bytes. While they are busy for one caller, another caller copies on its own thread
+    alone.
 
     Args:
         threads: number of threads, the caller included.
-        native: whether to use the native library where there is one.
+        native: True to use the native library if there is one.
     """
 
     def __init__(self, threads: int, *, native: bool = True) -> None:

@@ -56,12 +56,12 @@ class NativeKernels:
             raise MemoryError("no memory for the threads of the CPU kernels")
 
     def close(self) -> None:
-        """End the threads."""
+        """End the threads of the native kernels."""
         self._library.moesched_free_team(self._team)
         self._team = None
 
     def linear(self, x_TD: Tensor, blocks: Blocks) -> Tensor:
-        """x @ W.T, (T, N); W comes as row blocks."""
+        """Multiply rows by a matrix W that comes as row blocks: x @ W.T, (T, N)."""
         x_TD = _with_plain_rows(x_TD)
         y_TN = x_TD.new_empty(len(x_TD), _outputs(blocks))
         shape = (len(x_TD), x_TD.shape[1], y_TN.shape[1], x_TD.data_ptr(), x_TD.stride(0))
@@ -70,7 +70,9 @@ class NativeKernels:
         return y_TN
 
     def linear_by_columns(self, x_TD: Tensor, blocks: Sequence[Tensor]) -> Tensor:
-        """x @ W.T, (T, N); W comes as column blocks (N, some of D), left to right, each stored transposed."""
+        """Multiply rows by a matrix W that comes as column blocks (N, some of D), left to right, each stored
+        transposed: (T, N).
+        """
         x_TD = _with_plain_rows(x_TD)
         y_TN = x_TD.new_empty(len(x_TD), len(blocks[0]))
         shape = (len(x_TD), x_TD.shape[1], y_TN.shape[1], x_TD.data_ptr(), x_TD.stride(0))
@@ -85,14 +87,20 @@ class NativeKernels:
         return y_nD
 
     def prepared_expert(self, gate: Blocks, up: Blocks, down: Blocks) -> Callable[[Tensor, Tensor], None]:
-        """Prepare an expert: (x_nD, y_nD) -> None, which writes the outputs to y, which must be contiguous."""
+        """Prepare an expert; returns the function (x_nD, y_nD) -> None, which writes the outputs to y, a contiguous
+        tensor.
+        """
         width, matrices = _outputs(gate), [matrix_of(blocks) for blocks in (gate, up, down)]
         return partial(self._run_expert, matrices, array("q", map(address, matrices)), width)
 
     def _run_expert(
         self, matrices: Sequence[array[int]], weights: array[int], width: int, x_nD: Tensor, y_nD: Tensor
     ) -> None:
-        """Run an expert's kernel, which writes y; `weights` has the addresses of `matrices`, which must stay alive."""
+        """Run the C function of an expert, which writes y.
+
+        matrices: descriptions of gate, up and down, which must stay alive. weights: their addresses. width: size I of
+        the inner activations.
+        """
         x_nD = _with_plain_rows(x_nD)
         shape = (*x_nD.shape, width, x_nD.data_ptr(), x_nD.stride(0))
         check(self._library.moesched_expert(self._team, *shape, address(weights), y_nD.data_ptr()))
@@ -102,7 +110,9 @@ class NativeKernels:
         check(function(self._team, ctypes.byref(arguments)))
 
     def bound(self, function: Callable[..., int], arguments: ctypes.Structure) -> Callable[[], int]:
-        """Prepare a `call`, to be made often: a function that returns the library's status, for `check`."""
+        """Return a function without arguments that makes a `call` and returns the library's status, to be passed to
+        `check`.
+        """
         return bound_call(function, self._team, arguments)
 
 
@@ -126,9 +136,9 @@ def _format(block: Block) -> str:
 
 
 def numbers(count: int) -> array[int]:
-    """An array of 64-bit zeros, whose address stays the same as long as no item is added.
+    """Make an array of 64-bit zeros, whose address stays the same as long as no item is added.
 
-    It is no array of ctypes: the code of those would have to be read from memory in each layer, as weights fill the
+    The array is not one of ctypes, whose code would have to be read from memory in each layer, as weights fill the
     processor's caches.
     """
     return array("q", bytes(8 * count))
@@ -140,6 +150,6 @@ def address(numbers: array[int] | array[float]) -> int:
 
 
 def check(result: int) -> None:
-    """Raise MemoryError if the status that a native call returned says so."""
+    """Raise MemoryError if the status that a native call returned means that memory was lacking."""
     if result:
         raise MemoryError("no memory for the rows that the CPU kernels multiply")

@@ -1,6 +1,6 @@
-"""The storing of new tokens' keys and values in a KV cache in blocks, by one native call.
+"""Stores new tokens' keys and values in a KV cache in blocks, by one native call.
 
-Shapes in names are those of `devices/kernels/functions.py`.
+`devices/kernels/functions.py` explains the letters of shapes.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ def store(
     slots: array[int],
     start: int = 0,
 ) -> None:
-    """Copy the keys and values of T tokens, contiguous and on the CPU, to their slots in a layer's cache.
+    """Copy the keys and values of T tokens, contiguous and on the CPU, to their slots in a layer's KV cache.
 
     Args:
-        slots: numbers of slots; those of the tokens begin at index `start`.
+        slots: numbers of slots of the cache.
+        start: index in `slots` of the first token's slot; the other tokens' slots follow.
     """
     arguments = NewRows(
         tokens=len(k_TKd),

@@ -1,4 +1,4 @@
-"""The joining of MXFP4 codes and scales, which some files keep apart, by a native call."""
+"""Joins MXFP4 codes and scales, which some files keep apart, by a native call."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from .compiled import library, why_unusable
 
 
 def fastest_join() -> Join:
-    """The function that joins codes and scales the fastest here."""
+    """Return the fastest function on this machine that joins MXFP4 codes and scales."""
     return join_by_arrays if why_unusable() else join_by_library
 
 

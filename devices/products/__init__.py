@@ -1,1 +1,1 @@
-"""Matrix products by weights in blocks with torch: plain, packed and coded ones, and how many cores they run on."""
+"""Products by weights in plain, packed or coded blocks in torch, and the number of cores that such products use."""

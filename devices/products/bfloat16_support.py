@@ -1,4 +1,4 @@
-"""The detection of instructions that multiply bfloat16 numbers."""
+"""Detects if the processor has instructions that multiply bfloat16 numbers."""
 
 from __future__ import annotations
 

@@ -32,11 +32,11 @@ LEAST_EXPONENT = -100
 
 
 class Pieces:
-    """The inputs in two pieces, whose sum is the input rounded to its group's unit.
+    """Inputs of a product, each cut into two pieces whose sum is the input rounded to its group's unit.
 
     Attributes:
-        pieces_GRg: the upper pieces of all T rows, then the lower ones: R = 2 T rows, float32.
-        sums_GT1: the sum of each group's inputs.
+        pieces_GRg: the upper pieces of all T rows, then their lower pieces: (G groups, R = 2 T, g inputs), float32.
+        sums_GT1: the sum of each group's inputs, float32.
     """
 
     def __init__(self, x_TD: Tensor, group: int) -> None:
@@ -55,13 +55,13 @@ class Pieces:
         self.sums_GT1 = upper_GT1 + lower_GT1
 
     def times(self, codes_GgN: Tensor) -> Tensor:
-        """The sum of codes times inputs of each group, (G, T, N), float32."""
+        """Sum the products of codes and inputs within each group: (G groups, T rows, N outputs), float32."""
         upper_GTN, lower_GTN = torch.bmm(self.pieces_GRg, codes_GgN).chunk(2, dim=1)
         return upper_GTN.add_(lower_GTN)
 
 
 def coded_linear(x_TD: Tensor, block: Coded) -> Tensor:
-    """x @ W.T by exact sums, rounded once to the dtype of x: (T, N)."""
+    """Multiply rows by coded weights W with exact sums, rounded once to the dtype of x: x @ W.T, (T, N)."""
     y_TN = x_TD.new_empty(len(x_TD), len(block))
     group = block.format.group
     with one_core():
@@ -74,7 +74,7 @@ def coded_linear(x_TD: Tensor, block: Coded) -> Tensor:
 
 
 def unpacked_linear(x_TD: Tensor, block: Coded) -> Tensor:
-    """x @ W.T by weights that are decoded and rounded to the dtype of x, some rows at a time: (T, N)."""
+    """Multiply rows by weights W that are decoded to the dtype of x, some rows of W at a time: x @ W.T, (T, N)."""
     rows = max(1, UNPACKED_TILE // x_TD.shape[1])
     parts = [plain_linear(x_TD, tile.plain(x_TD.dtype)) for tile in block.split(rows)]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
@@ -89,7 +89,7 @@ def _products(pieces: Pieces, groups: Groups) -> Tensor:
 
 
 def _added(sums_GTN: Tensor) -> Tensor:
-    """The sum over groups, one after the other and in place: (T, N)."""
+    """Add up the groups, one after the other and in place: (T, N)."""
     for number in range(1, len(sums_GTN)):
         sums_GTN[0] += sums_GTN[number]
     return sums_GTN[0]

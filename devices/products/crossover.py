@@ -1,4 +1,6 @@
-"""The number of rows up to which the native kernels are faster than torch: measured once for each shape, and kept."""
+"""Measures, once for each shape, up to what number of rows the native kernels are faster than torch, and keeps the
+result.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,7 @@ class Shape(NamedTuple):
 
     @property
     def measured(self) -> Shape:
-        """The shape that is measured in place of this one, whose sizes are powers of two."""
+        """The shape that is measured in place of this one: sizes rounded to powers of two."""
         inputs = _power_of_two(self.inputs, MOST_WEIGHTS // LEAST)
         return Shape(_power_of_two(self.outputs, MOST_WEIGHTS // inputs), inputs)
 
@@ -76,11 +78,12 @@ def _power_of_two(number: int, most: int) -> int:
 
 @cache
 def most_rows(instruction_set: str, shape: Shape, packed: bool) -> int:
-    """The number of rows up to which the native kernel is faster; read from the cache folder, or measured.
+    """Return the number of rows up to which the native kernel is faster than torch, from the cache folder or by
+    measuring.
 
-    It is ANY_ROWS if the kernel is faster up to the last of ROWS.
+    The result is 0 if the kernel is never faster, and ANY_ROWS if it is faster up to the last of ROWS.
 
-    packed: compare with torch's product by packed weights.
+    packed: True to compare with torch's product by packed weights, False by plain weights.
     """
     here = _here(instruction_set, shape, packed)
     kept = _kept()
@@ -103,7 +106,7 @@ def measure_most_rows(instruction_set: str, shape: Shape, packed: bool) -> int:
     """Measure the number of ROWS up to which the native kernel saves the most time in total; 0 if it saves none.
 
     Kernel and torch take turns on one core, the thread's processor time is measured, and the fastest turn of each
-    counts: other processes hardly disturb that, while they would make several threads wait for each other.
+    counts: other processes hardly disturb such a measurement, while several threads would wait for each other.
     """
     # On a thread of its own, as the number of cores that torch uses is the thread's.
     with ThreadPoolExecutor(1, "crossover") as thread:
@@ -128,9 +131,11 @@ def _tie(packed: bool) -> float:
 
 
 def most_saved(ratios: Mapping[int, float], tie: float = 1) -> int:
-    """The number of rows up to which to use the kernel: that with the smallest product of the ratios so far, or 0.
+    """Return the number of rows up to which use of the kernel saves the most, given ratios of times; 0 if it saves
+    nothing.
 
-    A single ratio that another process spoiled does not decide about all larger numbers of rows.
+    The savings of all smaller numbers of rows are added up, so that a single ratio that another process spoiled does
+    not decide.
 
     Args:
         ratios: the kernel's time divided by torch's, by number of rows, ascending.
@@ -144,7 +149,7 @@ Call = Callable[[], object]
 
 
 def _contests(kernel: NativeKernels, shape: Shape, packed: bool) -> Iterator[tuple[int, Call, Call]]:
-    """Yield a number of rows, and two functions to time: the same product by the kernel and by torch."""
+    """Yield each number of rows with two functions to time: one product by the native kernel, and one by torch."""
     count = max(2, COLD_BYTES // (2 * shape.outputs * shape.inputs))
     matrices = [_matrix(shape) for _ in range(count)]
     plain = cycle(matrices)
@@ -155,7 +160,7 @@ def _contests(kernel: NativeKernels, shape: Shape, packed: bool) -> Iterator[tup
 
 
 def _matrix(shape: Shape) -> Tensor:
-    """A matrix in huge pages, like a model's weights."""
+    """Make a bfloat16 matrix of a shape in huge pages, as a model's weights are."""
     return aligned_bytes(2 * shape.outputs * shape.inputs).view(torch.bfloat16).view(shape).fill_(0.01)
 
 
@@ -191,7 +196,9 @@ def _file() -> Path:
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """Wait until no other process measures: two at once could choose different kernels for the same rows."""
+    """Hold a lock between processes for a context: two that measure at once could choose different kernels for the same
+    rows.
+    """
     try:
         _file().parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(_file().with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o600)
@@ -215,7 +222,7 @@ def _kept() -> dict[str, int]:
 
 
 def _keep(rows: dict[str, int]) -> None:
-    """Save the measurements in the cache folder for later processes, if it can be written."""
+    """Write the measurements, by their key, to the cache folder for later processes, if the folder can be written."""
     path = _file()
     unfinished = path.with_suffix(f".{os.getpid()}")
     with suppress(OSError):

@@ -56,7 +56,7 @@ def _follows(block: Tensor, above: Tensor) -> bool:
 
 
 def linear(x_TD: Tensor, blocks: Blocks) -> Tensor:
-    """x @ W.T, (T, N); W comes as row blocks, or as column blocks (N, some of D)."""
+    """Multiply rows by W: x @ W.T, (T, N); W comes as row blocks (some of N, D), or as column blocks (N, some of D)."""
     if len(blocks) == 1:
         return _linear(x_TD, blocks[0])
     if blocks[0].shape[1] < x_TD.shape[1]:
@@ -69,7 +69,9 @@ def _linear(x_TD: Tensor, block_ND: Tensor) -> Tensor:
 
 
 def _sum_of_products(x_TD: Tensor, blocks: Blocks) -> Tensor:
-    """x @ W.T, (T, N), for W as column blocks: the blocks' products, summed in float32 and rounded once."""
+    """Multiply rows by W in column blocks (N, some of D): the blocks' products are summed in float32 and rounded
+    once.
+    """
     total_TN = x_TD.new_zeros(len(x_TD), blocks[0].shape[0], dtype=torch.float32)
     start = 0
     for block in blocks:

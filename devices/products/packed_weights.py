@@ -68,12 +68,12 @@ def _same_bits_transposed(outputs: int, inputs: int) -> bool:
 
 @cache
 def cores_keep_bits(dtype: torch.dtype, cores: int, transposed: bool = False) -> bool:
-    """Test whether products in a dtype have the same bits on one core as on `cores`, by computing some both ways.
+    """Test if products in a dtype have the same bits on one core as on `cores` cores, by computing some both ways.
 
     If they have not, a product must run on the same number of cores under every policy.
 
     Args:
-        transposed: whether to try matrices that are stored transposed, too.
+        transposed: True to try matrices that are stored transposed, too.
     """
     if dtype != torch.bfloat16:
         return False  # float32 products of five rows were seen to differ
@@ -92,7 +92,9 @@ Product = Callable[[torch.Tensor], torch.Tensor]
 
 
 def _products(outputs: int, inputs: int, transposed: bool, cores: int) -> Iterator[Product]:
-    """Yield functions that multiply by a random matrix in each way that is used: plain, transposed, packed."""
+    """Yield functions that multiply by a random matrix (outputs, inputs) in each way in use: plain, packed,
+    transposed.
+    """
     weight_ND = _random(outputs, inputs)
     yield partial(plain_linear, weight_ND=weight_ND)
     if transposed:
@@ -132,7 +134,7 @@ def packed_bytes(packed: torch.Tensor) -> int:
 
 
 def packed_linear(x_TD: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
-    """x @ W.T for a packed W: (T, N)."""
+    """Multiply rows by a packed matrix W: x @ W.T, (T, N)."""
     return in_tiles(_multiply, x_TD, packed)
 
 

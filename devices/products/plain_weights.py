@@ -21,7 +21,7 @@ PIECE = 256
 
 
 def plain_linear(x_TD: torch.Tensor, weight_ND: torch.Tensor) -> torch.Tensor:
-    """x @ W.T: (T, N); the rows or the columns of W are contiguous."""
+    """Multiply rows by a plain matrix W whose rows or columns are contiguous: x @ W.T, (T, N)."""
     if weight_ND.dtype == torch.bfloat16 and weight_ND.is_cpu and not has_bfloat16():
         lies_transposed = weight_ND.stride(0) == 1 and weight_ND.stride(1) != 1
         if lies_transposed:
@@ -38,7 +38,7 @@ def _in_float32(
 ) -> torch.Tensor:
     """Compute x @ W.T in float32, piece by piece and rounded once; on one core, as bits on several might differ.
 
-    multiply: writes the product to its first argument, zeros before, given x in float32 and W.
+    multiply: function that writes a product to its first argument, which holds zeros, given x in float32 and W.
     """
     y_TN = torch.zeros(len(x_TD), len(weight_ND))
     with one_core():

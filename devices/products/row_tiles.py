@@ -1,6 +1,6 @@
-"""The filling up of rows to whole tiles, so that oneDNN meets few shapes of products.
+"""Pads the rows of x to whole tiles, so that oneDNN meets few shapes of products.
 
-It generates code for each new number of rows: with bfloat16 instructions that was measured to take two to three
+oneDNN generates code for each new number of rows: with bfloat16 instructions that was measured to take two to three
 milliseconds and half a megabyte each, and prompts have hundreds of lengths. In whole tiles, a matrix and its row
 blocks, packed or not, also gave the same bits in tests, which they do not in partial tiles.
 """
@@ -22,7 +22,9 @@ Tensor = torch.Tensor
 
 
 def in_tiles(product: Callable[[Tensor, Tensor], Tensor], x_TD: Tensor, weight_ND: Tensor) -> Tensor:
-    """Compute `product(x, matrix)` in whole tiles of rows; the last tile is filled with rows of zeros."""
+    """Compute `product(x, matrix)` on whole tiles of rows; rows of zeros fill the last tile and are dropped from the
+    result.
+    """
     rows = len(x_TD)
     missing = -rows % TILE
     if rows < TILE or not missing or x_TD.dtype != torch.bfloat16 or not x_TD.is_cpu or not has_bfloat16():

@@ -84,7 +84,7 @@ class Team:
 
 
 class _Helper:
-    """A thread of a team, which is woken by raw locks, the cheapest way."""
+    """A helper thread of a team, which waits for work on raw locks, the cheapest way to wake a thread."""
 
     def __init__(self) -> None:
         self._pending: deque[Job] | None = None
