@@ -1,1 +1,1 @@
-"""Policies: one file per scheduling idea."""
+"""Policies: each file has one scheduling idea, as a class with a plan and methods for prefill and decode."""

@@ -1,4 +1,6 @@
-"""The first half of a layer: queries, keys and values, attention over the KV cache, its output projection."""
+"""The verbs of a layer's first half: queries, keys and values, attention over the KV cache, and its output
+projection.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ WeightsOf = Callable[[Any], KernelWeights[Any]]
 
 
 def itself(hidden_TD: Any) -> Any:
-    """Return the hidden states unchanged: they are the residual, except on ranks that hold a part of a sum."""
+    """Return the hidden states unchanged, as the residual of ranks that hold no part of a sum."""
     return hidden_TD
 
 
@@ -26,10 +28,11 @@ class Attention:
 
     Args:
         states: the micro-batches, by number.
-        weights: returns the weights in a task's view of pages.
-        embedding: the weights of `embed`; empty on a node that does not attend.
-        residual_of: returns the residual for given hidden states: these, or zeros on all ranks but the first.
-        keeps_attended: whether attention's output stays until the next layer's overwrites it, in decode steps.
+        weights: function from a task's view of pages to the weights in these pages.
+        embedding: the weights for the verb `embed`; empty on a node that does not attend.
+        residual_of: function from hidden states to the residual: the hidden states, or zeros on all ranks but the
+            first.
+        keeps_attended: True if, in decode steps, attention's output stays in memory until the next layer overwrites it.
     """
 
     def __init__(
@@ -88,5 +91,5 @@ class Attention:
             del self._states[task.micro_batch].attended_TX
 
     def residual(self, state: MicroBatchState) -> Any:
-        """The residual of a micro-batch: its hidden states, or zeros on all ranks but the first."""
+        """Return the residual of a micro-batch: its hidden states, or zeros on all ranks but the first."""
         return self._residual_of(state.hidden_TD)

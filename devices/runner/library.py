@@ -1,4 +1,6 @@
-"""What the verbs need beside kernels, for torch or MLX to implement: tensors on the host, and running experts."""
+"""The interfaces that the devices of torch and MLX implement for the runner: tensors on the host, and running
+experts.
+"""
 
 from __future__ import annotations
 
@@ -15,41 +17,45 @@ from ..kernels.seam import Routed
 
 
 class Library(Protocol):
-    """Evaluates tensors of torch or MLX and copies them to the host."""
+    """The interface to evaluate tensors of torch or MLX and to copy them to the host."""
 
     def computing(self) -> AbstractContextManager[object]:
-        """The context manager to compute in outside of bound kernels, and in kernels on many rows."""
+        """Return the context manager to enter before computing outside of bound kernels, or in kernels on many rows."""
 
     def settle(self, micro_batch: int, *tensors: Any) -> None:
-        """Evaluate these lazy tensors of a micro-batch, and all its earlier results."""
+        """Evaluate lazy tensors of a micro-batch, and all results that the micro-batch had before."""
 
     def on_host(self, tensor: Any) -> npt.NDArray[Any]:
         """Copy a tensor to the host's memory."""
 
     def value(self, task: Task, read: Callable[..., Any], *tensors: Any, beside: Sequence[Any] = ()) -> Any:
-        """Copy tensors to the host and call `read` with them; its result is the value of a task.
+        """Copy tensors to the host and call `read` with these arrays; returns the result of `read`, which is the task's
+        value.
 
-        Where a device issues tasks ahead of their tensors, this returns a value that is read when the task ends.
+        On a device that issues tasks ahead of their tensors, the result is an object that is read when the task ends.
 
-        beside: lazy tensors that are evaluated at the same time, and not read.
+        beside: lazy tensors to evaluate at the same time, without a copy.
         """
 
     def settled(self, value: Any) -> Any:
-        """Read now what `value` or `Experts.group` returned, if that has not been done."""
+        """Return the finished value of a task, given the result of `value` or `Experts.group`, which may be read only
+        now.
+        """
 
 
 class Experts(Protocol):
-    """Runs the experts of a layer on rows of micro-batches."""
+    """The interface to run the experts of a layer on rows of micro-batches."""
 
     def group(self, task: Task, routed: Routed, read: Callable[..., Any], *tensors: Any) -> Any:
-        """Sort a micro-batch's rows by expert and keep them in its state; returns the task's value, as `value` does.
+        """Sort a micro-batch's rows by expert and keep them in its state; returns the task's value, as `Library.value`
+        does.
 
-        read: makes the value from the experts of each token and these tensors, all on the host: a mapping from each
-            expert that has rows to their number.
+        read: function that makes the value, a mapping from each expert that has rows to their number, from each token's
+        experts and then `tensors`, all as arrays on the host.
         """
 
     def scores(self, logits_TE: Any) -> Any:
-        """Each expert's probability by the router (E), float32, averaged over the tokens."""
+        """Return the probability that the router gives each expert, averaged over the tokens: (E), float32."""
 
     def run_all(self, task: Task, counts: Mapping[int, int], weights: Any) -> None:
         """Run all experts of a layer that have rows; `counts` maps each of them to its number of rows."""
@@ -58,7 +64,9 @@ class Experts(Protocol):
         """Run a layer's shared expert, which every token uses, if the layer has one."""
 
     def run_expert(self, task: Task) -> None:
-        """Run one expert on its rows of one or several micro-batches; each has the results that it would have alone."""
+        """Run the task's expert on its rows of one or several micro-batches; each gets the results that it would get
+        alone.
+        """
 
     def warm_expert(self, task: Task) -> None:
         """Run one expert on a row of zeros, only to read its weights."""

@@ -1,4 +1,4 @@
-"""The state of a micro-batch: its tensors between kernels, the tokens of its next step, its KV caches."""
+"""The state of a micro-batch: its tensors between two kernels, the tokens of its next step, and its KV caches."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ class MicroBatchState:
     """The tensors of one micro-batch between its kernels, and its sequences in the KV cache.
 
     Args:
-        new: each sequence's tokens for the first step: its prompt, or a chunk of that.
-        beams: sequences of each request while decoding.
+        new: each sequence's tokens for the first step: its prompt, or a chunk of its prompt.
+        beams: number of sequences of each request while decoding.
 
     Attributes:
-        requests: the requests, as the KV cache knows them.
+        requests: numbers of the requests, as the KV cache knows them.
         sequences: the requests' sequences in the KV cache, in order of request: one each, and later one per beam.
         new: each sequence's tokens for the next step.
-        chunk_of: the micro-batch that a chunk of prefill is part of; None if it is no chunk.
-        before: the chunk that this one continues, if any.
-        ends: the indices of the sequences that a token is sampled for in this step; None for all of them.
-        samplings: the sampling settings of each of these tokens; None if all have the batch's.
-        logprobs: for each of these tokens the log probabilities that its request wants; None if none are wanted.
-        following: for each sequence the token of its prompt after the step's, if the prompt is scored and goes on; else
-            None. Empty if no log probabilities are wanted.
+        chunk_of: the micro-batch that a chunk of prefill is part of; None if this state is no chunk.
+        before: the chunk that this one continues; None for a first chunk.
+        ends: indices of the sequences that a token is sampled for in this step; None for all of them.
+        samplings: sampling settings of each token to sample; None if all have the batch's settings.
+        logprobs: for each token to sample, the log probabilities that its request wants; None if no request wants any.
+        following: for each sequence, the token of its prompt after the step's tokens, if the prompt is scored and goes
+            on; else None. Empty if no log probabilities are wanted.
         memory: memory for results of the step's kernels; None if the step has many tokens.
-        ends_alone: whether logits that are not finite end only their own request; otherwise they end the run.
+        ends_alone: True if logits that are not finite end only their own request; False if they end the run.
         most_memories: most memories that are kept, one for each number of tokens; the oldest makes room.
-        decodes: whether each sequence has one new token in the step, after its prompt.
+        decodes: True if each sequence has one new token in the step, after its prompt.
         caches: the KV caches of its requests: one for all layers, or two that share the layers. A cache has `places`,
             its layers; `extend`, which makes room for tokens and returns a step; and `at`, which returns a layer's keys
-            and values for kernels. While serving, it also has `open` and `close`, which begin and end a sequence.
-        steps: the step as each cache returned it from `extend`: the new tokens and their places.
-        rows: the rows of the layer's experts, from `route` to `combine`; its `outputs()` are the first operands of the
+            and values for kernels. While serving, a cache also has `open` and `close`, which begin and end a sequence.
+        steps: for each cache, the step that its `extend` returned: the new tokens and their places.
+        rows: the rows of the layer's experts, from `route` to `combine`; its `outputs()` are the first arguments of the
             operation combine.
     """
 
@@ -70,7 +70,7 @@ class MicroBatchState:
         self.rows: Any
 
     def keep(self, requests: tuple[int, ...]) -> None:
-        """Continue with some of the requests only."""
+        """Continue with only the given requests; the others have ended."""
         places = [self.requests.index(request) for request in requests]
         self.requests = requests
         self.sequences = tuple(self.sequences[place] for place in places)
@@ -82,7 +82,7 @@ class MicroBatchState:
             self.keep(operands)
 
     def hand_on(self, tokens: Sequence[int]) -> None:
-        """Make each sequence's sampled token its input of the next step; `tokens` are in the order of `ends`."""
+        """Set each sequence's sampled token as its input of the next step; `tokens` are in the order of `ends`."""
         if self.ends is None and self.chunk_of is None:
             self.new = [[token] for token in tokens]
             return
@@ -92,9 +92,10 @@ class MicroBatchState:
             whole.new[whole.requests.index(request)] = [token]
 
     def take_memory(self, rows: int, scratch: Scratch) -> Memory:
-        """The memory for the results of a step; kept for later steps of as many rows, unless they are many.
+        """Return memory for the results of a step; it is kept for later steps with this number of rows, unless `rows`
+        is large.
 
-        rows: number of the step's tokens.
+        rows: number of tokens in the step.
         scratch: memory for intermediate results.
         """
         memory = self._memories.get(rows) or Memory(rows, scratch)
@@ -112,27 +113,33 @@ class MicroBatchState:
 
     @property
     def step(self) -> Any:
-        """The step in the first cache; it has each sequence's number of tokens before it (`past`) and in it (`new`)."""
+        """The step in the first cache: `past` has each sequence's number of tokens before the step, `new` in the
+        step.
+        """
         return self.steps[0]
 
     @property
     def results(self) -> Memory:
-        """Memory for the results of a kernel: the step's own, or a new one at each call if the step has many tokens."""
+        """Return memory for the results of a kernel: the step's memory, or new memory at each call if the step has many
+        tokens.
+        """
         return self.memory or Memory(len(self.hidden_TD))
 
     def add_cache(self, cache: Any) -> None:
-        """Add a KV cache, which has some of the layers."""
+        """Add a KV cache that holds some of the layers."""
         self._cached |= {layer: (cache.at(layer), len(self.caches)) for layer in cache.places}
         self.caches += (cache,)
 
     def cached(self, layer: int) -> tuple[Any, Any]:
-        """The keys and values of a layer, and the step of their cache, which has the places of the new tokens."""
+        """Return the keys and values of a layer, and the step of their KV cache, which has the places of the new
+        tokens.
+        """
         cached, number = self._cached[layer]
         return cached, self.steps[number]
 
     @property
     def whole(self) -> MicroBatchState:
-        """The micro-batch that a chunk of prefill is a part of; itself if it is no chunk."""
+        """The micro-batch that a chunk of prefill is part of; this state if it is no chunk."""
         return self.chunk_of or self
 
     @property
@@ -142,7 +149,7 @@ class MicroBatchState:
 
     @property
     def last(self) -> list[int]:
-        """For each sequence that a token is sampled for, the row of its last token in `hidden_TD`."""
+        """The index in `hidden_TD` of the last token of each sequence that a token is sampled for."""
         last = self.step.last
         return last if self.ends is None else [last[end] for end in self.ends]
 
@@ -150,9 +157,11 @@ class MicroBatchState:
 def wholes_of(
     micro_batches: Sequence[Sequence[int]], prompts: Sequence[Sequence[int]], beams: int
 ) -> list[MicroBatchState]:
-    """Make the micro-batches, given the requests of each; their first step has the prompts.
+    """Make the states of micro-batches, given the numbers of the requests of each; the first step has the whole
+    prompts.
 
-    prompts: the tokens of each request, by request. beams: sequences of each request while decoding.
+    prompts: the tokens of each request, by the request's number. beams: number of sequences of each request while
+    decoding.
     """
     return [
         MicroBatchState(requests, [prompts[request] for request in requests], beams)

@@ -1,4 +1,4 @@
-"""The second half of a layer: router, experts, and the weighted sum of their outputs."""
+"""The verbs of a layer's second half: router, experts, and the weighted sum of their outputs."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ Choices = npt.NDArray[Any]
 
 
 class MoELayer:
-    """Runs the verbs of a layer after attention: router, experts and combine, on the accelerator.
+    """Runs the verbs of a layer after attention on the accelerator: router, experts and combine.
 
     Args:
         states: the micro-batches, by number.
-        weights: returns the weights in a task's view of pages.
+        weights: function from a task's view of pages to the weights in these pages.
         attention: runs the output projection, and gives the residual to add to the sum of the experts.
-        observers: get the experts that tokens chose.
-        scores: whether the values of `route` and `preview_route` have router scores, too.
+        observers: are told the experts that tokens chose, and the experts' activations.
+        scores: True if the values of `route` and `preview_route` have router scores, too.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class MoELayer:
     def post_attention(self, task: Task) -> Any:
         """Run output projection, router, experts and combine.
 
-        Returns the task's value, as `Library.value` does: it maps each expert that has rows to their number.
+        Returns the task's value, as `Library.value` does: a mapping from each expert that has rows to their number.
         """
         state, weights = self._states[task.micro_batch], self._weights(task.operands)
         observers = self._observers
@@ -87,7 +87,7 @@ class MoELayer:
             return self.run_all(task)
 
     def _observed(self, task: Task) -> Any:
-        """Run `post_attention` and report the experts' activations."""
+        """Run `post_attention` and report the experts' activations to the observer; returns the task's value."""
         state, weights = self._states[task.micro_batch], self._weights(task.operands)
         whole = self._kernels.fused("observed_moe_layer", weights, state.results)
         if whole is None:
@@ -114,7 +114,7 @@ class MoELayer:
         return counts
 
     def choose_experts(self, task: Task) -> Any:
-        """Run norm, router and the shared expert.
+        """Run norm and router, choose each token's experts, and run the shared expert.
 
         Returns the task's value, as `Library.value` does: the number of rows of each expert that has any, with router
         scores if the plan requests them.
@@ -125,7 +125,7 @@ class MoELayer:
         return value
 
     def route(self, task: Task) -> Routed:
-        """Run norm and router."""
+        """Run norm and router for a task's micro-batch; returns each token's experts and weights."""
         state = self._states[task.micro_batch]
         return self._route(state.hidden_TD, self._weights(task.operands), state.results)
 
@@ -139,9 +139,10 @@ class MoELayer:
         return counts
 
     def preview_route(self, task: Task) -> Any:
-        """Apply the norm and router of a later layer, given by the task's view, to the present hidden states.
+        """Apply the norm and router of a later layer, given by the task's view of pages, to the present hidden states.
 
-        Returns the task's value, as `Library.value` does: the number of rows that each expert would have.
+        Returns the task's value, as `Library.value` does: the number of rows that each expert of the later layer would
+        have.
         """
         state, weights = self._states[task.micro_batch], self._weights(task.operands)
         routed = self._route(state.hidden_TD, weights, Memory(len(state.hidden_TD)))
@@ -157,7 +158,10 @@ class MoELayer:
         del state.rows
 
     def _reader(self, task: Task) -> Callable[..., Mapping[int, int]]:
-        """A function for `Library.value`: reports a router's choices, and returns the number of rows by expert."""
+        """Return the function that reports a router's choices to the observer and counts the rows of each expert.
+
+        `Library.value` calls the function with each token's experts, and scores if requested, as arrays on the host.
+        """
         spans = self._observers.spans(self._states[task.micro_batch])
         experts = self._experts_of(task)
         report = partial(self._observers.routed, task.layer, spans) if experts else _ignore
@@ -178,7 +182,10 @@ class MoELayer:
 def _read(
     report: Callable[[Choices], None], experts: int, experts_Tk: Choices, scores_E: Choices | None = None
 ) -> Mapping[int, int]:
-    """Report a router's choices; returns the rows of each expert that has any, with router scores if there are any."""
+    """Report a router's choices by `report`; returns the number of rows of each expert that has any.
+
+    scores_E: router scores to attach to the result; None for none.
+    """
     report(experts_Tk)
     counts = with_rows(counted(experts_Tk, experts))
     return counts if scores_E is None else ScoredTokens(counts, scores_E.tolist())

@@ -29,18 +29,18 @@ class Beams(Protocol):
     """The beam searches of a batch."""
 
     def advance(self, state: MicroBatchState, places: Sequence[int], logits_SV: Logits) -> list[Standing]:
-        """Extend the beams of some requests of a micro-batch by a token; returns the standing of each search.
+        """Extend the beams of some requests of a micro-batch by a token; returns the state of each request's search.
 
-        places: indices of these requests in the micro-batch. logits_SV: logits of each of their beams.
+        places: indices of these requests in the micro-batch. logits_SV: logits of all beams of these requests.
         """
 
 
 class Choice(NamedTuple):
-    """The way that a batch chooses tokens from logits.
+    """The settings by which a batch chooses tokens from logits.
 
     Attributes:
-        first_request: the number of requests in the earlier batches of the run.
-        keep: receives sequences and their logits (S, V), float32; None to drop them.
+        first_request: number of requests in the earlier batches of the run.
+        keep: function that receives sequences and their logits (S, V), float32; None to drop the logits.
     """
 
     sampling: Sampling
@@ -49,13 +49,13 @@ class Choice(NamedTuple):
 
 
 class NextTokens:
-    """Runs `sample`, the verb that ends a step of a micro-batch.
+    """Runs `sample`, the verb that ends a step of a micro-batch: computes logits and chooses the next tokens.
 
     Args:
-        head: the last norm and the LM head.
+        head: the weights of last norm and LM head.
         states: the micro-batches, by number.
-        choice: the way that tokens are chosen without beam search.
-        first_bad: names the first tensor of a micro-batch's step that is not finite.
+        choice: the settings by which tokens are chosen without beam search.
+        first_bad: function that names the first tensor of a micro-batch's step that is not finite.
         beams: the beam searches; None without beam search.
     """
 
@@ -79,7 +79,7 @@ class NextTokens:
         self._first_bad = first_bad
 
     def logits(self, state: MicroBatchState) -> Any:
-        """The logits (S, V), float32, of the last tokens of a micro-batch."""
+        """Compute the logits (S, V), float32, of the last token of each sequence that a token is sampled for."""
         last = state.last
         return self._kernels.bound("logits", self._head, Memory(len(last)))(state.hidden_TD, last)
 
@@ -126,7 +126,10 @@ class NextTokens:
         tokens: Sequence[int],
         logits_SV: Logits,
     ) -> list[int]:
-        """The tokens, with log probabilities where they are wanted."""
+        """Attach log probabilities to the tokens whose requests want them; returns all tokens.
+
+        wanted: the log probabilities that each token's request wants; None for none.
+        """
         ends = range(len(tokens)) if state.ends is None else state.ends
         scored = []
         for end, wants, token, logits_V in zip(ends, wanted, tokens, logits_SV, strict=True):
@@ -139,9 +142,11 @@ class NextTokens:
         return scored
 
     def _of_prompt(self, state: MicroBatchState, place: int, likeliest: int) -> list[Logprob | None]:
-        """The log probabilities of the prompt's tokens that the step's logits give; None for the prompt's first token.
+        """Return the log probabilities of a sequence's prompt, from the step's logits; None for the prompt's first
+        token.
 
-        place: index of the prompt's sequence in the micro-batch. likeliest: number of likeliest tokens beside each.
+        place: index of the sequence in the micro-batch. likeliest: number of likeliest tokens to list beside each
+        token.
         """
         following = state.following[place]
         ids = state.new[place] if following is None else [*state.new[place], following]
@@ -170,7 +175,10 @@ class NextTokens:
         return not any(each.temperature for each in state.samplings or [self._choice.sampling])
 
     def likeliest(self, state: MicroBatchState) -> list[int] | None:
-        """The likeliest next token of each sequence, NO_TOKEN if its logits are not finite; None without a kernel."""
+        """Return the likeliest next token of each sequence, NO_TOKEN where logits are not finite.
+
+        The result is None if no kernel takes the operation greedy, which finds these tokens.
+        """
         memory, rows = self._last_rows(state)
         greedy = self._kernels.fused("greedy", self._head, memory)
         if greedy is None:
@@ -180,7 +188,10 @@ class NextTokens:
         return tokens
 
     def _last_rows(self, state: MicroBatchState) -> tuple[Memory, Sequence[int]]:
-        """Memory for the logits, and the rows to sample from: the step's memory if it samples from all its rows."""
+        """Return memory for the logits, and the indices of the rows to sample from.
+
+        The memory is the step's if the step samples from all its rows, else new memory.
+        """
         memory, sampled = state.memory, state.sampled
         if memory is not None and memory.rows == sampled:
             return memory, range(sampled)

@@ -1,4 +1,4 @@
-"""Observers of a model on a device: of its routers' choices, of its experts' activations."""
+"""The reports to observers of a model: the experts that routers choose, and the experts' activations."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class DeviceObservers:
     """Reports routers' choices and experts' activations to observers, if there are any.
 
     Attributes:
-        routing: gets the experts that tokens chose; None for nobody.
-        activations: gets the activations of experts; None for nobody.
-        first_request: the number of requests in the earlier batches of the run.
+        routing: is told the experts that tokens chose; None for nobody.
+        activations: is told the activations of experts; None for nobody.
+        first_request: number of requests in the earlier batches of the run.
     """
 
     def __init__(self) -> None:
@@ -38,12 +38,14 @@ class DeviceObservers:
         ]
 
     def activated(self, layer: int, values: Iterable[npt.NDArray[np.float32]]) -> None:
-        """Report the activations of some experts of a layer: for each expert those of its rows, (n, I)."""
+        """Report activations of experts of a layer; `values` has an array (n rows, I) for each expert."""
         if self.activations is not None:
             for values_nI in values:
                 self.activations.activated(layer, values_nI)
 
     def routed(self, layer: int, spans: Sequence[TokenSpan], experts_Tk: npt.NDArray[Any]) -> None:
-        """Report the experts that a router chose for tokens: `experts_Tk` for the tokens that `spans` describe."""
+        """Report the experts that a layer's router chose: `experts_Tk` for the tokens whose requests and positions
+        `spans` has.
+        """
         if self.routing is not None:
             self.routing.routed(layer, spans, experts_Tk.astype(np.int64))

@@ -12,7 +12,7 @@ from .micro_batch import MicroBatchState
 
 
 class ServedState(MicroBatchState):
-    """The state of a micro-batch while serving, with the last sampled token of each of its requests."""
+    """The state of a micro-batch while serving, which also keeps the last sampled token of each request."""
 
     ends_alone = True
     most_memories = SERVED_MEMORIES
@@ -23,7 +23,9 @@ class ServedState(MicroBatchState):
         """The token that was sampled last, by request."""
 
     def begin(self, operands: Rows) -> None:
-        """Free the blocks of requests that left, reserve blocks for new ones, and take the rows of the step."""
+        """Begin a step with the operands of `embed`: free the blocks of requests that left, and reserve blocks for new
+        ones.
+        """
         for request in operands.left:
             self._sampled.pop(request, None)
             for cache in self.caches:
@@ -46,9 +48,9 @@ class ServedState(MicroBatchState):
         return [self._sampled[row.request]] if row.ids is None else list(row.ids)
 
     def hand_on(self, tokens: Sequence[int]) -> None:
-        """Keep each request's sampled token, its input of a later step.
+        """Keep each request's sampled token as the request's input of a later step.
 
-        A request that got NO_TOKEN is still in the next step, as that is submitted already: its input is then token 0.
+        A request that got NO_TOKEN is still in the next step, which is submitted already: its input is then token 0.
         """
         mine = self.requests if self.ends is None else [self.requests[end] for end in self.ends]
         inputs = (0 if token == NO_TOKEN else int(token) for token in tokens)

@@ -28,7 +28,7 @@ def round_down(nbytes: int) -> int:
 class Arena:
     """One allocation that is cut into `slots` slots of `slot_bytes` bytes each, rounded up to multiples of 4096.
 
-    allocate: returns a uint8 tensor of a number of bytes at a multiple of 4096; by default ordinary host memory.
+    allocate: function from a number of bytes to a uint8 tensor at a multiple of 4096; by default ordinary host memory.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Arena:
 
     @staticmethod
     def nbytes_for(slots: int, slot_bytes: int) -> int:
-        """The bytes that an arena with these slots takes."""
+        """Return the bytes that an arena with this number of slots of `slot_bytes` bytes each takes."""
         return slots * round_up(slot_bytes)
 
     def __len__(self) -> int:

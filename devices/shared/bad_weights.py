@@ -1,4 +1,4 @@
-"""The search for the first weight of a checkpoint that has a number that is not finite."""
+"""The search for the first tensor of a checkpoint with a weight that is not finite."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from .page_reader import PageReader
 
 
 def describe_first_bad_weight(reader: PageReader, layout: WeightLayout) -> str:
-    """Read all weights and name the first that is not finite, for an error message.
+    """Read all weights of a checkpoint and name the first tensor with a number that is not finite, for an error
+    message.
 
-    It needs memory for one page, or for one tensor outside the layers.
+    The search needs memory for one page, or for one tensor outside the layers.
     """
     return first_bad(_weights(reader, layout)) or "none of the weights, so an activation"
 
 
 def first_bad(tensors: Iterable[tuple[str, torch.Tensor]]) -> str | None:
-    """The name of the first tensor with a number that is not finite; None if there is none.
+    """Return the name of the first tensor with a number that is not finite; None if all are finite.
 
     tensors: pairs of a name and a tensor.
     """

@@ -1,4 +1,4 @@
-"""Row blocks of matrices in a coded storage format: their bytes, and the decoding of these."""
+"""Row blocks of matrices in a coded storage format: their bytes, and the decoding into numbers."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Tensor = torch.Tensor
 
 
 class Groups(NamedTuple):
-    """The decoded groups of N rows, G groups of g weights in each, float32; a weight is code * scale + minimum.
+    """The decoded groups of N rows: G groups of g weights in each row, float32; a weight is code * scale + minimum.
 
     Attributes:
-        minimums_NG: what is added to each weight of a group; None in a format without minimums.
+        minimums_NG: the number that is added to each weight of a group; None in a format without minimums.
     """
 
     codes_NGg: Tensor
@@ -103,7 +103,7 @@ Block = Tensor | Coded
 
 
 def rows_of(block: Block) -> Tensor:
-    """The tensor that has the rows of a block, as bytes where they are coded."""
+    """Return the tensor with the rows of a block: numbers of a plain block, bytes of a coded one."""
     return block.raw_NB if isinstance(block, Coded) else block
 
 
@@ -121,7 +121,7 @@ def require_plain(config: ModelConfig, device: str) -> None:
 
 
 def _codes(blocks_NBb: Tensor, codes: Codes, count: int) -> Tensor:
-    """The codes of each block, float32: (N, B, count)."""
+    """Return the codes of each of B blocks of N rows, float32: (N, B, count)."""
     stored_NBc = _pieces(blocks_NBb, codes.low, count)
     if codes.low.bits == 8:
         return stored_NBc.view(torch.int8).float()
@@ -135,12 +135,12 @@ def _codes(blocks_NBb: Tensor, codes: Codes, count: int) -> Tensor:
 
 @cache
 def _on(device: torch.device, values: tuple[int, ...]) -> Tensor:
-    """The values of codes as a float32 table on a device, which is copied there once."""
+    """Return the values of codes as a float32 table on a device; the table is copied there once."""
     return torch.tensor(values, dtype=torch.float32, device=device)
 
 
 def _pieces(blocks_NBb: Tensor, packed: Bits, count: int) -> Tensor:
-    """Unpack some bits of each of the `count` codes of a block: (N, B, count), uint8."""
+    """Unpack a field of some bits for each of the `count` codes of a block: (N, B, count), uint8."""
     raw_NBb = _bytes_at(blocks_NBb, packed.offset, count * packed.bits // 8)
     if packed.bits == 8:
         return raw_NBb
@@ -151,11 +151,11 @@ def _pieces(blocks_NBb: Tensor, packed: Bits, count: int) -> Tensor:
 
 
 def _six_bits(raw_NBb: Tensor) -> tuple[Tensor, Tensor]:
-    """Unpack the 6-bit factors of scales and those of minimums of eight groups from 12 bytes: (N, B, 8) each.
+    """Unpack 6-bit numbers from 12 bytes: the factors of eight groups' scales, and of their minimums, (N, B, 8) each.
 
-    Those of the first four groups are the lower six bits of a byte: scales in bytes 0 to 3, minimums in bytes 4 to 7.
-    Of the other four groups, bytes 8 to 11 have the lower four bits of a scale and, above them, of a minimum; their
-    upper two bits are the upper two bits of bytes 0 to 7.
+    The first four groups' numbers are the lower six bits of a byte: scales in bytes 0 to 3, minimums in bytes 4 to 7.
+    Of the other four groups, bytes 8 to 11 have the lower four bits of a scale and, above them, of a minimum; the upper
+    two bits of scales and minimums are the upper two bits of bytes 0 to 7.
     """
     scales, minimums, lower = raw_NBb.split(4, dim=-1)
     others = (lower & 15 | scales >> 6 << 4, lower >> 4 | minimums >> 6 << 4)
@@ -166,7 +166,9 @@ def _six_bits(raw_NBb: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _numbers(blocks_NBb: Tensor, offset: int, stored: StoredFormat) -> Tensor:
-    """Read the number at an offset of each block, float32: (N, B, 1); NaN for the exponent 255 (OCP MX, E8M0)."""
+    """Read the number that is stored at an offset in each block, float32: (N, B, 1); NaN for the E8M0 exponent 255 (OCP
+    MX).
+    """
     if stored.number == "exponent":
         exponents_NB1 = _bytes_at(blocks_NBb, offset, 1).int()
         numbers_NB1 = torch.ldexp(torch.ones_like(exponents_NB1, dtype=torch.float32), exponents_NB1 - 128)

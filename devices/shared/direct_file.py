@@ -59,12 +59,13 @@ class DirectFile:
     """A file that is opened once for positional reads, past the page cache if possible; any thread may read.
 
     Args:
-        direct: whether to read past the page cache.
+        direct: True to read past the page cache.
         ways: the system's functions for reading files.
 
     Attributes:
         caching: the effect of reads on the page cache: "bypassed" (O_DIRECT, or F_NOCACHE on macOS); "dropped", if the
-            system refuses that: what a read left there is dropped afterwards; or "kept".
+            system refuses to bypass it, and the bytes that a read left in the page cache are dropped afterwards; or
+            "kept".
 
     Raises:
         BadInput: the file cannot be opened.
@@ -85,10 +86,10 @@ class DirectFile:
     def read(self, into: memoryview, offset: int, needed: int, *, cached: bool = False) -> int:
         """Fill `into` with the file's bytes from `offset` on; returns the number of bytes read.
 
-        That is at least `needed`, and less than the length of `into` only where the file ends. The offset, the length
-        and the address of `into` are multiples of 4096. Other Python threads run meanwhile.
+        The result is at least `needed`, and less than the length of `into` only where the file ends. The offset, the
+        length and the address of `into` are multiples of 4096. Other Python threads run meanwhile.
 
-        cached: whether to take from the page cache what it has, which is several times as fast as a disk.
+        cached: True to take from the page cache the bytes that it has, which is several times as fast as a disk.
 
         Raises:
             MoeschedError: the disk failed, or the file ends early.
@@ -108,7 +109,7 @@ class DirectFile:
         return done
 
     def _read_cached(self, into: memoryview, offset: int) -> int:
-        """Fill `into` from the page cache, up to the first block that it lacks; returns the number of bytes."""
+        """Fill `into` from the page cache, up to the first block that the cache lacks; returns the number of bytes."""
         done = 0
         if self._buffered < 0:
             return done
@@ -142,7 +143,9 @@ class DirectFile:
 
 
 def parts_of(into: memoryview, offset: int, needed: int) -> Iterator[tuple[memoryview, int, int]]:
-    """Cut a `DirectFile.read` into reads of at most MOST_BYTES; yields the arguments of each."""
+    """Cut a `DirectFile.read` into reads of at most MOST_BYTES; yields the arguments into, offset and needed of
+    each.
+    """
     for start in range(0, len(into), MOST_BYTES):
         part = into[start : start + MOST_BYTES]
         yield part, offset + start, min(needed - start, len(part))

@@ -1,7 +1,7 @@
-"""The reading of MXFP4 rows from files that keep codes and scales apart, as safetensors of gpt-oss do.
+"""Reads MXFP4 rows from files that keep codes and scales apart, as safetensors of gpt-oss do.
 
-Kernels read a group as one scale byte and 16 bytes of codes, with the first 16 codes in the lower halves of the bytes
-and the other 16 in the upper halves. The files have neighbouring codes in one byte.
+Kernels read a group of 32 weights as one scale byte and 16 bytes of codes, with the first 16 codes in the lower halves
+of the bytes and the other 16 in the upper halves. The files have neighbouring codes in one byte.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ def read_joined(
     *,
     cached: bool,
 ) -> int:
-    """Read a range of rows of a tensor into `out` (uint8, 1-D), joined as kernels read them; returns the bytes read.
+    """Read a range of rows of a tensor into `out` (uint8, 1-D), codes joined with scales; returns the bytes read.
 
-    files: the open files, by path. cached: whether to take from the page cache what it has.
+    files: the open files, by path. rows: first row, and the row after the last. join: function that joins codes and
+    scales. cached: True to take from the page cache the bytes that it has.
     """
     first, last = (row * (stored.shape[1] // MXFP4.group) for row in rows)
     joined_GB = out.numpy().reshape(-1, MXFP4.block_bytes)
@@ -54,7 +55,7 @@ def read_joined(
 
 
 def _read(file: Blocks, offset: int, nbytes: int, cached: bool) -> tuple[Bytes, int]:
-    """Read a range of a file; returns its bytes, and the number of bytes that were read for it, in whole blocks."""
+    """Read a range of a file in whole blocks; returns the range's bytes, and the number of bytes read."""
     begin = round_down(offset)
     memory = aligned_bytes(round_up(offset + nbytes) - begin)
     read = file.read(memory.numpy().data, begin, offset + nbytes - begin, cached=cached)
@@ -62,7 +63,9 @@ def _read(file: Blocks, offset: int, nbytes: int, cached: bool) -> tuple[Bytes, 
 
 
 def join_by_arrays(codes: Bytes, scales_G: Bytes, joined_GB: Bytes) -> None:
-    """Join codes and scales (G) to groups of a scale byte and 16 bytes of codes, which are written to `joined_GB`."""
+    """Join codes and scales (G groups) to groups of a scale byte and 16 bytes of codes, and write them to
+    `joined_GB`.
+    """
     first_G8, last_G8 = codes.reshape(-1, 2, CODE_BYTES // 2).swapaxes(0, 1)
     joined_GB[:, 0] = scales_G
     joined_GB[:, 1::2] = first_G8 & 15 | last_G8 << 4

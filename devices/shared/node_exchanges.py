@@ -1,4 +1,4 @@
-"""The verbs of a node that shares a model's experts with others: exchanges of numpy arrays, and their parts."""
+"""The verbs of a node that shares a model's experts with other nodes: they exchange numpy arrays by a transport."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ def exchange_of(task: Collective) -> Exchange:
 
 @contextmanager
 def making_part(transport: Transport, rank: int, task: Collective) -> Iterator[None]:
-    """Tell the other ranks if the computation of this rank's part in an exchange, within the context, fails."""
+    """Return a context for computing this rank's part of an exchange; if the computation fails, the other ranks are
+    told.
+    """
     try:
         yield
     except Exception as error:
@@ -41,7 +43,7 @@ def making_part(transport: Transport, rank: int, task: Collective) -> Iterator[N
 
 
 class NodeKernels(Protocol):
-    """A device's computations around the exchanges between nodes."""
+    """The interface to a device's computations before and after the exchanges between nodes."""
 
     def partial_sum(self, task: Task) -> Any:
         """The weighted sum (T, D), float32, of the outputs of this node's own experts: a tensor of the device."""
@@ -53,20 +55,24 @@ class NodeKernels(Protocol):
         """Add the residual to the sum (T, D) over all nodes, and round once, as a single machine does."""
 
     def route(self, task: Task) -> tuple[dict[int, int], Array]:
-        """Run the router; returns the number of rows of each expert that has any, and an array for `take_rows`."""
+        """Run the router; returns each chosen expert's number of rows, and an array that other nodes pass to
+        `take_rows`.
+        """
 
     def take_rows(self, task: Task, routed_TX: Array) -> dict[int, int]:
-        """Take over the first node's result of `route`; returns the number of rows of each expert that has any."""
+        """Take over the first node's result of `route`, given as an array; returns each chosen expert's number
+        of rows.
+        """
 
 
 class NodeVerbs:
     """Runs the verbs that exist only where several nodes share a model's experts.
 
-    Data to exchange, and the results of exchanges, are kept by micro-batch and by what they are: rows, sum or tokens.
+    Arrays to exchange, and results of exchanges, are kept for each micro-batch under the name rows, sum or tokens.
 
     Args:
         kernels: the device's computations.
-        sample: chooses a micro-batch's tokens; None on a node that does not attend.
+        sample: function that runs the verb `sample` for a task; None on a node that does not attend.
     """
 
     def __init__(
@@ -84,7 +90,7 @@ class NodeVerbs:
 
     @property
     def verbs(self) -> Mapping[str, Verb]:
-        """The function of each verb, by the verb's name."""
+        """The functions that run this node's verbs, by the verb's name."""
         verbs: dict[str, Verb] = {
             "partial_sum": self._partial_sum,
             "all_reduce": self._all_reduce,

@@ -1,4 +1,4 @@
-"""The computation of the location of a page's tensors, in the files of a checkpoint and in a slot."""
+"""Computes the location of a page's tensors, in the files of a checkpoint and in a slot of memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .arena import round_down, round_up
 
 
 class Placement(NamedTuple):
-    """The place of some rows of a tensor in the slot that holds their page."""
+    """The place of consecutive rows of a tensor in the slot that holds their page."""
 
     tensor: str
     rows: tuple[int, int]
@@ -26,7 +26,7 @@ class Placement(NamedTuple):
 
 
 class Run(NamedTuple):
-    """A read of consecutive blocks of a file, which contain neighbouring extents of a page, into a slot."""
+    """A read of consecutive blocks of a file into a slot; the blocks contain neighbouring extents of a page."""
 
     file: Blocks
     offset: int
@@ -36,18 +36,18 @@ class Run(NamedTuple):
 
 
 class PageLocation(NamedTuple):
-    """The blocks of the files that contain a page, and the places of its tensors in a slot.
+    """The blocks of the files that contain a page, and the places of the page's tensors in a slot.
 
     A tensor starts anywhere in its file, but a disk is read in blocks of 4096 bytes. So the blocks that cover a page
     are read into the slot, with the tensors at their offsets within these blocks. A page must be converted if one of
-    its tensors is stored in another format, or at an offset where no view of its dtype can start; its tensors are then
-    written to the offsets of the layout.
+    its tensors is stored in another format, or at an offset where no view of its dtype can start; the page's tensors
+    are then written to the offsets of the layout.
 
     Attributes:
-        placements: the place of each extent, in the page's order.
+        placements: the place in the slot of each extent, in the page's order.
         runs: the reads that fill the slot; none if the page is converted.
-        nbytes: bytes of the slot that are filled.
-        bytes_to_read: bytes to read from the files for the page, in whole blocks.
+        nbytes: number of bytes of the slot that are filled.
+        bytes_to_read: number of bytes to read from the files for the page, in whole blocks.
     """
 
     placements: tuple[Placement, ...]
@@ -57,7 +57,7 @@ class PageLocation(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Bytes of a page that are consecutive both in a slot, from `source` on, and in the layout, from `target` on."""
+    """A range of a page's bytes to copy: from byte `source` of the slot to byte `target` of the weight layout."""
 
     source: int
     target: int
@@ -65,7 +65,9 @@ class Piece(NamedTuple):
 
 
 def pieces_of(page: Page, location: PageLocation) -> tuple[Piece, ...]:
-    """The copies that move a page from where it was read to in a slot to the layout's offsets, as few as possible."""
+    """Return the copies, as few as possible, that move a page from its place in a slot to the offsets of the weight
+    layout.
+    """
     pieces: list[Piece] = []
     for extent, placement in zip(page.extents, location.placements, strict=True):
         last = pieces[-1] if pieces else None
@@ -82,10 +84,10 @@ def locate(
     tensors: Mapping[str, StoredTensor],
     files: Mapping[Path, Blocks],
 ) -> PageLocation:
-    """Compute the location of a page.
+    """Compute the location of a page in the files and in a slot.
 
-    format_of: returns the format in which kernels need a tensor, by its canonical name. tensors: the stored tensors, by
-    the same name. files: the open files, by path.
+    format_of: function from a tensor's canonical name to the format that kernels need. tensors: the stored tensors, by
+    canonical name. files: the open files, by path.
     """
     stored = [tensors[extent.tensor] for extent in page.extents]
     formats = [format_of(extent.tensor) for extent in page.extents]
@@ -101,13 +103,18 @@ def locate(
 
 
 def byte_range(stored: StoredTensor, rows: tuple[int, int]) -> tuple[int, int]:
-    """The range of bytes in the file that has these rows: whole rows, even if only some columns are needed."""
+    """Return start and end, in bytes of the file, of a range of rows: whole rows, even if only some columns are needed.
+
+    rows: first row, and the row after the last.
+    """
     first, end = rows
     return stored.offset + first * stored.row_bytes, stored.offset + end * stored.row_bytes
 
 
 def scales_range(stored: StoredTensor, rows: tuple[int, int]) -> tuple[int, int]:
-    """The range of bytes in the file that has the scales of these rows; empty if scales are not stored apart."""
+    """Return start and end, in bytes of the file, of the scales of a range of rows; an empty range if they are with the
+    codes.
+    """
     if stored.scales is None:
         return 0, 0
     groups = stored.shape[1] // stored.format.group
@@ -123,7 +130,10 @@ def _must_convert(stored: StoredTensor, needed: StoredFormat, start: int) -> boo
 def _runs(
     spans: list[tuple[Path, int, int]], files: Mapping[Path, Blocks]
 ) -> tuple[tuple[Run, ...], list[int]]:
-    """The reads that cover spans (path, start, end) of files, neighbours merged, and each span's offset in the slot."""
+    """Return the reads that cover spans (path, start, end) of files, and the offset of each span in the slot.
+
+    Reads of neighbouring spans are merged.
+    """
     runs: list[Run] = []
     offsets = [0] * len(spans)
     for index, (path, start, end) in sorted(enumerate(spans), key=itemgetter(1)):

@@ -1,4 +1,4 @@
-"""The reading of a weight layout's pages from the files of a checkpoint into slots."""
+"""Reads a weight layout's pages from the files of a checkpoint into slots."""
 
 from __future__ import annotations
 
@@ -37,26 +37,26 @@ _log = Log(__name__)
 
 
 class Part(NamedTuple):
-    """Consecutive bytes of a page in memory (uint8), and the offset `at` that they have in a slot."""
+    """Consecutive bytes of a page in memory (uint8); `at` is their offset in bytes in a slot."""
 
     at: int
     memory: torch.Tensor
 
 
 class PageReader:
-    """Reads pages into slots: past the page cache where the system allows it and `direct` asks for it.
+    """Reads pages into slots: past the page cache where the system allows it and `direct` is set.
 
     Several threads may read at once, each into its own slot.
 
     Args:
-        join: joins MXFP4 codes and scales that are apart in the files.
+        join: function that joins MXFP4 codes and scales that are apart in the files.
 
     Attributes:
-        dtype: the layout's dtype, in which plain tensors are read, except those that stay in float32.
-        slot_bytes: bytes of the largest page in a slot.
-        converts: whether some pages must be converted, as their bytes in the files are not what kernels read.
+        dtype: the layout's dtype, in which plain tensors are read, except tensors that stay in float32.
+        slot_bytes: bytes that the largest page takes in a slot.
+        converts: True if some pages must be converted, as their bytes in the files are not what kernels read.
         buffer_bytes: bytes of each reading thread's buffer for conversions.
-        bytes_read: bytes read from the files so far, in whole blocks.
+        bytes_read: number of bytes read from the files so far, in whole blocks.
         ahead: memory that was allocated early, used first for resident weights.
 
     Raises:
@@ -111,24 +111,24 @@ class PageReader:
             file.close()
 
     def format_of(self, name: str) -> StoredFormat:
-        """The format in which a tensor is read into memory, by its canonical name."""
+        """Return the format that a tensor, given by its canonical name, has in memory after a read."""
         return self._config.kept_format(name) or self._plain
 
     def location(self, page: Page) -> PageLocation:
-        """The location of the page in the files and in a slot."""
+        """Return the location of a page in the files and in a slot."""
         return self._locations[page.id]
 
     def bytes_in_slot(self, page: Page) -> int:
-        """The bytes that the page takes in a slot of its own."""
+        """Return the number of bytes that a page takes in a slot."""
         return round_up(max(self._locations[page.id].nbytes, page.nbytes))
 
     def pieces(self, page: Page, parts: Sequence[Part]) -> Iterator[tuple[torch.Tensor, int]]:
-        """Yield the bytes of a page in pieces, each with its offset in the layout, ascending.
+        """Yield the bytes of a page in pieces, each with its offset in bytes in the weight layout, ascending.
 
         Offsets in the layout are multiples of a cache line, while weights in files may start anywhere: products on GPUs
         are slower with weights that do not start at a multiple of 16 bytes.
 
-        parts: the page's bytes as `read` leaves them.
+        parts: the page's bytes as `read` leaves them in a slot.
         """
         for source, target, nbytes in pieces_of(page, self._locations[page.id]):
             for part in parts:
@@ -166,7 +166,7 @@ class PageReader:
     def read(self, page: Page, slot: torch.Tensor, *, cached: bool = False) -> int:
         """Read a page into a slot (uint8, CPU, at a multiple of 4096); returns the number of bytes read.
 
-        cached: whether to take from the page cache what it has.
+        cached: True to take from the page cache the bytes that it has.
 
         Raises:
             MoeschedError: the disk failed, the file ends early, or the slot is too small or not aligned.
@@ -176,7 +176,7 @@ class PageReader:
     def reads(self, page: Page, slot: torch.Tensor, *, cached: bool = False) -> list[Callable[[], int]]:
         """Cut the `read` of a page into functions that several threads may call at once.
 
-        Each reads bytes of its own, and returns their number.
+        Each function reads its own part of the page, and returns the number of bytes read.
 
         Raises:
             MoeschedError: the slot is too small or not aligned.
@@ -193,7 +193,7 @@ class PageReader:
         ]
 
     def read_tensor(self, name: str) -> Any:
-        """Read a whole tensor, given its canonical name, into new memory; its format there is `format_of` it."""
+        """Read a whole tensor, given by its canonical name, into new memory; returns a tensor, or `Coded` rows."""
         shape, stored = self._tensors[name].shape, self.format_of(name)
         raw = self.new_memory(math.prod(shape[:-1]) * stored.row_bytes(shape[-1]))
         self.read_tensor_into(name, raw)
@@ -205,7 +205,9 @@ class PageReader:
         return aligned_bytes(nbytes) if taken is None else torch.frombuffer(taken, dtype=torch.uint8)[:nbytes]
 
     def read_tensor_into(self, name: str, raw: torch.Tensor) -> None:
-        """Read a whole tensor, given its canonical name, into `raw` (uint8, 1-D), from the page cache what that has."""
+        """Read a whole tensor, given by its canonical name, into `raw` (uint8, 1-D); bytes in the page cache are taken
+        from there.
+        """
         stored = self._tensors[name]
         out = raw.view(_dtype_of(self.format_of(name)))
         buffer = aligned_bytes(_BUFFER_BYTES)
@@ -263,7 +265,9 @@ def _convert(
     *,
     cached: bool = False,
 ) -> int:
-    """Read rows of a tensor through a buffer into `out` (1-D), converted to its dtype; returns the bytes read."""
+    """Read rows of a tensor through a buffer into `out` (1-D), converted to the dtype of `out`; returns the
+    bytes read.
+    """
     start, end = byte_range(stored, rows)
     chunk = CHUNK_BYTES if stored.columns is None else _whole_rows(stored)
     nbytes = done = 0
@@ -298,7 +302,7 @@ def _typed(raw: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _whole_rows(stored: StoredTensor) -> int:
-    """The bytes of the whole rows that are read at once where only some columns are wanted."""
+    """Return the bytes of the whole rows that are read at once if only some columns are wanted."""
     return CHUNK_BYTES // stored.row_bytes * stored.row_bytes
 
 

@@ -1,4 +1,4 @@
-"""A check of the token ids that a device is given."""
+"""Checks the token ids of prompts before a device runs them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Verbs as functions that run tasks."""
+"""Combines functions into verbs, the functions that run tasks."""
 
 from __future__ import annotations
 
