@@ -1,4 +1,5 @@
-"""Causal attention of new tokens over cached keys and values in torch. `functions.py` explains the letters of shapes.
+"""Causal attention of new tokens over cached keys and values in torch. `functions.py` explains the letters
+of shapes.
 """
 
 from __future__ import annotations

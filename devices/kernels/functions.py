@@ -98,7 +98,8 @@ def _add_bias(product: Callable[[Tensor], Tensor], bias_N: Tensor, x_TD: Tensor)
 def lm_head(
     hidden_TD: Tensor, norm_D: Tensor, head: Blocks, eps: float, norm_kind: NormKind = "rms"
 ) -> Tensor:
-    """Apply the last norm and the LM head to hidden states; returns logits (T, V), float32, for the token after each.
+    """Apply the last norm and the LM head to hidden states; returns logits (T, V), float32, for the token
+    after each.
     """
     return linear(norm(hidden_TD, norm_D, eps, norm_kind), head).float()
 

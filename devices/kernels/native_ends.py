@@ -96,7 +96,8 @@ def _logits(threads: NativeKernels, head: Head, hidden_TD: Tensor, rows: Sequenc
 
 
 class NativeGreedy(NativeMemoryKernel):
-    """Computes the logits and the likeliest token of some rows; the next call with these rows overwrites the results.
+    """Computes the logits and the likeliest token of some rows; the next call with these rows overwrites the
+    results.
     """
 
     operation = "greedy"

@@ -1,4 +1,5 @@
-"""The resources that a torch device gives to each kernel: model, dtype, device, threads, and functions of the device.
+"""The resources that a torch device gives to each kernel: model, dtype, device, threads, and functions of
+the device.
 """
 
 from __future__ import annotations

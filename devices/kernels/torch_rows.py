@@ -84,7 +84,8 @@ class TorchEmbed(PlainKernel):
         return self._bound(partial(functions.embed, embedding_VD=weights["embedding"][0]))
 
     def _bound(self, look_up: Callable[[Tensor], Tensor]) -> Bound:
-        """Return the function of the operation embed, given a function from token ids (T) to their embeddings (T, D).
+        """Return the function of the operation embed, given a function from token ids (T) to their
+        embeddings (T, D).
         """
         return Inferring(partial(self._embed, look_up))
 
