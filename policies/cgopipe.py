@@ -17,11 +17,12 @@ from moesched.steps.step import Step
 
 
 class CGOPipe:
-    """Weights stream through a double buffer of pages; those that fit beside it stay in fast memory (the paper's r_w).
+    """Streams weights through a double buffer of pages; pages that fit beside the buffer stay in fast memory (r_w in
+    the paper).
 
     Settings:
         ahead: number of micro-batches that CPU attention runs ahead of the accelerator; 2 in the paper.
-        kv_on_gpu: share of the KV cache that stays on the GPU, which attends to that part (r_c).
+        kv_on_gpu: share (0 to 1) of the KV cache that stays on the GPU, where attention to this share runs (r_c).
     """
 
     def __init__(self, ahead: int = 2, kv_on_gpu: float = 0.0) -> None:
@@ -39,7 +40,9 @@ class CGOPipe:
         self.shares: dict[int, tuple[list[Page], ...]] = {}
 
     def _staging(self, plan: Plan) -> Pool | None:
-        """The pool of pinned memory, with as many slots as the buffer or as fit; None if the machine limits none."""
+        """Make the pool of pinned memory, with as many slots as the buffer or as fit; None if the machine limits no
+        such memory.
+        """
         if not plan.machine.roles.pinned:
             return None
         pages = [page for layer in self.streamed for page in layer]
@@ -65,7 +68,9 @@ class CGOPipe:
             step.sample(j)
 
     async def decode(self, step: Step) -> None:
-        """Run Algorithm 1. Attention's look-ahead wraps into the next layer, that of the pages into the next step."""
+        """Run Algorithm 1: attention runs ahead, past a layer's end into the next layer, and pages past a
+        step's end.
+        """
         self._divide(step)
         order = [(i, j) for i in step.layers for j in step.micro_batches]
         ahead = min(self.ahead, len(step.micro_batches))
@@ -99,13 +104,15 @@ class CGOPipe:
             self.shares = dict(zip(step.micro_batches, zip(*by_layer, strict=True), strict=True))
 
     def _page(self, step: Step, i: int, j: int) -> list[Page]:
-        """Micro-batch j's share of the pages of layer i; past the last layer, those of the next step."""
+        """Return micro-batch j's share of the pages of layer i; the layer after the last is the first one of the next
+        step.
+        """
         if i == len(step.layers) and step.last:
             return []
         return self.shares[j][i % len(step.layers)]
 
     def _pin(self, step: Step, pages: list[Page]) -> None:
-        """Copy pages to pinned memory; pages that find no slot there wait until others were fetched from it."""
+        """Copy pages to pinned memory; pages that find no free slot wait until fetches have freed some."""
         if self.staging:
             self.waiting += pages
             self._fill(step, self.staging)
@@ -122,7 +129,9 @@ class CGOPipe:
         step.copy_to_pinned(pages, staging)
 
     def _fetch(self, step: Step, pages: list[Page]) -> None:
-        """Fetch pages into the buffer; through pinned memory, in its order and as many at a time as are there."""
+        """Fetch pages into the buffer; if there is a pool of pinned memory, from there, as many at a time
+        as it holds.
+        """
         while pages:
             ready = pages
             if self.staging:
@@ -134,7 +143,7 @@ class CGOPipe:
 
 
 def shares(pages: list[Page], count: int) -> list[list[Page]]:
-    """A layer's pages, cut into a share for each of `count` micro-batches.
+    """Cut a layer's pages into `count` shares, one for each micro-batch.
 
     The first share has the whole dense part, which attention's look-ahead needs soon after.
     """

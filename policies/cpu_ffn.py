@@ -16,12 +16,12 @@ from .expert_streaming import ExpertStreaming
 
 
 class CpuFFN(ExpertStreaming):
-    """The CPU runs a micro-batch's experts while the GPU runs attention and router of the others.
+    """Runs a micro-batch's experts on the CPU while the GPU runs attention and router of the other micro-batches.
 
     Settings:
         together: number of experts in one transfer in prefill.
         ahead: number of transfers that may be under way while the experts of another are in use.
-        kv_on_gpu: share of the KV cache that stays on the GPU, which attends to that part (r_c).
+        kv_on_gpu: share (0 to 1) of the KV cache that stays on the GPU, where attention to this share runs (r_c).
     """
 
     def __init__(self, together: int = 2, ahead: int = 1, kv_on_gpu: float = 1.0) -> None:
@@ -55,7 +55,7 @@ class CpuFFN(ExpertStreaming):
             step.sample(j)
 
     def _launch(self, step: Step, i: int, j: int) -> Task:
-        """Submit the verbs that come before a micro-batch's experts."""
+        """Submit the tasks of a layer and micro-batch that come before the experts; returns the router's task."""
         step.pre_attention(i, j)
         attend(step, i, j)
         routing = step.route(i, j)

@@ -27,13 +27,13 @@ IDLE_TOKENS = 3
 
 
 class EpBalanced(NodeExperts):
-    """The best overlapping placement for the nodes' memory, and in each layer the best assignment of the chosen
-    experts.
+    """Uses the best overlapping placement for the nodes' memory, and in each layer the best assignment of chosen
+    experts to nodes.
 
     Settings:
         experts: most experts of each layer that a node holds; by default as many as fit.
-        decentralised: have every node attend, route and add up, and exchange once a layer; otherwise the first node
-            does all that, and exchanges twice.
+        decentralised: True to have every node attend, route and add up, and exchange once a layer; False to have the
+            first node do all that, and exchange twice.
     """
 
     def __init__(self, experts: int = -1, decentralised: bool = True) -> None:

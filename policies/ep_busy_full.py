@@ -10,12 +10,11 @@ from moesched.steps.step import Step
 
 
 class EpBusyFull(NodeExperts):
-    """A node runs all experts that it holds, so that no weights are idle. Outputs of experts that were not chosen are
-    discarded.
+    """Runs, on each node, all experts that the node holds, so that no weights are idle; unneeded outputs are discarded.
 
     Settings:
-        decentralised: have every node attend, route and add up, and exchange once a layer; otherwise the first node
-            does all that, and exchanges twice.
+        decentralised: True to have every node attend, route and add up, and exchange once a layer; False to have the
+            first node do all that, and exchange twice.
     """
 
     def run_experts(self, step: Step, i: int, j: int, routed: Mapping[int, int]) -> None:

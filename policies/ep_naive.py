@@ -10,10 +10,11 @@ from moesched.steps.step import Step
 
 
 class EpNaive(NodeExperts):
-    """A node runs its chosen experts. The first node does everything else, and exchanges twice a layer.
+    """Runs, on each node, the chosen experts that it holds. The first node does everything else, and exchanges twice a
+    layer.
 
     Settings:
-        decentralised: have every node attend, route and add up, and exchange once a layer.
+        decentralised: True to have every node attend, route and add up, and exchange once a layer.
     """
 
     def __init__(self, decentralised: bool = False) -> None:

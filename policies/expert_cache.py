@@ -29,16 +29,17 @@ from moesched.steps.step import Step
 
 
 class ExpertCache(LayerByLayer):
-    """Cached experts run on the accelerator; the others are placed so that the layer ends first.
+    """Runs cached experts on the accelerator; the others are placed on host or accelerator so that the layer ends
+    first.
 
-    Missing experts with the fewest tokens run on the host; their number minimises the layer's makespan, by the
+    Missing experts with the fewest tokens run on the host; their number minimises the time that the layer takes, by the
     latencies of the machine's cost model. Fetched experts enter the cache. If the host does not have the weights, all
     missing experts are fetched.
 
     Settings:
         experts: number of experts in the cache; by default as many as fit.
         popularity: a CSV file of each expert's count (layer, expert, count), to choose the first experts in the cache.
-        buffers: slots beside the cache, for experts that arrive before another is evicted.
+        buffers: number of slots beside the cache, for experts that arrive before another is evicted.
     """
 
     def __init__(self, experts: int = -1, popularity: str = "", buffers: int = 2) -> None:
@@ -71,9 +72,9 @@ class ExpertCache(LayerByLayer):
         self.load_back(step, i, back)
 
     def _fetches(self, hits: Iterable[int], misses: Sequence[int], routed: Routed) -> int:
-        """Number of missing experts to fetch, those with the most tokens first; the others run on the host.
+        """Return the number of missing experts to fetch, those with the most tokens first; the others run on the host.
 
-        A fetch takes equally long for any number of tokens, so it pays most for the experts with the most.
+        A fetch takes equally long for any number of tokens, so it pays most for the experts with the most tokens.
         """
         if not self.cache.on_host:
             return len(misses)

@@ -1,4 +1,5 @@
-"""Expert by expert: pages stream through a ring of a few slots in the order of their use; all others stay.
+"""Expert by expert: weight pages stream through a ring of a few slots in the order of use; all other pages stay in
+memory.
 
 A kernel that reads a whole layer needs a buffer of whole layers. A kernel that reads one expert needs only that expert.
 The memory saved by the smaller buffer keeps weights, which are then not read again in every step.
@@ -41,7 +42,7 @@ class ExpertStreaming:
         self._stream(plan, [page for layer in streamed for page in layer])
 
     def _stream(self, plan: Plan, pages: Sequence[Page]) -> None:
-        """Stream these pages through the ring."""
+        """Make the ring of slots on the accelerator, and the order in which these pages stream through it."""
         self.ring = plan.pool("accelerator", "ring", min(self._slots(plan), len(pages)), pages)
         self.experts = range(plan.layout.config.routed.experts)
         self.parts: dict[tuple[int, int], list[Page]] = {}
@@ -86,7 +87,7 @@ class ExpertStreaming:
             step.run_expert(i, expert, j)
 
     def _let_go(self, step: Step, part: tuple[int, int]) -> None:
-        """Evict a streamed part after its last use, and move the next ones into its place."""
+        """Evict a streamed part (layer, expert) after its last use, and move the next parts into its place."""
         pages = self.parts.get(part)
         if pages is not None:
             step.evict(pages, self.ring)
@@ -94,7 +95,9 @@ class ExpertStreaming:
             self._move(step)
 
     def _move(self, step: Step) -> None:
-        """Move the next parts while the ring has room; past the last layer, those of the next step."""
+        """Start to move the next parts while the ring has room; after the last layer's parts come those of the next
+        step.
+        """
         order = self.order
         while order and (end := self.moved + self.at_once) <= self.used + self.room:
             if not self._goes_on(step):
@@ -111,5 +114,5 @@ class ExpertStreaming:
         return (1 + self.ahead) * self.together * largest
 
     def _goes_on(self, step: Step) -> bool:
-        """Test whether the next step's parts follow this one's."""
+        """Return True if another step follows, so that the next step's parts may be moved already."""
         return not step.last

@@ -14,7 +14,7 @@ from .cgopipe import CGOPipe
 
 
 class FastDecode(CGOPipe):
-    """CGOPipe without the paging of weights, and with the whole KV cache on the host.
+    """CGOPipe with each layer's weights in one transfer, and with the whole KV cache on the host.
 
     Settings:
         ahead: number of micro-batches that CPU attention runs ahead of the accelerator.
@@ -28,7 +28,7 @@ class FastDecode(CGOPipe):
         super().plan(plan)
 
     def _page(self, step: Step, i: int, j: int) -> list[Page]:
-        """All pages of a layer, with the first micro-batch."""
+        """Return all streamed pages of layer i for the first micro-batch, and none for the others."""
         if j != step.micro_batches[0] or (i == len(step.layers) and step.last):
             return []
         return self.streamed[i % len(step.layers)]

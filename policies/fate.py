@@ -15,13 +15,13 @@ from .prefetch_gate import PrefetchGate
 
 
 class Fate(PrefetchGate):
-    """`prefetch_gate` with larger caches for the first layers.
+    """The policy `prefetch_gate` with larger caches for the first layers.
 
     Settings:
         shallow: number of layers whose experts all stay, if there is room.
-        offload_per_layer: number of experts per layer outside its cache, on average; by default the fewest that memory
-            allows.
-        buffers: slots beside the caches, for experts of any layer; all but one may hold prefetched experts.
+        offload_per_layer: number of experts per layer outside the layer's cache, on average; by default the fewest that
+            memory allows.
+        buffers: number of slots beside the caches, for experts of any layer; all but one may hold prefetched experts.
     """
 
     rule = AdaptiveReplacement

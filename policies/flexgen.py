@@ -16,10 +16,10 @@ from moesched.steps.step import Step
 
 
 class FlexGen:
-    """Zigzag block schedule: all micro-batches pass a layer before the next one; copies run one micro-batch ahead.
+    """Zigzag block schedule: all micro-batches pass a layer before the next layer; copies run one micro-batch ahead.
 
     Settings:
-        kv_on_gpu: share of the KV cache that stays on the GPU (r_c).
+        kv_on_gpu: share (0 to 1) of the KV cache that stays on the GPU (r_c).
     """
 
     def __init__(self, kv_on_gpu: float = 0.0) -> None:
@@ -63,12 +63,16 @@ class FlexGen:
             step.sample(j)
 
     def _load(self, step: Step, loads: Iterator[tuple[int, int]]) -> None:
-        """Load the next keys and values from the host, if there are any."""
+        """Load the keys and values of the next pair (layer, micro-batch) in `loads` from the host, if there is a next
+        pair.
+        """
         for load in islice(loads, 1):
             step.load_kv(*load)
 
     def _fetch(self, step: Step, i: int) -> None:
-        """Fetch a layer's streamed pages as one transfer; past the last layer, those of the next step's first layer."""
+        """Fetch a layer's streamed pages as one transfer; the layer after the last is the first one of
+        the next step.
+        """
         if i == len(step.layers) and step.last:
             return
         pages = [page for page in self.streamed[i % len(step.layers)] if page not in self.buffer]

@@ -19,7 +19,9 @@ from moesched.steps.step import Step
 
 
 class FlexGenPipeline:
-    """FlexGen's block schedule, group after group, through stages with a double buffer each; on one GPU, FlexGen."""
+    """FlexGen's block schedule: group after group passes through stages with a double buffer each; on one GPU as
+    FlexGen.
+    """
 
     pipelines = True
 

@@ -20,7 +20,7 @@ from moesched.steps.step import Step
 
 
 class FrequencyCache(LayerByLayer):
-    """Cached experts run on the accelerator, the others on the host; if the host cannot run experts, they are fetched.
+    """Runs cached experts on the accelerator and others on the host; if the host cannot run experts, they are fetched.
 
     Settings:
         experts: number of experts in the cache; by default as many as fit.
@@ -61,7 +61,9 @@ class FrequencyCache(LayerByLayer):
     def _fetch_and_run(
         self, step: Step, i: int, experts: Sequence[int], users: Mapping[int, Sequence[int]]
     ) -> None:
-        """Run experts that the host cannot run."""
+        """Fetch and run the missing experts of a layer, if the host cannot run experts; `users`: each expert's
+        micro-batches.
+        """
         for expert in experts:
             self.cache.fetch(step, (i, expert))
             self.run_expert(step, i, expert, users[expert])

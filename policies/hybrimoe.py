@@ -24,12 +24,13 @@ from moesched.steps.step import Step
 
 
 class HybriMoE(LayerByLayer):
-    """Divides each layer between host and accelerator, prefetches by impact, and caches by score.
+    """Divides each layer's experts between host and accelerator, prefetches experts by impact, and evicts by router
+    score.
 
     Settings:
         experts: number of experts in the cache; by default as many as fit.
-        ahead: number of layers that are previewed, in decode; in prefill all experts are needed anyway.
-        buffers: slots beside the cache; all but one may hold prefetched experts.
+        ahead: number of later layers whose routers are previewed, in decode; in prefill all experts are needed anyway.
+        buffers: number of slots beside the cache; all but one may hold prefetched experts.
     """
 
     def __init__(self, experts: int = -1, ahead: int = 3, buffers: int = 4) -> None:
@@ -74,9 +75,10 @@ class HybriMoE(LayerByLayer):
         self.seconds = division.seconds
 
     def _prefetch(self, step: Step, expected: Mapping[int, Routed], begins: Mapping[int, float]) -> None:
-        """Prefetch the experts whose arrival shortens their layers most.
+        """Prefetch the experts whose arrival shortens the time of their layers most.
 
-        expected: the routing that is expected of each later layer. begins: seconds until each of these layers begins.
+        expected: the routing that is expected of each later layer, by layer. begins: seconds until each of these layers
+        begins.
         """
         gains = {n: self._gain(n, routed) for n, routed in expected.items() if tokens_of(routed)}
         while gains and len(self.prefetches) < self.buffers - 1:
@@ -88,7 +90,9 @@ class HybriMoE(LayerByLayer):
             gains[best] = self._gain(best, expected[best])
 
     def _gain(self, i: int, routed: Routed) -> tuple[float, Expert]:
-        """The seconds by which a layer would end earlier if its largest missing expert came; and that expert."""
+        """Return the seconds by which a layer would end earlier if its missing expert with the most tokens came, and
+        that expert.
+        """
         tokens = tokens_of(routed)
         here = {expert for expert in tokens if (i, expert) in self.cache or (i, expert) in self.prefetches}
         largest = max(tokens.keys() - here or tokens, key=tokens.__getitem__)

@@ -19,12 +19,13 @@ from moesched.steps.step import Step
 
 
 class LayerSplit:
-    """A fixed split between layers; weights move only for micro-batches of many tokens.
+    """Keeps the experts of the first layers on the accelerator; other weights move only for micro-batches of many
+    tokens.
 
     Settings:
         gpu_layers: most layers with their experts on the accelerator; by default as many as fit.
-        copy_from: least tokens of a micro-batch for which the host's experts are copied to the accelerator and run
-            there, if it has room for one expert; 0 for never.
+        copy_from: least number of tokens of a micro-batch for which the host's experts are copied to the accelerator
+            and run there, if it has room for one expert; 0 for never.
     """
 
     def __init__(self, gpu_layers: int = -1, copy_from: int = 32) -> None:
@@ -77,7 +78,9 @@ class LayerSplit:
     decode = prefill
 
     async def _copied(self, step: Step, i: int, j: int) -> None:
-        """Copy as many of the chosen experts as there is room for, run them, and go on with the next ones."""
+        """Copy chosen experts of a layer to the accelerator, as many as there is room for, run them, and go on with the
+        next.
+        """
         chosen = list(await step.route(i, j))
         for first in range(0, len(chosen), self.at_once):
             experts = chosen[first : first + self.at_once]
@@ -100,7 +103,7 @@ class LayerSplit:
 
 
 def _layers_that_fit(plan: Plan, beside: int) -> int:
-    """Number of the first layers whose experts fit the accelerator beside that many bytes."""
+    """Return the number of first layers whose experts fit into the accelerator's memory beside `beside` bytes."""
     left, fit = plan.free("accelerator") - beside, 0
     for i in plan.layers:
         left -= sum(plan.slot_bytes(page) for page in plan.layout.layer(i) if page.expert >= 0)

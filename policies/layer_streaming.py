@@ -11,7 +11,7 @@ from moesched.steps.step import Step
 
 
 class LayerStreaming:
-    """A double buffer of whole layers in fast memory, filled one layer ahead."""
+    """Streams every layer through a double buffer of whole layers in fast memory, filled one layer ahead."""
 
     def plan(self, plan: Plan) -> None:
         plan.limit_in_flight(2)

@@ -20,11 +20,11 @@ from moesched.steps.step import Step
 
 
 class LeastStaleCache(CachedLayers):
-    """Every expert runs on the accelerator; those that the next layer's router is expected to choose are prefetched.
+    """Runs every expert on the accelerator; experts that the next layer's router is expected to choose are prefetched.
 
     Settings:
         experts: number of experts in the cache; by default as many as fit.
-        prefetches: experts of the next layer that are prefetched at most.
+        prefetches: most experts of the next layer that are prefetched.
     """
 
     rule: Callable[[], Eviction] = LeastStale

@@ -23,11 +23,13 @@ from moesched.steps.step import Step
 
 
 class LruOffload(LayerByLayer):
-    """Every expert runs on the accelerator; a missing one is fetched and replaces the least recently used.
+    """Runs every expert on the accelerator; a missing expert is fetched and replaces the least recently used of its
+    layer.
 
     Settings:
-        offload_per_layer: number of experts per layer outside its cache; by default the fewest that memory allows.
-        buffers: slots beside the caches, for experts of any layer that arrive before another is evicted.
+        offload_per_layer: number of experts per layer outside the layer's cache; by default the fewest that memory
+            allows.
+        buffers: number of slots beside the caches, for experts of any layer that arrive before another is evicted.
     """
 
     rule: Callable[[], Eviction] = LeastRecentlyUsed
@@ -56,15 +58,15 @@ class LruOffload(LayerByLayer):
             plan.keep([page for page in plan.layout.pages if page.expert >= 0])
 
     def _rooms(self, plan: Plan) -> list[int]:
-        """The size of each layer's cache, in experts; 0 for layers that have none."""
+        """Return the size of each layer's cache in experts; 0 for layers that have none."""
         room = plan.layout.config.routed.experts - self._offloaded(plan)
         return [room if plan.layout.experts_of(i) else 0 for i in plan.layers]
 
     def _offloaded(self, plan: Plan) -> int:
-        """Number of experts per layer outside its cache.
+        """Return the number of experts per layer outside the layer's cache.
 
         Raises:
-            BadInput: the layer has fewer experts than that.
+            BadInput: the setting is larger than the number of experts in a layer.
         """
         experts = plan.layout.config.routed.experts
         if self.offload_per_layer > experts:

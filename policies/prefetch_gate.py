@@ -21,11 +21,12 @@ from .lru_offload import LruOffload
 
 
 class PrefetchGate(LruOffload):
-    """Mixtral-Offloading's caches, with prefetches into all buffers but one, which is for missing experts.
+    """The caches of `lru_offload`, with prefetches into all buffers but one, which is for missing experts.
 
     Settings:
-        offload_per_layer: number of experts per layer outside its cache; by default the fewest that memory allows.
-        buffers: slots beside the caches, for experts of any layer; all but one may hold prefetched experts.
+        offload_per_layer: number of experts per layer outside the layer's cache; by default the fewest that memory
+            allows.
+        buffers: number of slots beside the caches, for experts of any layer; all but one may hold prefetched experts.
     """
 
     def __init__(self, offload_per_layer: int = -1, buffers: int = 4) -> None:
@@ -50,7 +51,9 @@ class PrefetchGate(LruOffload):
         self._prefetch(step, i + 1, {j: await handle for j, handle in previews.items()})
 
     def _prefetch(self, step: Step, i: int, foretold: Routed) -> None:
-        """Prefetch the forecast experts that are missing, those with the most tokens first."""
+        """Prefetch forecast experts of a layer that are not in memory, those with the most tokens first; `foretold`:
+        the forecast.
+        """
         tokens = tokens_of(foretold)
         missing = [expert for expert in tokens if (i, expert) not in self.cached[i]]
         missing.sort(key=tokens.__getitem__, reverse=True)

@@ -28,14 +28,17 @@ class ThreeTiers(CGOPipe):
         self.direct = plan.machine.page_locked
 
     def _staging(self, plan: Plan) -> Pool | None:
-        """The pool that pages pass through: pinned memory, or, if all is page-locked, the host's, a layer large."""
+        """Make the pool through which pages from the disk pass to the accelerator.
+
+        The pool is in pinned memory, or, if all host memory is page-locked, in host memory with room for a layer.
+        """
         if not plan.machine.page_locked or plan.machine.weights_on_host:
             return super()._staging(plan)
         pages = [page for layer in self.streamed for page in layer]
         return plan.pool("host", "from disk", max(map(len, self.streamed)), pages)
 
     def _held(self, plan: Plan) -> list[Page]:
-        """The streamed pages that the host keeps: as many as fit, evenly from all layers."""
+        """Return the streamed pages that the host keeps: as many as fit, evenly from all layers."""
         if plan.machine.unified or plan.machine.weights_on_host:
             return []
         left = plan.free("host")
@@ -65,7 +68,7 @@ class ThreeTiers(CGOPipe):
             step.fetch(held, self.buffer, source=self.held)
 
     def _by_tier(self, pages: list[Page]) -> tuple[list[Page], list[Page]]:
-        """The pages that the host keeps, and those that come from the disk."""
+        """Divide pages into those that the host keeps and those that come from the disk."""
         return [page for page in pages if page in self.held], [
             page for page in pages if page not in self.held
         ]

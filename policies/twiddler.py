@@ -29,8 +29,8 @@ VISITORS = 2
 
 
 class Twiddler(LayerByLayer):
-    """Decides for each expert by itself, in ascending order: the GPU if it is resident there, or if moving it is
-    faster.
+    """Decides for each expert by itself, in ascending order: the GPU if the expert is there or if moving it is faster,
+    else the CPU.
 
     Latencies are those of the machine's cost model. A moved expert is evicted after use, as in the paper. If
     accelerator and host share a memory, an expert that is not resident is always fetched.
@@ -39,7 +39,7 @@ class Twiddler(LayerByLayer):
         placement: ranking of the experts that stay: popular, worst, random, front or balanced.
         popularity: a CSV file of each expert's count (layer, expert, count).
         experts: most experts that stay on the accelerator; by default as many as fit.
-        seed: of a random placement.
+        seed: seed of a random placement.
     """
 
     together = 8
@@ -92,7 +92,10 @@ class Twiddler(LayerByLayer):
         self.load_back(step, i, sorted(back))
 
     def _offload(self, step: Step, i: int, users: Iterable[int], back: set[int]) -> None:
-        """Copy the rows of these micro-batches to the host, except of those in `back`, to which they are added."""
+        """Copy the rows of the given micro-batches to the host, except those already in `back`, and add them to `back`.
+
+        users, back: numbers of micro-batches.
+        """
         for j in users:
             if j not in back:
                 step.offload_routed(i, j)

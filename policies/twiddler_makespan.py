@@ -49,5 +49,7 @@ class TwiddlerMakespan(Twiddler):
         self.load_back(step, i, back)
 
     def _fetch(self, step: Step, i: int, expert: int) -> None:
-        """Fetch an expert with less priority than outputs from the host, which are small and end the layer."""
+        """Fetch an expert with less priority than outputs that come from the host, which are small and needed to end
+        the layer.
+        """
         step.fetch(step.expert_pages(i, expert), self.visitors, source=self.held)
