@@ -1,4 +1,4 @@
-"""The CURVE keys of ranks, by which ZeroMQ authenticates and encrypts their connections."""
+"""The CURVE keys by which ranks authenticate each other and encrypt their ZeroMQ connections."""
 
 from __future__ import annotations
 
@@ -27,10 +27,11 @@ class Keys(NamedTuple):
 
 
 def check_keys(keys: Keys, rank: int, ranks: int) -> None:
-    """Check that a rank can use these keys.
+    """Check that a rank can use these keys in a group of `ranks` ranks.
 
     Raises:
-        BadInput: their number is wrong, one is invalid, two are equal, or the secret key does not belong to the rank.
+        BadInput: the number of public keys is not `ranks`, a key is invalid, two are equal, or the secret key does not
+            belong to the rank.
     """
     if len(keys.public) != ranks:
         raise BadInput(f"{len(keys.public)} public keys for {ranks} ranks; each rank has one")
@@ -47,7 +48,10 @@ def check_keys(keys: Keys, rank: int, ranks: int) -> None:
 
 
 def seal(socket: zmq.Socket[bytes], keys: Keys, rank: int, peer: int | None) -> None:
-    """Encrypt a socket of a rank with CURVE: one that connects to `peer`, or, if that is None, the one that listens."""
+    """Encrypt a socket of a rank with CURVE.
+
+    peer: the rank that the socket connects to; None for the socket on which the rank listens.
+    """
     socket.curve_publickey = keys.public[rank].encode()
     socket.curve_secretkey = keys.secret.encode()
     if peer is None:

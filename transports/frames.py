@@ -1,7 +1,7 @@
 """The wire format of frames: a fixed header, a text and the elements of an array. Nothing is ever unpickled.
 
-The header is little-endian, 96 bytes. The text (UTF-8, padded with zeros to 16 bytes) and the elements (C order)
-follow:
+The header is little-endian, 96 bytes. The text (UTF-8, padded with zeros to a multiple of 16 bytes) and the elements (C
+order) follow:
 
     magic       4 bytes   "MoEx"
     version     1         1
@@ -12,13 +12,13 @@ follow:
     ticket      8         Exchange.ticket
     step        8         Exchange.step
     layer       8         Exchange.layer
-    elements    8         number that follow: all of the array, or a piece
+    elements    8         number of elements that follow: the whole array, or a piece of it
     operation   1         the Kind that names the exchange: ALL_REDUCE, BROADCAST or GATHER
-    dtype       1         the index in DTYPES
-    dimensions  1         0 to 8
+    dtype       1         the index of the elements' dtype in DTYPES
+    dimensions  1         number of dimensions of the whole array, 0 to 8
     zero        1
-    root        2         of a broadcast or a gather
-    text bytes  2         without the padding
+    root        2         the root of a broadcast or a gather
+    text bytes  2         length of the text without the padding
     shape       8 x 4     of the whole array; zero beyond the dimensions
 """
 
@@ -71,7 +71,7 @@ NOTHING = np.empty(0, np.uint8)
 
 
 class BadFrame(ValueError):
-    """An error: bytes are not a valid frame."""
+    """Raised by `unpack` for bytes that are not a valid frame."""
 
 
 class Kind(IntEnum):
@@ -112,10 +112,10 @@ NAMES = {
 
 
 class Frame(msgspec.Struct, frozen=True, gc=False):
-    """One message between two ranks; the module's docstring describes the fields.
+    """A message between two ranks; the module's docstring describes the fields.
 
     Attributes:
-        text: the exchange's signature, or the reason why a rank gave up.
+        text: the exchange's signature; in ABANDON, the reason why a rank gave up.
         values: the elements that the frame carries, flat; in ABANDON, the numbers of ranks that were lost.
     """
 
@@ -133,7 +133,7 @@ class Frame(msgspec.Struct, frozen=True, gc=False):
     values: Array = NOTHING
 
     def names_the_same_as(self, other: Frame) -> bool:
-        """Test whether two frames belong to one exchange; in an all-reduce shapes and dtypes must be equal, too."""
+        """Return True if two frames belong to one exchange; in an all-reduce, shapes and dtypes must be equal, too."""
         mine = (self.ticket, self.step, self.layer, self.root, self.operation, cut(self.text))
         if mine != (other.ticket, other.step, other.layer, other.root, other.operation, cut(other.text)):
             return False
@@ -151,20 +151,23 @@ class Frame(msgspec.Struct, frozen=True, gc=False):
 
 
 def sender(kind: Kind, rank: int) -> bytes:
-    """The first bytes of a header: format, kind and the rank that sends it."""
+    """Return the first bytes of a frame's header: magic, version, kind and the rank that sends the frame."""
     return _SENDER.pack(MAGIC, VERSION, kind, rank)
 
 
 def common(
     place: tuple[int, ...], operation: Kind, root: int, values: Array, shape: tuple[int, ...], text: str
 ) -> bytes:
-    """The rest of a header after `sender`, and the text. In an all-reduce these bytes are the same on all ranks.
+    """Return the bytes of a frame after those of `sender`: the rest of the header, and the text.
+
+    In an all-reduce of whole arrays these bytes are the same on all ranks.
 
     Args:
         place: epoch, sequence, ticket, step and layer.
+        values: the elements to send. shape: shape of the whole array.
 
     Raises:
-        TransportError: the array's type is not in DTYPES, or it has more than 8 dimensions or too large ones.
+        TransportError: the dtype is not in DTYPES, or the array has more than 8 dimensions or too large ones.
     """
     said = text.encode()
     if len(said) > TEXT_BYTES:
@@ -177,7 +180,10 @@ def common(
 def _subject(
     operation: Kind, root: int, dtype: np.dtype[Any], elements: int, shape: tuple[int, ...], said: int
 ) -> bytes:
-    """The end of a header, which similar exchanges share, so that it is cached."""
+    """Return the end of a header, from the number of elements to the shape; results are cached, as exchanges repeat.
+
+    said: length of the text in bytes.
+    """
     code = _CODES.get(dtype)
     if code is None or len(shape) > DIMENSIONS or max(shape, default=0) >> 32:
         raise TransportError(f"an array of {dtype} {shape} cannot be sent")
@@ -186,27 +192,27 @@ def _subject(
 
 
 def common_of_parts(place: tuple[int, ...], part: Array, text: str) -> bytes:
-    """The bytes of `common` for whole parts of an all-reduce, by fewer calls. Raises as `common`."""
+    """Return the bytes of `common` for an all-reduce whose frame carries the whole part, faster. Raises as `common`."""
     return _PLACE.pack(*place) + _subject_of_parts(part.dtype, part.shape, text)
 
 
 @lru_cache(256)
 def _subject_of_parts(dtype: np.dtype[Any], shape: tuple[int, ...], text: str) -> bytes:
-    """The bytes of `common` after the place, which are cached for similar exchanges."""
+    """Return the bytes of `common` after the place; results are cached, as exchanges repeat."""
     said = cut(text).encode()
     subject = _subject(Kind.ALL_REDUCE, 0, dtype, prod(shape), shape, len(said))
     return b"".join((subject, said, bytes(-len(said) % TEXT_UNIT)))
 
 
 def pack(frame: Frame) -> bytes | memoryview:
-    """Encode a frame; its values are copied, so that they may change afterwards. Raises as `common`."""
+    """Encode a frame to bytes; the values are copied, so that the array may change afterwards. Raises as `common`."""
     place = frame.epoch, frame.sequence, frame.ticket, frame.step, frame.layer
     after = common(place, frame.operation, frame.root, frame.values, frame.shape, frame.text)
     return joined(sender(frame.kind, frame.rank), after, frame.values)
 
 
 def joined(first: bytes, after: bytes, values: Array) -> bytes | memoryview:
-    """Join the bytes of a frame: those of `sender`, those of `common`, and contiguous values."""
+    """Join the bytes of a frame: the result of `sender`, the result of `common`, and contiguous values."""
     if values.nbytes <= JOINED_UP_TO:
         return b"".join((first, after, values.data))
     before = first + after
@@ -217,7 +223,7 @@ def joined(first: bytes, after: bytes, values: Array) -> bytes | memoryview:
 
 
 def unpack(data: Any) -> Frame:
-    """Decode a frame; its values are a view of the bytes.
+    """Decode a frame from bytes; the frame's values are a view of these bytes.
 
     Raises:
         BadFrame: the length is wrong, the version differs, or a field is invalid.
@@ -250,7 +256,9 @@ def unpack(data: Any) -> Frame:
 
 
 def cut(text: str) -> str:
-    """Cut a text so that it fits into a frame; different texts stay different, as a cut one ends in a digest."""
+    """Shorten a text so that it fits into a frame; a shortened text ends in a digest, so different texts stay
+    different.
+    """
     if len(text) * 4 <= TEXT_BYTES or len(text.encode()) <= TEXT_BYTES:
         return text
     digest = f" … {blake2b(text.encode(), digest_size=16).hexdigest()}"

@@ -1,4 +1,4 @@
-"""The base of transports over a communication library: collectives by its all-gather of bytes.
+"""The base of transports over a communication library, which needs only the library's all-gather of bytes.
 
 Libraries may add in an order that differs between ranks. Here every rank gets all parts and adds them itself, in the
 order of the ranks. An exchange begins with an all-gather of headers, so that ranks in different exchanges get an error.
@@ -38,10 +38,11 @@ CLOSED = "the transport was closed"
 
 
 class GatheringTransport(ABC):
-    """Collectives of one rank over a library's all-gather, which runs on a thread, since nothing can interrupt it.
+    """Carries out one rank's collectives by a library's all-gather, which runs on a thread, since nothing can interrupt
+    it.
 
     Args:
-        rank: this rank, from 0.
+        rank: number of this rank, from 0.
         ranks: number of ranks.
         timeout_seconds: time limit of an exchange.
     """
@@ -59,32 +60,38 @@ class GatheringTransport(ABC):
 
     @abstractmethod
     def all_gather(self, data: Array) -> list[Array]:
-        """Gather the bytes of all ranks, in order; all ranks give equally many. May raise the library's exceptions."""
+        """Gather the bytes of all ranks; returns them in the order of the ranks. All ranks give equally many bytes.
+
+        Exceptions of the library may pass through.
+        """
 
     @abstractmethod
     def free(self) -> None:
         """Free the library's resources; called once, from any thread."""
 
     def all_reduce(self, rank: int, exchange: Exchange, part: Array) -> Array:
-        """The sum of all ranks' parts, added in the order of the ranks.
+        """Return the sum of all ranks' parts, added in the order of the ranks.
 
         Raises:
-            TransportError: a rank did not arrive in time, is lost, or is in another exchange; the transport was closed.
+            TransportError: a rank did not arrive in time, is lost, or is in another exchange; or the transport was
+                closed.
         """
         return sum_in_order(self._exchange(Kind.ALL_REDUCE, rank, exchange, part, 0))
 
     def broadcast(self, rank: int, exchange: Exchange, array: Array | None, root: int) -> Array:
-        """The root's array, on every rank. Raises as `all_reduce`."""
+        """Return the root's array on every rank; other ranks pass None as `array`. Raises as `all_reduce`."""
         brought = array if rank == root else None
         return self._exchange(Kind.BROADCAST, rank, exchange, brought, root)[root]
 
     def gather(self, rank: int, exchange: Exchange, part: Array, root: int) -> list[Array] | None:
-        """All ranks' parts in their order, on the root; None on the others. Raises as `all_reduce`."""
+        """Return all ranks' parts in the order of the ranks, on the root; None on the other ranks. Raises as
+        `all_reduce`.
+        """
         parts = self._exchange(Kind.GATHER, rank, exchange, part, root)
         return parts if rank == root else None
 
     async def aclose(self) -> None:
-        """Wake a waiting call, and free the library's resources."""
+        """Close the transport: a call that waits gets an error, and the library's resources are freed."""
         closed, self._closed = self._closed, True
         if not closed:
             self._work.put(None)
@@ -93,7 +100,10 @@ class GatheringTransport(ABC):
     def _exchange(
         self, operation: Kind, rank: int, exchange: Exchange, part: Array | None, root: int
     ) -> list[Array]:
-        """Exchange arrays with all ranks; returns those of all ranks, in order, as copies."""
+        """Exchange arrays with all ranks; returns copies of the arrays of all ranks, in order.
+
+        part: this rank's array; None if it sends none. root: number of the root rank of a broadcast or gather.
+        """
         where = f"{NAMES[operation]} #{exchange.ticket}"
         if rank != self.rank or not 0 <= root < self.ranks:
             raise TransportError(f"{where}: asked for rank {rank} and root {root} of rank {self.rank}")
@@ -119,10 +129,10 @@ class GatheringTransport(ABC):
             raise TransportError(f"{where}: {error}") from None
 
     def _all_gather(self, data: Array, until: float) -> list[Array]:
-        """Call `all_gather` on the library's thread.
+        """Call `all_gather` on the library's thread, and wait until the time `until` on the monotonic clock.
 
         Raises:
-            TransportError: it fails or takes too long, or the transport was closed; later calls then fail too.
+            TransportError: the call fails or takes too long, or the transport was closed; later calls then fail, too.
         """
         if self._closed or self._broken:
             raise TransportError(self._broken or CLOSED)
@@ -137,7 +147,10 @@ class GatheringTransport(ABC):
                 return future.result()
 
     def _problem(self, future: Future[list[Array]], until: float) -> str:
-        """The reason why a call of the library has failed; empty if it has succeeded or is still running."""
+        """Return the reason why a call of the library has failed; empty if the call has succeeded or is still running.
+
+        until: the end of the timeout, on the monotonic clock.
+        """
         if future.done():
             error = future.exception()
             return "" if error is None else CLOSED if self._closed else _one_line(error)
@@ -155,7 +168,7 @@ class GatheringTransport(ABC):
 
 
 def _padded(data: Any, nbytes: int) -> Array:
-    """Put 4 bytes with their length before the data, and zeros behind them, up to `nbytes` bytes in all."""
+    """Return an array of `nbytes` bytes: the length of the data in 4 bytes, the data, and zeros."""
     padded = np.zeros(nbytes, np.uint8)
     padded[:4] = np.frombuffer(len(data).to_bytes(4, "little"), np.uint8)
     padded[4 : 4 + len(data)] = np.frombuffer(data, np.uint8)
@@ -170,10 +183,10 @@ def _read(data: Array) -> Frame:
 
 
 def _check_agreement(heads: Sequence[Frame]) -> None:
-    """Check that all ranks are in the same exchange.
+    """Check that the headers of all ranks name the same exchange.
 
     Raises:
-        TransportError: they are not; the message names the exchange of each.
+        TransportError: they differ; the message names the exchange of each rank.
     """
     if not all(heads[0].names_the_same_as(head) for head in heads):
         said = "; ".join(f"rank {head.rank}: {head.describe()}" for head in heads)

@@ -1,4 +1,4 @@
-"""The inbox of a rank: keeps early frames of other ranks until their exchange begins, up to a limit."""
+"""The inbox of a rank: keeps frames that other ranks sent too early until their exchange begins, up to a limit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ AHEAD_FRAMES = 1024
 
 
 class Inbox:
-    """Sorts messages into frames of this exchange and early ones.
+    """Sorts messages into frames of the current exchange and frames of later ones.
 
     Attributes:
         reached: the last frame of each rank, by rank.
@@ -30,15 +30,15 @@ class Inbox:
         self._sequence = 0
 
     def begin(self, sequence: int) -> list[Frame]:
-        """Begin an exchange, given its number; returns its early frames."""
+        """Begin the exchange with this number; returns the frames of it that came early."""
         self._sequence = sequence
         return self.early.pop(sequence, [])
 
     def accept(self, message: Any) -> Frame | None:
-        """Take in a message; returns its frame if that belongs to the current exchange, otherwise None.
+        """Take in a message; returns its frame if the frame belongs to the current exchange, otherwise None.
 
         Raises:
-            TransportError: a rank is too far ahead.
+            TransportError: the sender is too many exchanges ahead.
         """
         frame = self._mesh.read(message)
         if frame is None:

@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class InprocTransport:
-    """Collectives in memory: the last rank to arrive computes the result, and each gets a copy of its own.
+    """Carries out collectives in memory: the last rank to arrive computes the result, and each gets a copy of its own.
 
     Args:
         ranks: number of ranks.
@@ -33,27 +33,31 @@ class InprocTransport:
         self._closed = False
 
     def all_reduce(self, rank: int, exchange: Exchange, part: Array) -> Array:
-        """The sum of all ranks' parts, added in the order of the ranks.
+        """Return the sum of all ranks' parts, added in the order of the ranks.
 
         Raises:
             TransportError: a rank did not arrive in time, gave up, arrived twice, is in another exchange, or has an
-                array of another shape or dtype; the transport was closed.
+                array of another shape or dtype; or the transport was closed.
         """
         total: Array = self._meet("all-reduce", rank, exchange, part, _sum)
         return total.copy()
 
     def broadcast(self, rank: int, exchange: Exchange, array: Array | None, root: int) -> Array:
-        """The root's array, on every rank. Raises as `all_reduce`."""
+        """Return the root's array on every rank; other ranks pass None as `array`. Raises as `all_reduce`."""
         sent: Array = self._meet("broadcast", rank, exchange, array, partial(_sent_by, root))
         return sent.copy()
 
     def gather(self, rank: int, exchange: Exchange, part: Array, root: int) -> list[Array] | None:
-        """All ranks' parts in their order, on the root; None on the others. Raises as `all_reduce`."""
+        """Return all ranks' parts in the order of the ranks, on the root; None on the other ranks. Raises as
+        `all_reduce`.
+        """
         parts: Sequence[Array] = self._meet("gather", rank, exchange, part, tuple)
         return [each.copy() for each in parts] if rank == root else None
 
     def abandon(self, rank: int, exchange: Exchange, reason: str) -> None:
-        """Tell the others that a rank takes no part in an exchange, so that they do not wait for the timeout."""
+        """Tell the other ranks that this rank takes no part in an exchange, so that they do not wait
+        until the timeout.
+        """
         with self._changed:
             self._break(self._come(rank, exchange, "exchange"), f"rank {rank} gave up: {reason}")
 
@@ -67,7 +71,11 @@ class InprocTransport:
     def _meet(
         self, what: str, rank: int, exchange: Exchange, part: Any, result: Callable[[Sequence[Any]], T]
     ) -> T:
-        """Bring a rank's part to an exchange and wait for the others; returns `result` of all parts."""
+        """Bring a rank's part to an exchange and wait for the other ranks; returns `result` of the parts of all ranks.
+
+        what: the kind of collective, which must be equal on all ranks. result: function of all parts, in the order of
+        the ranks.
+        """
         with self._changed:
             meeting = self._come(rank, exchange, what)
             meeting.parts[rank] = part
@@ -86,7 +94,9 @@ class InprocTransport:
             return found
 
     def _come(self, rank: int, exchange: Exchange, what: str) -> _Meeting:
-        """Note that a rank has come to an exchange; the last one to come removes the exchange from the open ones."""
+        """Note that a rank has come to an exchange, and return the exchange; the last rank to come removes it from the
+        open ones.
+        """
         ticket = exchange.ticket
         if self._closed:
             raise TransportError(f"{what} #{ticket}: the transport was closed")
@@ -112,7 +122,7 @@ class InprocTransport:
 
 
 def _sum(parts: Sequence[Array]) -> Array:
-    """The sum of all parts, in order; raises TransportError if their shapes or dtypes differ."""
+    """Return the sum of all parts, in order; raises TransportError if their shapes or dtypes differ."""
     kinds = [f"{part.dtype} {part.shape}" for part in parts]
     if len(set(kinds)) > 1:
         said = "; ".join(f"rank {rank}: {kind}" for rank, kind in enumerate(kinds))
@@ -121,7 +131,7 @@ def _sum(parts: Sequence[Array]) -> Array:
 
 
 def _sent_by(root: int, parts: Sequence[Array | None]) -> Array:
-    """The root's array; raises TransportError if it brought none."""
+    """Return the root's array; raises TransportError if the root has none."""
     array = parts[root]
     if array is None:
         raise TransportError("the root has nothing to send")
@@ -129,7 +139,7 @@ def _sent_by(root: int, parts: Sequence[Array | None]) -> Array:
 
 
 class _Meeting:
-    """One exchange: the signatures and parts of the ranks, and the result or the problem."""
+    """One exchange in progress: the signatures and parts of the ranks, and the result, or the problem that ended it."""
 
     def __init__(self) -> None:
         self.came: dict[int, str] = {}

@@ -1,4 +1,4 @@
-"""The socket that a rank listens on, and the higher ranks that connect to it."""
+"""The socket on which a rank listens for the connections of higher ranks."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Message(msgspec.Struct, frozen=True, gc=False):
     """A message from another rank, or from a stranger.
 
     Attributes:
-        content: its bytes.
-        peer: the rank whose key the connection has; None if several ranks may have sent it, of which ZeroMQ knows one.
+        content: the message's bytes, as a frame of ZeroMQ.
+        peer: the rank that must have sent the message, by its connection's key; None if several ranks may have sent it.
     """
 
     content: zmq.Frame
@@ -41,7 +41,7 @@ class Listener:
     Args:
         socket: the ROUTER.
         callers: the ranks that may connect.
-        read: decodes a message; returns None for one that it refuses.
+        read: function that decodes a message; returns None for a message that it refuses.
     """
 
     def __init__(
@@ -60,8 +60,10 @@ class Listener:
     def send(self, rank: int, data: Any, copy: bool) -> None:
         """Send bytes to a rank that has greeted.
 
+        copy: True to copy the bytes first; False to keep `data` until they are sent.
+
         Raises:
-            zmq.ZMQError: EAGAIN if its queue is full, EHOSTUNREACH if its connection ended.
+            zmq.ZMQError: EAGAIN if the rank's queue is full, EHOSTUNREACH if its connection ended.
         """
         send(self.socket, self.names[rank], _MORE)
         send(self.socket, data, NOW, copy)
@@ -72,7 +74,7 @@ class Listener:
         flags: as for `zmq.Socket.recv`.
 
         Raises:
-            zmq.Again: none came in time.
+            zmq.Again: no message came in time.
         """
         while True:
             name = receive(self.socket, flags)
@@ -85,7 +87,7 @@ class Listener:
                 return message
 
     def should_ask(self, rank: int, ended: float) -> bool:
-        """Test whether to send a rank a frame in order to find out if it was its connection that ended.
+        """Return True if a frame should be sent to a rank, to find out if the connection that ended was the rank's.
 
         Args:
             ended: the time at which some connection ended last, on the monotonic clock.
@@ -96,7 +98,10 @@ class Listener:
         return due
 
     def _meets(self, name: bytes, message: Message) -> bool:
-        """Test whether a message is the first greeting of a rank; from then on its connection is that rank's."""
+        """Return True if a message is the first greeting of a rank; from then on the connection counts as the rank's.
+
+        name: ZeroMQ's name of the connection.
+        """
         first = bytes(message.content.buffer[:SENDER_BYTES])
         if first not in self.unmet:
             return False

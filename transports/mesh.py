@@ -1,4 +1,4 @@
-"""The mesh of a rank: its connections to all others, of which the higher rank of a pair opens one.
+"""The mesh of a rank: its connections to all other ranks. The higher rank of each pair opens the connection.
 
 A rank listens on one ROUTER for all higher ranks, and has one DEALER for each lower rank. A rank that connects greets
 in its first frame, and the ROUTER sends only on connections on which a rank has greeted, so that a stranger learns
@@ -106,7 +106,7 @@ class Mesh:
         self.watch.begin()
 
     def send(self, peer: int, data: Any) -> bool:
-        """Send a frame's bytes to a rank; returns False if it is not connected, or its queue is full."""
+        """Send a frame's bytes to a rank; returns False if the rank is not connected, or its queue is full."""
         copy = len(data) <= JOINED_UP_TO
         try:
             if peer in self.watch.connected:
@@ -135,7 +135,7 @@ class Mesh:
             return None
 
     def read(self, message: Message) -> Frame | None:
-        """Decode the frame in a message; returns None if it is refused, which is counted and logged."""
+        """Decode the frame in a message; returns None if the frame is refused. Refusals are counted and logged."""
         try:
             frame = unpack(message.content.buffer)
             if frame.rank not in self._dealers and frame.rank not in self._listener.callers:
@@ -150,7 +150,7 @@ class Mesh:
         return frame
 
     def is_from(self, message: Message, rank: int) -> bool:
-        """Test whether a message was sent with the key of a rank; always True without keys, as nobody can tell."""
+        """Return True if a message was sent with the key of this rank; without keys always True, as nobody can tell."""
         if self._keys is None or message.peer == rank:
             return True
         return message.peer is None and _metadata(message, "User-Id") == str(rank)
@@ -160,7 +160,7 @@ class Mesh:
         return bool(self._kept or self._poller.poll(milliseconds))
 
     def lost(self, rank: int) -> bool:
-        """Test whether the connection to a rank has ended; all that it sent before can be received then."""
+        """Return True if the connection to a rank has ended; all that the rank sent before can be received then."""
         if rank in self._dealers:
             return rank in self.watch.lost
         if self._listener.should_ask(rank, self.watch.ended):
@@ -185,7 +185,7 @@ class Mesh:
         self._context.term()
 
     def refuse(self, message: Message, why: str) -> None:
-        """Count and log a refused message."""
+        """Count and log a refused message; `why` is the reason."""
         self.watch.refuse("a frame", why, _metadata(message, "Peer-Address") or "this machine")
 
     def _next(self, milliseconds: int) -> Message | None:
@@ -200,7 +200,10 @@ class Mesh:
             return None
 
     def _from(self, source: zmq.Socket[bytes], flags: int) -> Message:
-        """Receive the next message of a socket. Raises `zmq.Again` if none comes in time."""
+        """Receive the next message of a socket. Raises `zmq.Again` if no message comes in time.
+
+        flags: as for `zmq.Socket.recv`.
+        """
         if source is self._listener.socket:
             return self._listener.receive(flags)
         return Message(
@@ -208,7 +211,7 @@ class Mesh:
         )
 
     def _met(self, peer: int) -> bool:
-        """Test whether a higher rank has greeted, after taking in the messages that are there by now."""
+        """Return True if a higher rank has greeted, after reading the messages that have arrived by now."""
         while peer in self._listener.unmet.values() and len(self._kept) < WAITING_FRAMES:
             message = self._next(0)
             if message is None:
@@ -243,7 +246,9 @@ class Mesh:
         return socket
 
     def _use(self, purpose: str, call: Callable[[str], object], address: str) -> None:
-        """Call a socket's function with an address.
+        """Call a function of a socket, such as bind or connect, with an address.
+
+        purpose: the purpose of the call in words, for the message.
 
         Raises:
             BadInput: the system refuses the address; all sockets are then freed.
@@ -291,17 +296,17 @@ def check_addresses(addresses: Sequence[str], rank: int, keys: Keys | None) -> N
 
 
 def _start_collector() -> None:
-    """Start pyzmq's thread that frees frames sent without a copy.
+    """Start pyzmq's thread that frees frames which were sent without a copy.
 
-    The first such frame of a process starts it, without a lock: two threads that send at once each get a socket to it,
-    and one of the sockets is closed while in use.
+    Without this call, the first such frame of a process starts the thread, without a lock: two threads that send at
+    once each get a socket to it, and one of the sockets is closed while in use.
     """
     with _starting:
         zmq.Frame(b" ", copy=False)
 
 
 def _key_of(message: Message) -> str:
-    """The number of the rank with whose key a message was sent, as a text."""
+    """Return, as a text, the number of the rank with whose key a message was sent."""
     return _metadata(message, "User-Id") if message.peer is None else str(message.peer)
 
 

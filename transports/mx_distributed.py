@@ -18,13 +18,13 @@ Backend = Literal["any", "ring", "jaccl", "mpi", "nccl"]
 
 
 class MxDistributedTransport(GatheringTransport):
-    """Collectives over MLX's ring or jaccl, for clusters that have them.
+    """Carries out collectives over MLX's ring or jaccl, for clusters that have them.
 
     Rank and number of ranks come from MLX's group, which `mlx.launch` sets in the environment. Nothing is encrypted.
 
     Args:
         backend: MLX's name of the library.
-        distributed: an object with the `init` and `all_gather` of mx.distributed; tests pass another one.
+        distributed: an object with the functions `init` and `all_gather` of mx.distributed; tests pass another object.
         timeout_seconds: time limit of an exchange.
 
     Raises:
@@ -44,7 +44,7 @@ class MxDistributedTransport(GatheringTransport):
         super().__init__(self._group.rank(), self._group.size(), timeout_seconds=timeout_seconds)
 
     def all_gather(self, data: Array) -> list[Array]:
-        """Gather the bytes of all ranks, in order; all ranks give equally many."""
+        """Gather the bytes of all ranks; returns them in the order of the ranks. All ranks give equally many bytes."""
         found = self._distributed.all_gather(mx.array(data), group=self._group, stream=mx.cpu)
         gathered: Array = np.array(found)
         return list(gathered.reshape(self.ranks, -1))

@@ -1,7 +1,7 @@
-"""The fast path of an all-reduce of small parts, in which the next frames are the parts of all other ranks.
+"""The fast path of an all-reduce of small parts, for the case that the next messages are the parts of all other ranks.
 
-Every token takes it in every layer, mostly with cold caches, so it makes few calls. If another frame comes, or none in
-time, a `Turn` does the rest.
+Every token takes this path in every layer, mostly with cold caches, so the path makes few calls. If another message
+comes, or none in time, a `Turn` does the rest.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ PAUSE_SECONDS = 100e-6
 
 
 class Rest(NamedTuple):
-    """The rest of a swap that a `Turn` has to do.
+    """The rest of an all-reduce that `swap` has left to a `Turn`.
 
     Attributes:
         unsent: the ranks to which the part has still to be sent.
-        message: a message that is not the expected part of another rank; None if none came in time.
+        message: a message other than the expected part of a rank; None if no message came in time.
     """
 
     unsent: tuple[int, ...]
@@ -46,10 +46,11 @@ class Rest(NamedTuple):
 
 
 def swap(side: Side, exchange: Exchange, part: Array, parts: dict[int, Array]) -> Rest | None:
-    """Send a part to all other ranks, and add theirs to `parts`, by rank; returns what is left to do, or None.
+    """Send a part to all other ranks, and put their parts into `parts`, by rank; returns the rest to do, or None if
+    done.
 
-    Received parts are views of their frames. A frame is recognised by its bytes, which equal those of this rank's own
-    but for the sender and the elements, and is not decoded.
+    Received parts are views of their frames. A frame is recognised without decoding: its bytes equal those of this
+    rank's own frame but for the sender and the elements.
 
     Raises:
         TransportError: the array cannot be sent.

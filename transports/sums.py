@@ -1,4 +1,4 @@
-"""Sums in the order of the ranks, so that every rank gets the same bits."""
+"""Adds arrays in the order of the ranks, so that every rank gets the same bits."""
 
 from __future__ import annotations
 

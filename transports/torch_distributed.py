@@ -23,18 +23,18 @@ Backend = Literal["gloo", "nccl"]
 
 
 class TorchDistributedTransport(GatheringTransport):
-    """Collectives over gloo or nccl, for clusters that have them.
+    """Carries out collectives over gloo or nccl, for clusters that have them.
 
     The transport has its own group and does not use torch's global one. Nothing is encrypted, and no keys are checked.
 
     Args:
-        rank: this rank, from 0.
+        rank: number of this rank, from 0.
         ranks: number of ranks.
         backend: torch's name of the library; nccl copies the bytes to the GPU and back.
         store: the store by which ranks find each other; by default the one at MASTER_ADDR and MASTER_PORT, which
             torchrun sets.
-        group: a process group to use instead of a new one.
-        device: the GPU for nccl; by default the one with the rank's number.
+        group: a process group to use instead of a new one; None for a new one.
+        device: index of the GPU for nccl; by default the rank's number.
         timeout_seconds: time limit of an exchange.
 
     Raises:
@@ -60,14 +60,14 @@ class TorchDistributedTransport(GatheringTransport):
         super().__init__(rank, ranks, timeout_seconds=timeout_seconds)
 
     def all_gather(self, data: Array) -> list[Array]:
-        """Gather the bytes of all ranks, in order; all ranks give equally many."""
+        """Gather the bytes of all ranks; returns them in the order of the ranks. All ranks give equally many bytes."""
         mine = torch.from_numpy(data).to(self._device)
         found = [torch.empty_like(mine) for _ in range(self.ranks)]
         self._group.allgather([found], [mine]).wait()
         return [each.cpu().numpy() for each in found]
 
     def free(self) -> None:
-        """Abort the running call; the other ranks notice that."""
+        """Abort the running call of the library; the other ranks notice the end of this rank's connections."""
         with suppress(RuntimeError):
             self._group.abort()
 

@@ -1,4 +1,4 @@
-"""A rank's turn in one exchange: it sends to the others, and receives from them."""
+"""A turn is a rank's part in one exchange, in which it sends frames to the other ranks and receives theirs."""
 
 from __future__ import annotations
 
@@ -28,14 +28,15 @@ TELL_SECONDS = 5.0
 
 
 class Turn:
-    """A rank's turn in one exchange, a context manager: if an error leaves the context, the others are told the reason.
+    """A rank's part in one exchange, a context manager: if an error leaves the context, the other ranks are told the
+    reason.
 
-    It is entered while the side's lock `calling` is held.
+    Enter the context only while `side.calling`, a lock, is held.
 
     Args:
-        side: the rank.
+        side: the state of this rank's transport.
         operation: ALL_REDUCE, BROADCAST or GATHER; ABANDON for a rank that takes no part.
-        part: the rank's array; in an all-reduce, all must have one shape and type.
+        part: the rank's array; in an all-reduce, all ranks' arrays must have one shape and dtype.
     """
 
     __slots__ = (
@@ -96,17 +97,23 @@ class Turn:
             raise TransportError(where + str(error)) from None
 
     def go_on(self, kind: Kind, came: dict[int, Array], message: Message | None) -> None:
-        """Take over arrays that came before the turn, in frames of this kind, and then a message of any kind."""
+        """Take over arrays, by rank, that came in frames of this kind before the turn began, and then a message of any
+        kind.
+
+        message: None if there is no message.
+        """
         self._came.setdefault(kind, {}).update(came)
         if message is not None:
             self._accept(message)
 
     def send(self, kind: Kind, ranks: Iterable[int], values: Array) -> None:
-        """Send elements to ranks; waits while a queue is full."""
+        """Send the elements of an array to ranks, in frames of this kind; waits while a rank's queue is full."""
         self._send(ranks, pack(self._frame(kind, values)))
 
     def receive(self, kind: Kind, ranks: Iterable[int]) -> dict[int, Array]:
-        """Receive arrays from these ranks, in frames of this kind; pieces of arrays are flat."""
+        """Receive an array from each of these ranks, in frames of this kind; returns arrays by rank. Pieces of arrays
+        are flat.
+        """
         came = self._came.setdefault(kind, {})
         wanted = set(ranks)
         while missing := wanted - came.keys():
@@ -118,7 +125,7 @@ class Turn:
         return came
 
     def abandon(self, reason: str, lost: Iterable[int] = ()) -> None:
-        """Tell the others that this rank takes no part, and which ranks it lost."""
+        """Tell the other ranks that this rank gives up the exchange, for what reason, and what ranks it has lost."""
         self._told = True
         values = np.array(list(lost), np.int64)
         frame = self._frame(Kind.ABANDON, values, reason)
@@ -159,11 +166,11 @@ class Turn:
             side.mesh.refuse(message, "it is a duplicate")
 
     def _keep(self, frame: Frame) -> bool:
-        """Keep another rank's frame of this exchange; False for a second one of its kind.
+        """Keep another rank's frame of this exchange; returns False for a second frame of its kind.
 
         Raises:
             RankLost: the other rank gave up because a rank is lost.
-            TransportError: it gave up for another reason, or is in another exchange.
+            TransportError: the other rank gave up for another reason, or is in another exchange.
         """
         if frame.kind is Kind.ABANDON:
             self._told = True
@@ -180,10 +187,10 @@ class Turn:
         return True
 
     def _check(self, frame: Frame) -> None:
-        """Check that another rank is in the same exchange.
+        """Check that the rank that sent a frame is in the same exchange as this rank.
 
         Raises:
-            TransportError: it is in another one; the message names both.
+            TransportError: it is in another exchange; the message names both.
         """
         if self._operation is Kind.ABANDON:
             return
@@ -196,9 +203,10 @@ class Turn:
         )
 
     def _pause(self, missing: set[int]) -> None:
-        """Check, after some time without a message, that the missing ranks can still come.
+        """Check that the missing ranks can still come; called after some time without a message.
 
-        Also tell them, once, which exchange this is, since they may wait for this rank in another one.
+        At the first call, the missing ranks are also told what exchange this is, since they may wait for this rank in
+        another.
         """
         check_waiting(self._side, missing, self._sequence, self._until)
         if not self._announced:
@@ -206,7 +214,7 @@ class Turn:
             self._tell(missing, self._waiting())
 
     def _tell(self, ranks: Iterable[int], frame: Frame, until: float = 0.0) -> None:
-        """Send a frame to the ranks that can take it in time."""
+        """Send a frame to each rank that can take it before the time `until` on the monotonic clock; 0 tries once."""
         data = pack(frame)
         for rank in ranks:
             while not self._side.mesh.send(rank, data) and time.monotonic() < until:

@@ -1,4 +1,4 @@
-"""The checks whether a rank should keep waiting for others in an exchange."""
+"""Checks if a rank should keep waiting for other ranks in an exchange."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ CLOSED = "the transport was closed"
 
 
 class Side(Protocol):
-    """A rank's end of the transport, as its turns use it.
+    """The state of a rank's transport, as far as its turns use it.
 
     Attributes:
         sender: the first bytes of this rank's frames in an all-reduce.
         senders: the other ranks, by the first bytes of their frames.
         calling: the lock that the turn in progress holds.
         sequence: number of exchanges so far.
-        swapped: the time at which the last swap of small parts ended, on the monotonic clock.
+        swapped: the time at which the last all-reduce of small parts ended, on the monotonic clock.
     """
 
     rank: int
@@ -69,7 +69,7 @@ def check_waiting(side: Side, missing: set[int], sequence: int, until: float) ->
 
 
 def is_gone(side: Side, rank: int) -> bool:
-    """Test whether a rank has closed its transport or lost its connection, so that nothing need be sent to it."""
+    """Return True if a rank has closed its transport or lost its connection, so that nothing need be sent to it."""
     return rank in side.inbox.left or side.mesh.lost(rank)
 
 

@@ -1,7 +1,7 @@
 """The watch over the connections of a mesh: admits peers by their keys, notices lost connections, logs refusals.
 
-It is a thread that answers ZeroMQ's requests to authenticate peers, and reads the monitors of all sockets. It wakes
-only for handshakes and lost connections.
+A thread answers ZeroMQ's requests to authenticate peers, and reads the monitors of all sockets. The thread wakes only
+for handshakes and lost connections.
 """
 
 from __future__ import annotations
@@ -68,7 +68,10 @@ class Watch:
         self._thread = threading.Thread(target=self._work, name="transport watch", daemon=True)
 
     def over(self, watched: zmq.Socket[bytes], peer: int | None) -> None:
-        """Watch a socket: one that connects to `peer`, or, if that is None, the one that listens."""
+        """Watch a socket of the mesh; call before `begin`.
+
+        peer: the rank that the socket connects to; None for the socket that listens.
+        """
         self._monitors[watched.get_monitor_socket(_EVENTS)] = peer
         self._watched.append(watched)
 
@@ -86,7 +89,10 @@ class Watch:
             each.close(0)
 
     def refuse(self, what: str, why: str, address: str) -> None:
-        """Count a refused connection or frame, and log where it came from."""
+        """Count and log a refused connection or frame.
+
+        what: the thing refused. why: the reason. address: the address that it came from.
+        """
         self.refused += 1
         address = address.removeprefix(MAPPED)
         if self.refused <= LOGGED:
@@ -120,7 +126,7 @@ class Watch:
             self.lost.add(peer)
 
     def _note_incoming(self, kind: Any, value: int) -> None:
-        """Take in an event of the listening socket; `value` is the descriptor of an accepted connection."""
+        """Handle an event of the listening socket's monitor; `value` is the descriptor of an accepted connection."""
         if kind == zmq.EVENT_ACCEPTED:
             self._address = _address_of(value)
         elif kind == zmq.EVENT_DISCONNECTED:

@@ -28,21 +28,21 @@ WHOLE_UP_TO = 32 * 1024
 
 
 class ZeroMqTransport:
-    """Collectives over a mesh of ZeroMQ sockets, encrypted and authenticated by CURVE.
+    """Carries out collectives over a mesh of ZeroMQ sockets, encrypted and authenticated by CURVE.
 
-    Each rank has one, in its own process or on its own thread. Ranks may start in any order: the first exchange waits
-    for all of them. Sums are added in the order of the ranks, so that all ranks get the same bits.
+    Each rank has its own transport, in its own process or on its own thread. Ranks may start in any order: the first
+    exchange waits for all of them. Sums are added in the order of the ranks, so that all ranks get the same bits.
 
     Args:
-        addresses: one for each rank, `tcp://HOST:PORT` or `ipc://PATH`.
-        rank: this rank, from 0.
+        addresses: one address for each rank, `tcp://HOST:PORT` or `ipc://PATH`.
+        rank: number of this rank, from 0.
         keys: this rank's secret key and all ranks' public keys, in Z85. Without keys nothing is encrypted, which is
             refused unless all addresses are on this machine.
-        epoch: the number of the ranks' start; frames of other starts are refused.
+        epoch: number of the ranks' start; frames of other starts are refused.
         timeout_seconds: time limit of an exchange.
-        listen: the address to bind, if not the rank's own.
+        listen: the address to bind; None for the rank's own.
         lost_after_seconds: silence after which a machine counts as lost; the end of a process is noticed at once.
-        max_bytes: the largest frame that is accepted.
+        max_bytes: size of the largest frame that is accepted.
 
     Raises:
         BadInput: an address or a key cannot be used, or the port is in use.
@@ -83,11 +83,12 @@ class ZeroMqTransport:
         self.swapped = 0.0
 
     def all_reduce(self, rank: int, exchange: Exchange, part: Array) -> Array:
-        """The sum of all ranks' parts, added in the order of the ranks.
+        """Return the sum of all ranks' parts, added in the order of the ranks.
 
         Raises:
             RankLost: a rank's process ended, its machine is silent, or it closed its transport.
-            TransportError: a rank did not arrive in time, gave up, or is in another exchange; the transport was closed.
+            TransportError: a rank did not arrive in time, gave up, or is in another exchange; or the transport was
+                closed.
         """
         part = contiguous(part)
         with self.calling:
@@ -110,7 +111,10 @@ class ZeroMqTransport:
                 return self._sum(turn.receive(Kind.ALL_REDUCE, self.others))
 
     def broadcast(self, rank: int, exchange: Exchange, array: Array | None, root: int) -> Array:
-        """The root's array, on every rank. The root does not wait for the others. Raises as `all_reduce`."""
+        """Return the root's array on every rank; the root does not wait for the others. Raises as `all_reduce`.
+
+        array: the array to send on the root, None on other ranks.
+        """
         with self.calling, Turn(self, Kind.BROADCAST, rank, exchange, array, root) as turn:
             if rank != root:
                 found: Array = turn.receive(Kind.BROADCAST, (root,))[root].copy()
@@ -121,7 +125,9 @@ class ZeroMqTransport:
             return array.copy()
 
     def gather(self, rank: int, exchange: Exchange, part: Array, root: int) -> list[Array] | None:
-        """All ranks' parts in order, on the root; None on the others, which do not wait. Raises as `all_reduce`."""
+        """Return all ranks' parts in order, on the root; None on the others, which do not wait. Raises as
+        `all_reduce`.
+        """
         with self.calling, Turn(self, Kind.GATHER, rank, exchange, part, root) as turn:
             if rank != root:
                 turn.send(Kind.GATHER, (root,), contiguous(part))
@@ -130,7 +136,9 @@ class ZeroMqTransport:
             return [part.copy() if each == root else parts[each].copy() for each in range(self.ranks)]
 
     def abandon(self, rank: int, exchange: Exchange, reason: str) -> None:
-        """Tell the others that a rank takes no part in an exchange, so that they do not wait for the timeout."""
+        """Tell the other ranks that this rank takes no part in an exchange, so that they do not wait
+        until the timeout.
+        """
         with self.calling, Turn(self, Kind.ABANDON, rank, exchange) as turn:
             turn.abandon(reason)
 
@@ -142,7 +150,9 @@ class ZeroMqTransport:
         return sum_in_order([*map(parts.__getitem__, range(self.ranks))])
 
     def _sum_in_pieces(self, turn: Turn, part: Array) -> Array:
-        """All-reduce in pieces: each rank sums one piece of all parts, and sends that sum to the others."""
+        """All-reduce a large array in pieces: each rank sums one piece of all parts, and sends the sum to
+        the others.
+        """
         flat = part.reshape(-1)
         cuts = pieces(flat.size, self.ranks)
         for each in self.others:
@@ -173,5 +183,5 @@ class ZeroMqTransport:
 
 
 def contiguous(array: Array) -> Array:
-    """The array itself if its elements are contiguous in C order, otherwise such a copy."""
+    """Return the array itself if its elements are contiguous in C order, otherwise a contiguous copy."""
     return array if array.flags.c_contiguous else np.ascontiguousarray(array)
