@@ -68,7 +68,7 @@ class StreamClock:
         self._reported: list[tuple[float, int]] = []
 
     def zero(self) -> Zero:
-        """Return the event from which to measure the times of a task that is issued now; makes a new one each second."""
+        """Return the event from which to measure the times of a task that is issued now, at most a second old."""
         if self._clock() - self._zeros[-1].read > PERIOD:
             self._zeros = [*self._zeros[-KEPT + 1 :], self._following(self._zeros[-1])]
         return self._zeros[-1]
