@@ -57,7 +57,7 @@ class Pace:
     """Sets a clock's dilation: the one for prefill first, the one for decode once all prompts have a first token.
 
     Args:
-        time: the clock, which this starts.
+        time: the clock, which the constructor starts.
         dilations: the two dilations.
         prompts: number of `count_prefilled` calls after which prefill has ended.
     """

@@ -83,12 +83,11 @@ class ExpertRows:
         return [self.x_nD, self._weights_Tk, self._experts_n, *index]
 
     def outputs(self) -> tuple[Array, Array | None, Array]:
-        """Return the outputs and where each token's are, for the weighted sum.
+        """Return all outputs, and where to find those of each token.
 
         Returns:
-            the output rows (n, D), zero for experts that did not run; for each token and expert its row (T, k), None if
-                the
-            only token's rows are in order; and the weights (T, k).
+            the output rows (n, D), zero for experts that did not run; the row of each of a token's experts (T, k), None
+            for a single token, whose rows are in order; and the weights of each token's experts (T, k).
         """
         parts: list[Array] = []
         for expert, count in enumerate(self.counts):

@@ -47,7 +47,7 @@ def tiles_of(rows: range, wanted: range) -> Iterator[tuple[slice, slice | None]]
 
     Returns:
         pairs of a tile, as a slice of all rows, and the slice of its wanted rows within the tile; None if all are
-            wanted.
+        wanted.
     """
     for start in rows[::EXPERT_TILE]:
         stop = min(start + EXPERT_TILE, rows.stop)

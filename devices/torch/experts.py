@@ -116,7 +116,7 @@ class TorchExperts:
 
         Returns:
             the task's value: None; where activations are observed, a value that reports them to the observer when it is
-                read.
+            read.
         """
         weights = self._weights(task.operands)
         parts: list[Part] = [

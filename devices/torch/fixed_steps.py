@@ -108,8 +108,7 @@ class FixedStep:
         """Stop using results that were launched ahead, and make the rest of the step's calls one by one.
 
         If calls beyond those made so far were launched ahead, the calls made so far are launched again: the later ones
-            may
-        have overwritten their results.
+        may have overwritten their results.
         """
         too_far = self._asked < len(self._results)
         self._record_only(self._asked)

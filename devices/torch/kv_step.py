@@ -58,7 +58,7 @@ class KVStep:
     """The new tokens of some sequences in one step, and their places in a KV cache. Tensors are made when first needed.
 
     A cache with a window keeps only tokens that later tokens attend to: of many new tokens of a sequence, the last
-        ones.
+    ones.
 
     Args:
         growths: the growth of each sequence.
@@ -105,8 +105,7 @@ class KVStep:
         """Integers for GPU kernels, in one array.
 
         In order: the number of tokens of each sequence in its blocks; the index of each sequence's first block in the
-            list of
-        blocks; the list of the blocks of all sequences.
+        list of blocks; the list of the blocks of all sequences.
         """
         lengths, blocks = self.in_blocks
         counts = (len(growth.seen.blocks) for growth in self._growths[:-1])

@@ -18,8 +18,7 @@ class MappedHome:
     """Holds pages in files that are mapped and registered with CUDA, so that a GPU copies them from the page cache.
 
     Neighbouring pages are in one registration: no page is split over two, and no block of a file is in two. The leases
-        on
-    a page's files are checked each time that the page is fetched by `get`.
+    on a page's files are checked each time that the page is fetched by `get`.
 
     Args:
         threads: number of threads that make the system read what the page cache lacks.

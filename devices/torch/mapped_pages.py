@@ -20,9 +20,8 @@ class MappedPages:
     """The pages of a checkpoint, mapped from the system's page cache, which is expected to contain them.
 
     A slot of a pool does not hold a copy of a page: it stands for the page's mapping, until it gets another page. So
-        the
-    process has at most as many pages mapped in memory as there are slots. A kernel that still reads a page which its
-    slot has dropped gets the same bytes, only later.
+    the process has at most as many pages mapped in memory as there are slots. A kernel that still reads a page which
+    its slot has dropped gets the same bytes, only later.
 
     When another process wants to write to a file, the next `bring` of a page raises an error. That is in time if pages
     are brought in at least every 45 seconds, after which the system lets the process write.

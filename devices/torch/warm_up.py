@@ -263,7 +263,7 @@ class WarmUps:
 
         Returns:
             a function to call before each task `load`: before the last pages are loaded, it waits for the warm-up's
-                end.
+            end.
         """
         self._thread = ThreadPoolExecutor(1, "warm-up", self.on_thread)
         self._seconds = self._thread.submit(_timed, work)
