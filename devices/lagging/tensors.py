@@ -20,7 +20,7 @@ from .streams import Gpu, LaggingStream
 Call = Callable[..., Any]
 
 DEVICE_TYPE = "privateuseone"
-"""The name of torch's device type for devices that others add."""
+"""Name of the device type that torch has for devices from outside torch."""
 
 _FACTS = (
     "size stride dim numel nelement data_ptr is_contiguous element_size __len__ "
@@ -35,7 +35,7 @@ ANSWERS = frozenset(
 """Methods whose result is on the host, so that they wait for the stream."""
 
 SIZED_BY_VALUES = frozenset(("bincount", "nonzero", "unique", "masked_select"))
-"""Operations the shape of whose result depends on values, so that they wait for the stream."""
+"""Operations with a result whose shape depends on values; calls of them wait for the stream."""
 
 _SHAPES = Shapes()
 """The shapes of results of all calls in this process."""

@@ -47,7 +47,7 @@ class ExpertRows:
         self.counts: list[int] = []
         self.many = len(self.x_nD) >= MANY_ROWS
         self._outputs: dict[int, dict[int, Array]] = {}
-        """The outputs of experts that ran, by expert, and then by the first of the rows that ran."""
+        """The outputs of experts that ran, by expert, and for each expert by the first row of the range that ran."""
 
     def span(self, expert: int, start: int = 0, stop: int | None = None) -> Span:
         """Select an expert's rows from `start` to before `stop`, counted from the expert's first row; by default all.

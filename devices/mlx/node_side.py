@@ -65,7 +65,7 @@ class MlxNodeSide:
         return tensor
 
     def combine(self, task: Task, total_TD: Array) -> None:
-        """Add the residual to the sum over all nodes, and round the result to the model's dtype.
+        """Add the residual to the sum over all nodes, and round; the result becomes the micro-batch's hidden states.
 
         total_TD: the sum over all nodes of their partial sums, float32 on the host.
         """

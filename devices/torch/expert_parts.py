@@ -20,7 +20,7 @@ class Part(NamedTuple):
     """The rows of one micro-batch that a task computes with an expert.
 
     Attributes:
-        x_nD, y_nD: the input and output rows of all experts, which the micro-batch keeps; y_nD is written to.
+        x_nD, y_nD: the micro-batch's input and output rows of all experts; the task writes to y_nD.
         rows: the range of this expert's rows in x_nD and y_nD.
         wanted: the part of `rows` that the task computes.
     """
@@ -65,7 +65,7 @@ class ExpertRunner:
         kernels: binds the kernel for an expert to its weights.
         use_cores_for: a function that sets torch's number of cores for a product, given the number of rows and the
             number of entries of the matrix.
-        on_host: whether the rows are in the host's memory and a GPU has the accelerator's.
+        on_host: whether the rows are in the host's memory although the accelerator has a memory of its own.
     """
 
     def __init__(
@@ -82,13 +82,13 @@ class ExpertRunner:
         self._on_host = on_host
 
     def apply(self, parts: Sequence[Part], expert: int | None, weights: Weights) -> None:
-        """Run an expert on its rows of one or several micro-batches, and write the outputs to each part's `y_nD`.
+        """Run an expert on rows of one or several micro-batches, and write the outputs to each part's `y_nD`.
 
         Each micro-batch's outputs are bit for bit those that it would have alone. A kernel whose rows are independent
         computes several parts in one call, which reads the weights once.
 
         Args:
-            parts: the rows, one part for each micro-batch.
+            parts: the rows of each micro-batch.
             expert: the expert's number; None for the shared expert.
             weights: the weights of the layer.
         """

@@ -66,12 +66,13 @@ class ExpertRows:
         self._rows: dict[int, range] = {}
 
     def outputs(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the outputs and where each token's are, for the weighted sum.
+        """Return all outputs, and where to find those of each token.
 
         A shared expert counts as one more expert of every token, the last one.
 
         Returns:
-            all output rows (n, D), the row of each token's experts (T, k), and the experts' weights (T, k).
+            the output rows (n, D); the row of each of a token's experts (T, k); and the weights of each token's experts
+            (T, k).
         """
         rows_Tk, weights_Tk = self.order.rows_Tk, self.weights_Tk
         if self.shared is not None:

@@ -152,11 +152,11 @@ class TorchExperts:
 
 
 def _counting(rows: ExpertRows, read: Callable[..., Mapping[int, int]], *arrays: Any) -> Mapping[int, int]:
-    """Compute the number of rows of each expert from a router's result on the host, and set it in `rows`; returns it.
+    """Call `read` for the number of rows of each expert, and set these numbers in `rows`; returns them.
 
     Args:
         rows: the rows of the micro-batch, sorted by expert.
-        read: computes the numbers from `arrays`.
+        read: computes the numbers from `arrays`, the router's results on the host.
     """
     counts = read(*arrays)
     rows.count(counts)

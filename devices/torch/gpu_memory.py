@@ -15,7 +15,7 @@ from moesched.steps.plan import Plan
 from moesched.units import format_bytes
 
 WORKSPACE_BYTES = 512_000_000
-"""Bytes that plans leave, beside a twentieth of the free ones, to libraries' workspaces and the allocator."""
+"""Bytes that plans leave to libraries and the allocator, in addition to a twentieth of the free bytes."""
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Environment variables that set torch's allocator."""

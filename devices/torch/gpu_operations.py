@@ -41,7 +41,7 @@ SECONDS = 0.02
 LEAST, MOST = 3, 200
 """Fewest and most repetitions."""
 LONGER = 3
-"""Factor by which operations beside the timed one are repeated longer."""
+"""Factor by which operations that run beside a timed one are repeated for a longer time."""
 COLD_BYTES = 512 << 20
 """Total bytes of the matrices or buffers that are used in turn, more than any cache holds."""
 MOST_BUFFERS = 64
@@ -188,7 +188,7 @@ class GpuOperations:
         self._copies.copy([(target, source)])
 
     def _rooms(self, memory: str, copy: Copy) -> list[torch.Tensor]:
-        """Return the buffers in a memory that successive copies use in turn.
+        """Return buffers in one of the memories, which successive copies use in turn.
 
         The host's buffers are page-locked if the GPU copies from or to them.
 

@@ -1,4 +1,4 @@
-"""The home of streamed weights in the host's memory, which a GPU with a memory of its own copies them from."""
+"""The home of streamed weights in the host's memory: a GPU with a memory of its own copies pages from there."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _log = Log(__name__)
 
 
 class _Way(Protocol):
-    """A way to hold pages in the host's memory, such as page-locked or in mapped files, with methods as `HeldPages`."""
+    """A way to hold pages in the host's memory, such as page-locked or in mapped files; `HeldPages` has the methods."""
 
     def hold(self, pages: Sequence[Page], tell: Progress) -> None: ...
 
@@ -68,7 +68,7 @@ class HomePages:
         return self.chosen is None or self.chosen.way != "ordinary memory"
 
     def get(self, page: Page) -> HeldPage | None:
-        """Return a page in the host's memory, to be read at once; None if the page is not held.
+        """Return a page in the host's memory, to be read right after this call; None if the page is not held.
 
         Raises:
             MoeschedError: another process writes to the page's file.

@@ -136,7 +136,7 @@ class HostSide:
             del state.qkv  # on CUDA the copy may not have happened yet
 
     def cpu_attention(self, task: Task) -> None:
-        """Run attention on the host, on what `offload_qkv` copied there; the output stays there for `load_hidden`."""
+        """Run attention on the host, on the rows from `offload_qkv`; the output stays on the host for `load_hidden`."""
         state, rows = self._states[task.micro_batch], self._rows[task.micro_batch]
         attend = self._kernels.attention(task.layer, rows.memory, decodes=state.decodes, on_host=True)
         attended_TX = attend(rows.qkv, *state.cached(task.layer))
@@ -175,7 +175,7 @@ def kv_slots_of(plan: Plan, compute: Compute) -> list[Tensor]:
 
 
 def _cached_on_host(plan: Plan) -> dict[int, frozenset[int]]:
-    """Return for each micro-batch, and each chunk of prefill, the layers whose KV cache is on the host, by number."""
+    """Return the layers whose KV cache is on the host, by the number of a micro-batch or of a chunk of prefill."""
     kv = plan.kv
     if not plan.nodes.attends:
         return {}

@@ -125,7 +125,7 @@ class BlockedKV:
 
         Args:
             layer: number of the layer.
-            keys_TKd, values_TKd: those of all new tokens; with a window only the last ones may be stored.
+            keys_TKd, values_TKd: the keys and values of all new tokens, of which a window may keep only the last ones.
         """
         for half, new_TKd in zip(self.slots[self.places[layer]], (keys_TKd, values_TKd), strict=True):
             if not step.in_place:
@@ -151,7 +151,7 @@ class BlockedKV:
     def views(self, layer: int, step: KVStep) -> list[KVView]:
         """Return the cached keys and values of a step's sequences, new tokens included, in the order of the sequences.
 
-        They are views of the arena where a sequence's blocks are contiguous, and copies elsewhere.
+        The result has views of the arena where a sequence's blocks are contiguous, and copies elsewhere.
 
         step: a step with `in_place` true, whose keys and values have been stored.
         """
@@ -204,7 +204,7 @@ class CachedLayer:
     def append(self, step: KVStep, keys_TKd: Tensor, values_TKd: Tensor) -> None:
         """Store the keys and values of a step's new tokens in this layer.
 
-        keys_TKd, values_TKd: those of all new tokens; with a window only the last ones may be stored.
+        keys_TKd, values_TKd: the keys and values of all new tokens, of which a window may keep only the last ones.
         """
         self.cache.append(self.layer, step, keys_TKd, values_TKd)
 

@@ -133,7 +133,7 @@ class KVStep:
     def table(self, upload: Indices) -> Tensor:
         """Return the integers of `listed` as a tensor on the accelerator; the tensor is made once and kept.
 
-        upload: a function that makes the tensor; not called if `keep` was given one.
+        upload: a function that makes the tensor from integers; not called if `keep` was given the tensor.
         """
         if self._table is None:
             self._table = upload(self.listed)

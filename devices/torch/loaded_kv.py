@@ -54,9 +54,9 @@ class LoadedKV:
         return self._cached.addresses._replace(keys=keys, values=values)
 
     def extended(self, step: KVStep, keys_TKd: Tensor, values_TKd: Tensor) -> list[KVView]:
-        """Store the new tokens' keys and values behind those of their sequences; returns views of all keys and values.
+        """Store the new tokens' keys and values behind the cached ones of their sequences; returns views of all.
 
-        step: not used: the constructor's step counts.
+        step: ignored: the constructor's step is used.
         """
         start = 0
         for keys_SLKd, values_SLKd, new in self._views:

@@ -24,7 +24,7 @@ from moesched.units import format_bytes
 from ..shared.arena import aligned_bytes, round_up
 
 PORTABLE, READ_ONLY = 1, 8
-"""Flags of CUDA: memory is locked for all GPUs; GPUs only read it, as they must where the process may not write."""
+"""Flags of CUDA: lock memory for all GPUs; GPUs only read it, which is required where the process may not write."""
 
 _log = Log(__name__)
 

@@ -22,7 +22,7 @@ DONT_NEED = 4
 
 
 class MappedFile:
-    """A file that is mapped as a whole; the system reads a part of it when `advise` asks for that, or when it is used.
+    """A file that is mapped as a whole; the system reads a part when `advise` asks for it or the process uses it.
 
     The system kills a process that reads a mapped part which was cut off the file. So a lease delays processes that
     want to write to the file, by up to 45 seconds, and `require` reports them.

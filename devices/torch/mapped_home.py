@@ -41,7 +41,7 @@ class MappedHome:
         return "" if RegisteredFiles.possible() else "mapped files need Linux 5.14 or later"
 
     def hold(self, pages: Sequence[Page], tell: Progress) -> None:
-        """Hold exactly these pages: register them, and undo all other registrations; after an error, none is left.
+        """Hold exactly these pages: register them, and undo all other registrations; after an error, no page is held.
 
         No copy of a page may be under way.
 
@@ -68,7 +68,7 @@ class MappedHome:
         )
 
     def get(self, page: Page) -> HeldPage | None:
-        """Return a held page, which has to be copied at once; None if the page is not held.
+        """Return a held page, to be copied right after this call; None if the page is not held.
 
         Raises:
             MoeschedError: another process writes to one of the page's files.

@@ -55,9 +55,9 @@ class MappedPages:
         return not reader.converts and system_takes(POPULATE_READ)
 
     def bring(self, page: Page, slot: Slot) -> None:
-        """Let a slot stand for a page, and make the system read what the page cache lacks of it.
+        """Map a page as the contents of a slot, and make the system read the parts that the page cache lacks.
 
-        Only one thread at a time may call this for a slot. The page that the slot stood for may be dropped from memory.
+        Only one thread at a time may call this for a slot. The slot's earlier page may be dropped from memory.
 
         Raises:
             MoeschedError: another process writes to a file, or the disk failed.
@@ -79,7 +79,7 @@ class MappedPages:
         return self._views[page.id]
 
     def hide(self) -> None:
-        """Let no slot stand for a page any more, so that the system may drop all pages from the process's memory."""
+        """Empty all slots, so that the system may drop their pages from the process's memory."""
         for page in self._shown.values():
             self._advise(page, DONT_NEED)
         self._shown.clear()

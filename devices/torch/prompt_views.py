@@ -16,8 +16,8 @@ from .kv_step import KVStep
 def prompt_views(step: KVStep, cached: Iterable[Tensor], new: Iterable[Tensor]) -> list[KVView]:
     """Return the keys and values that a step's new tokens attend to, in the order of the step's sequences.
 
-    Results are bit for bit those over a cache that keeps all tokens: neighbouring sequences of one length are one view,
-    and tokens before the window are zeros.
+    Attention over them gives bit for bit the results of a cache that keeps all tokens: neighbouring sequences of one
+    length are one view, and tokens before the window are zeros.
 
     Args:
         cached: the keys and the values of a layer before the step, (slots, K, d) each.
@@ -62,7 +62,7 @@ def _beside(earlier: Sequence[Sequence[range]], past: int, cached_NKd: Tensor, o
         earlier: for each sequence the slots of its cached tokens.
         past: number of tokens of each sequence before the step, of which a window may keep only some.
         cached_NKd: the layer's keys or values in the cache, by slot.
-        own_SNKd: those of the N new tokens of each sequence.
+        own_SNKd: the keys or values of the N new tokens of each sequence.
     """
     sequences, new, *head = own_SNKd.shape
     held = sum(map(len, earlier[0]))

@@ -53,7 +53,7 @@ class RegisteredFiles:
         self._device = device
         self._files: dict[Path, MappedFile] = {}
         self._registered: dict[Span, Callable[[], None]] = {}
-        """The function that undoes each registration."""
+        """The function that unregisters each span."""
 
     @staticmethod
     def possible() -> bool:

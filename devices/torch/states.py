@@ -63,7 +63,7 @@ def _add_cache(
     compute: Compute,
     device: torch.device,
 ) -> None:
-    """Make a KV cache with room for all tokens that it keeps at the end, and add it to the states of micro-batches.
+    """Make a KV cache with room for the final lengths of the requests, and add it to the states of micro-batches.
 
     A cache on the host is page-locked for a GPU, which then copies from it directly; native calls write to it.
 

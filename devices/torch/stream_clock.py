@@ -11,18 +11,18 @@ from time import perf_counter_ns
 from typing import Any, NamedTuple
 
 PERIOD = 1_000_000_000
-"""Nanoseconds after which a new zero is recorded: over a second, float32 is exact to 60 ns."""
+"""Nanoseconds after which a new zero event is recorded: over a second, float32 is exact to 60 ns."""
 
 KEPT = 64
-"""Number of zeros that are remembered."""
+"""Number of zero events that are remembered."""
 
 NARROW = 20_000
-"""Nanoseconds between the readings of the host's clock before and after a zero, for it to count as exact."""
+"""Most nanoseconds between the host clock's readings before and after a zero event that counts as exact."""
 TRIES = 8
-"""Most recordings of a zero until it is exact; the host may be interrupted between the readings."""
+"""Most attempts to record a zero event that is exact; the host may be interrupted between the readings."""
 
 ALIKE = 100
-"""Nanoseconds up to which times of the device count as one, since float32 does not tell their order."""
+"""Times of the device less than these nanoseconds apart count as equal: float32 does not tell their order."""
 
 REPORTED = 1024
 """Number of reported times that are remembered, so that later ones keep the order."""
@@ -68,7 +68,7 @@ class StreamClock:
         self._reported: list[tuple[float, int]] = []
 
     def zero(self) -> Zero:
-        """Return the event from which to measure the times of a task that is issued now, at most a second old."""
+        """Return the event from which to measure the times of a task that is issued now; makes one every second."""
         if self._clock() - self._zeros[-1].read > PERIOD:
             self._zeros = [*self._zeros[-KEPT + 1 :], self._following(self._zeros[-1])]
         return self._zeros[-1]
@@ -97,7 +97,7 @@ class StreamClock:
 
         Args:
             device: the time on the device's clock, in nanoseconds since the first zero.
-            host: the same time on the host's clock as converted by `reckoned`, or an earlier bound.
+            host: an estimate of the same time on the host's clock, in nanoseconds.
         """
         reported = self._reported
         place = bisect_left(reported, (device,))

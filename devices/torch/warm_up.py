@@ -40,7 +40,7 @@ from .resident_pages import ResidentPages
 from .weights import WeightStore, merged_tensors
 
 MOST_TOKENS = 4096
-"""Tokens of a micro-batch beyond which kernels are the same."""
+"""Number of tokens of a micro-batch beyond which the same kernels run."""
 
 _PREFILL, _DECODE = (
     Kernel(

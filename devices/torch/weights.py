@@ -32,7 +32,7 @@ from .page_copies import PageCopies
 from .resident_pages import ResidentPages
 
 MOST_ARRANGING = 3
-"""Most threads that pack resident pages while others are read; memory is the limit of more."""
+"""Most threads that pack resident pages while others are read; more would be slowed down by memory."""
 
 MOST_COPYING = 8
 """Most threads that read pages for a GPU; a single one does not reach the rate of the page cache."""
@@ -41,7 +41,7 @@ READS_IN_FLIGHT = 8
 """Reads of one transfer at a time, so that the disk has work while a thread waits for a busy core."""
 
 MOST_PLACES = 4096
-"""Most combinations of slots whose weights are remembered; streamed weights come back to the same ones."""
+"""Most combinations of slots for which the weights' number is kept; streamed weights come back to the same slots."""
 
 _log = Log(__name__)
 
@@ -50,7 +50,7 @@ class WeightStore:
     """The weights of one model, from batch to batch; pages that are resident in successive batches are read once.
 
     Args:
-        compute: packs weights for the CPU, or tells the GPU whose memory pages are copied to.
+        compute: packs weights for the CPU, or has the GPU whose memory pages are copied to.
         direct: as for `TorchDevice`.
         map_files: whether a GPU copies pages directly from the page cache where that is possible.
 
@@ -82,7 +82,7 @@ class WeightStore:
         self.resident = ResidentPages(self.reader, compute)
         self.arenas: dict[Pool, Arena] = {}
         self._numbers: dict[Hashable, int] = {}
-        """The number of the weights that were first in some combination of slots."""
+        """For each combination of slots, the number of the first weights that were in these slots."""
         self._host = ""
         self._reading: Team | None = None
 
@@ -156,7 +156,7 @@ class WeightStore:
                 self.resident.load(page)
 
     def fetch(self, task: PageTransfer) -> None:
-        """Read a task's pages into its slots; where files are mapped, map them instead."""
+        """Read a task's pages into its slots; where files are mapped, map the pages instead."""
         pairs = list(zip(task.pages, task.slots, strict=True))
         if self._mapped is not None:
             for page, slot in pairs:
@@ -188,7 +188,7 @@ class WeightStore:
         return bound
 
     def _number(self, weights: Weights) -> None:
-        """Give weights the number of earlier ones in the same memory, so that kernels bound to those are reused."""
+        """Give weights the number of earlier weights in the same memory, so that kernels bound to these are reused."""
         if len(self._numbers) == MOST_PLACES:
             self._numbers.clear()
         weights.number = self._numbers.setdefault((weights.layer, weights.places()), weights.number)
