@@ -342,7 +342,10 @@ def is_gpu(device: Any) -> bool:
 
 
 def _tensors(of: Any) -> list[torch.Tensor]:
-    """The tensors among the arguments of a call."""
+    """Collect the tensors among the arguments of a call.
+
+    of: the arguments, nested in tuples, lists or mappings.
+    """
     found: list[torch.Tensor] = []
     left = [of]
     for each in left:

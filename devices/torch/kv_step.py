@@ -1,4 +1,4 @@
-"""A step in a KV cache: the new tokens of some sequences, and their places in its blocks."""
+"""A step in a KV cache: the new tokens of some sequences, with the blocks and slots that they are stored in."""
 
 from __future__ import annotations
 
