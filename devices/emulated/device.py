@@ -94,7 +94,7 @@ class EmulatedDevice:
 
     @property
     def kinds(self) -> Mapping[str, LaneKind]:
-        """The lanes that are not worker threads, with their kinds: an empty mapping, as all lanes are worker threads."""
+        """The kinds of lanes that are not worker threads: an empty mapping, as all lanes are worker threads."""
         return {}
 
     @property

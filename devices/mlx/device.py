@@ -115,7 +115,7 @@ class MlxDevice:
 
     @property
     def kinds(self) -> Mapping[str, LaneKind]:
-        """The lanes that are not worker threads, with their kinds: an empty mapping, as all lanes are worker threads.
+        """The kinds of lanes that are not worker threads: an empty mapping, as all lanes are worker threads.
 
         Lanes that compute hand their tasks to the device's one thread.
         """

@@ -69,7 +69,7 @@ class ExpertRows:
     def keep(self, span: Span, y_nD: Array) -> Array:
         """Store the outputs of the rows of a span for `outputs`, and return them.
 
-        y_nD: the outputs of all rows of the span's tiles, or of just the span's rows if these are the same.
+        y_nD: the outputs of all rows of the span's tiles, of which only the span's rows are stored.
         """
         if len(y_nD) > len(span.rows):
             start, stop = (each - span.tiles.start for each in (span.rows.start, span.rows.stop))
@@ -83,7 +83,7 @@ class ExpertRows:
         return [self.x_nD, self._weights_Tk, self._experts_n, *index]
 
     def outputs(self) -> tuple[Array, Array | None, Array]:
-        """Return all outputs, and where to find those of each token.
+        """Return all outputs, and the places of each token's outputs among them.
 
         Returns:
             the output rows (n, D), zero for experts that did not run; the row of each of a token's experts (T, k), None

@@ -1,4 +1,4 @@
-"""The running of one expert on rows of several micro-batches, with results that are bit for bit those of each alone."""
+"""The running of one expert on rows of several micro-batches, with the same bits as for each micro-batch alone."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class ExpertRows:
     Args:
         x_TD: the experts' input, a row for each token.
         experts_Tk, weights_Tk: the experts of each token, and their weights.
-        network: the layer's description. If it has a shared expert, that expert's outputs follow those of all others.
+        network: the layer's description. If it has a shared expert, the shared expert's outputs are the last ones.
 
     Attributes:
         order: has `tokens_n`, the token of each row, and `rows_Tk`, the row of each token's experts.
@@ -66,7 +66,7 @@ class ExpertRows:
         self._rows: dict[int, range] = {}
 
     def outputs(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return all outputs, and where to find those of each token.
+        """Return all outputs, and the places of each token's outputs among them.
 
         A shared expert counts as one more expert of every token, the last one.
 

@@ -112,7 +112,7 @@ class TorchExperts:
     def run_expert(self, task: Task) -> Any:
         """Run one expert on its rows of one or several micro-batches.
 
-        A micro-batch's results are bit for bit those of a task for this micro-batch alone.
+        A micro-batch's results have the same bits as if the task were for this micro-batch alone.
 
         Returns:
             the task's value: None; where activations are observed, a value that reports them to the observer when it is

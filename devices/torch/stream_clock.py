@@ -113,7 +113,7 @@ class StreamClock:
         return host
 
     def _following(self, last: Zero) -> Zero:
-        """Record the zero event after `last`; its rate corrects the error of its computed time within the next PERIOD."""
+        """Record the zero event after `last`; its rate corrects the error of its computed time within PERIOD."""
         event, read = self._recorded()
         passed = last.event.elapsed_time(event) * 1e6
         host = last.host + passed * last.rate
