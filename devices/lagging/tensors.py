@@ -204,7 +204,7 @@ class Operations:
         return args[0] if changes and name != "__setitem__" else results
 
     def _launch(self, operator: OpOverload[Any, None], args: tuple[Any, ...], number: int) -> None:
-        """Queue a call of an operator of `operators.py`, which writes to its arguments, on the stream of GPU `number`."""
+        """Queue a call of an operator of `operators.py`, which writes to its arguments, on GPU `number`."""
         stream = self.gpu.current_of(number)
         if stream.capture is None:
             self.calls[operator.overloadpacket.__name__] += 1
@@ -358,7 +358,7 @@ def _twins(of: Any) -> Any:
 
 
 def _mapped(change: Callable[[LaggingTensor], torch.Tensor], of: Any) -> Any:
-    """Copy a call's arguments (nested in tuples, lists, mappings), with each GPU tensor replaced by its `change`."""
+    """Copy a call's arguments (nested in tuples, lists, mappings), with `change(tensor)` for each GPU tensor."""
     if isinstance(of, LaggingTensor):
         return change(of)
     if isinstance(of, tuple | list):
