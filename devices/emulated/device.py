@@ -94,7 +94,7 @@ class EmulatedDevice:
 
     @property
     def kinds(self) -> Mapping[str, LaneKind]:
-        """Empty: every lane is a worker thread."""
+        """The kinds of lanes that are not worker threads: an empty mapping, as all lanes are worker threads."""
         return {}
 
     @property

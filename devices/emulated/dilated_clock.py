@@ -7,10 +7,10 @@ from time import perf_counter_ns, sleep
 from moesched.seams import Dilations
 
 SPUN_NANOSECONDS = 80_000
-"""Real nanoseconds at the end of a wait that are spent in a loop, since a sleep ends late, `sleep(0)` by some 60 µs."""
+"""Last real nanoseconds of a wait, which are spent in a loop: a sleep ends late, `sleep(0)` by some 60 µs."""
 
 NAP_NANOSECONDS = 2_000_000
-"""Real nanoseconds of the longest sleep before the clock is read again, whose pace may have changed."""
+"""Longest sleep in real nanoseconds; then the clock is read again, since the dilation may have changed."""
 
 
 class DilatedClock:
@@ -57,7 +57,7 @@ class Pace:
     """Sets a clock's dilation: the one for prefill first, the one for decode once all prompts have a first token.
 
     Args:
-        time: the clock, which this starts.
+        time: the clock, which the constructor starts.
         dilations: the two dilations.
         prompts: number of `count_prefilled` calls after which prefill has ended.
     """

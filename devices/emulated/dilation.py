@@ -13,13 +13,13 @@ from moesched.steps.plan import Plan
 from .rehearsal import Rehearsed, rehearse
 
 LANE_SHARE = 1 / 4
-"""Most of a lane's dilated time that real work may take in the rehearsal, where nothing else keeps the cores busy."""
+"""Largest share of a lane's dilated time that real work may take in a rehearsal, where no other lane is busy."""
 
 OPERATION_SHARE = 1 / 2
-"""Most of its own dilated time that the real work of one kind of operation may take in the rehearsal."""
+"""Largest share of the dilated time of one kind of operation that its real work may take in a rehearsal."""
 
 NEGLIGIBLE = 1 / 200
-"""Share of a lane's time by which its operations together may exceed OPERATION_SHARE: some take only microseconds."""
+"""Share of a lane's time by which operations together may exceed OPERATION_SHARE; some take only microseconds."""
 
 
 def choose_dilations(

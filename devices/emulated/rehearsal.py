@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     from moesched.seams import Array
 
 REPEATS = 4
-"""Micro-batches of the rehearsal, all like the plan's largest one."""
+"""Number of micro-batches of the rehearsal, all like the plan's largest one."""
 STEPS = 3
-"""Steps of the rehearsal."""
+"""Number of steps of the rehearsal."""
 NO_LIMIT = 1 << 62
 
 
@@ -157,7 +157,10 @@ class _OneLayer:
             step.evict(pages, self._pinned)
 
     async def _second_half(self, step: Step, j: int) -> None:
-        """Run a layer's second half: as one task for odd micro-batches, expert by expert for even ones."""
+        """Run the second half of the layer for micro-batch `j`.
+
+        It is one task if `j` is odd; if `j` is even, each expert is a task.
+        """
         if j % 2:
             step.post_attention(0, j)
             return

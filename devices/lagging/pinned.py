@@ -15,7 +15,7 @@ from .segments import POISON, ROUNDING
 from .streams import Gpu
 
 READ_ONLY = 8
-"""Flag of CUDA: memory that the process may not write to either."""
+"""Flag of CUDA for memory that GPUs only read; memory that the process may not write can be registered only with it."""
 
 INVALID_VALUE, OUT_OF_MEMORY, ALREADY_REGISTERED, NOT_REGISTERED = 1, 2, 712, 713
 """Numbers of CUDA's errors."""

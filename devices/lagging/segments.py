@@ -7,13 +7,13 @@ from typing import Any
 import torch
 
 ROUNDING = 512
-"""Bytes to a multiple of which the sizes of blocks are rounded up."""
+"""Number of bytes; the sizes of blocks are rounded up to a multiple of it."""
 SMALL = 1 << 20
-"""Most bytes of a block in a small segment; in a large segment, a rest is cut off only if it has more bytes."""
+"""Most bytes of a block in a small segment. In a large one, the rest of a piece is cut off only if it is larger."""
 SMALL_SEGMENT, LARGE_SEGMENT = 2 << 20, 20 << 20
 """Bytes of a small and of a large segment.
 
-A block of at least half a large segment gets one of its own, whose size is a multiple of that of a small one.
+A block of at least half a large segment gets a segment of its own, whose size is a multiple of a small segment's.
 """
 
 POISON = 0xFF

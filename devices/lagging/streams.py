@@ -18,7 +18,7 @@ from ..products.team import use_cores
 from .captures import Capture
 
 EAGERNESS = (0.0, 0.0, 0.1, 1.0)
-"""Probabilities, one of which is drawn for each stream, that it runs its ready work when work is enqueued anywhere."""
+"""Probabilities that a stream runs its ready work when work is enqueued anywhere; one is drawn for each stream."""
 
 DRIFT = 50e-6
 """Share by which a GPU's clock is faster than the host's, or slower."""

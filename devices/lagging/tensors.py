@@ -20,7 +20,7 @@ from .streams import Gpu, LaggingStream
 Call = Callable[..., Any]
 
 DEVICE_TYPE = "privateuseone"
-"""The name of torch's device type for devices that others add."""
+"""Name of the device type that torch has for devices from outside torch."""
 
 _FACTS = (
     "size stride dim numel nelement data_ptr is_contiguous element_size __len__ "
@@ -35,7 +35,7 @@ ANSWERS = frozenset(
 """Methods whose result is on the host, so that they wait for the stream."""
 
 SIZED_BY_VALUES = frozenset(("bincount", "nonzero", "unique", "masked_select"))
-"""Operations the shape of whose result depends on values, so that they wait for the stream."""
+"""Operations with a result whose shape depends on values; calls of them wait for the stream."""
 
 _SHAPES = Shapes()
 """The shapes of results of all calls in this process."""
@@ -160,12 +160,9 @@ class Operations:
     def _queue(
         self, func: Call, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], number: int
     ) -> Any:
-        """Queue a call on the current stream of a GPU; returns the results, which get their values when the call runs.
+        """Queue a call on the current stream of GPU `number`; returns the results, which get their values when it runs.
 
-        Args:
-            func: torch's function.
-            name: its name.
-            number: number of the GPU.
+        name: name of the function `func`.
         """
         stream = self.gpu.current_of(number)
         if stream.capture is None:
@@ -207,10 +204,7 @@ class Operations:
         return args[0] if changes and name != "__setitem__" else results
 
     def _launch(self, operator: OpOverload[Any, None], args: tuple[Any, ...], number: int) -> None:
-        """Queue a call of an operator of `operators.py`, which writes its results to some of its arguments.
-
-        number: number of the GPU, on whose current stream the call is queued.
-        """
+        """Queue a call of an operator of `operators.py`, which writes to its arguments, on GPU `number`."""
         stream = self.gpu.current_of(number)
         if stream.capture is None:
             self.calls[operator.overloadpacket.__name__] += 1
@@ -342,7 +336,7 @@ def is_gpu(device: Any) -> bool:
 
 
 def _tensors(of: Any) -> list[torch.Tensor]:
-    """The tensors among the arguments of a call."""
+    """Collect the tensors among the arguments of a call, which are nested in tuples, lists or mappings."""
     found: list[torch.Tensor] = []
     left = [of]
     for each in left:
@@ -364,10 +358,7 @@ def _twins(of: Any) -> Any:
 
 
 def _mapped(change: Callable[[LaggingTensor], torch.Tensor], of: Any) -> Any:
-    """Copy the arguments of a call, with each GPU tensor among them replaced by the result of `change`.
-
-    of: the arguments, nested in tuples, lists or mappings.
-    """
+    """Copy a call's arguments (nested in tuples, lists, mappings), with `change(tensor)` for each GPU tensor."""
     if isinstance(of, LaggingTensor):
         return change(of)
     if isinstance(of, tuple | list):
@@ -438,11 +429,10 @@ def _destination(
 
 
 def operate(gpu: Gpu, memories: Sequence[GpuMemory]) -> Operations:
-    """Set the imitated GPUs of this process; returns the object that carries out torch's calls on their tensors.
+    """Set the imitated GPUs of this process, given their streams and the memory of each GPU.
 
-    Args:
-        gpu: the streams of the GPUs.
-        memories: the memory of each GPU.
+    Returns:
+        the object that carries out torch's calls on the GPUs' tensors.
     """
     global _operations
     _operations = Operations(gpu, memories)

@@ -115,7 +115,10 @@ class MlxDevice:
 
     @property
     def kinds(self) -> Mapping[str, LaneKind]:
-        """Empty: every lane is a worker thread. Lanes that compute hand their tasks to the device's one thread."""
+        """The kinds of lanes that are not worker threads: an empty mapping, as all lanes are worker threads.
+
+        Lanes that compute hand their tasks to the device's one thread.
+        """
         return {}
 
     @property
@@ -170,7 +173,7 @@ class MlxDevice:
         self._thread.call(self._begin, plan, partial(places_of, plan), Sampling())
 
     def execute(self, task: Task) -> Any:
-        """Run one task: reads and exchanges on the calling thread, everything else on the device's own."""
+        """Run one task: reads and exchanges on the calling thread, everything else on the device's own thread."""
         verb = self._verbs[task.verb]
         if isinstance(task, (PageTransfer, Collective)):
             return verb(task)

@@ -47,7 +47,7 @@ class ExpertRows:
         self.counts: list[int] = []
         self.many = len(self.x_nD) >= MANY_ROWS
         self._outputs: dict[int, dict[int, Array]] = {}
-        """The outputs of experts that ran, by expert, and then by the first of the rows that ran."""
+        """The outputs of experts that ran, by expert, and for each expert by the first row of the range that ran."""
 
     def span(self, expert: int, start: int = 0, stop: int | None = None) -> Span:
         """Select an expert's rows from `start` to before `stop`, counted from the expert's first row; by default all.
@@ -69,7 +69,7 @@ class ExpertRows:
     def keep(self, span: Span, y_nD: Array) -> Array:
         """Store the outputs of the rows of a span for `outputs`, and return them.
 
-        y_nD: the outputs of all rows of the span's tiles, or of just the span's rows if these are the same.
+        y_nD: the outputs of all rows of the span's tiles, of which only the span's rows are stored.
         """
         if len(y_nD) > len(span.rows):
             start, stop = (each - span.tiles.start for each in (span.rows.start, span.rows.stop))
@@ -83,12 +83,11 @@ class ExpertRows:
         return [self.x_nD, self._weights_Tk, self._experts_n, *index]
 
     def outputs(self) -> tuple[Array, Array | None, Array]:
-        """Return the outputs and where each token's are, for the weighted sum.
+        """Return all outputs, and the places of each token's outputs among them.
 
         Returns:
-            the output rows (n, D), zero for experts that did not run; for each token and expert its row (T, k), None if
-                the
-            only token's rows are in order; and the weights (T, k).
+            the output rows (n, D), zero for experts that did not run; the row of each of a token's experts (T, k), None
+            for a single token, whose rows are in order; and the weights of each token's experts (T, k).
         """
         parts: list[Array] = []
         for expert, count in enumerate(self.counts):

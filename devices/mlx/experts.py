@@ -76,7 +76,7 @@ class MlxExperts:
     def run_expert(self, task: Task) -> None:
         """Run one expert on its rows of one or several micro-batches.
 
-        A micro-batch's results are bit for bit those of a task for this micro-batch alone.
+        A micro-batch's results have the same bits as if the task were for this micro-batch alone.
         """
         weights = self._weights(task.operands)
         for micro_batch, start, stop in task.expert_rows:

@@ -50,8 +50,7 @@ class RequestsKV:
     """A KV cache of layers that have the same attention window: two arrays (slots, K, d) for each layer.
 
     Each request has a contiguous range of slots: one for each token of its final length, or as many as a window takes.
-        Once
-    the range is full, the tokens that are still in the window are moved to the range's first slots.
+    Once the range is full, the tokens that are still in the window are moved to the range's first slots.
 
     Args:
         layers: numbers of the layers.
@@ -74,10 +73,10 @@ class RequestsKV:
         mx.eval(self._layers)
 
     def open(self, request: int, tokens: int) -> None:
-        """Begin a request of up to `tokens` tokens; returns nothing.
+        """Begin a request of up to `tokens` tokens.
 
-        Slots of other requests may be moved to make room, so no request may be between `extend` and the end of its
-        step.
+        Slots of other requests may be moved to make room. So no request of the cache may be within a step, that is,
+        have called `extend` but not stored the keys and values of all layers.
 
         Raises:
             OutOfSlots: there are not enough free slots; nothing has changed.
@@ -193,8 +192,7 @@ class RequestsKV:
 
         Returns:
             for each group the number of new tokens and of all cached tokens of each of its requests, the distance in
-                slots from
-            one request to the next, and the first slot of each request.
+            slots from one request to the next, and the first slot of each request.
         """
         parts: list[tuple[int, int, int, list[int]]] = []
         for request, past, new, start in zip(step.requests, step.past, step.new, step.starts, strict=True):

@@ -17,7 +17,7 @@ ASSUMED_FLOPS = {"float32": 5e12, "bfloat16": 1e13}
 
 
 LEAST_ROOM, ROOM_SHARE = 4_000_000_000, 0.05
-"""Room that the wired limit leaves for kernels beside the plan: bytes, or a share of the plan's bytes if more."""
+"""Memory that the wired limit leaves for kernels beside the plan: least bytes, and least share of the plan's bytes."""
 
 
 def with_metal(host: Machine) -> Machine:

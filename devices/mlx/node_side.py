@@ -65,7 +65,7 @@ class MlxNodeSide:
         return tensor
 
     def combine(self, task: Task, total_TD: Array) -> None:
-        """Add the residual to the sum over all nodes, and round the result to the model's dtype.
+        """Add the residual to the sum over all nodes, and round; the result becomes the micro-batch's hidden states.
 
         total_TD: the sum over all nodes of their partial sums, float32 on the host.
         """
@@ -78,8 +78,8 @@ class MlxNodeSide:
 
         Returns:
             the number of rows of each expert that has any, and the router's result for `take_rows` on the other nodes:
-                float32
-            (T, D + 2 k) on the host, with the experts' input, each token's experts and their weights side by side.
+            float32 (T, D + 2 k) on the host, with the experts' input, each token's experts and their weights side by
+            side.
         """
         self._project_output(task)
         routed = self._moe.route(task)

@@ -174,7 +174,7 @@ def stacks_for(layout: WeightLayout, pages: Iterable[Page]) -> dict[int, Key]:
 
 
 def open_stack(layout: WeightLayout, key: Key) -> Stacked:
-    """Allocate the arrays of a stack, without weights."""
+    """Allocate the arrays of a stack, without copying weights to them."""
     return (StackedLayer if key.by == "layer" else StackedExpert)(layout, key.number)
 
 

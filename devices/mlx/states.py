@@ -14,7 +14,7 @@ from .memory import ARRAY_DTYPES
 
 
 def states_of(plan: Plan, prompts: Sequence[Sequence[int]]) -> list[MicroBatchState]:
-    """Make the states of a batch: those of its micro-batches, followed by those of prefill's chunks if prompts are cut.
+    """Make the state of each micro-batch of a batch; if prompts are cut, the states of prefill's chunks follow.
 
     prompts: the token ids of each request's prompt, in the order of the requests.
     """

@@ -47,7 +47,7 @@ class OneThread:
         return result
 
     def post(self, work: Callable[..., object], *arguments: Any) -> None:
-        """Queue a call without waking the thread: it runs at the start of the next `call`."""
+        """Queue a call without waking the thread: the call runs at the start of the next `call`."""
         self._posted.append((work, arguments))
 
     def drop_posted(self) -> None:

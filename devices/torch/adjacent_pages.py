@@ -29,7 +29,7 @@ class AdjacentPages:
         """The ids of the pages in each allocation."""
 
     def retain(self, pages: Iterable[Page]) -> set[int]:
-        """Free each allocation unless exactly its pages are in `pages`; returns the ids of pages that keep memory."""
+        """Free each allocation unless exactly its pages are among `pages`; returns the ids of pages that remain."""
         self._together &= {_ids(group) for group in _groups(pages)}
         staying = {page for group in self._together for page in group}
         self._slots = {page: slot for page, slot in self._slots.items() if page in staying}

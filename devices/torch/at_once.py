@@ -44,7 +44,7 @@ class AtOnce:
 
 
 class OnStream(AtOnce):
-    """Copies results to the host from a GPU: a stream copies them, and a value is read after its task's end."""
+    """Copies results to the host where torch runs on a GPU: a stream copies; a value is read after its task's end."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -60,7 +60,10 @@ class OnStream(AtOnce):
         return Later(read, self._read_back, tensors)
 
     def settled(self, value: Any) -> Any:
-        """Wait until the current stream has done all its work, then read the value if it is a `Later`; returns it."""
+        """Wait until the current stream has done all its work; returns the task's value.
+
+        value: the value, or a `Later` that reads it.
+        """
         wait_for_copies(self._device)
         return settled(value)
 
@@ -89,7 +92,7 @@ class Later:
 
 
 def settled(value: Any) -> Any:
-    """Return the value of a task that has ended: the value that a `Later` reads, or `value` itself if it is none."""
+    """Return the value of a task that has ended: the value that a `Later` reads; any other value is unchanged."""
     return value.get() if isinstance(value, Later) else value
 
 

@@ -34,7 +34,7 @@ class BeamSearches:
 
         Args:
             state: the micro-batch; its input tokens of the next step are set.
-            places: indices of the requests among those of the micro-batch.
+            places: indices of the requests in the micro-batch.
             logits_SV: logits of all beams of these requests; just after prefill, of one sequence for each request.
 
         Returns:

@@ -132,7 +132,7 @@ class BlockTable:
     def most_blocks(self, tokens: int) -> int:
         """Return the most blocks that a sequence of `tokens` tokens has at the same time.
 
-        With a window that is the number of blocks for the window, and one more, as the window may begin within a block.
+        A window limits them to the blocks for the window and one more, as the window may begin within a block.
         """
         blocks = self.blocks_for(tokens)
         return blocks if self._window is None else min(blocks, self.blocks_for(self._window - 1) + 1)
@@ -276,17 +276,17 @@ class _FreeBlocks:
         return taken
 
     def share(self, blocks: list[int]) -> None:
-        """Count one more user of each of these blocks; a block becomes free when all users have released it."""
+        """Add one user to each of these used blocks; a block becomes free when all users have released it."""
         self._further_users.update(blocks)
 
     def release(self, blocks: list[int]) -> list[int]:
-        """Count one user less of those of the blocks that have several users; returns the blocks that have only one."""
+        """Remove one user from each of these blocks that is shared; returns the blocks that are not shared."""
         shared = {block for block in blocks if self._further_users[block]}
         self._further_users.subtract(shared)
         return [block for block in blocks if block not in shared]
 
     def give_back(self, blocks: list[int]) -> None:
-        """Count one user less of each of these blocks; blocks without another user become free."""
+        """Remove one user from each of these blocks; blocks without another user become free."""
         for block in self.release(blocks):
             self._is_free[block] = 1
             self.count += 1

@@ -20,7 +20,7 @@ from moesched.system.logs import Log
 from ..kernels.seam import Bound
 
 WARM_CALLS = 2
-"""Equal calls that run before one is captured: they load kernels, and allocate memory that later calls use again."""
+"""Equal calls that run before one is captured: they load kernels, and allocate memory that later calls reuse."""
 
 _log = Log(__name__)
 

@@ -21,7 +21,7 @@ HOST = torch.device("cpu")
 
 
 MOST_NUMBERS = NUMBER_RING_BYTES // (2 * NUMBER_BYTES)
-"""Numbers that fit in half of the ring."""
+"""Most integers that half of the ring holds."""
 
 
 class NumberRing:
@@ -42,7 +42,7 @@ class NumberRing:
         """The half that is being filled, then the other one."""
         self._filled = 0
         self._other_copied: Any = None
-        """The event behind the copies from the other half; None while there are none."""
+        """The event that happens after the copies from the other half; None while there are no such copies."""
 
     def indices(self, numbers: Sequence[int]) -> Tensor:
         """Make an int64 tensor of these integers on the accelerator, by asynchronous copies on the current stream."""
@@ -71,7 +71,7 @@ class NumberRing:
         return held
 
     def _turn(self) -> None:
-        """Make the other half the one that is filled, after waiting for the copies from it."""
+        """Wait for the copies from the other half of the ring, and fill that half from now on."""
         if self._other_copied is not None and not self._other_copied.query():
             self._other_copied.synchronize()
         self._other_copied = self._module.Event(blocking=True)

@@ -120,7 +120,7 @@ class CudaDevice(TorchDevice):
     def machine(host: Machine) -> Machine:
         """Return the profile of this machine with its first GPU, whose memory is limited to what is free now.
 
-        The rates are those of a calibration of this GPU; without one they are assumed.
+        The rates are measured ones if this GPU was calibrated, and assumed ones otherwise.
         """
         require_cuda()
         gpu = torch.cuda.get_device_properties(0)

@@ -62,7 +62,11 @@ class CudaStreams:
         return self.complete(partial(self._execute, task))
 
     def complete(self, work: Callable[[], Any]) -> Any:
-        """Run `work` on the stream of the accelerator's lane, and wait for its end; returns its value."""
+        """Run `work` on the stream of the accelerator's lane, and wait until the stream has ended it.
+
+        Returns:
+            the value of `work`; if that is a `Later`, the value that it reads.
+        """
         stream = next(iter(self._streams.values()))
         with self._module.stream(stream):
             value = work()
@@ -100,8 +104,7 @@ class CudaStreams:
     def _time_of(self, event: torch.cuda.Event, zero: Zero) -> int:
         """Return the time of an event on the host's clock, in nanoseconds.
 
-        The time is moved to an earlier one if it would be later than now, or than the issue of a task that started
-        later.
+        The time is made earlier if it would be after the present, or after the issue of a task that started later.
 
         zero: the event that the time is measured from.
         """

@@ -4,7 +4,7 @@ Each micro-batch has memory of its own for its decode steps, allocated once. In 
 verb's task waits for all tasks that read the rows of this layer. Prompts have many more rows, and only once: their
 memory comes from torch and is given back after the layer.
 
-Shapes in names are those of `functions.py`.
+Shapes in names: T tokens, D hidden size, H heads, K key-value heads, d head size, n rows of experts.
 """
 
 from __future__ import annotations

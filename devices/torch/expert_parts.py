@@ -1,4 +1,4 @@
-"""The running of one expert on rows of several micro-batches, with the bits that each micro-batch has alone."""
+"""The running of one expert on rows of several micro-batches, with the same bits as for each micro-batch alone."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from ..products.linear import Tensor
 
 
 class Part(NamedTuple):
-    """The rows of an expert that a task computes in one micro-batch.
+    """The rows of one micro-batch that a task computes with an expert.
 
     Attributes:
-        x_nD, y_nD: the micro-batch's input and output rows, of all experts.
-        rows: the range of the expert's rows in these.
-        wanted: the range of rows that the task computes, a part of the expert's rows.
+        x_nD, y_nD: the micro-batch's input and output rows of all experts; the task writes to y_nD.
+        rows: the range of this expert's rows in x_nD and y_nD.
+        wanted: the part of `rows` that the task computes.
     """
 
     x_nD: Tensor
@@ -32,14 +32,22 @@ class Part(NamedTuple):
 
     @property
     def input(self) -> Tensor:
-        """The expert's input rows."""
+        """The input rows of the expert, of which there may be more than the task computes."""
         return self.x_nD[self.rows.start : self.rows.stop]
 
 
 def tiles_of(rows: range, wanted: range) -> Iterator[tuple[slice, slice | None]]:
-    """Yield the tiles of an expert's rows that contain wanted rows, and the slice of wanted rows in each; None for all.
+    """Yield the tiles of an expert's rows that contain wanted rows.
 
     Tiles are computed whole, because the last bits of a product may depend on its number of rows.
+
+    Args:
+        rows: range of the expert's rows.
+        wanted: the part of `rows` whose outputs are needed.
+
+    Returns:
+        pairs of a tile, as a slice of all rows, and the slice of its wanted rows within the tile; None if all are
+        wanted.
     """
     for start in rows[::EXPERT_TILE]:
         stop = min(start + EXPERT_TILE, rows.stop)
@@ -54,8 +62,10 @@ class ExpertRunner:
     """Runs experts on rows of micro-batches.
 
     Args:
-        use_cores_for: sets torch's number of cores for a product, given its numbers of rows and weights.
-        on_host: whether the rows are on the host, where the accelerator has a memory of its own.
+        kernels: binds the kernel for an expert to its weights.
+        use_cores_for: a function that sets torch's number of cores for a product, given the number of rows and the
+            number of entries of the matrix.
+        on_host: whether the rows are in the host's memory although the accelerator has a memory of its own.
     """
 
     def __init__(
@@ -72,11 +82,15 @@ class ExpertRunner:
         self._on_host = on_host
 
     def apply(self, parts: Sequence[Part], expert: int | None, weights: Weights) -> None:
-        """Run an expert on parts of one micro-batch, or on its rows of several; each part has the bits it has alone.
+        """Run an expert on rows of one or several micro-batches, and write the outputs to each part's `y_nD`.
 
-        A kernel whose rows are independent computes several parts in one call, which reads the weights once.
+        Each micro-batch's outputs are bit for bit those that it would have alone. A kernel whose rows are independent
+        computes several parts in one call, which reads the weights once.
 
-        expert: the expert's number; None for the shared expert.
+        Args:
+            parts: the rows of each micro-batch.
+            expert: the expert's number; None for the shared expert.
+            weights: the weights of the layer.
         """
         few: list[Part] = []
         for part in parts:
@@ -114,7 +128,7 @@ class ExpertRunner:
                 y_nD[tile][kept] = whole_nD[kept]
 
     def _size(self, expert: int | None, weights: Weights) -> int:
-        """The number of entries of one of the expert's matrices."""
+        """Return the number of entries of one of the expert's matrices; `expert` None stands for the shared expert."""
         assert weights.layer is not None, "an expert is in a layer"
         network = weights.layer.feed_forward
         return self._hidden * (network.shared if expert is None else network.intermediate)
@@ -126,7 +140,7 @@ class ExpertRunner:
         return self._bound(expert, rows, weights)[0]
 
     def _groups(self, parts: Sequence[Part], expert: int | None, weights: Weights) -> Iterator[list[Part]]:
-        """Yield groups of successive parts that one call of a kernel can compute together."""
+        """Yield groups of neighbouring parts that one call of a kernel can compute without changing any bits."""
         group: list[Part] = []
         for part in parts:
             rows = sum(len(each.rows) for each in [*group, part])

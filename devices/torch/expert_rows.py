@@ -1,4 +1,4 @@
-"""The rows that the experts of a layer read and write."""
+"""The input and output rows of the experts of a layer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from .expert_parts import Part
 
 
 class HostRows:
-    """The input and output rows of a micro-batch's experts on the host.
+    """The input and output rows of a micro-batch's experts in the host's memory.
+
+    Args:
+        exchanged: the memory, with the input by token and the token of each row.
 
     Attributes:
         y_nD: the output rows.
@@ -28,24 +31,24 @@ class HostRows:
 
     @cached_property
     def x_nD(self) -> Tensor:
-        """The input rows, gathered when first used."""
+        """The input rows of all experts, gathered from the tokens' rows when first used."""
         rows = self._exchanged
         return torch.index_select(rows.x_TD, 0, rows.tokens_n, out=rows.x_nD)
 
 
 class ExpertRows:
-    """The rows of a micro-batch in one layer, sorted by expert.
+    """The rows of a micro-batch in one layer, sorted by expert: one for each pair of a token and an expert it chose.
 
     Args:
-        x_TD: the experts' input.
+        x_TD: the experts' input, a row for each token.
         experts_Tk, weights_Tk: the experts of each token, and their weights.
-        network: the layer's description; the outputs of its shared expert, if it has one, follow those of the experts.
+        network: the layer's description. If it has a shared expert, the shared expert's outputs are the last ones.
 
     Attributes:
-        order: the token of each row, and the row of each pair of token and expert.
-        x_nD, y_nD: the experts' input and output rows.
+        order: has `tokens_n`, the token of each row, and `rows_Tk`, the row of each token's experts.
+        x_nD, y_nD: the input and output rows of the experts that tokens chose.
         shared: the rows of the shared expert; None if there is none.
-        on_host: the rows on the host; None if none were copied there.
+        on_host: the rows in the host's memory; None if none were copied there.
     """
 
     def __init__(self, x_TD: Tensor, experts_Tk: Tensor, weights_Tk: Tensor, network: FeedForward) -> None:
@@ -63,9 +66,13 @@ class ExpertRows:
         self._rows: dict[int, range] = {}
 
     def outputs(self) -> tuple[Tensor, Tensor, Tensor]:
-        """All output rows (n, D), the row of each token's experts and their weights, both (T, k).
+        """Return all outputs, and the places of each token's outputs among them.
 
-        A shared expert counts as a further expert of every token, the last one.
+        A shared expert counts as one more expert of every token, the last one.
+
+        Returns:
+            the output rows (n, D); the row of each of a token's experts (T, k); and the weights of each token's experts
+            (T, k).
         """
         rows_Tk, weights_Tk = self.order.rows_Tk, self.weights_Tk
         if self.shared is not None:
@@ -77,17 +84,23 @@ class ExpertRows:
         return self._outputs, rows_Tk, weights_Tk
 
     def count(self, counts: Mapping[int, int]) -> None:
-        """Set the number of rows of each expert that has any, in ascending order, once the host knows it."""
+        """Set the number of rows of each expert; called as soon as the host knows the numbers.
+
+        counts: number of rows by expert, in ascending order of experts; experts without rows are left out.
+        """
         start = 0
         for expert, rows in counts.items():
             self._rows[expert] = range(start, start + rows)
             start += rows
 
     def of(self, expert: int) -> range:
-        """The range of an expert's rows."""
+        """Return the range of an expert's rows in `x_nD` and `y_nD`; an empty range if it has none."""
         return self._rows.get(expert, range(0))
 
     def part(self, expert: int, start: int = 0, stop: int | None = None) -> Part:
-        """Some of an expert's rows, counted from the expert's first; by default all of them."""
+        """Select an expert's rows from `start` to before `stop`, counted from the expert's first row; by default all.
+
+        stop: None for the end of the expert's rows.
+        """
         rows = self.of(expert)
         return Part(self.x_nD, self.y_nD, rows, rows[start:stop])

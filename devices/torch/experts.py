@@ -1,4 +1,4 @@
-"""The runner's `Experts` for torch: sorts rows by expert, and runs experts on them."""
+"""The `Experts` of torch, which the runner calls: sorts rows by expert, and runs experts on them."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class TorchExperts:
     """Runs experts on the accelerator.
 
     Args:
-        states: the micro-batches, by number.
-        weights: returns the weights in a task's view of pages.
-        library: reads the values of tasks.
-        observers: get the activations of experts.
+        states: the state of each micro-batch, by the micro-batch's number.
+        weights: a function that returns the weights of a task, given the task's operands.
+        library: copies results to the host and reads the values of tasks.
+        observers: get the activations of experts, if anyone asked for them.
     """
 
     def __init__(
@@ -55,27 +55,37 @@ class TorchExperts:
         self._observers = observers
 
     def group(self, task: Task, routed: Routed, read: Callable[..., Any], *tensors: Tensor) -> Any:
-        """Sort a micro-batch's rows by expert and keep them in its state; returns the task's value, made by `read`."""
+        """Sort a micro-batch's rows by expert, and keep them in the micro-batch's state; returns the task's value.
+
+        Args:
+            routed: the router's result.
+            read: makes the value from `routed.experts_Tk` and `tensors`, all on the host: the number of rows of each
+                expert that has any.
+        """
         network = self._config.layer(task.layer).feed_forward
         rows = ExpertRows(routed.x_TD, routed.experts_Tk, routed.weights_Tk, network)
         self._states[task.micro_batch].rows = rows
         return self._library.value(task, partial(_counting, rows, read), routed.experts_Tk, *tensors)
 
     def scores(self, logits_TE: Tensor) -> Tensor:
-        """Each expert's probability by the router (E), float32, averaged over the tokens."""
+        """Return the router's probability of each expert (E), float32, averaged over the tokens."""
         return expert_functions.scores(logits_TE)
 
     def before_preview(self, task: Task) -> None:
-        """Set torch's number of cores for `preview_route`, which runs the router of a later layer."""
+        """Set torch's number of cores for a task `preview_route`, which runs the router of a later layer early."""
         weights = self._weights(task.operands)
         assert weights.layer is not None, "a view shows a layer"
         tokens = len(self._states[task.micro_batch].hidden_TD)
         self._use_cores_for(tokens, self._config.hidden * weights.layer.feed_forward.experts)
 
     def run_all(self, task: Task, counts: Mapping[int, int], weights: Weights) -> None:
-        """Run all experts that have rows: those by torch at once, each on a core; the others one after the other.
+        """Run all experts that have rows, and write their outputs to the micro-batch's rows.
 
-        counts: the number of rows of each expert that has any.
+        Experts that torch's kernels compute run side by side, each on one core; the others run one after the other.
+
+        Args:
+            counts: number of rows of each expert that has any.
+            weights: the weights of the layer.
         """
         rows: ExpertRows = self._states[task.micro_batch].rows
         activated: list[Tensor] = []
@@ -100,9 +110,13 @@ class TorchExperts:
             self._runner.apply([rows.shared], None, weights)
 
     def run_expert(self, task: Task) -> Any:
-        """Run one expert on its rows of one or several micro-batches; each has the results that it would have alone.
+        """Run one expert on its rows of one or several micro-batches.
 
-        Returns the task's value: None, or, where activations are observed, a value whose reading reports them.
+        A micro-batch's results have the same bits as if the task were for this micro-batch alone.
+
+        Returns:
+            the task's value: None; where activations are observed, a value that reports them to the observer when it is
+            read.
         """
         weights = self._weights(task.operands)
         parts: list[Part] = [
@@ -116,7 +130,7 @@ class TorchExperts:
         return None
 
     def _reader(self, layer: int) -> Callable[..., None]:
-        """A function for `Library.value` that reports activations in a layer."""
+        """Return a function that reports activations of a layer to the observers, as `read` for `Library.value`."""
 
         def read(*activated: npt.NDArray[Any]) -> None:
             self._observers.activated(layer, (values_nI.copy() for values_nI in activated))
@@ -130,19 +144,31 @@ class TorchExperts:
         self._runner.apply([part], task.expert, self._weights(task.operands))
 
     def _is_shared_out(self, weights: Weights, expert: int, rows: int) -> bool:
-        """Test whether an expert runs on one core, beside others; False for kernels with threads of their own."""
+        """Test whether an expert runs on one core, beside other experts; False for a kernel with threads of its own.
+
+        rows: the expert's number of rows.
+        """
         return self._team is not None and not self._kernels.expert(weights, expert, rows)[0].has_threads
 
 
 def _counting(rows: ExpertRows, read: Callable[..., Mapping[int, int]], *arrays: Any) -> Mapping[int, int]:
-    """Read the value of a router's task, and set the number of rows of each expert by it."""
+    """Call `read` for the number of rows of each expert, and set these numbers in `rows`; returns them.
+
+    Args:
+        rows: the rows of the micro-batch, sorted by expert.
+        read: computes the numbers from `arrays`, the router's results on the host.
+    """
     counts = read(*arrays)
     rows.count(counts)
     return counts
 
 
 def activations(parts: Iterable[Part], expert: int, weights: Weights) -> list[Tensor]:
-    """Compute an expert's activations SiLU(gate x) for an observer: float32 (n, I), a tensor for each tile of rows."""
+    """Compute an expert's activations SiLU(gate x) on the wanted rows of each part, for an observer.
+
+    Returns:
+        a tensor float32 (n, I) for each tile of rows; I is the width of the expert's gate matrix.
+    """
     found = []
     for part in parts:
         gate = [plain_block(block, part.x_nD.dtype) for block in weights[f"experts.{expert}.gate"]]

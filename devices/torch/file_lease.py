@@ -11,13 +11,14 @@ from moesched.errors import MoeschedError
 
 
 class FileLease:
-    """A lease on a file that is only read: it delays processes that want to write to the file.
+    """A lease on a file that this process only reads: it delays other processes that want to write to the file.
 
     A process that opens the file for writing or truncates it waits until the lease is given up, or at most the seconds
     in /proc/sys/fs/lease-break-time, 45 by default. Only the file's owner and privileged processes get a lease, on a
     local file that no process has open for writing.
 
-    remedy: advice for a user who has to write to the file.
+    Args:
+        remedy: advice for a user who has to write to the file, which ends an error's message.
 
     Raises:
         OSError: the system refuses the lease.

@@ -30,14 +30,14 @@ PlainBlocks = dict[str, list[Tensor]]
 
 
 class FirstBadTensor:
-    """Runs a step of one micro-batch again, page by page from the files, until a tensor is not finite.
+    """Computes a step of one micro-batch again, page by page from the files, until a tensor has a number not finite.
 
-    It needs the memory of one expert or one layer's dense part beyond the activations, and writes to no cache. In
+    Beside the activations, memory is needed for one expert or one layer's dense part. No KV cache is written to. In
     tensor-parallel runs only the weights are checked.
 
     Args:
-        accelerator: torch device of the step's tensors, which computes them again.
-        fused: whether that device has a kernel for attention that stores no scores.
+        accelerator: torch device that computes the step again.
+        fused: whether attention runs by a kernel of torch that stores no scores.
     """
 
     def __init__(
@@ -50,9 +50,9 @@ class FirstBadTensor:
         self._fused = fused
 
     def name(self, state: MicroBatchState) -> str:
-        """Describe the step's first tensor with a number that is not finite, and its layer.
+        """Describe the first tensor in the order of computation that has a number which is not finite, with its layer.
 
-        For a prompt in chunks, all chunks up to this one are checked.
+        state: the micro-batch, or the chunk of a prompt; the earlier chunks of that prompt are checked first.
         """
         if self._config.ranks > 1:
             return describe_first_bad_weight(self._reader, self._layout)
@@ -66,7 +66,10 @@ class FirstBadTensor:
         yield from self._step(state)
 
     def _step(self, state: MicroBatchState) -> Iterator[tuple[str, Tensor]]:
-        """Yield the name and the values of each tensor of a step, in the order of computation, weights included."""
+        """Compute a step again; yields each tensor with a description, in the order of computation.
+
+        The weights are among the tensors.
+        """
         config = self._config
         embedding = self._global("embedding")
         ids_T = torch.tensor([token for tokens in state.new for token in tokens]).to(self._accelerator)
@@ -117,7 +120,12 @@ class FirstBadTensor:
     def _experts(
         self, layer: int, network: FeedForward, experts_Tk: Tensor, rows: ExpertRows
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights and outputs of each expert that has rows, by name, and keep the outputs in `rows`."""
+        """Run the experts that have rows; yields their weights and outputs, each with a description.
+
+        Args:
+            experts_Tk: the experts of each token.
+            rows: the experts' rows, which the outputs are written to.
+        """
         counts = with_rows(experts_Tk.view(-1).bincount(minlength=network.experts).tolist())
         rows.count(counts)
         for expert in counts:
@@ -131,9 +139,10 @@ class FirstBadTensor:
             yield f"the output of expert {expert} of layer {layer}", rows.y_nD[span.start : span.stop]
 
     def _cached(self, state: MicroBatchState, layer: int, k_TKd: Tensor, v_TKd: Tensor) -> Sequence[KVView]:
-        """Copies of the cached keys and values of the step's sequences, with those of the new tokens.
+        """Return views of copies of the keys and values that the step's tokens attend to.
 
-        The new ones are not taken from the cache, since one on the host may lack them.
+        Earlier tokens are copied from the KV cache. New tokens' keys and values are the given ones, since a cache on
+        the host may not have them yet.
         """
         views = []
         start = 0
@@ -150,7 +159,7 @@ class FirstBadTensor:
         return views
 
     def _weights(self, pages: Sequence[Page]) -> PlainBlocks:
-        """The tensors of pages, read from the files, by their canonical names."""
+        """Read pages from the files; returns their tensors by canonical name, as row blocks that are not coded."""
         weights: PlainBlocks = {}
         for page in pages:
             memory = aligned_bytes(self._reader.bytes_in_slot(page))

@@ -1,9 +1,9 @@
-"""Fixed decode steps: one graph launches a whole step ahead of its tasks, which find their results ready.
+"""Fixed decode steps: one CUDA graph launches a whole step ahead of its tasks, which find their results ready.
 
 The first task of a step launches all calls of the step before, in the expectation that the tasks repeat them. Each task
-compares its call with the one that was launched for it. If a task makes another call, the calls before it are launched
-once more, one by one, and the step goes on task by task. That restores the results that the task needs: the calls read
-only numbers and a KV cache that no later call of the step changes.
+compares its call with the call that was launched for it. If a task makes another call, the calls before it are
+launched once more, one by one, and the step goes on task by task. That restores the results that the task needs: the
+calls read only numbers and a KV cache that no later call of the step changes.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ FIRST, OF_A_LAYER, LAST = "embed", ("attention_inputs", "attention", "moe_layer"
 
 
 class Call:
-    """A call of a bound kernel.
+    """A call of a bound kernel with certain arguments, in a step.
 
     Args:
+        operation: name of the operation that the kernel computes.
         run: the bound kernel.
-        alone: the same kernel with a graph of its own.
+        alone: a wrapper of the same kernel that replays a graph of just this call.
+        arguments: the kernel's arguments.
     """
 
     __slots__ = ("_alone", "_arguments", "_identity", "_run", "operation")
@@ -37,34 +39,35 @@ class Call:
         self._identity = identities(arguments)
 
     def repeats(self, other: Call) -> bool:
-        """Test whether this call is the same as another: the same kernel, addresses and numbers."""
+        """Test whether this call equals another: the same kernel, with the same addresses and numbers as arguments."""
         return self._alone is other._alone and self._identity == other._identity
 
     def launch(self) -> Any:
-        """Launch its kernels one by one; returns its result."""
+        """Launch the call's kernels one by one; returns the call's result."""
         return self._run(*self._arguments)
 
     def replay(self) -> Any:
-        """Replay its own graph, or launch its kernels until it has one; returns its result."""
+        """Replay a graph of this call alone, or launch its kernels until there is one; returns the call's result."""
         return self._alone(*self._arguments)
 
 
 class Calls:
-    """The calls of one step, in order. Two objects never compare equal, so each has a graph of its own."""
+    """The calls of one step, in order. Two objects never compare equal, so that each gets a graph of its own."""
 
     def __init__(self, calls: Sequence[Call] = ()) -> None:
         self.made = list(calls)
 
     def launch(self) -> list[Any]:
-        """Launch all of them; returns their results."""
+        """Launch the kernels of all calls one by one; returns the calls' results in order."""
         return [call.launch() for call in self.made]
 
 
 class FixedStep:
-    """The decode steps of a micro-batch with one number of rows, which are launched ahead while their calls repeat.
+    """The decode steps of a micro-batch with a certain number of rows, launched ahead as long as their calls repeat.
 
     Args:
-        layers: number of layers that a step has.
+        graphs: the device's graphs.
+        layers: number of the model's layers.
     """
 
     def __init__(self, graphs: Graphs, layers: int) -> None:
@@ -78,7 +81,7 @@ class FixedStep:
         """Number of the calls launched ahead that tasks have made by now."""
 
     def call(self, call: Call) -> Any:
-        """Make a call of this step; returns its result, which is there already if the step was launched ahead."""
+        """Make the next call of this step; returns its result, which is ready if the step was launched ahead."""
         if call.operation == FIRST:
             self._begin(call)
         if self._results:
@@ -90,7 +93,11 @@ class FixedStep:
         return call.replay()
 
     def _begin(self, call: Call) -> None:
-        """Begin a step, and launch all of it ahead if the step before was complete and began with the same call."""
+        """Begin a step with its first call.
+
+        All calls of the step before are launched ahead in one graph, if that step was complete and began with an equal
+        call.
+        """
         self._asked = 0
         if self._is_whole() and call.repeats(self._calls.made[0]):
             self._results = self._whole(self._calls)
@@ -98,7 +105,11 @@ class FixedStep:
             self._record_only(0)
 
     def _go_on_alone(self) -> None:
-        """Go on task by task; first restore the results of the calls made so far, if later ones were launched ahead."""
+        """Stop using results that were launched ahead, and make the rest of the step's calls one by one.
+
+        If calls beyond those made so far were launched ahead, the calls made so far are launched again: the later ones
+        may have overwritten their results.
+        """
         too_far = self._asked < len(self._results)
         self._record_only(self._asked)
         if too_far:
@@ -109,13 +120,20 @@ class FixedStep:
         return made in (self._operations, [*self._operations, LAST])
 
     def _record_only(self, calls: int) -> None:
-        """Keep the first calls of the recorded step, and record this step from there on, task by task."""
+        """Keep only the first `calls` recorded calls, and record the rest of this step as its tasks make calls."""
         self._calls = Calls(self._calls.made[:calls])
         self._results = ()
 
 
 class InStep:
-    """A bound kernel whose calls are part of the decode step of a micro-batch."""
+    """A bound kernel whose calls are made as a part of a micro-batch's decode step, which may have launched them ahead.
+
+    Args:
+        operation: name of the operation that the kernel computes.
+        run: the bound kernel itself.
+        graphs: the device's graphs.
+        step: the decode step.
+    """
 
     def __init__(self, operation: str, run: Bound, graphs: Graphs, step: FixedStep) -> None:
         self._of = operation, run, Captured(run, graphs)
@@ -126,11 +144,12 @@ class InStep:
 
 
 class Replays:
-    """Wraps bound kernels of one device so that they are replayed, in graphs of their own or in that of a fixed step.
+    """Wraps bound kernels of one device so that their calls are replayed, each in a graph or a whole step in one graph.
 
     Attributes:
         graphs: the device's graphs.
-        layers: number of layers, if decode steps are fixed: only the accelerator's own tasks compute them; otherwise 0.
+        layers: number of layers if whole decode steps are replayed, which is so where only the accelerator computes
+            them; otherwise 0.
     """
 
     def __init__(self, graphs: Graphs) -> None:
@@ -138,9 +157,13 @@ class Replays:
         self.layers = 0
 
     def captured(self, run: Bound, operation: str, memory: Memory) -> Bound:
-        """Wrap a bound kernel so that it is replayed where its calls repeat; see `Capture`.
+        """Wrap a bound kernel so that calls with repeated arguments are replayed; see `Captured`.
 
-        run: only launches kernels; with equal arguments its results are in the same memory.
+        Args:
+            run: the bound kernel; it must only launch kernels, and with equal arguments write its results to the same
+                memory.
+            operation: name of the operation that the kernel computes.
+            memory: the memory for results that the kernel is bound to.
         """
         if not (self.layers and memory.kept):
             return Captured(run, self.graphs)

@@ -1,4 +1,4 @@
-"""The weights outside the layers, which are in no page: the embedding, the last norm, the LM head."""
+"""The weights outside the layers, which belong to no page: the embedding, the final norm and the LM head."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class GlobalWeights(NamedTuple):
     """The weights outside the layers, on the accelerator.
 
     Attributes:
-        embedding: the embedding.
-        head: the last norm, and the LM head in row blocks, one for each core that computes logits.
+        embedding: the embedding matrix.
+        head: the final norm, and the LM head in row blocks, one for each core that computes logits.
     """
 
     embedding: Weights
@@ -30,9 +30,12 @@ class GlobalWeights(NamedTuple):
 def read_global_weights(
     config: ModelConfig, reader: PageReader, compute: Compute, rank: int
 ) -> GlobalWeights:
-    """Read the weights outside the layers; attention's sinks, too, as attention reads no page.
+    """Read the weights outside the layers to the accelerator.
 
-    Where the embedding is also the LM head, the head has only this rank's rows of it.
+    The attention sinks of all layers are read, too, and given to the kernels, since attention kernels read no page.
+    Where the embedding is also the LM head, the head has only this rank's rows of the embedding.
+
+    rank: number of this rank, from 0.
     """
 
     def read(name: str) -> Block:

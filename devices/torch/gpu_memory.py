@@ -1,4 +1,4 @@
-"""The memory of a GPU: the bytes that a plan may use, and settings of torch's allocator."""
+"""The memory of a GPU that a plan may use, and a setting of torch's allocator."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ from moesched.steps.plan import Plan
 from moesched.units import format_bytes
 
 WORKSPACE_BYTES = 512_000_000
-"""Bytes that plans leave, beside a twentieth of the free ones, to libraries' workspaces and the allocator."""
+"""Bytes that plans leave to libraries and the allocator, in addition to a twentieth of the free bytes."""
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Environment variables that set torch's allocator."""
 
 
 def usable_bytes(free: int) -> int:
-    """The bytes that a plan may use of a GPU with `free` free bytes; libraries and the allocator need the rest.
+    """Return the bytes that a plan may use of a GPU; the rest is for libraries and the allocator.
+
+    free: bytes that are free on the GPU.
 
     Raises:
         BadInput: too few bytes are free.
@@ -37,13 +39,12 @@ def usable_bytes(free: int) -> int:
 
 
 def with_usable_memory(machine: Machine, free: int) -> Machine:
-    """The machine with its accelerator's memory limited to the bytes that a plan may use now.
+    """Limit the accelerator's memory in a machine's profile to the bytes that a plan may use now.
 
-    Args:
-        free: bytes of the GPU that are free.
+    free: bytes that are free on the GPU.
 
     Raises:
-        BadInput: too few are free.
+        BadInput: too few bytes are free.
     """
     name = machine.accelerator.memory
     memory = machine.memories[name]
@@ -52,10 +53,10 @@ def with_usable_memory(machine: Machine, free: int) -> Machine:
 
 
 def require_room(plan: Plan, device: torch.device) -> None:
-    """Check that a GPU has the memory that a plan takes; memory that torch has allocated already counts as available.
+    """Check that a GPU has as much memory as a plan takes; memory that torch's allocator holds counts as free.
 
     Raises:
-        OutOfMemory: it has less.
+        OutOfMemory: the GPU has less memory than the plan takes.
     """
     module: Any = torch.get_device_module(device)
     free = module.mem_get_info(device)[0] + module.memory_reserved(device)
@@ -68,6 +69,6 @@ def require_room(plan: Plan, device: torch.device) -> None:
 
 
 def let_segments_grow(environment: Mapping[str, str] = os.environ) -> None:
-    """Set torch's allocator to expandable segments, which leave no unusable gaps, unless the user has set it."""
+    """Make torch's allocator use expandable segments, which leave no unusable gaps, unless the user configured it."""
     if not any(name in environment for name in ALLOCATOR_VARIABLES):
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")

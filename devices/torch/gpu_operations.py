@@ -1,4 +1,4 @@
-"""The operations of an accelerator and its host that calibration times, alone and beside each other."""
+"""The operations of an accelerator and of its host that calibration times, each alone and while others run."""
 
 from __future__ import annotations
 
@@ -41,22 +41,22 @@ SECONDS = 0.02
 LEAST, MOST = 3, 200
 """Fewest and most repetitions."""
 LONGER = 3
-"""Factor by which operations beside the timed one are repeated longer."""
+"""Factor by which operations that run beside a timed one are repeated for a longer time."""
 COLD_BYTES = 512 << 20
 """Total bytes of the matrices or buffers that are used in turn, more than any cache holds."""
 MOST_BUFFERS = 64
 
 
 class GpuOperations:
-    """Times operations of an accelerator, on streams of their own, and of the CPU.
+    """Times operations of an accelerator and of the host's CPU.
 
-    Kernels and page-locked copies are timed by events on their stream, all else by the host's clock.
+    GPU kernels and copies of page-locked memory are timed by events on a stream, all else by the host's clock.
 
     Args:
         device: the accelerator's torch device.
         cores: the division of the host's cores.
-        seconds: time for which an operation is repeated.
-        cold: total bytes of the matrices or buffers that are used in turn, so that none is in a cache.
+        seconds: seconds for which an operation is repeated.
+        cold: total bytes of the matrices or buffers that an operation uses in turn, so that none is in a cache.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class GpuOperations:
         self._module.empty_cache()
 
     def seconds(self, operation: Operation, *beside: Operation) -> float:
-        """Time an operation while the operations `beside` run, too; returns the mean seconds of a call."""
+        """Repeat an operation while the operations `beside` are repeated, too; returns its mean seconds."""
         with torch.inference_mode(), ExitStack() as running:
             call, others = self._call(operation), [(other, self._call(other)) for other in beside]
             running.callback(self._module.synchronize)
@@ -92,13 +92,13 @@ class GpuOperations:
             return self._timed(call, times, alone=not beside)
 
     def _enqueue(self, call: Call, times: int) -> None:
-        """Make a call `times` times on a new stream."""
+        """Enqueue a call `times` times on a new stream, without waiting."""
         with self._module.stream(self._module.Stream(self._device)):
             for _ in range(times):
                 call()
 
     def _enqueued(self, call: Call, times: int) -> float:
-        """Make a call `times` times on a new stream; returns the mean seconds of one, by events around them."""
+        """Enqueue a call `times` times on a new stream; returns the mean seconds of a call, measured by events."""
         start, end = self._module.Event(enable_timing=True), self._module.Event(enable_timing=True)
         with self._module.stream(self._module.Stream(self._device)):
             start.record()
@@ -110,9 +110,9 @@ class GpuOperations:
         return milliseconds / 1e3 / times
 
     def _timed(self, call: Call, times: int, *, alone: bool = True) -> float:
-        """Make a call `times` times; returns the mean seconds of one, by the host's clock.
+        """Make a call `times` times; returns the mean seconds of a call, measured by the host's clock.
 
-        alone: whether to wait until the accelerator is idle, before and after; False while others run there.
+        alone: whether to wait until the accelerator is idle, before and after; False while other operations run there.
         """
         if alone:
             self._module.synchronize()
@@ -124,12 +124,12 @@ class GpuOperations:
         return (perf_counter() - start) / times
 
     def _repetitions(self, call: Call, seconds: float) -> int:
-        """The number of repetitions of a call that take about `seconds`, from LEAST to MOST."""
+        """Choose a number of repetitions from LEAST to MOST with which a call is repeated for about `seconds`."""
         self._timed(call, 1)  # may prepare its kernel
         return min(MOST, max(LEAST, round(seconds / max(self._timed(call, 1), 1e-9))))
 
     def _call(self, operation: Operation) -> Call:
-        """Make data for an operation; returns a function that starts it on the current stream or on the CPU."""
+        """Make data for an operation; returns a function that runs it on the CPU or starts it on the current stream."""
         match operation:
             case Product():
                 return self._product(operation)
@@ -161,7 +161,12 @@ class GpuOperations:
         return lambda: unpacked_linear(x_TD, Coded(next(coded), row.format))
 
     def _copies_of(self, row_1D: torch.Tensor, outputs: int) -> Iterator[torch.Tensor]:
-        """An endless iterator over matrices on the accelerator, used in turn, each with `outputs` copies of a row."""
+        """Return an endless iterator over several equal matrices on the accelerator, too many for a cache.
+
+        Args:
+            row_1D: a row.
+            outputs: number of rows of each matrix, all copies of `row_1D`.
+        """
         count = self._buffers(outputs * row_1D.nbytes)
         row_1D = row_1D.to(self._device)
         return cycle([row_1D.repeat(outputs, 1) for _ in range(count)])
@@ -183,7 +188,14 @@ class GpuOperations:
         self._copies.copy([(target, source)])
 
     def _rooms(self, memory: str, copy: Copy) -> list[torch.Tensor]:
-        """The buffers that successive copies use in a memory in turn; page-locked if the GPU copies from or to them."""
+        """Return buffers in one of the memories, which successive copies use in turn.
+
+        The host's buffers are page-locked if the GPU copies from or to them.
+
+        Args:
+            memory: GPU, HOST or PINNED.
+            copy: the copy that is timed.
+        """
         count, ends = self._buffers(copy.nbytes), (copy.source, copy.destination)
         if memory == GPU:
             return [torch.ones(copy.nbytes, dtype=torch.uint8, device=self._device) for _ in range(count)]
@@ -196,7 +208,7 @@ class GpuOperations:
 
 
 def is_enqueued(operation: Operation) -> bool:
-    """Test whether an operation runs on a stream, so that the host only enqueues it."""
+    """Test whether the host only enqueues an operation, since it runs on a stream of the GPU."""
     match operation:
         case Product():
             return operation.processor == GPU

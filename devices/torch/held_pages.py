@@ -1,4 +1,4 @@
-"""Pages in the host's memory, page-locked or not; pages of successive batches are read once."""
+"""Pages of weights that the host's memory holds, page-locked or not, from one batch to the next."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from .loading import load_each
 
 
 class HeldPage(NamedTuple):
-    """A page in the host's memory.
+    """A page of weights in the host's memory.
 
     Attributes:
-        parts: pieces of memory with its bytes, each with its offset in a slot, as `PageReader.read` fills slots.
+        parts: pieces of memory with the page's bytes; each has the offset `at` that it would have in a slot.
         locked: whether the memory is page-locked, so that a GPU copies from it directly.
     """
 
@@ -28,21 +28,21 @@ class HeldPage(NamedTuple):
 
     @classmethod
     def whole(cls, memory: Tensor, *, locked: bool) -> HeldPage:
-        """Make a page that is in a single piece of memory."""
+        """Make a `HeldPage` of a page that is in one piece of memory."""
         return cls((Part(0, memory),), locked)
 
 
 class Refused(MoeschedError):
-    """The system refuses to hold pages in some way, such as locked; the message has the reason and the remedy."""
+    """An error: the system cannot hold pages in some way, such as page-locked; the message has reason and remedy."""
 
 
 class HeldPages:
     """Holds pages in the host's memory, each in an allocation of its own.
 
     Args:
-        allocate: returns a uint8 tensor of a number of bytes, at an address that is a multiple of 4096.
-        locked: whether that memory is page-locked, so that a GPU copies from it directly.
         threads: number of threads that read pages.
+        allocate: a function that returns a uint8 tensor of a number of bytes, at an address that is a multiple of 4096.
+        locked: whether the memory that `allocate` returns is page-locked, so that a GPU copies from it directly.
     """
 
     def __init__(
@@ -55,7 +55,9 @@ class HeldPages:
         self._pages: dict[int, HeldPage] = {}
 
     def hold(self, pages: Sequence[Page], tell: Progress) -> None:
-        """Hold exactly these pages: free all others, and read those that are missing; after an error, none is held.
+        """Hold exactly these pages: free all others, and read those that are missing; after an error, no page is held.
+
+        tell: is called with the progress.
 
         Raises:
             Refused: the system locks no more memory.
@@ -73,7 +75,7 @@ class HeldPages:
         self._pages = kept | {page.id: held for page, held in zip(missing, read, strict=True)}
 
     def get(self, page: Page) -> HeldPage | None:
-        """The held page; None if it is not held."""
+        """Return a page in the host's memory; None if the page is not held."""
         return self._pages.get(page.id)
 
     def _read(self, page: Page) -> HeldPage:
@@ -88,9 +90,11 @@ def read_page(
     *,
     cached: bool = False,
 ) -> Tensor:
-    """Read a page into new memory; returns that memory.
+    """Read a page from the files into new memory; returns the memory, uint8.
 
-    allocate: returns a uint8 tensor of a number of bytes. cached: whether to read from the page cache what it has.
+    Args:
+        allocate: a function that returns a uint8 tensor of a number of bytes.
+        cached: whether bytes that are in the page cache are read from there.
     """
     memory = allocate(reader.bytes_in_slot(page))
     reader.read(page, memory, cached=cached)

@@ -1,4 +1,4 @@
-"""Pages at home in the host's memory: the memory from which a GPU with a memory of its own gets its weights."""
+"""The home of streamed weights in the host's memory: a GPU with a memory of its own copies pages from there."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _log = Log(__name__)
 
 
 class _Way(Protocol):
-    """A way to hold pages in the host's memory, as `HeldPages` is."""
+    """A way to hold pages in the host's memory, such as page-locked or in mapped files; `HeldPages` has the methods."""
 
     def hold(self, pages: Sequence[Page], tell: Progress) -> None: ...
 
@@ -36,10 +36,11 @@ class HomePages:
     The ways, from the fastest: files mapped in the page cache, memory registered with CUDA, ordinary memory.
 
     Args:
-        map_files: whether to map files where that is possible.
+        map_files: whether mapping files is tried.
 
     Attributes:
-        chosen: the way of the last batch, and the reason why no faster one is used; None if no page is at home.
+        chosen: the way of the current batch, and the reasons why no faster way is used; None if the plan keeps no page
+            on the host.
     """
 
     def __init__(self, reader: PageReader, compute: Compute, *, map_files: bool) -> None:
@@ -58,24 +59,26 @@ class HomePages:
 
     @property
     def bytes_mapped(self) -> int:
-        """Bytes of all pages held in mapped files so far."""
+        """Bytes of all pages that have been held in mapped files so far."""
         return self._mapped.bytes_mapped
 
     @property
     def locked(self) -> bool:
-        """True if a GPU copies all pages at home directly, as their memory is page-locked."""
+        """True if all pages held here are page-locked, so that a GPU copies them directly."""
         return self.chosen is None or self.chosen.way != "ordinary memory"
 
     def get(self, page: Page) -> HeldPage | None:
-        """The page in the host's memory, to be read now; None if it is not at home.
+        """Return a page in the host's memory, to be read right after this call; None if the page is not held.
 
         Raises:
-            MoeschedError: another process writes to its file.
+            MoeschedError: another process writes to the page's file.
         """
         return next((held for way in self._ways.values() if (held := way.get(page))), None)
 
     def begin(self, plan: Plan, tell: Progress) -> None:
-        """Hold the pages that are at home in this plan, and free all others.
+        """Hold the pages that a plan keeps in the host's memory, and free all others.
+
+        tell: is called with the progress of reading.
 
         Raises:
             MoeschedError: a file cannot be read.
@@ -102,7 +105,13 @@ class HomePages:
                 way.hold((), ignore_progress)
 
     def _refusal(self, name: str, way: _Way, pages: Sequence[Page], tell: Progress) -> str:
-        """Try to hold the pages in a way; returns the system's reason to refuse that way, empty if it holds them."""
+        """Try to hold pages in one of the ways; returns an empty text, or the reason why the system refuses that way.
+
+        Args:
+            name: the way's name, such as "mapped files".
+            way: holds the pages.
+            tell: is called with the progress.
+        """
         self._free_all_but(way)
         try:
             way.hold(pages, tell)
@@ -113,7 +122,10 @@ class HomePages:
 
 
 def _unfit(way: str, plan: Plan) -> str:
-    """The reason why a way to hold pages, by its name, does not suit a plan; empty if it does."""
+    """Return the reason why a way to hold pages does not suit a plan; empty if the way suits it.
+
+    way: the way's name, such as "mapped files".
+    """
     limit = plan.machine.roles.pinned
     if limit is not None and way != "ordinary memory":
         return f"the machine limits page-locked memory: it has the memory {limit}"
@@ -123,7 +135,11 @@ def _unfit(way: str, plan: Plan) -> str:
 
 
 def _at_home(plan: Plan) -> Sequence[Page]:
-    """The pages at home on the host: all that are streamed, if weights come from there, else those kept there."""
+    """List the pages that a plan keeps in the host's memory.
+
+    These are the pages that the plan places there; if it places none, but streams weights from the host, all that are
+    not resident on the accelerator; else the pages that are resident on the host.
+    """
     fast, host = plan.memory("accelerator"), plan.memory("host")
     if plan.weights.home is not None:
         return plan.weights.home.pages()

@@ -1,4 +1,4 @@
-"""The verbs of experts that run on the host, beside an accelerator with a memory of its own."""
+"""The tasks of experts that run on the host, beside an accelerator with a memory of its own."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from .experts import TorchExperts, activations
 
 
 class HostExperts:
-    """Runs experts on the host, and copies their rows there and their outputs back.
+    """Runs experts on the host, and copies their rows to the host and their outputs back to the accelerator.
 
     The rows and tensors of an expert have the same layout as on the accelerator, since the last bits of a product
     depend on the position of its operands in memory.
 
     Args:
-        states: the micro-batches, by number.
-        weights: returns the weights in a task's view of pages.
+        states: the state of each micro-batch, by the micro-batch's number.
+        weights: a function that returns the weights of a task, given the task's operands.
         exchanged: the host's memory for the rows.
-        there: runs the experts on the accelerator.
-        observers: get the activations of experts.
+        there: runs the experts that are computed on the accelerator.
+        observers: get the activations of experts, if anyone asked for them.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class HostExperts:
         self._observers = observers
 
     def offload_routed(self, task: Task) -> None:
-        """Copy the experts' input to the host, a row for each token, and the token of each row of the experts."""
+        """Copy to the host the experts' input, one row for each token, and for each of the experts' rows its token."""
         rows = self._states[task.micro_batch].rows
         if not len(rows.x_nD):  # the layer has no experts
             return
@@ -61,7 +61,11 @@ class HostExperts:
         rows.on_host = HostRows(on_host)
 
     def run_expert(self, task: Task) -> Any:
-        """Run one expert on its rows, on the host if the task is one of the host's; returns the task's value."""
+        """Run one expert on its rows; a task of the class `HostKernel` runs on the host, others on the accelerator.
+
+        Returns:
+            the task's value.
+        """
         if not isinstance(task, HostKernel):
             return self._there.run_expert(task)
         weights, parts = self._weights(task.operands), []
@@ -77,7 +81,7 @@ class HostExperts:
         return None
 
     def load_routed(self, task: Task) -> None:
-        """Copy the output rows that the host computed to the accelerator, adjacent ones in one copy."""
+        """Copy the output rows of experts on the host to the accelerator; adjacent rows take one copy."""
         rows = self._states[task.micro_batch].rows
         assert rows.on_host is not None, "the step saw to it that an expert ran here"
         y_nD = rows.on_host.y_nD
@@ -87,7 +91,7 @@ class HostExperts:
 
 
 def _joined(ranges: Sequence[range]) -> list[slice]:
-    """Convert ascending ranges to slices, and merge adjacent ones."""
+    """Convert ranges in ascending order to slices, and merge adjacent ones."""
     slices: list[slice] = []
     for each in ranges:
         if slices and slices[-1].stop == each.start:

@@ -1,4 +1,4 @@
-"""The verbs of the host beside an accelerator with a memory of its own: copies of pages, KV cache, CPU attention."""
+"""The tasks of the host beside an accelerator with a memory of its own: page copies, KV cache, attention on the CPU."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from .weights import WeightStore
 
 
 class HostSide:
-    """Runs the verbs that exist only where accelerator and host have memories of their own.
+    """Runs the tasks that exist only where accelerator and host have memories of their own.
 
     Args:
-        states: the micro-batches, by number.
+        states: the state of each micro-batch, by the micro-batch's number.
         store: the weights.
-        attention: runs attention of micro-batches whose KV cache is on the accelerator.
+        attention: runs attention for micro-batches whose KV cache is on the accelerator.
         exchanged: the host's memory for the rows of attention.
-        kv_slots: buffers on the accelerator, into each of which a micro-batch's keys and values of a layer are loaded.
+        kv_slots: buffers on the accelerator; `load_kv` copies the keys and values of a micro-batch in one layer to one.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class HostSide:
         self._there = attention
 
     def bring(self, task: PageTransfer) -> None:
-        """Copy pages into slots: from other slots that the task names, from the host's memory, or from the files."""
+        """Copy a task's pages to its slots: from slots that the task names, from host memory, or from the files."""
         store = self._store
         sources: Sequence[Slot | None] = task.operands or [None] * len(task.pages)
         for page, source, slot in zip(task.pages, sources, task.slots, strict=True):
@@ -77,18 +77,27 @@ class HostSide:
                 store.copies.to_accelerator(page, held, target)
 
     def _held(self, page: Page, source: Slot | None) -> HeldPage | None:
-        """The page in the host's memory: in this slot of a pool, or at home there; None if it is in neither."""
+        """Return a page in the host's memory, from the slot `source` or from the plan's home of weights.
+
+        source: a slot of a pool on the host; None, or a fixed slot, for the home.
+
+        Returns:
+            the page; None if it is not there.
+        """
         if source is None or source.fixed:
             return self._store.home.get(page)
         return HeldPage.whole(self._store.bytes(source), locked=self._accelerator.type != "cpu")
 
     def load_kv(self, task: Task) -> None:
-        """Copy a micro-batch's cached keys and values to the accelerator, with room for each sequence's new token."""
+        """Copy cached keys and values of a task's micro-batch and layer from the host to a buffer of the accelerator.
+
+        The copies have room for each sequence's new token.
+        """
         cached, step = self._states[task.micro_batch].cached(task.layer)
         self._loaded[task.operands] = LoadedKV(cached, step, self._kv_slots[task.operands])
 
     def attention(self, task: Task) -> None:
-        """Run attention on the accelerator, over a cache there or one that is on the host."""
+        """Run attention on the accelerator, over a KV cache on the accelerator or over a cache on the host."""
         if task.layer not in self._cached_here.get(task.micro_batch, ()):
             self._there.attention(task)
         elif task.operands is None:
@@ -97,14 +106,14 @@ class HostSide:
             self._attend_to_loaded(task)
 
     def _attend_to_loaded(self, task: Task) -> None:
-        """Run attention of a decode step over keys and values that `load_kv` copied, and the new tokens' own."""
+        """Run attention of a decode step over the new tokens and the keys and values that `load_kv` copied."""
         state = self._states[task.micro_batch]
         attend = self._kernels.attention(task.layer, state.results, decodes=state.decodes)
         loaded = self._loaded[task.operands]
         state.attended_TX = attend(state.qkv, loaded, loaded.step)
 
     def _attend_to_prompt(self, task: Task) -> None:
-        """Run attention of prompts whose cache is on the host, over keys and values on the accelerator."""
+        """Run attention of prompts whose KV cache is on the host, over keys and values on the accelerator."""
         state = self._states[task.micro_batch]
         q_THd, k_TKd, v_TKd = state.qkv
         device_kv = self._device_kv.get(task.micro_batch)
@@ -117,7 +126,7 @@ class HostSide:
         state.attended_TX = attend(q_THd, views)
 
     def offload_qkv(self, task: Task) -> None:
-        """Copy a micro-batch's queries, keys and values to the host, for attention there."""
+        """Copy the queries, keys and values of a task's micro-batch to the host, for attention on the host."""
         state = self._states[task.micro_batch]
         rows = self._exchanged.attention(task.micro_batch, len(state.hidden_TD))
         self._rows[task.micro_batch] = rows
@@ -127,7 +136,7 @@ class HostSide:
             del state.qkv  # on CUDA the copy may not have happened yet
 
     def cpu_attention(self, task: Task) -> None:
-        """Run attention on the host, on the rows that `offload_qkv` copied there; its output stays in these rows."""
+        """Run attention on the host, on the rows from `offload_qkv`; the output stays on the host for `load_hidden`."""
         state, rows = self._states[task.micro_batch], self._rows[task.micro_batch]
         attend = self._kernels.attention(task.layer, rows.memory, decodes=state.decodes, on_host=True)
         attended_TX = attend(rows.qkv, *state.cached(task.layer))
@@ -136,7 +145,7 @@ class HostSide:
                 rows.attended_TX.copy_(attended_TX)
 
     def load_hidden(self, task: Task) -> None:
-        """Copy the output of attention on the host to the accelerator."""
+        """Copy the output of attention on the host to the accelerator, as the micro-batch's `attended_TX`."""
         attended_TX = self._rows.pop(task.micro_batch).attended_TX
         state = self._states[task.micro_batch]
         state.attended_TX = state.results.tensor(
@@ -145,7 +154,7 @@ class HostSide:
         state.attended_TX.copy_(attended_TX, non_blocking=True)
 
     def offload_kv(self, task: Task) -> None:
-        """Store a micro-batch's new keys and values in the KV cache on the host."""
+        """Store the new keys and values of a task's micro-batch and layer in the KV cache on the host."""
         state = self._states[task.micro_batch]
         _, k_TKd, v_TKd = state.qkv
         cached, step = state.cached(task.layer)
@@ -166,7 +175,7 @@ def kv_slots_of(plan: Plan, compute: Compute) -> list[Tensor]:
 
 
 def _cached_on_host(plan: Plan) -> dict[int, frozenset[int]]:
-    """The layers whose KV cache is on the host, by number of a micro-batch or of a chunk of prefill."""
+    """Return the layers whose KV cache is on the host, by the number of a micro-batch or of a chunk of prefill."""
     kv = plan.kv
     if not plan.nodes.attends:
         return {}

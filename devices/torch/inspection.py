@@ -1,4 +1,4 @@
-"""Facts about this machine for `moesched doctor`: torch, GPUs, native kernels, reads of files."""
+"""Facts about this machine for `moesched doctor`: torch, GPUs, native kernels, and how files are read."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LEAST_LOCKED = 1 << 20
 
 
 def caching_of(file: Path) -> Caching:
-    """Find out whether direct reads of a file leave it out of the page cache.
+    """Find out whether direct reads of a file leave its bytes out of the page cache.
 
     Raises:
         OSError: the file cannot be opened.
@@ -38,14 +38,14 @@ def caching_of(file: Path) -> Caching:
 
 
 def kernel_facts() -> KernelFacts:
-    """Facts about the native library of CPU kernels: its instruction sets, or why it cannot be used."""
+    """Return facts about the native library of CPU kernels: its instruction sets here, or why it cannot be used."""
     return KernelFacts(sets=list(instruction_sets()), problem=why_unusable())
 
 
 def cuda_facts(most_gpus: int | None = None) -> CudaFacts:
-    """Facts about CUDA, its driver and the GPUs that torch can use.
+    """Return facts about CUDA, its driver and the GPUs that torch can use.
 
-    most_gpus: most GPUs to look at, since a look takes some of a GPU's memory; None for all.
+    most_gpus: the most GPUs to look at, since a look takes some of a GPU's memory; None for all.
     """
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
@@ -65,7 +65,13 @@ def cuda_facts(most_gpus: int | None = None) -> CudaFacts:
 
 
 def lockable_bytes(wanted: int, device: str = "cuda:0") -> int:
-    """Try how many bytes of the host's memory CUDA locks for a GPU: `wanted`, or a half, a quarter and so on, or 0."""
+    """Find out how many bytes of the host's memory CUDA locks for a GPU, by trying.
+
+    wanted: bytes to try first; then a half, a quarter and so on.
+
+    Returns:
+        the first of these numbers that CUDA locked; 0 if CUDA locked none.
+    """
     while wanted >= LEAST_LOCKED:
         try:
             locked_bytes(wanted, torch.device(device))
@@ -93,7 +99,7 @@ def library_bytes(device: str = "cuda:0") -> int:
 
 
 def mapping_refusal(file: Path, device: str = "cuda:0") -> str:
-    """The reason why a GPU cannot copy from a file in the page cache, with the remedy; empty if it can."""
+    """Return the reason, with the remedy, why a GPU cannot copy from a file in the page cache; empty if it can."""
     if not RegisteredFiles.possible():
         return "mapped files need Linux 5.14 or later: update the system"
     files, spans = RegisteredFiles(1, torch.device(device)), spans_of([(file, 0, 1)])
@@ -120,7 +126,7 @@ def _gpu(number: int) -> GpuFacts:
 
 
 def _driver() -> str:
-    """The version of CUDA that the NVIDIA driver supports; empty without a driver."""
+    """Return the version of CUDA that the NVIDIA driver supports, such as "12.4"; empty without a driver."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:

@@ -24,21 +24,25 @@ Tensor = torch.Tensor
 
 
 class BlockedKV:
-    """The keys and values of layers with one window: an arena (layers, 2, slots, K, d), with slots in blocks.
+    """A KV cache of layers that have the same attention window: an array (layers, 2, slots, K, d), the arena.
 
-    A sequence may reserve the blocks for its final length when it is opened, which makes them contiguous, so that its
-    views need no copies; or it takes blocks as it grows. `append` and `views` for steps that `extend` returned may run
-    concurrently with everything else.
+    Slots are grouped in blocks. A sequence may reserve the blocks for its final length when it is opened, which makes
+    them contiguous, so that its views need no copies; or it takes blocks as it grows. For a step that `extend`
+    returned, `append` and `views` may run at the same time as all other calls.
 
     Args:
-        layers: numbers of the layers that it has; all by default.
-        indices: makes tensors from numbers on the device; by default on the host.
-        allocate: returns a uint8 tensor of a number of bytes; by default torch's own memory.
-        kernels: the native kernels that write to a cache on the host; by default torch does.
+        blocks: number of blocks.
+        block_size: number of tokens in a block, each in one slot.
+        layers: numbers of the layers; None for all.
+        indices: a function that makes an int64 tensor on the cache's device from a sequence of numbers.
+        allocate: a function that returns a uint8 tensor of a number of bytes, for the arena; None for torch's own
+            memory.
+        kernels: native kernels that write to a cache on the host; None lets torch write.
 
     Attributes:
         table: the blocks of each sequence.
-        places: the index in the arena of each layer that it has.
+        slots: the arena.
+        places: the index in the arena of each layer, by the layer's number.
     """
 
     def __init__(
@@ -79,7 +83,7 @@ class BlockedKV:
         return self.slots.nbytes
 
     def open(self, sequence: int, tokens: int = 0) -> None:
-        """Begin a sequence, and reserve blocks for `tokens` tokens; it takes more as it grows.
+        """Begin a sequence, and reserve blocks for `tokens` tokens; the sequence takes more blocks if it grows beyond.
 
         Raises:
             OutOfBlocks: there are not enough free blocks; nothing has changed.
@@ -91,7 +95,7 @@ class BlockedKV:
         self.table.close(sequence)
 
     def extend(self, sequences: Sequence[int], new: Sequence[int]) -> KVStep:
-        """Make room for new[i] more tokens of sequences[i]; returns the step with the places of the new tokens.
+        """Make room for new[i] more tokens of sequences[i]; returns a step with the new tokens and their slots.
 
         Raises:
             OutOfBlocks: there are not enough free blocks; nothing has changed.
@@ -100,6 +104,11 @@ class BlockedKV:
 
     def reorder(self, sequences: Sequence[int], parents: Sequence[int], heirs: Sequence[int]) -> None:
         """Replace sequences by others that continue them: heirs[i] continues sequences[parents[i]].
+
+        Args:
+            sequences: numbers of the sequences, which end.
+            parents: for each heir the index of its parent in `sequences`.
+            heirs: numbers of the new sequences.
 
         Raises:
             OutOfBlocks: there are not enough free blocks to give each heir a last block of its own.
@@ -112,16 +121,24 @@ class BlockedKV:
             self.slots.index_copy_(2, targets, self.slots.index_select(2, sources))
 
     def append(self, layer: int, step: KVStep, keys_TKd: Tensor, values_TKd: Tensor) -> None:
-        """Store the keys and values of one layer for a step, given those of all its new tokens."""
+        """Store the keys and values of a step's new tokens in one layer of the cache.
+
+        Args:
+            layer: number of the layer.
+            keys_TKd, values_TKd: the keys and values of all new tokens, of which a window may keep only the last ones.
+        """
         for half, new_TKd in zip(self.slots[self.places[layer]], (keys_TKd, values_TKd), strict=True):
             if not step.in_place:
                 new_TKd = torch.cat([new_TKd[span.start : span.stop] for span in step.kept])
             half.index_copy_(0, step.slots_T, new_TKd)
 
     def store(self, layer: int, step: KVStep, keys_TKd: Tensor, values_TKd: Tensor, start: int = 0) -> None:
-        """Store some keys and values of one layer for a step, in a cache on the host.
+        """Store keys and values of some of a step's new tokens in one layer of a cache on the host.
 
-        The tensors are contiguous and on the host, and belong to the step's kept tokens from number `start` on.
+        Args:
+            layer: number of the layer.
+            keys_TKd, values_TKd: contiguous tensors on the host.
+            start: index of their first token among the new tokens that the cache keeps.
         """
         if self._kernels is not None:
             store(self._kernels, keys_TKd, values_TKd, self.layer(layer), step.slots, start)
@@ -132,18 +149,20 @@ class BlockedKV:
             half.index_copy_(0, slots_T, new_TKd)
 
     def views(self, layer: int, step: KVStep) -> list[KVView]:
-        """The cached keys and values of a step's sequences, in order, new tokens included; the step must be `in_place`.
+        """Return the cached keys and values of a step's sequences, new tokens included, in the order of the sequences.
 
-        They are views of the arena where a sequence's blocks are contiguous, and copies elsewhere.
+        The result has views of the arena where a sequence's blocks are contiguous, and copies elsewhere.
+
+        step: a step with `in_place` true, whose keys and values have been stored.
         """
         return [self._view(self.slots[self.places[layer]], part) for part in step.parts]
 
     def at(self, layer: int) -> CachedLayer:
-        """The keys and values of a layer, for attention kernels."""
+        """Return one layer of the cache, for attention kernels."""
         return CachedLayer(self, layer)
 
     def layer(self, layer: int) -> LayerAddresses:
-        """The addresses of a layer's keys and values, for native attention."""
+        """Return the addresses of a layer's keys and values, for native attention."""
         keys = self.slots.data_ptr() + 2 * self.places[layer] * self._half_bytes
         return LayerAddresses(keys, keys + self._half_bytes, self.block_size, self._window)
 
@@ -164,11 +183,11 @@ class BlockedKV:
 
 
 class CachedLayer:
-    """One layer of a KV cache, for attention kernels.
+    """One layer of a KV cache, in the form that attention kernels take.
 
     Attributes:
-        keys, values: all slots (slots, K, d).
-        block_size: tokens of a block.
+        keys, values: the layer's part of the cache, with all slots (slots, K, d).
+        block_size: number of tokens in a block.
     """
 
     def __init__(self, cache: BlockedKV, layer: int) -> None:
@@ -183,11 +202,14 @@ class CachedLayer:
         return self.cache.layer(self.layer)
 
     def append(self, step: KVStep, keys_TKd: Tensor, values_TKd: Tensor) -> None:
-        """Store the keys and values of a step, given those of all its new tokens."""
+        """Store the keys and values of a step's new tokens in this layer.
+
+        keys_TKd, values_TKd: the keys and values of all new tokens, of which a window may keep only the last ones.
+        """
         self.cache.append(self.layer, step, keys_TKd, values_TKd)
 
     def extended(self, step: KVStep, keys_TKd: Tensor, values_TKd: Tensor) -> list[KVView]:
-        """Store the keys and values of a step's new tokens; returns all that these tokens see, their own included."""
+        """Store the keys and values of a step's new tokens; returns views of all that these tokens attend to."""
         if step.in_place:
             self.append(step, keys_TKd, values_TKd)
             return self.views(step)
@@ -196,5 +218,5 @@ class CachedLayer:
         return seen
 
     def views(self, step: KVStep) -> list[KVView]:
-        """The cached keys and values of the step's sequences, new tokens included."""
+        """Return the cached keys and values of a step's sequences, new tokens included; the step must be `in_place`."""
         return self.cache.views(self.layer, step)

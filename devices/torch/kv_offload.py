@@ -1,4 +1,4 @@
-"""The copying of new keys and values from the accelerator to the host's KV cache."""
+"""The copying of new keys and values from a GPU to the host's KV cache."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from .locked_memory import locked_if_possible
 
 
 class KVOffload:
-    """Copies keys and values to the host's KV cache, through two page-locked buffers that are filled in turn.
+    """Copies keys and values from a GPU to the host's KV cache, through two page-locked buffers filled in turn.
 
-    Only one task at a time may use it.
+    Only one task at a time may use the buffers.
 
     Args:
         tokens: most tokens of a step.
@@ -37,9 +37,11 @@ class KVOffload:
         self._buffers = memory.view(compute.dtype).view(shape)
 
     def write(self, cached: CachedLayer, step: KVStep, k_TKd: Tensor, v_TKd: Tensor) -> None:
-        """Store a layer's keys and values of a step in the host's cache; returns when they are there.
+        """Store the keys and values of a step's new tokens in a layer of the host's cache; returns when all are stored.
 
-        k_TKd, v_TKd: the keys and values of all new tokens, on the accelerator.
+        Args:
+            cached: the layer of the cache.
+            k_TKd, v_TKd: the keys and values of all new tokens, on the accelerator.
         """
         pieces = [
             range(start, min(start + self._tokens, span.stop))
@@ -58,6 +60,11 @@ class KVOffload:
             stored += len(piece)
 
     def _copy(self, number: int, piece: range, k_TKd: Tensor, v_TKd: Tensor) -> None:
-        """Start to copy piece `number`, a range of the new tokens, to the buffer whose turn it is."""
+        """Start to copy the keys and values of some new tokens to one of the two buffers.
+
+        Args:
+            number: number of the piece; even ones go to the first buffer, odd ones to the second.
+            piece: the range of the tokens among all new tokens.
+        """
         for buffer, new_TKd in zip(self._buffers[number % 2], (k_TKd, v_TKd), strict=True):
             buffer[: len(piece)].copy_(new_TKd[piece.start : piece.stop], non_blocking=True)

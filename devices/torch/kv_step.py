@@ -1,4 +1,4 @@
-"""A step in a KV cache: the new tokens of some sequences, and their places in its blocks."""
+"""A step in a KV cache: the new tokens of some sequences, with the blocks and slots that they are stored in."""
 
 from __future__ import annotations
 
@@ -18,7 +18,14 @@ Tensor = torch.Tensor
 
 
 class Run(NamedTuple):
-    """Sequences of one length whose slots are evenly spaced in the cache, so that one strided view shows them all."""
+    """Neighbouring sequences of a step whose slots are evenly spaced in the cache, so that one view shows them all.
+
+    Attributes:
+        queries: number of new tokens of each sequence.
+        length: number of tokens of each sequence in the cache.
+        sequences: number of sequences.
+        first_slot: slot of the first sequence's first token.
+    """
 
     queries: int
     length: int
@@ -28,12 +35,16 @@ class Run(NamedTuple):
 
 
 class Gather(NamedTuple):
-    """Sequences of one length in scattered blocks, whose keys and values are copied together.
+    """Neighbouring sequences of a step in scattered blocks, whose keys and values are copied together for attention.
 
-    Each copy begins with a block of its own, as in the cache, for the same bits as from there.
+    As in the cache, each sequence's copy begins at the start of a block, so that results are the same bit for bit.
 
     Attributes:
-        slots: the numbers of all slots in the blocks; None until they are made.
+        queries: number of new tokens of each sequence.
+        length: number of tokens of each sequence in the cache.
+        sequences: number of sequences.
+        blocks: the blocks of all sequences, in order.
+        slots: the numbers of all slots in the blocks; None until the tensor is made.
     """
 
     queries: int
@@ -44,15 +55,22 @@ class Gather(NamedTuple):
 
 
 class KVStep:
-    """The new tokens of some sequences, and their places in a KV cache. Tensors are made when they are first needed.
+    """The new tokens of some sequences in one step, and their places in a KV cache. Tensors are made when first needed.
 
-    A cache with a window keeps only the tokens that later ones see: of many new tokens only the last.
+    A cache with a window keeps only tokens that later tokens attend to: of many new tokens of a sequence, the last
+    ones.
+
+    Args:
+        growths: the growth of each sequence.
+        block_size: number of tokens in a block.
+        indices: a function that makes an int64 tensor on the cache's device from a sequence of numbers.
 
     Attributes:
-        past, new: number of tokens of each sequence before the step, and in it.
+        past: number of tokens of each sequence before the step.
+        new: number of new tokens of each sequence.
         one_each: whether each sequence has one new token.
-        in_place: whether the cache holds all tokens that the new ones see, after these were stored; otherwise storing
-            them overwrites some.
+        in_place: whether the cache still holds all tokens that the new tokens attend to once the new ones are stored;
+            otherwise storing them overwrites some.
     """
 
     def __init__(
@@ -70,7 +88,7 @@ class KVStep:
 
     @cached_property
     def in_blocks(self) -> SequencesInBlocks:
-        """Each sequence's number of tokens in blocks, new ones included, and its blocks."""
+        """For each sequence its number of tokens in blocks, new ones included; and the blocks of all sequences."""
         lengths, blocks = array("q"), array("q")
         for growth in self._growths:
             lengths.append(growth.length)
@@ -84,26 +102,38 @@ class KVStep:
 
     @property
     def listed(self) -> array[int]:
-        """The numbers for GPU kernels: each sequence's length, its first index in the list of blocks, and that list."""
+        """Integers for GPU kernels, in one array.
+
+        In order: the number of tokens of each sequence in its blocks; the index of each sequence's first block in the
+        list of blocks; the list of the blocks of all sequences.
+        """
         lengths, blocks = self.in_blocks
         counts = (len(growth.seen.blocks) for growth in self._growths[:-1])
         return lengths + array("q", accumulate(counts, initial=0)) + blocks
 
     @property
     def numbers(self) -> list[array[int]]:
-        """All numbers that attention on a GPU needs: `listed`, and with several new tokens of a sequence two more."""
+        """All arrays of integers that attention on a GPU needs.
+
+        These are `listed`, and unless each sequence has one new token, also `slots` and the numbers of `starts`.
+        """
         return [self.listed] if self.one_each else [self.listed, self.slots, self._firsts]
 
     def keep(self, table: Tensor, slots_T: Tensor | None = None, starts: Tensor | None = None) -> None:
-        """Keep the tensors on the accelerator that `numbers` were copied to."""
+        """Keep tensors on the accelerator that the arrays of `numbers` were copied to, for later use.
+
+        Args:
+            table: a copy of `listed`.
+            slots_T, starts: copies of the two other arrays; None if each sequence has one new token.
+        """
         self._table = table
         if slots_T is not None and starts is not None:
             self.slots_T, self.starts = slots_T, starts
 
     def table(self, upload: Indices) -> Tensor:
-        """The numbers `listed` as a tensor on the accelerator.
+        """Return the integers of `listed` as a tensor on the accelerator; the tensor is made once and kept.
 
-        upload: makes the tensor; called at most once, and only if none was kept.
+        upload: a function that makes the tensor from integers; not called if `keep` was given the tensor.
         """
         if self._table is None:
             self._table = upload(self.listed)
@@ -111,17 +141,17 @@ class KVStep:
 
     @property
     def positions(self) -> list[int]:
-        """The new tokens' positions in their sequences."""
+        """The position of each new token in its sequence, counted from 0."""
         return [position for span in self._spans() for position in span]
 
     @property
     def last(self) -> list[int]:
-        """The index of each sequence's last token among all new tokens."""
+        """For each sequence the index of its last new token among the new tokens of all sequences."""
         return [stop - 1 for stop in accumulate(self.new)]
 
     @cached_property
     def slots(self) -> array[int]:
-        """The slots in the arena for the new tokens that the cache keeps."""
+        """The slots of all new tokens that the cache keeps, in order."""
         slots = array("q")
         for growth in self._growths:
             first, blocks = growth.kept or growth.seen
@@ -133,7 +163,7 @@ class KVStep:
 
     @cached_property
     def kept(self) -> list[range]:
-        """The ranges of indices, among all new tokens, of those that the cache keeps."""
+        """The ranges of the new tokens that the cache keeps, as indices among the new tokens of all sequences."""
         if self.in_place:
             return [range(sum(self.new))]
         kept = []
@@ -144,12 +174,15 @@ class KVStep:
 
     @cached_property
     def slots_T(self) -> Tensor:
-        """`slots` as a tensor on the cache's device."""
+        """The array `slots` as a tensor on the cache's device."""
         return self._indices(self.slots)
 
     @cached_property
     def starts(self) -> Tensor:
-        """The index of each sequence's first new token among all new ones, then their number, on the cache's device."""
+        """For each sequence the index of its first new token among all new tokens; the last entry is the number of all.
+
+        A tensor on the cache's device.
+        """
         return self._indices(self._firsts)
 
     @property
@@ -158,7 +191,7 @@ class KVStep:
 
     @cached_property
     def parts(self) -> list[Run | Gather]:
-        """The step's sequences in order, in groups that one view or one copy can show together."""
+        """The step's sequences in order, grouped so that one view or one copy shows each group."""
         parts: list[Run | Gather] = []
         for growth in self._growths:
             alone = self._alone(growth.seen.blocks, growth.length, growth.new)
@@ -171,13 +204,13 @@ class KVStep:
 
     @property
     def before(self) -> Iterator[list[range]]:
-        """For each sequence, the slots of its cached tokens before the step, as few ranges."""
+        """For each sequence, the slots of the tokens cached before the step, as the fewest ranges in order."""
         for growth in self._growths:
             tokens = range(growth.past - growth.seen.first)
             yield _ranges(growth.seen.blocks, tokens, self._block_size)
 
     def one_after_the_other(self) -> KVStep:
-        """The same step for a cache in which the sequences' blocks are consecutive."""
+        """Return the same step for memory in which the blocks of all sequences follow one another, numbered from 0."""
         numbers = count()
         growths = [
             growth._replace(seen=Held(growth.seen.first, [next(numbers) for _ in growth.seen.blocks]))
@@ -199,7 +232,13 @@ class KVStep:
 
 
 def _ranges(blocks: Sequence[int], tokens: range, block_size: int) -> list[range]:
-    """The slots of a range of a sequence's tokens, given its blocks, as few ranges."""
+    """Return the slots of some tokens of a sequence, as the fewest ranges in order.
+
+    Args:
+        blocks: the sequence's blocks.
+        tokens: the tokens, counted from the first token in the blocks.
+        block_size: number of tokens in a block.
+    """
     ranges: list[range] = []
     for number in range(tokens.start // block_size, -(-tokens.stop // block_size)):
         shift = (blocks[number] - number) * block_size
@@ -213,12 +252,20 @@ def _ranges(blocks: Sequence[int], tokens: range, block_size: int) -> list[range
 
 
 def slots_of(blocks: Sequence[int], block_size: int) -> list[int]:
-    """The numbers of all slots in these blocks."""
+    """List the slots of all these blocks, in order.
+
+    block_size: number of slots in a block.
+    """
     return [slot for block in blocks for slot in range(block * block_size, (block + 1) * block_size)]
 
 
 def _join(part: Run | Gather, alone: Run | Gather) -> Run | Gather | None:
-    """Add one more sequence to a part; None if one view or copy cannot show them together."""
+    """Add a sequence to a group; returns the larger group, or None if one view or copy cannot show all of it.
+
+    Args:
+        part: the group.
+        alone: a group of one sequence, the next one.
+    """
     if (part.queries, part.length) != (alone.queries, alone.length):
         return None
     if isinstance(part, Run) and isinstance(alone, Run):
@@ -229,7 +276,10 @@ def _join(part: Run | Gather, alone: Run | Gather) -> Run | Gather | None:
 
 
 def _join_runs(run: Run, alone: Run) -> Run | None:
-    """Add one more sequence to a run; None if its slots are not at the run's distance from the last one's."""
+    """Add a sequence to a run; returns the longer run, or None if the slots would not be evenly spaced.
+
+    alone: a run of one sequence, the next one.
+    """
     distance = alone.first_slot - (run.first_slot + (run.sequences - 1) * run.distance)
     if distance <= 0 or run.distance not in (0, distance):
         return None

@@ -1,4 +1,4 @@
-"""The keys and values of a micro-batch in one layer, copied from the host's KV cache to the accelerator."""
+"""Keys and values of a micro-batch in one layer, copied from the host's KV cache to the accelerator."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from .prompt_views import carved, copy_slots
 
 
 class LoadedKV:
-    """Copies of a micro-batch's keys and values on the accelerator, with room for each sequence's new tokens.
+    """Copies of a micro-batch's cached keys and values on the accelerator, with room for each sequence's new tokens.
 
-    The constructor starts the copies. Attention kernels take it like a `CachedLayer`.
+    The constructor starts the copies. Attention kernels take this object in place of a `CachedLayer`.
 
     Args:
-        cached: the layer in the host's cache.
-        step: the new tokens, with their places in that cache.
-        slot: memory of the accelerator, for keys and then values.
+        cached: the layer of the host's cache.
+        step: the new tokens, with their places in the host's cache.
+        slot: flat memory of the accelerator: the first half for keys, the second for values.
 
     Attributes:
         step: the new tokens, with their places in these copies.
-        block_size: tokens of a block.
+        block_size: number of tokens in a block.
     """
 
     def __init__(self, cached: CachedLayer, step: KVStep, slot: Tensor) -> None:
@@ -54,7 +54,10 @@ class LoadedKV:
         return self._cached.addresses._replace(keys=keys, values=values)
 
     def extended(self, step: KVStep, keys_TKd: Tensor, values_TKd: Tensor) -> list[KVView]:
-        """Store the new tokens' keys and values at the ends of their sequences; returns views of all."""
+        """Store the new tokens' keys and values behind the cached ones of their sequences; returns views of all.
+
+        step: ignored: the constructor's step is used.
+        """
         start = 0
         for keys_SLKd, values_SLKd, new in self._views:
             end = start + len(keys_SLKd) * new
@@ -66,9 +69,16 @@ class LoadedKV:
 
 
 def _loaded(memory: Tensor, cached_NKd: Tensor, step: KVStep) -> Iterator[Tensor]:
-    """Copy the keys or values before a step into flat memory; yields those of each of the step's parts, (S, L, K, d).
+    """Copy keys (or values) that were cached before a step to flat memory of the accelerator.
 
     Only contiguous pieces are copied, since other copies would take memory of the GPU beside the plan's.
+
+    Args:
+        memory: the flat memory.
+        cached_NKd: a layer's keys or values in the cache, by slot.
+
+    Returns:
+        for each of the step's groups of sequences a tensor (S, L, K, d) in the memory, with room for new tokens.
     """
     before = step.before
     for part in step.parts:

@@ -1,4 +1,4 @@
-"""The loading of many items on several threads, with progress."""
+"""The loading of many items on several threads, with reports of progress."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ def load_each(
     threads: int,
     tell: Progress,
 ) -> list[Loaded]:
-    """Load items on several threads; returns the results in order.
+    """Call `load` for each item, on several threads; returns the results in the order of the items.
 
     After an error or Ctrl-C no further item is started; the error is raised when the started ones have ended.
 
     Args:
         sizes: bytes of each item, for the progress.
-        tell: called with (what is done, bytes so far, all bytes).
+        threads: number of threads; at most THREADS are used.
+        tell: is called with a text, the bytes loaded so far, and all bytes.
     """
     loaded: list[Loaded] = []
     done, total = 0, sum(sizes)

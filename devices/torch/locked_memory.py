@@ -1,7 +1,7 @@
-"""Page-locked memory of the host for large buffers, which a GPU copies from and to by itself.
+"""Page-locked memory of the host for large buffers, which a GPU can copy from and to directly.
 
-It is ordinary memory that is registered with CUDA. Torch's own page-locked memory is rounded up to a power of two, and
-the system may refuse direct reads into it.
+The memory is ordinary memory that is registered with CUDA. Torch's own page-locked memory is rounded up to a power of
+two, and the system may refuse direct reads of files into it.
 """
 
 from __future__ import annotations
@@ -24,13 +24,17 @@ from moesched.units import format_bytes
 from ..shared.arena import aligned_bytes, round_up
 
 PORTABLE, READ_ONLY = 1, 8
-"""Flags of CUDA: memory is locked for all GPUs; GPUs only read it, as they must where the process may not write."""
+"""Flags of CUDA: lock memory for all GPUs; GPUs only read it, which is required where the process may not write."""
 
 _log = Log(__name__)
 
 
 def locked_bytes(nbytes: int, device: torch.device) -> torch.Tensor:
-    """A zeroed, page-locked uint8 tensor at a multiple of 4096; it is unlocked when nothing refers to it any more.
+    """Return a zeroed, page-locked uint8 tensor of `nbytes` bytes, at an address that is a multiple of 4096.
+
+    The memory is unlocked when nothing refers to it any more.
+
+    device: the GPU's torch device.
 
     Raises:
         OutOfMemory: the system locked no more memory.
@@ -51,7 +55,9 @@ def locked_bytes(nbytes: int, device: torch.device) -> torch.Tensor:
 
 
 def locked_if_possible(nbytes: int, device: torch.device, what: str) -> torch.Tensor:
-    """Page-locked memory as by `locked_bytes`; if that fails, a warning and ordinary memory, whose copies are slow.
+    """Return page-locked memory as `locked_bytes` does; if that fails, warn and return ordinary memory.
+
+    Copies between ordinary memory and a GPU are slow.
 
     what: the purpose of the memory, for the warning.
     """
@@ -63,14 +69,19 @@ def locked_if_possible(nbytes: int, device: torch.device, what: str) -> torch.Te
 
 
 class NotLocked(Exception):
-    """An error: CUDA does not lock memory; the message has the number of CUDA's error."""
+    """An error: CUDA refuses to lock memory; the message has the number of CUDA's error."""
 
 
 def lock(address: int, nbytes: int, device: torch.device, flags: int) -> Callable[[], None]:
-    """Register memory of the process with CUDA, which pins it.
+    """Register memory of the process with CUDA, which locks its pages.
+
+    Args:
+        address, nbytes: first byte and number of bytes.
+        device: the GPU's torch device.
+        flags: flags of CUDA, such as PORTABLE.
 
     Returns:
-        a function that undoes it; no copy from or to the memory may be under way then.
+        a function that unregisters the memory; no copy from or to it may be under way then.
 
     Raises:
         NotLocked: CUDA refuses.
@@ -95,11 +106,14 @@ def _unregister(runtime: Any, address: int) -> None:
 
 
 def _unlock(unlock: Callable[[], None], memory: mmap.mmap) -> None:
-    """Unlock memory; the memory itself is freed with the last reference to it."""
+    """Unlock registered memory; the memory itself is freed with the last reference to `memory`.
+
+    unlock: the function that `lock` returned.
+    """
     unlock()
 
 
 def _take_error(device: torch.device) -> None:
-    """Clear CUDA's last error, which a later call would raise otherwise."""
+    """Clear the last error of CUDA, which a later call would otherwise raise."""
     with suppress(RuntimeError):
         torch.zeros(1, device=device)

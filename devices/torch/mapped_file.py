@@ -1,4 +1,4 @@
-"""A file that is mapped into the process from the page cache, with a lease against writers."""
+"""A file that is mapped into the process from the page cache, with a lease that delays writers."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ DONT_NEED = 4
 
 
 class MappedFile:
-    """A file that is mapped as a whole; the system reads a part when `advise` asks for it, or when it is used.
+    """A file that is mapped as a whole; the system reads a part when `advise` asks for it or the process uses it.
 
-    The system kills a process that reads a mapped part that has been cut off the file. So a lease delays processes that
-    want to write to the file, and `require` reports them. The system lets them write after 45 seconds.
+    The system kills a process that reads a mapped part which was cut off the file. So a lease delays processes that
+    want to write to the file, by up to 45 seconds, and `require` reports them.
 
     Args:
         remedy: advice for a user who has to write to the file, or has too little memory to map it.
@@ -41,7 +41,7 @@ class MappedFile:
 
     @cached_property
     def bytes(self) -> torch.Tensor:
-        """The file's bytes (uint8), for reading only; the mapping lasts as long as a view of them.
+        """The file's bytes, uint8, for reading only. The file stays mapped as long as a view of these bytes exists.
 
         Raises:
             BadInput: the system refuses the mapping.
@@ -53,11 +53,15 @@ class MappedFile:
         self._lease.require()
 
     def advise(self, offset: int, nbytes: int, advice: int) -> None:
-        """Call `madvise` for a part of the mapping, in whole blocks; other threads run meanwhile.
+        """Call `madvise` for a part of the mapped file, in whole pages of memory; other threads run meanwhile.
+
+        Args:
+            offset, nbytes: first byte in the file and number of bytes.
+            advice: number of the advice, such as POPULATE_READ.
 
         Raises:
-            OutOfMemory: the system has no memory for it.
-            MoeschedError: that part cannot be read.
+            OutOfMemory: the system has no memory for that part.
+            MoeschedError: that part of the file cannot be read.
         """
         nbytes = min(nbytes, len(self.bytes) - offset)
         error = _madvise(self.bytes.data_ptr() + offset, nbytes, advice)
@@ -77,7 +81,10 @@ class MappedFile:
 
 @cache
 def system_takes(advice: int) -> bool:
-    """Test whether the system accepts an advice of `madvise`, given by its number on Linux."""
+    """Test whether the system accepts an advice of `madvise`; False outside Linux.
+
+    advice: number of the advice on Linux.
+    """
     if sys.platform != "linux":
         return False
     page = torch.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), dtype=torch.uint8)
@@ -85,7 +92,10 @@ def system_takes(advice: int) -> bool:
 
 
 def _mapped(path: Path) -> torch.Tensor:
-    """Map a file, as uint8. The mapping is shared, since the system copies pinned pages of private mappings."""
+    """Map a file for reading; returns its bytes, uint8.
+
+    The mapping is shared, since the system would copy pinned pages of a private mapping.
+    """
     try:
         with path.open("rb") as file:
             mapping = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
@@ -98,9 +108,11 @@ def _mapped(path: Path) -> torch.Tensor:
 
 
 def _madvise(address: int, nbytes: int, advice: int) -> int:
-    """Call `madvise` for whole pages of memory; returns 0, or the error number.
+    """Call `madvise` for the pages of memory that contain some bytes; returns 0, or the system's error number.
 
-    Unlike the mmap module's function, it lets other threads run meanwhile.
+    Unlike the mmap module's function, this lets other threads run meanwhile.
+
+    advice: number of the advice on Linux.
     """
     start = address // mmap.PAGESIZE * mmap.PAGESIZE
     size = ctypes.c_size_t(address + nbytes - start)

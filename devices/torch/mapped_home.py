@@ -1,4 +1,4 @@
-"""Pages at home in the page cache, from where a GPU copies them directly."""
+"""The home of weights in the page cache: pages in mapped files, from which a GPU copies them directly."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from .registered_files import RegisteredFiles, spans_of
 
 
 class MappedHome:
-    """Holds pages in files that are registered with CUDA, so that a GPU copies them directly from the page cache.
+    """Holds pages in files that are mapped and registered with CUDA, so that a GPU copies them from the page cache.
 
-    Neighbouring pages are in one registration, so that no copy needs two, and no block is in two. The leases on a
-    page's files are checked each time that the page is copied.
+    Neighbouring pages are in one registration: no page is split over two, and no block of a file is in two. The leases
+    on a page's files are checked each time that the page is fetched by `get`.
 
-    threads: number of threads that make the system read what the page cache lacks.
+    Args:
+        threads: number of threads that make the system read what the page cache lacks.
 
     Attributes:
         bytes_mapped: bytes of all pages that were registered here so far, in whole blocks.
@@ -34,15 +35,17 @@ class MappedHome:
 
     @staticmethod
     def obstacle(reader: PageReader) -> str:
-        """The reason why pages cannot be used as they are in the files; empty if they can."""
+        """Return the reason why a GPU cannot use pages as they are in the files; empty if it can."""
         if reader.converts:
             return "the files have the weights in another form than the kernels"
         return "" if RegisteredFiles.possible() else "mapped files need Linux 5.14 or later"
 
     def hold(self, pages: Sequence[Page], tell: Progress) -> None:
-        """Hold exactly these pages: register them, and undo all other registrations; after an error, none is left.
+        """Hold exactly these pages: register them, and undo all other registrations; after an error, no page is held.
 
         No copy of a page may be under way.
+
+        tell: is called with the progress of reading.
 
         Raises:
             Refused: the system gives no lease on a file, or CUDA does not register it.
@@ -65,10 +68,10 @@ class MappedHome:
         )
 
     def get(self, page: Page) -> HeldPage | None:
-        """The held page, to be copied now; None if it is not held.
+        """Return a held page, to be copied right after this call; None if the page is not held.
 
         Raises:
-            MoeschedError: another process writes to one of its files.
+            MoeschedError: another process writes to one of the page's files.
         """
         held = self._pages.get(page.id)
         if held is not None:

@@ -1,4 +1,4 @@
-"""Pages in the system's page cache, which are mapped into the process instead of copied."""
+"""Pages of weights in the system's page cache, which are mapped into the process instead of copied."""
 
 from __future__ import annotations
 
@@ -17,17 +17,19 @@ REMEDY = "run with --device-set direct=true"
 
 
 class MappedPages:
-    """The pages of a checkpoint, mapped from the page cache, for when that is expected to have them.
+    """The pages of a checkpoint, mapped from the system's page cache, which is expected to contain them.
 
-    A slot maps a part of a file, until it gets another page, instead of holding a copy. So the process maps at most as
-    much as the slots hold, rounded up to the system's pages. A kernel that still reads a page that its slot has dropped
-    gets the same bytes, only later.
+    A slot of a pool does not hold a copy of a page: it stands for the page's mapping, until it gets another page. So
+    the process has at most as many pages mapped in memory as there are slots. A kernel that still reads a page which
+    its slot has dropped gets the same bytes, only later.
 
     When another process wants to write to a file, the next `bring` of a page raises an error. That is in time if pages
     are brought in at least every 45 seconds, after which the system lets the process write.
 
-    Attributes:
+    Args:
         reader: locates the blocks of a page in the files.
+
+    Attributes:
         bytes_mapped: bytes of all pages that were brought into slots so far, in whole blocks.
 
     Raises:
@@ -49,11 +51,13 @@ class MappedPages:
 
     @staticmethod
     def possible(reader: PageReader) -> bool:
-        """True if the system can populate mappings (Linux 5.14), and kernels can use the files' bytes as they are."""
+        """True if the system reads mapped files on request (Linux 5.14) and kernels can use their bytes as they are."""
         return not reader.converts and system_takes(POPULATE_READ)
 
     def bring(self, page: Page, slot: Slot) -> None:
-        """Map a page into a slot, and make the system read what its cache lacks; one thread at a time for each slot.
+        """Map a page as the contents of a slot, and make the system read the parts that the page cache lacks.
+
+        Only one thread at a time may call this for a slot. The slot's earlier page may be dropped from memory.
 
         Raises:
             MoeschedError: another process writes to a file, or the disk failed.
@@ -71,11 +75,11 @@ class MappedPages:
         )
 
     def views(self, page: Page) -> NamedBlocks:
-        """The page's tensors by their canonical names, each as row blocks from top to bottom."""
+        """Return a page's tensors by their canonical names, each as row blocks from top to bottom."""
         return self._views[page.id]
 
     def hide(self) -> None:
-        """Unmap the pages of all slots."""
+        """Empty all slots, so that the system may drop their pages from the process's memory."""
         for page in self._shown.values():
             self._advise(page, DONT_NEED)
         self._shown.clear()
@@ -87,7 +91,7 @@ class MappedPages:
         self._release()
 
     def _hold_files(self, layout: WeightLayout) -> None:
-        """Take a lease on each file, so that it stays as it is, and check that none is too short."""
+        """Take a lease on each file that has pages, which delays writers, and check that no file is too short."""
         runs = [run for page in layout.pages for run in self._reader.location(page).runs]
         for path in sorted({run.file.path for run in runs}):
             self._files[path] = MappedFile(path, REMEDY)

@@ -1,4 +1,4 @@
-"""The computations around exchanges between nodes: sums of the node's own experts, rows that the first node routed."""
+"""The computations around exchanges between nodes: sums over a node's experts, and rows routed by another node."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ class NodeSide:
     """Runs the computations that exist only where several nodes share a model's experts.
 
     Args:
-        project_output: runs the output projection, before a layer's norm and router.
+        moe: runs the router.
+        project_output: a function that runs a task's output projection of attention, before the layer's norm and
+            router.
     """
 
     def __init__(
@@ -46,7 +48,7 @@ class NodeSide:
         self._project_output = project_output
 
     def partial_sum(self, task: Task) -> Tensor:
-        """The weighted sum (T, D), float32, of the outputs of this node's own experts, on the accelerator."""
+        """Return the weighted sum of this node's own experts' outputs for each token, float32 (T, D)."""
         use_cores(1)
         state = self._states[task.micro_batch]
         for expert, node in task.operands.items():
@@ -63,14 +65,20 @@ class NodeSide:
         return array
 
     def combine(self, task: Task, total_TD: Array) -> None:
-        """Add the residual to the sum (T, D) over all nodes, and round once, as a single machine does."""
+        """Add the residual to the sum over all nodes, and round; the result becomes the micro-batch's hidden states.
+
+        total_TD: the sum over all nodes of their partial sums, float32 on the host.
+        """
         state = self._states[task.micro_batch]
         state.hidden_TD = self._on_device(total_TD).add_(state.hidden_TD).to(self._dtype)
 
     def route(self, task: Task) -> tuple[dict[int, int], Array]:
-        """Run the router; returns the number of rows of each expert that has any, and its result for `take_rows`.
+        """Run the router.
 
-        The result is float32 (T, D + 2 k) on the host: the experts' input, each token's experts and their weights.
+        Returns:
+            the number of rows of each expert that has any, and the router's result for `take_rows` on the other nodes:
+            float32 (T, D + 2 k) on the host, with the experts' input, each token's experts and their weights side by
+            side.
         """
         self._project_output(task)
         routed = self._moe.route(task)
@@ -79,7 +87,10 @@ class NodeSide:
         return self._moe.group(task, routed), routed_TX
 
     def take_rows(self, task: Task, routed_TX: Array) -> dict[int, int]:
-        """Take over the first node's result of `route`; returns the number of rows of each expert that has any."""
+        """Take over the result of the first node's `route`; returns the number of rows of each expert that has any.
+
+        routed_TX: the second value that `route` returned on the first node.
+        """
         ends = (-2 * self._top_k, -self._top_k)
         x_TD, experts_Tk, weights_Tk = self._on_device(routed_TX).tensor_split(ends, dim=-1)
         routed = Routed(x_TD.to(self._dtype), experts_Tk.long(), weights_Tk)

@@ -20,7 +20,8 @@ class PageCopies:
     """Copies pages from the host's memory into slots of the host's or of the accelerator's memory.
 
     Attributes:
-        ring: staging buffers for copies from ordinary memory to a GPU; None if not needed, or if CUDA locks no memory.
+        ring: page-locked buffers for copies from ordinary memory to a GPU; None before `make_ring`, or if CUDA locks no
+            memory.
     """
 
     def __init__(self, reader: PageReader, compute: Compute) -> None:
@@ -45,7 +46,12 @@ class PageCopies:
                 _log.warning("copies of weights to the GPU are slow", reason=str(error))
 
     def to_accelerator(self, page: Page, held: HeldPage, slot: Tensor) -> None:
-        """Copy a page to a slot of the accelerator's memory, in the layout that kernels read, on the current stream."""
+        """Copy a page to a slot of the accelerator's memory, in the layout for kernels, on the current stream.
+
+        Args:
+            held: the page in the host's memory.
+            slot: the slot's bytes, uint8.
+        """
         pieces = self._reader.pieces(page, held.parts)
         if self.ring is not None and not held.locked:
             self.ring.copy(pieces, slot)
@@ -54,7 +60,12 @@ class PageCopies:
             slot[offset : offset + len(piece)].copy_(piece, non_blocking=True)
 
     def to_host(self, held: HeldPage, slot: Tensor) -> None:
-        """Copy a page to a slot of the host's memory."""
+        """Copy a page to a slot of the host's memory.
+
+        Args:
+            held: the page in the host's memory.
+            slot: the slot's bytes, uint8.
+        """
         self.team.copy([(slot[part.at : part.at + len(part.memory)], part.memory) for part in held.parts])
 
     def close(self) -> None:

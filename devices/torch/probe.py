@@ -1,4 +1,4 @@
-"""The operations that `moesched calibrate` times: kernels and reads of the torch device, on made-up data."""
+"""The operations of the torch device that `moesched calibrate` times, kernels and reads of files, with made-up data."""
 
 from __future__ import annotations
 
@@ -30,12 +30,16 @@ MOST_COPIES = 128
 
 
 class TorchProbe:
-    """The operations of the torch device on the CPU. Each method returns a function that performs one operation.
+    """Makes operations of the torch device on the CPU for timing: most methods return a function for one operation.
 
-    Successive calls use different copies of the weights in turn, so that none is in a cache, as in a model.
+    Successive calls of such a function use different copies of the weights in turn, so that none is in a cache, as in a
+    model.
+
+    Args:
+        threads: number of threads of the kernels.
 
     Attributes:
-        dtypes: the dtypes that can be computed in on this machine.
+        dtypes: the dtypes that this machine can compute in.
     """
 
     dtypes = ("bfloat16", "float32")
@@ -55,22 +59,26 @@ class TorchProbe:
             file.close()
 
     def ready(self) -> AbstractContextManager[object]:
-        """The context manager in which a thread must call operations, as the device's lanes do."""
+        """Return the context manager in which threads must call the operations, as the device's lanes do."""
         return torch.inference_mode()
 
     def packs(self, dtype: str) -> bool:
-        """True if the device packs resident weights of this dtype."""
+        """True if resident weights of this dtype are packed on this device."""
         return dtype == "bfloat16" and self._products.packing_pays
 
     def product(
         self, dtype: str, outputs: int, inputs: int, *, stored: str = "", packed: bool = False
     ) -> Callable[[int], Call]:
-        """Products with matrices (outputs, inputs): a function from a number of rows to the function for one product.
+        """Make matrices (outputs, inputs) for timing their products with some rows.
 
         Args:
-            dtype: dtype of rows and of plain matrices.
-            stored: coded storage format of the matrices; `COLUMNS` for plain ones that are stored transposed; else "".
-            packed: whether torch multiplies by packed matrices; the native kernels, for few rows, take plain ones.
+            dtype: dtype of the rows, and of matrices that are not coded.
+            stored: coded storage format of the matrices, `COLUMNS` for matrices stored transposed, or "" for row by
+                row.
+            packed: whether torch multiplies by packed matrices; otherwise native kernels multiply few rows.
+
+        Returns:
+            a function that takes a number of rows, and returns the function that computes one product.
         """
         kind = DTYPES[dtype]
         if stored == COLUMNS:
@@ -84,7 +92,10 @@ class TorchProbe:
         return self._products.of_rows(_cold_matrices(row_1D, outputs), packed=packed)
 
     def read(self, path: Path, nbytes: int, pieces: int) -> Call:
-        """Concurrent reads of `pieces` pieces of a file, `nbytes` bytes each, into slots, as in a transfer of pages."""
+        """Return a function that reads `pieces` pieces of a file, `nbytes` bytes each, side by side into slots.
+
+        A transfer of pages reads in the same way.
+        """
         if path not in self._files:
             self._files[path] = DirectFile(path)
         file = self._files[path]
@@ -96,19 +107,24 @@ class TorchProbe:
         )
 
     def stream(self, nbytes: int) -> Call:
-        """A pass over `nbytes` bytes of memory, which reads them once."""
+        """Return a function that reads `nbytes` bytes of memory once."""
         numbers = torch.ones(nbytes // 8, dtype=torch.float64)
         return lambda: numbers.sum()
 
     def copy(self, nbytes: int) -> Call:
-        """A copy of `nbytes` bytes from cold memory to cold memory."""
+        """Return a function that copies `nbytes` bytes between parts of memory that are in no cache."""
         sources = cycle([torch.ones(nbytes, dtype=torch.uint8) for _ in range(_copies(2 * nbytes))])
         targets = cycle([torch.ones(nbytes, dtype=torch.uint8) for _ in range(_copies(2 * nbytes))])
         return lambda: next(targets).copy_(next(sources))
 
 
 def _cold_matrices(row_1D: torch.Tensor, outputs: int) -> list[torch.Tensor]:
-    """Matrices with `outputs` copies of a row, in huge pages like a model's weights; too many for the caches."""
+    """Make several equal matrices, together too large for the caches, in huge pages like a model's weights.
+
+    Args:
+        row_1D: a row.
+        outputs: number of rows of each matrix, all copies of `row_1D`.
+    """
     nbytes = outputs * row_1D.nbytes
     shape = outputs, row_1D.shape[1]
     return [

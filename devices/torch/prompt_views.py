@@ -1,4 +1,4 @@
-"""The keys and values that new tokens of prompts see, in memory beside the KV cache."""
+"""Keys and values that the new tokens of prompts attend to, in memory beside the KV cache."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from .kv_step import KVStep
 
 
 def prompt_views(step: KVStep, cached: Iterable[Tensor], new: Iterable[Tensor]) -> list[KVView]:
-    """Views of the keys and values that a step's tokens see, in the order of the step's sequences.
+    """Return the keys and values that a step's new tokens attend to, in the order of the step's sequences.
 
-    They have the layout of a cache that keeps all tokens, so that the bits are equal: neighbouring sequences of one
+    Attention over them gives bit for bit the results of a cache that keeps all tokens: neighbouring sequences of one
     length are one view, and tokens before the window are zeros.
 
     Args:
-        cached: keys and values of a layer (slots, K, d), without those of the new tokens.
-        new: the new tokens' keys and values (T, K, d).
+        cached: the keys and the values of a layer before the step, (slots, K, d) each.
+        new: the new tokens' keys and values, (T, K, d) each.
     """
     halves = [_joined(step, *each) for each in zip(cached, new, strict=True)]
     queries = (tokens for (tokens, _), _ in _runs(step))
@@ -29,13 +29,17 @@ def prompt_views(step: KVStep, cached: Iterable[Tensor], new: Iterable[Tensor]) 
 
 
 def _runs(step: KVStep) -> Iterator[tuple[tuple[int, int], int]]:
-    """Group neighbouring sequences with equal numbers: yields (new tokens, earlier tokens) and how many sequences."""
+    """Group neighbouring sequences that have equal numbers of new and of earlier tokens.
+
+    Returns:
+        for each group the pair (new tokens, earlier tokens) of each sequence, and the number of sequences.
+    """
     pairs = zip(step.new, step.past, strict=True)
     return ((pair, len([*neighbours])) for pair, neighbours in groupby(pairs))
 
 
 def _joined(step: KVStep, cached_NKd: Tensor, new_TKd: Tensor) -> Iterator[Tensor]:
-    """Yield the keys or values of each group of `_runs`, (S, L, K, d)."""
+    """Yield for each group of `_runs` the keys or values that its new tokens attend to, (S, L, K, d)."""
     start, before = 0, step.before
     for (new, past), sequences in _runs(step):
         stop = start + new * sequences
@@ -46,13 +50,20 @@ def _joined(step: KVStep, cached_NKd: Tensor, new_TKd: Tensor) -> Iterator[Tenso
 
 
 def _is_aligned(own_SNKd: Tensor) -> bool:
-    """Test whether each sequence's keys or values begin with a cache line, as in the KV cache."""
+    """Test whether each sequence's keys or values begin at the start of a cache line, as in the KV cache."""
     places = own_SNKd.storage_offset(), *(own_SNKd.stride()[:1] if len(own_SNKd) > 1 else ())
     return all(place * own_SNKd.itemsize % CACHE_LINE == 0 for place in places)
 
 
 def _beside(earlier: Sequence[Sequence[range]], past: int, cached_NKd: Tensor, own_SNKd: Tensor) -> Tensor:
-    """Join the keys or values of some sequences, (S, L, K, d): zeros, then those in the cache, then the new ones."""
+    """Join the keys or values of sequences of equal length: zeros, then cached ones, then new ones; (S, L, K, d).
+
+    Args:
+        earlier: for each sequence the slots of its cached tokens.
+        past: number of tokens of each sequence before the step, of which a window may keep only some.
+        cached_NKd: the layer's keys or values in the cache, by slot.
+        own_SNKd: the keys or values of the N new tokens of each sequence.
+    """
     sequences, new, *head = own_SNKd.shape
     held = sum(map(len, earlier[0]))
     zeros = (past - held) % PROMPT_TILE
@@ -68,7 +79,13 @@ def _beside(earlier: Sequence[Sequence[range]], past: int, cached_NKd: Tensor, o
 
 
 def copy_slots(there_LKd: Tensor, cached_NKd: Tensor, spans: Iterable[range]) -> None:
-    """Copy ranges of slots of a cache, one after the other, to the beginning of a sequence's memory."""
+    """Copy slots of a cache to the beginning of a sequence's memory, one after the other.
+
+    Args:
+        there_LKd: the sequence's memory, on any device.
+        cached_NKd: the layer's keys or values in the cache, by slot.
+        spans: ranges of slots.
+    """
     start = 0
     for span in spans:
         stop = start + len(span)
@@ -77,9 +94,9 @@ def copy_slots(there_LKd: Tensor, cached_NKd: Tensor, spans: Iterable[range]) ->
 
 
 def carved(memory: Tensor, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Cut a tensor of this shape (S, L, K, d) from the start of flat memory; returns it and the rest of the memory.
+    """Cut a tensor of a shape (S, L, K, d) from the start of flat memory; returns the tensor and the remaining memory.
 
-    Each sequence begins with a block of its own, as in the cache, for the same bits as from there.
+    As in the cache, each sequence begins at the start of a block, so that results are the same bit for bit.
     """
     sequences, length, kv_heads, head_dim = shape
     room = cached_tokens(length)

@@ -1,4 +1,4 @@
-"""The verbs that exist only in tensor-parallel runs: all-reduces, and logits by the rank's rows of the LM head."""
+"""The tasks that exist only in tensor-parallel runs: all-reduces, and logits from the rank's rows of the LM head."""
 
 from __future__ import annotations
 
@@ -17,12 +17,16 @@ from ..shared.node_exchanges import exchange_of, making_part
 
 
 class RankSide:
-    """Runs the verbs that exist only where a model is cut over several ranks.
+    """Runs the tasks that exist only where a model is cut over several ranks.
 
     Args:
         rank: this device's rank, from 0.
-        head: returns a micro-batch's logits (S, V / ranks), float32, from the rank's rows of the LM head.
-        draw: chooses a micro-batch's tokens from its logits (S, V), for a task `sample`.
+        transport: carries exchanges between the ranks.
+        vocabulary: number of tokens in the vocabulary, V.
+        states: the state of each micro-batch, by the micro-batch's number.
+        head: a function that computes a micro-batch's logits (S, V / ranks), float32, from the rank's rows of the LM
+            head.
+        draw: a function that chooses a micro-batch's tokens, given a task `sample` and the logits (S, V).
     """
 
     def __init__(
@@ -51,7 +55,7 @@ class RankSide:
             state.hidden_TD = self._sum(task, state.hidden_TD)
 
     def logits(self, task: Task) -> None:
-        """Compute logits over the whole vocabulary: zeros where other ranks have the rows of the LM head."""
+        """Compute the micro-batch's logits over the whole vocabulary, zero for tokens whose rows other ranks have."""
         part_SV = self._head(self._states[task.micro_batch])
         rows = part_SV.shape[1]
         logits_SV = part_SV.new_zeros(len(part_SV), self._vocabulary)
@@ -59,11 +63,14 @@ class RankSide:
         self._logits_SV[task.micro_batch] = logits_SV
 
     def sample(self, task: Task) -> Any:
-        """Choose the next tokens from the summed logits."""
+        """Choose the micro-batch's next tokens from its logits, after these were summed over all ranks."""
         return self._draw(task, self._logits_SV[task.micro_batch])
 
     def _sum(self, task: Collective, part: Tensor) -> Tensor:
-        """Sum the ranks' parts in float32, through the host's memory; returns the sum on the accelerator."""
+        """Sum the parts of all ranks in float32, exchanged through the host's memory; returns the sum.
+
+        part: this rank's part; the sum has its shape, dtype and device.
+        """
         with making_part(self._transport, self._rank, task):
             mine = part.float().cpu().numpy()
         total = self._transport.all_reduce(self._rank, exchange_of(task), mine)

@@ -1,4 +1,4 @@
-"""Copies of small results to the host, through page-locked memory that is used again and again."""
+"""Copies of small results from an accelerator to the host, through page-locked memory that is reused."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ UNREAD = 16
 
 
 class ReadBack:
-    """Copies results of an accelerator to page-locked memory of the host, which is used again once they were read.
+    """Copies results of an accelerator to page-locked memory of the host, which is reused once the results were read.
 
-    Tensors of more than `MOST_READ_BACK` bytes, which decode steps do not have, get memory of their own.
+    Results of more than `MOST_READ_BACK` bytes, which decode steps do not have, get new memory each time.
     """
 
     def __init__(self) -> None:
@@ -25,7 +25,11 @@ class ReadBack:
         """The unused pieces of memory, by their bytes."""
 
     def copied(self, tensor: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Start a copy of a tensor on the current stream; returns the copy, and its memory to `free` later, or None."""
+        """Start to copy a result to the host, on the current stream.
+
+        Returns:
+            the copy; and the memory to give to `free` once the copy was read, None for a large result.
+        """
         if tensor.nbytes > MOST_READ_BACK:
             return tensor.to("cpu", non_blocking=True), None
         nbytes = max(LEAST_READ_BACK, 1 << (tensor.nbytes - 1).bit_length())
@@ -39,5 +43,5 @@ class ReadBack:
         return copy.copy_(tensor, non_blocking=True), memory
 
     def free(self, memory: Tensor) -> None:
-        """Take back the memory of a copy that was read."""
+        """Take back the memory of a copy, for later copies; the copy must have been read."""
         self._free[memory.nbytes].append(memory)

@@ -1,4 +1,4 @@
-"""The registration of parts of files with CUDA, so that a GPU copies from the page cache by itself."""
+"""The registration of parts of files with CUDA, so that a GPU copies them directly from the page cache."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ REMEDY = "run with --device-set map_files=false"
 
 
 class Span(NamedTuple):
-    """A part of a file: whole blocks from byte `start` up to byte `end`."""
+    """A part of a file in whole blocks: from byte `start` to before byte `end`."""
 
     path: Path
     start: int
@@ -43,7 +43,9 @@ class RegisteredFiles:
     A registered part is pinned, and the process itself does not read it. So neither process nor GPU fails if a file is
     truncated in spite of its lease.
 
-    threads: number of threads that make the system read what the page cache lacks.
+    Args:
+        threads: number of threads that make the system read what the page cache lacks.
+        device: the GPU's torch device.
     """
 
     def __init__(self, threads: int, device: torch.device) -> None:
@@ -51,18 +53,18 @@ class RegisteredFiles:
         self._device = device
         self._files: dict[Path, MappedFile] = {}
         self._registered: dict[Span, Callable[[], None]] = {}
-        """The function that undoes each registration."""
+        """The function that unregisters each span."""
 
     @staticmethod
     def possible() -> bool:
-        """True if the system reads into mapped memory on request, as Linux 5.14 and later does."""
+        """True if the system reads mapped files on request, as Linux 5.14 and later does."""
         return system_takes(POPULATE_READ)
 
     def __getitem__(self, path: Path) -> MappedFile:
         return self._files[path]
 
     def keep(self, spans: Sequence[Span]) -> None:
-        """Open the files of these spans; undo the registrations of all other spans, and close all other files.
+        """Open the files of these spans; unregister all other spans, and close all other files.
 
         Raises:
             Refused: the system gives no lease on a file.
@@ -82,7 +84,11 @@ class RegisteredFiles:
                 ) from error
 
     def register(self, spans: Sequence[Span], tell: Progress) -> None:
-        """Register the spans that are not registered yet, after reading them; no two may have a block in common.
+        """Read the spans that are not registered yet into the page cache, and register them with CUDA.
+
+        No two spans may have a block in common, and `keep` must have opened their files.
+
+        tell: is called with the progress of reading.
 
         Raises:
             Refused: the system does not map a file or has no memory for it, or CUDA does not register it.
@@ -102,7 +108,7 @@ class RegisteredFiles:
             self._register(span)
 
     def close(self) -> None:
-        """Undo all registrations, and close all files; no copy from them may be under way."""
+        """Unregister all spans, and close all files; no copy from the files may be under way."""
         self.keep(())
 
     def _read(self, piece: tuple[Path, int, int]) -> None:
@@ -121,9 +127,9 @@ class RegisteredFiles:
 
 
 def spans_of(ranges: Iterable[tuple[Path, int, int]]) -> list[Span]:
-    """The fewest spans of whole blocks that cover ranges of files; they do not touch each other.
+    """Return the fewest spans of whole blocks that cover ranges of files; no two of the spans touch.
 
-    ranges: for each its path, its offset and its number of bytes.
+    ranges: each with the file's path, the offset of the first byte, and the number of bytes.
     """
     spans: list[Span] = []
     for path, offset, nbytes in sorted(ranges):

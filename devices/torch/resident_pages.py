@@ -1,4 +1,4 @@
-"""The resident pages, which stay for the whole run: as they were read, packed for oneDNN, or copied to a GPU."""
+"""The resident pages, which stay for the whole run: as read from the files, packed for oneDNN, or copied to a GPU."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ class ResidentPages:
     """Loads resident pages on threads of its own, and keeps them.
 
     Args:
-        compute: packs weights, or has the accelerator's memory that they are copied to, after pages were read to
-            staging memory.
+        compute: packs weights for the CPU, or has the GPU whose memory pages are copied to.
 
     Attributes:
         awaited: number of pages that are still to be loaded.
@@ -43,9 +42,10 @@ class ResidentPages:
         self._threads = ThreadPoolExecutor(1)
 
     def retain(self, pages: Sequence[Page]) -> int:
-        """Free all pages but these; returns how many of these are missing, so that they have to be loaded.
+        """Free all pages but these; returns the number of these pages that are missing and have to be loaded.
 
-        On a GPU, pages that share an allocation are kept or freed together, and the missing ones get memory.
+        On a GPU, pages that share an allocation are kept or freed together, and memory is allocated for the missing
+        pages.
         """
         kept = self._adjacent.retain(pages) if self._adjacent else {page.id for page in pages}
         self._pages = {number: weights for number, weights in self._pages.items() if number in kept}
@@ -54,10 +54,10 @@ class ResidentPages:
         return len(pages) - len(self._pages)
 
     def expect(self, count: int, staging: Sequence[torch.Tensor] = ()) -> None:
-        """Prepare to load `count` pages; the last `load` returns when all of them are there.
+        """Prepare to load `count` pages; the `load` of the last one returns when all of them are in memory.
 
-        staging: buffers that pages are read to before they are packed or copied to a GPU; each has a thread. Without
-            any, pages stay in the memory that they are read to.
+        staging: buffers that pages are read to before they are packed or copied to a GPU; each has a thread. If empty,
+            pages stay in the memory that they are read to.
         """
         self.awaited = count
         self._in_place = not staging
@@ -65,7 +65,7 @@ class ResidentPages:
         self._threads = ThreadPoolExecutor(len(staging) or READERS, "loading")
 
     def load(self, page: Page) -> None:
-        """Start to load a page that is not here yet; the last call waits until all pages are there."""
+        """Start to load a page that is not in memory yet; the call for the last page waits until all are loaded."""
         if page.id in self._pages:
             return
         if self._in_place:
@@ -90,11 +90,15 @@ class ResidentPages:
         self._busy.clear()
 
     def __getitem__(self, page: Page) -> NamedBlocks:
-        """The tensors of a page by their canonical names, each as row blocks from top to bottom."""
+        """Return the tensors of a page by their canonical names, each as row blocks from top to bottom."""
         return self._pages[page.id]
 
     def memory(self, page: Page, elsewhere: torch.Tensor | None) -> torch.Tensor | None:
-        """The accelerator's memory for a resident page, loaded or not; `elsewhere` if the page is not resident."""
+        """Return the accelerator's memory for a resident page, uint8, even before the page is loaded.
+
+        Returns:
+            the memory; `elsewhere` if the page is not resident, or on the CPU.
+        """
         return self._adjacent.memory(page, elsewhere) if self._adjacent else elsewhere
 
     def _free_staging(self) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""A ring of page-locked buffers, through which weights go from ordinary memory to a GPU at the rate of its link."""
+"""A ring of page-locked buffers, through which weights are copied from ordinary memory to a GPU at full speed."""
 
 from __future__ import annotations
 
@@ -19,16 +19,19 @@ Pieces = Iterable[tuple[Tensor, int]]
 
 
 class CopiesBytes(Protocol):
-    """A copier of bytes within the host's memory."""
+    """An object that copies bytes within the host's memory, such as a team of threads."""
 
     def copy(self, pairs: Sequence[Pair]) -> None:
-        """Copy each source into its target; all are copied on return."""
+        """Copy bytes: each pair is a target and a source of the same size. All are copied when this returns."""
 
 
 class StagingRing:
-    """A ring of buffers that a team of threads fills in turn, while the GPU copies from the ones filled before.
+    """A ring of page-locked buffers: threads fill one while the GPU copies from those filled before.
 
-    most: bytes of the largest copy.
+    Args:
+        most: bytes of the largest copy.
+        team: the threads that fill buffers.
+        device: the GPU's torch device.
 
     Raises:
         OutOfMemory: the system locks no more memory.
@@ -44,7 +47,14 @@ class StagingRing:
         self._lock = threading.Lock()
 
     def copy(self, pieces: Pieces, target: Tensor) -> None:
-        """Copy pieces to their offsets in a target on the GPU, on the current stream; returns when all were read."""
+        """Copy pieces of the host's memory to a target on the GPU, on the current stream.
+
+        Returns when all pieces have been read, before the last ones are on the GPU.
+
+        Args:
+            pieces: uint8 tensors, each with its offset in the target, ascending.
+            target: uint8 tensor on the GPU.
+        """
         with self._lock:
             for first, group in _grouped(pieces, self._size):
                 number = self._filled % RING_SLOTS
@@ -59,7 +69,11 @@ class StagingRing:
 
 
 def _grouped(pieces: Pieces, most: int) -> Iterator[tuple[int, Sequence[tuple[Tensor, int]]]]:
-    """Yield groups of neighbouring pieces that span at most `most` bytes of the target, each after its first offset."""
+    """Group neighbouring pieces so that each group spans at most `most` bytes of the target; long pieces are cut.
+
+    Returns:
+        for each group the offset of its first piece in the target, and its pieces with their offsets in the target.
+    """
     group: list[tuple[Tensor, int]] = []
     first = 0
     for piece, at in pieces:

@@ -1,4 +1,4 @@
-"""The making of the states of a plan's micro-batches, with their KV caches."""
+"""Functions that make the states of a plan's micro-batches, with their KV caches."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from .locked_memory import locked_if_possible
 
 
 def states_of(plan: Plan, prompts: Sequence[Sequence[int]], compute: Compute) -> list[MicroBatchState]:
-    """Make the states of a batch: of its micro-batches, then of prefill's chunks if prompts are cut.
+    """Make the state of each micro-batch of a batch; if prompts are cut, the states of prefill's chunks follow.
 
-    prompts: the tokens of each request, by request.
+    prompts: the token ids of each request's prompt, in the order of the requests.
     """
     states = wholes_of(plan.batch.micro_batches, prompts, plan.batch.beams)
     _with_caches(plan, states, compute)
@@ -38,12 +38,15 @@ def states_of(plan: Plan, prompts: Sequence[Sequence[int]], compute: Compute) ->
 
 
 def places_of(plan: Plan, compute: Compute) -> list[MicroBatchState]:
-    """Make the states of micro-batches for serving: without requests, with caches for the fullest batch."""
+    """Make a state without requests for each micro-batch of a plan that serves requests.
+
+    The KV caches have room for the largest batch of the plan.
+    """
     return _with_caches(plan, [ServedState() for _ in plan.micro_batches], compute)
 
 
 def _with_caches(plan: Plan, states: list[MicroBatchState], compute: Compute) -> list[MicroBatchState]:
-    """Add the KV caches that a plan declares to the states; returns the states."""
+    """Make the KV caches that a plan declares, and add them to their micro-batches' states; returns the states."""
     for role in KV_ROLES if plan.nodes.attends else ():
         device = compute.accelerator if role == "accelerator" else HOST
         for layers, numbers in held_alike(plan.kv.roles, role).items():
@@ -60,9 +63,15 @@ def _add_cache(
     compute: Compute,
     device: torch.device,
 ) -> None:
-    """Add one KV cache of these layers to the micro-batches with these numbers, with room for all tokens that it keeps.
+    """Make a KV cache with room for the final lengths of the requests, and add it to the states of micro-batches.
 
     A cache on the host is page-locked for a GPU, which then copies from it directly; native calls write to it.
+
+    Args:
+        layers: numbers of the cache's layers, which have the same window.
+        numbers: numbers of the micro-batches that share the cache.
+        states: the states of all micro-batches.
+        device: torch device that the cache is on.
     """
     lock = device == HOST and not compute.on_cpu
     requests = [request for number in numbers for request in plan.batch.micro_batches[number]]

@@ -1,4 +1,7 @@
-"""The translation of times of CUDA events to the host's clock; CUDA has float32 milliseconds and a drifting clock."""
+"""The conversion of times of CUDA events to the host's clock.
+
+CUDA gives float32 milliseconds between two events, on a clock that drifts from the host's.
+"""
 
 from __future__ import annotations
 
@@ -8,30 +11,31 @@ from time import perf_counter_ns
 from typing import Any, NamedTuple
 
 PERIOD = 1_000_000_000
-"""Nanoseconds after which a new zero is recorded: over a second, float32 is exact to 60 ns."""
+"""Nanoseconds after which a new zero event is recorded: over a second, float32 is exact to 60 ns."""
 
 KEPT = 64
-"""Number of zeros that are remembered."""
+"""Number of zero events that are remembered."""
 
 NARROW = 20_000
-"""Nanoseconds between the readings of the host's clock before and after a zero, for it to count as exact."""
+"""Most nanoseconds between the host clock's readings before and after a zero event that counts as exact."""
 TRIES = 8
-"""Most recordings of a zero until it is exact; the host may be interrupted between the readings."""
+"""Most attempts to record a zero event that is exact; the host may be interrupted between the readings."""
 
 ALIKE = 100
-"""Nanoseconds up to which times of the device count as one, since float32 does not tell their order."""
+"""Times of the device less than these nanoseconds apart count as equal: float32 does not tell their order."""
 
 REPORTED = 1024
 """Number of reported times that are remembered, so that later ones keep the order."""
 
 
 class Zero(NamedTuple):
-    """An event from which the times of others are measured.
+    """An event from which the times of later events are measured.
 
     Attributes:
-        device: its time on the device's clock, in nanoseconds since the first zero.
-        host: its time on the host's clock in nanoseconds, computed from the zero before.
-        rate: nanoseconds of the host's clock for each of the device's, from then on.
+        event: the event.
+        device: its time on the device's clock, in nanoseconds since the first such event.
+        host: its time on the host's clock in nanoseconds, computed from the time of the zero before.
+        rate: nanoseconds of the host's clock for each nanosecond of the device's clock, for times after this event.
         read: its time in nanoseconds as it was read from the host's clock.
     """
 
@@ -43,14 +47,14 @@ class Zero(NamedTuple):
 
 
 class StreamClock:
-    """Translates times of one device's events to the host's clock, in an order that never runs backwards.
+    """Converts times of one device's events to the host's clock; converted times keep the order of the device's.
 
     Not safe for several threads at once.
 
     Args:
-        new_event: makes an event that keeps its time.
+        new_event: a function that makes an event which keeps its time.
         stream: a stream without work, on which events happen at once.
-        clock: the host's clock in nanoseconds.
+        clock: returns the host's time in nanoseconds.
     """
 
     def __init__(
@@ -64,24 +68,37 @@ class StreamClock:
         self._reported: list[tuple[float, int]] = []
 
     def zero(self) -> Zero:
-        """The event from which the times of a task that is issued now are measured."""
+        """Return the event from which to measure the times of a task that is issued now; makes one every second."""
         if self._clock() - self._zeros[-1].read > PERIOD:
             self._zeros = [*self._zeros[-KEPT + 1 :], self._following(self._zeros[-1])]
         return self._zeros[-1]
 
     def on_device(self, event: Any, zero: Zero) -> float:
-        """The time of an event on the device's clock, in nanoseconds; it must have been recorded after `zero`."""
+        """Return the time of an event on the device's clock, in nanoseconds since the first zero.
+
+        zero: an event that was recorded before `event`.
+        """
         passed: float = zero.event.elapsed_time(event)
         return zero.device + passed * 1e6
 
     def reckoned(self, device: float) -> int:
-        """Translate a time of the device to the host's clock, by the last zero before it and that zero's rate."""
+        """Convert a time of the device's clock to the host's clock, by the last zero before it and that zero's rate.
+
+        device: nanoseconds since the first zero.
+        """
         zeros = self._zeros
         last = zeros[max(0, bisect_right(zeros, device, key=lambda each: each.device) - 1)]
         return round(last.host + (device - last.device) * last.rate)
 
     def reported(self, device: float, host: int) -> int:
-        """The time to report for a time of the device: `host`, moved so far that reports keep the device's order."""
+        """Return the time on the host's clock that is to be reported for a time on the device's clock.
+
+        This is `host`, moved as far as needed to keep reported times in the order of the device's times.
+
+        Args:
+            device: the time on the device's clock, in nanoseconds since the first zero.
+            host: an estimate of the same time on the host's clock, in nanoseconds.
+        """
         reported = self._reported
         place = bisect_left(reported, (device,))
         for time, host_time in reported[max(0, place - 1) : place + 1]:
@@ -96,7 +113,7 @@ class StreamClock:
         return host
 
     def _following(self, last: Zero) -> Zero:
-        """Record the zero after `last`; its rate makes up for the error of the computed time within a period."""
+        """Record the zero event after `last`; its rate corrects the error of its computed time within PERIOD."""
         event, read = self._recorded()
         passed = last.event.elapsed_time(event) * 1e6
         host = last.host + passed * last.rate
@@ -104,7 +121,7 @@ class StreamClock:
         return Zero(event, last.device + passed, host, max(0.5, true_rate - (host - read) / PERIOD), read)
 
     def _recorded(self) -> tuple[Any, int]:
-        """Record an event, again if it is not exact; returns it and its time as read from the host's clock."""
+        """Record an event, again if its time is not exact; returns the event and its time on the host's clock."""
         width, event, middle = self._recorded_once()
         for _ in range(TRIES - 1):
             if width <= NARROW:
@@ -115,7 +132,11 @@ class StreamClock:
         return event, middle
 
     def _recorded_once(self) -> tuple[int, Any, int]:
-        """Record an event; returns the interval of the host's clock in which it happened: its width, and its middle."""
+        """Record an event, and read the host's clock before and after it.
+
+        Returns:
+            the nanoseconds between the two readings, the event, and the middle of the two readings.
+        """
         event = self._new_event()
         before = self._clock()
         event.record(self._stream)

@@ -1,4 +1,4 @@
-"""The verbs of a batch on torch, by topology: one device, a rank or a node of several; with or without a host."""
+"""Functions that run the tasks of a batch on torch, by verb: for one device alone, a rank, or a node of several."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ Verbs = dict[str, Verb]
 
 
 class Topology:
-    """Makes the verbs of one batch: functions that run a task.
+    """Makes the functions that run the tasks of one batch, by verb.
 
-    Most verbs run in torch's inference mode. Those that may be a native call enter it themselves, and only for torch:
-    entering it takes longer than all else that Python does for such a call.
+    Most functions run in torch's inference mode. Those that may be a native call enter the mode themselves, and only if
+    torch runs: entering it takes longer than all else that Python does for such a call.
 
     Attributes:
-        kv_slots: buffers on the accelerator into which keys and values of a layer are loaded from the host.
+        kv_slots: buffers on the accelerator that keys and values of a layer are copied to from the host.
     """
 
     def __init__(
@@ -71,12 +71,12 @@ class Topology:
         self._beams = _beam_searches(plan, states, choice.sampling) if plan.batch.beams > 1 else None
 
     def alone(self, weights: GlobalWeights) -> Verbs:
-        """The verbs of a device that has the whole model."""
+        """Return the function of each verb for a device that has the whole model."""
         attention, moe = self._halves(weights.embedding)
         return self._layers(attention, moe) | self._ends(self._tokens(weights))
 
     def rank(self, weights: GlobalWeights, rank: int, transport: Transport) -> Verbs:
-        """The verbs of a rank with its share of every matrix; exchanges between ranks complete the sums."""
+        """Return the function of each verb for a rank that has a share of every matrix; exchanges complete the sums."""
         attention, moe = self._halves(weights.embedding, torch.zeros_like if rank else itself)
         tokens, vocabulary = self._tokens(weights), self._plan.layout.config.vocabulary
         side = RankSide(rank, transport, vocabulary, self._states, tokens.logits, tokens.draw)
@@ -90,14 +90,14 @@ class Topology:
         return self._layers(attention, moe) | self._ends(tokens) | inferring(own)
 
     def node(self, weights: GlobalWeights, transport: Transport) -> Verbs:
-        """The verbs of a node with some of each layer's experts; it has attention."""
+        """Return the function of each verb for a node that computes attention and some of each layer's experts."""
         attention, moe = self._halves(weights.embedding)
         tokens, side = self._tokens(weights), self._node_side(attention, moe)
         exchanges = NodeVerbs(self._plan, transport, side, tokens.sample_next).verbs
         return self._layers(attention, moe) | self._ends(tokens) | inferring(exchanges)
 
     def node_of_experts(self, transport: Transport) -> Verbs:
-        """The verbs of a node with some of each layer's experts, where only the first node has attention."""
+        """Return the function of each verb for a node that computes only experts; the first node computes attention."""
         attention, moe = self._halves(Weights())
         exchanges = NodeVerbs(self._plan, transport, self._node_side(attention, moe)).verbs
         return self._layers(attention, moe) | inferring(exchanges)
@@ -105,7 +105,10 @@ class Topology:
     def _halves(
         self, embedding: Weights, residual_of: Callable[[Tensor], Tensor] = itself
     ) -> tuple[Attention, MoELayer]:
-        """Make the runners of a layer's first half and of its second half."""
+        """Make the objects that compute the two halves of a layer: attention, and the network of experts.
+
+        residual_of: a function that returns the residual to add to the output projection, given the hidden states.
+        """
         kernels, shown = self._compute.kernels, self._store.weights
         attention = Attention(
             self._states,
@@ -130,7 +133,7 @@ class Topology:
         return attention, moe
 
     def _layers(self, attention: Attention, moe: MoELayer) -> Verbs:
-        """The verbs of layers, those before them, and those that move pages."""
+        """Return the functions of the verbs that compute layers, embed tokens and move pages."""
         store, experts = self._store, self._experts
         verbs: Verbs = {
             "embed": attention.embed,
@@ -155,7 +158,7 @@ class Topology:
         return verbs if self._plan.machine.unified else verbs | self._host(attention)
 
     def _host(self, attention: Attention) -> Verbs:
-        """The verbs that exist where accelerator and host have memories of their own."""
+        """Return the functions of the verbs that exist only where accelerator and host have memories of their own."""
         plan, states, compute, store = self._plan, self._states, self._compute, self._store
         exchanged = ExchangeRows(plan, compute)
         host = HostSide(plan, states, compute, store, attention, exchanged, self.kv_slots)
@@ -194,7 +197,7 @@ class Topology:
         )
 
     def _ends(self, tokens: NextTokens) -> Verbs:
-        """The verbs that end a step."""
+        """Return the functions of the verbs that end a step: `sample`, and in a beam search `reorder`."""
         verbs: Verbs = {"sample": tokens.sample_next}
         return verbs | inferring({"reorder": self._beams.reorder}) if self._beams else verbs
 
@@ -203,7 +206,7 @@ class Topology:
 
 
 def inferring(verbs: Mapping[str, Verb]) -> Verbs:
-    """Wrap each verb so that it runs in torch's inference mode."""
+    """Wrap the function of each verb so that it runs in torch's inference mode."""
     return {name: _inferring(verb) for name, verb in verbs.items()}
 
 

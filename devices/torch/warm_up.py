@@ -1,4 +1,4 @@
-"""Warm-up of a GPU: the kernels of a plan run once on scratch data, so that its first step is like its second.
+"""Warm-up of a GPU: runs the kernels of a plan once on made-up data, so that the first step is as fast as the second.
 
 CUDA loads a kernel when it is first launched, cuBLAS takes a workspace for each stream, and torch's allocator maps
 memory as it grows. Together that takes more than half a second, which would count as prefill.
@@ -40,7 +40,7 @@ from .resident_pages import ResidentPages
 from .weights import WeightStore, merged_tensors
 
 MOST_TOKENS = 4096
-"""Tokens of a micro-batch beyond which kernels are the same."""
+"""Number of tokens of a micro-batch beyond which the same kernels run."""
 
 _PREFILL, _DECODE = (
     Kernel(
@@ -51,13 +51,14 @@ _PREFILL, _DECODE = (
 
 
 class Shapes(NamedTuple):
-    """The sizes of a plan's largest micro-batches, where all sequences count as equally long.
+    """The sizes of a plan's largest micro-batches, as if all sequences were equally long.
 
     Attributes:
-        prompts, length: number of sequences in prefill, and tokens of each.
-        sequences, cached: number of sequences in decode, and cached tokens that each attends to; 0 where only the host
-            has attention.
-        workspace: bytes that the plan has for kernels.
+        prompts: number of sequences in prefill.
+        length: number of tokens of each of these.
+        sequences: number of sequences in decode.
+        cached: number of cached tokens that each of these attends to; 0 where only the host runs attention.
+        workspace: bytes that the plan reserves for kernels' intermediate results.
     """
 
     prompts: int
@@ -68,7 +69,10 @@ class Shapes(NamedTuple):
 
 
 def shapes_of(plan: Plan, kv: Tensor | None) -> Shapes:
-    """The shapes of a plan; those for attention fit in `kv`, the accelerator's memory for keys and values, if any."""
+    """Return the sizes of a plan's largest micro-batches for a warm-up.
+
+    kv: memory of the accelerator for keys and values, which limits the cached tokens; None without any.
+    """
     chunks = plan.chunks.values()
     tokens = min(MOST_TOKENS, max(sum(chunk.tokens) for chunk in chunks))
     length = min(tokens, max(max(chunk.tokens) for chunk in chunks))
@@ -79,14 +83,14 @@ def shapes_of(plan: Plan, kv: Tensor | None) -> Shapes:
 
 
 def memory_for_kv(states: Sequence[MicroBatchState], kv_slots: Sequence[Tensor]) -> Tensor | None:
-    """The largest memory for keys and values on the accelerator, a KV cache or a slot; None if there is none."""
+    """Return the largest tensor on the accelerator for keys and values, a KV cache or a slot; None without any."""
     caches = [cache.slots for state in states for cache in state.caches]
     there = (memory for memory in (*caches, *kv_slots) if not memory.is_cpu)
     return max(there, key=torch.Tensor.numel, default=None)
 
 
 class ExpertWarmUp:
-    """Runs the kernels of experts once at a plan's sizes, and drops the results.
+    """Runs the kernels of experts once at a plan's sizes, and drops the results; for a node that has only experts.
 
     Args:
         config: a model of one layer.
@@ -100,16 +104,16 @@ class ExpertWarmUp:
 
     @torch.inference_mode()
     def run(self, shapes: Shapes) -> None:
-        """Make the allocator map the workspace, and run all kernels once, on the current stream."""
+        """Make the allocator map the plan's workspace, and run all kernels once, on the current stream."""
         torch.empty(shapes.workspace, dtype=torch.uint8, device=self._compute.accelerator)
         self._layer(shapes)
         self._expert(max(shapes.prompts * shapes.length, shapes.sequences))
 
     def _layer(self, shapes: Shapes) -> None:
-        """Run the kernels of a layer but the experts'; here none, for a node that has only experts."""
+        """Run all kernels of a layer except the experts'; none in this class, for a node that has only experts."""
 
     def _expert(self, most: int) -> None:
-        """Run an expert on 1, 2, 4, ... up to `most` rows, since nobody knows how many it will have."""
+        """Run an expert on 1, 2, 4, ... up to `most` rows: its number of rows in a step is not known in advance."""
         compute, most = self._compute, min(most, EXPERT_TILE)
         x_nD = torch.zeros((most, self._config.hidden), dtype=compute.dtype, device=compute.accelerator)
         y_nD = torch.empty_like(x_nD)
@@ -119,9 +123,11 @@ class ExpertWarmUp:
 
 
 class WarmUp(ExpertWarmUp):
-    """Runs each kernel of a layer, and those of sampling, once at a plan's sizes, and drops the results.
+    """Runs all kernels of a layer and of sampling once at a plan's sizes, and drops the results.
 
     Args:
+        global_weights: the weights outside the layers.
+        rank: number of this rank, from 0.
         kv: memory of the accelerator for keys and values, which the warm-up overwrites; None without any.
     """
 
@@ -156,7 +162,7 @@ class WarmUp(ExpertWarmUp):
         self._tokens = NextTokens(global_weights.head, states, kernels, library, choice, lambda _: "")
 
     def _layer(self, shapes: Shapes) -> None:
-        """Run the kernels of a layer but the experts', as in prefill and as in decode."""
+        """Run all kernels of a layer except the experts', once as in prefill and once as in decode."""
         self._prefill(shapes.prompts, shapes.length)
         self._decode(shapes.sequences, shapes.cached)
         self._states.clear()
@@ -185,7 +191,14 @@ class WarmUp(ExpertWarmUp):
         self._tokens.likeliest(state)
 
     def _state(self, sequences: int, new: int, room: int, device: torch.device) -> MicroBatchState:
-        """Make the state of a micro-batch whose sequences have `new` tokens, with a KV cache for `room` tokens each."""
+        """Make the state of a micro-batch, with a KV cache.
+
+        Args:
+            sequences: number of sequences.
+            new: number of new tokens of each sequence.
+            room: number of tokens of each sequence that the cache has room for.
+            device: torch device of the cache.
+        """
         state = MicroBatchState(range(sequences), [[0] * new] * sequences)
         blocks = sequences * cached_tokens(room) // KV_BLOCK_TOKENS
         borrowed = device != HOST and self._kv is not None and _blocks_in(self._kv, self._config) >= blocks
@@ -214,7 +227,7 @@ class WarmUp(ExpertWarmUp):
 
 
 def _blocks_in(kv: Tensor, config: ModelConfig) -> int:
-    """The number of blocks of one layer that fit in memory for keys and values."""
+    """Return the number of blocks of one layer's KV cache that fit in the memory of the tensor `kv`."""
     return kv.numel() // (KV_BLOCK_TOKENS * config.attention.cache_width)
 
 
@@ -224,7 +237,7 @@ class WarmUps:
     A warm-up has a thread of its own; when that ends, torch gives its cuBLAS handle to the next thread that multiplies.
 
     Attributes:
-        on_thread: called first on that thread.
+        on_thread: a function that is called first on that thread; None for none.
     """
 
     def __init__(self) -> None:
@@ -234,16 +247,23 @@ class WarmUps:
         self._seconds: Future[float] | None = None
 
     def is_new(self, shapes: Shapes) -> bool:
-        """True at the first call with these shapes."""
+        """Test whether these sizes are new, and remember them."""
         before = len(self._known)
         self._known.add(shapes)
         return len(self._known) > before
 
     def start(self, work: Callable[[], object], loading: ResidentPages) -> Callable[[PageTransfer], None]:
-        """Start a warm-up on its thread; an earlier one must have ended.
+        """Start a warm-up on a thread of its own; an earlier one must have ended.
 
-        Returns a function to call before each `load`: it waits for the warm-up's end before the last resident pages are
-        loaded, whose memory the warm-up borrows. If no pages are to be loaded, the warm-up ends before this returns.
+        If no pages are to be loaded, this waits until the warm-up has ended.
+
+        Args:
+            work: runs the warm-up.
+            loading: the resident pages; the warm-up borrows the memory of those that are not loaded yet.
+
+        Returns:
+            a function to call before each task `load`: before the last pages are loaded, it waits for the warm-up's
+            end.
         """
         self._thread = ThreadPoolExecutor(1, "warm-up", self.on_thread)
         self._seconds = self._thread.submit(_timed, work)
@@ -262,27 +282,30 @@ class WarmUps:
             self._thread.shutdown()
 
     def _wait(self) -> None:
-        """Wait for the warm-up, and raise its error."""
+        """Wait until the warm-up has ended, and raise its error if it failed."""
         self.end()
         if self._seconds is not None:
             self._seconds.result()
 
     def seconds(self) -> float | None:
-        """The seconds that the warm-up took, once it has ended; None if there was none, or it failed."""
+        """Wait for the warm-up, and return the seconds that it took; None if there was none, or it failed."""
         self.end()
         return None if self._seconds is None or self._seconds.exception() else self._seconds.result()
 
     def forget(self) -> None:
-        """End the warm-up of the previous batch."""
+        """Wait until the warm-up of the previous batch has ended, and forget its time."""
         self.end()
         self._seconds = None
 
 
 def stand_in(layout: WeightLayout, store: WeightStore) -> Weights | None:
-    """Tensors of a layer with experts for a warm-up, with any contents, in memory whose pages are not loaded yet.
+    """Return tensors of a layer with experts for a warm-up, with any contents.
 
-    Resident pages are in the memory that they will have, so that their matrices are whole; all others share one slot.
-    Returns None if there is no such memory.
+    They are in memory whose pages are not loaded yet. A resident page is in the memory that it will have, so that its
+    matrices are whole; all other pages share one slot.
+
+    Returns:
+        the tensors; None if there is no such memory.
     """
     size = store.reader.slot_bytes
     arenas = (arena for arena in store.arenas.values() if not arena.on_cpu and len(arena))

@@ -1,4 +1,4 @@
-"""The weights of a model on torch: resident pages, pages in slots of pools, pages of the host, mapped files."""
+"""The weights of a model on torch: resident pages, pages in slots of pools, pages on the host, and mapped files."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from .page_copies import PageCopies
 from .resident_pages import ResidentPages
 
 MOST_ARRANGING = 3
-"""Most threads that pack resident pages while others are read; memory is the limit of more."""
+"""Most threads that pack resident pages while others are read; more would be slowed down by memory."""
 
 MOST_COPYING = 8
 """Most threads that read pages for a GPU; a single one does not reach the rate of the page cache."""
@@ -41,25 +41,25 @@ READS_IN_FLIGHT = 8
 """Reads of one transfer at a time, so that the disk has work while a thread waits for a busy core."""
 
 MOST_PLACES = 4096
-"""Most combinations of slots whose weights are remembered; streamed weights come back to the same ones."""
+"""Most combinations of slots for which the weights' number is kept; streamed weights come back to the same slots."""
 
 _log = Log(__name__)
 
 
 class WeightStore:
-    """The weights of one model, for batch after batch; pages that are resident in successive batches are read once.
+    """The weights of one model, from batch to batch; pages that are resident in successive batches are read once.
 
     Args:
-        compute: the accelerator; packs resident pages, or has the memory that they are copied to.
+        compute: packs weights for the CPU, or has the GPU whose memory pages are copied to.
         direct: as for `TorchDevice`.
-        map_files: have a GPU copy from the page cache where that is possible.
+        map_files: whether a GPU copies pages directly from the page cache where that is possible.
 
     Attributes:
-        reader: reads the checkpoint's files.
+        reader: reads pages from the checkpoint's files.
         resident: the resident pages in the memory that kernels read.
-        arenas: the memory of each pool's slots.
-        home: the pages that host memory keeps, where the accelerator has a memory of its own.
-        copies: copies pages from the host's memory.
+        arenas: the memory of each pool's slots, by pool.
+        home: the pages that the host's memory keeps, where the accelerator has a memory of its own.
+        copies: copies pages from the host's memory to slots.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class WeightStore:
         self.resident = ResidentPages(self.reader, compute)
         self.arenas: dict[Pool, Arena] = {}
         self._numbers: dict[Hashable, int] = {}
-        """The number of the weights that were first in some combination of slots."""
+        """For each combination of slots, the number of the first weights that were in these slots."""
         self._host = ""
         self._reading: Team | None = None
 
@@ -93,7 +93,9 @@ class WeightStore:
         return self.reader.bytes_read + mapped
 
     def begin(self, plan: Plan, tell: Progress = ignore_progress) -> None:
-        """Allocate memory by a batch's plan, for the pages that `load` and `fetch` bring in.
+        """Allocate the memory that a batch's plan declares, for the pages that `load` and `fetch` bring in.
+
+        tell: is called with the progress.
 
         Raises:
             MoeschedError: a file cannot be read.
@@ -128,7 +130,7 @@ class WeightStore:
             done += pool.nbytes
 
     def let_go(self) -> None:
-        """Free the previous batch's memory, except weights that may be resident in the next one."""
+        """Free the previous batch's memory, except weights that the next batch may also keep resident."""
         self.resident.close()
         self.arenas = {}
         self._numbers = {}
@@ -148,13 +150,13 @@ class WeightStore:
         self.reader.close()
 
     def load(self, task: PageTransfer) -> None:
-        """Start to load the resident pages of a task; those at home on the host are there already."""
+        """Start to load the resident pages of a task; pages that the host's memory keeps are there already."""
         for page, slot in zip(task.pages, task.slots, strict=True):
             if slot.memory != self._host or self.home.get(page) is None:
                 self.resident.load(page)
 
     def fetch(self, task: PageTransfer) -> None:
-        """Bring a task's pages into their slots."""
+        """Read a task's pages into its slots; where files are mapped, map the pages instead."""
         pairs = list(zip(task.pages, task.slots, strict=True))
         if self._mapped is not None:
             for page, slot in pairs:
@@ -167,7 +169,10 @@ class WeightStore:
         )
 
     def weights(self, view: View[Any]) -> Weights:
-        """The weights in a view of pages, by their names within the layer."""
+        """Return the tensors of the pages in a view, by their names within the layer.
+
+        view: pages of one layer with the slots that they are in.
+        """
         if view.bound is None:
             view.bound = merged_tensors(
                 (
@@ -183,13 +188,13 @@ class WeightStore:
         return bound
 
     def _number(self, weights: Weights) -> None:
-        """Give weights the number of earlier ones in the same places, so that kernels bound to those are used again."""
+        """Give weights the number of earlier weights in the same memory, so that kernels bound to these are reused."""
         if len(self._numbers) == MOST_PLACES:
             self._numbers.clear()
         weights.number = self._numbers.setdefault((weights.layer, weights.places()), weights.number)
 
     def bytes(self, slot: Slot) -> Tensor:
-        """The memory of a slot of a pool."""
+        """Return the memory of a slot of a pool, uint8."""
         return self.arenas[slot.pool].slot(slot.index)
 
     def _map_files(self) -> MappedPages | None:
@@ -206,9 +211,16 @@ class WeightStore:
             return None
 
     def _staging(self, pages: int, most: int) -> list[Tensor]:
-        """The staging buffers for loading resident pages: unused slots of pools, or memory that is freed afterwards.
+        """Choose the buffers that resident pages are read to before they are packed or copied to a GPU.
 
-        pages: number of pages to load. most: most buffers on the CPU.
+        These are unused slots of pools, or new memory that is freed after the loading.
+
+        Args:
+            pages: number of pages to load.
+            most: most buffers on the CPU.
+
+        Returns:
+            uint8 tensors, each for the largest page.
         """
         compute = self._compute
         at_once = min(MOST_ARRANGING + 1, most) if compute.on_cpu else MOST_COPYING
@@ -250,9 +262,12 @@ class WeightStore:
 
 
 def merged_tensors(pages: Iterable[NamedBlocks], *, joins: bool, layer: Layer) -> Weights:
-    """Merge the tensors of some pages of a layer, by their names within the layer; q, k and v become one matrix "qkv".
+    """Collect the tensors of some pages of a layer by their names within the layer; q, k and v become one matrix "qkv".
 
-    joins: whether row blocks that follow each other in memory become one block.
+    Args:
+        pages: the row blocks of each page's tensors, by canonical name.
+        joins: whether row blocks that follow each other in memory become one block.
+        layer: description of the layer.
     """
     merged = Weights(layer=layer)
     for tensors in pages:
