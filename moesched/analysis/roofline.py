@@ -144,8 +144,7 @@ def _computation(hierarchy: Hierarchy, block: str, variant: str, intensity: Inte
 
 
 def _split(hierarchy: Hierarchy, batch_size: int, micro_batch_size: int) -> Split:
-    """Return the paper's division of work: attention on the lower level if it has a processor, all else on the upper.
-    """
+    """Return the paper's division of work: attention on the lower level if that has a processor, else nothing there."""
     computes = hierarchy.lower.peak > 0
     return Split(
         batch_size=batch_size,
