@@ -144,7 +144,10 @@ def _computation(hierarchy: Hierarchy, block: str, variant: str, intensity: Inte
 
 
 def _split(hierarchy: Hierarchy, batch_size: int, micro_batch_size: int) -> Split:
-    """Return the paper's division of work: attention on the lower level if that has a processor, else nothing there."""
+    """Return the paper's division of work.
+
+    The lower level computes attention if it has a processor; the upper level computes all else.
+    """
     computes = hierarchy.lower.peak > 0
     return Split(
         batch_size=batch_size,
