@@ -1,10 +1,10 @@
-"""The bottleneck of a run: the lane or cause on its critical path whose relief would shorten the run most.
+"""Finds the bottleneck of a run: the lane or cause on the critical path whose relief would shorten the run most.
 
-The critical path alone does not tell: where a fetch and a kernel alternate because the pool is full, each has half of
-the path, and relief of one may save nothing. So the run is replayed once per relief: a lane is twice as fast, transfers
-wait for no room and pages stay that a pool of twice the slots would keep, the policy waits for no router, or no rank
-waits for another. Time of the policy and the driver lies between tasks and is not replayed: a relief counts as half of
-it.
+The length of a part of the critical path does not show the time that its relief would save: where fetches and kernels
+alternate because the pool is full, each has half of the path, and relief of one may save nothing. So the run is
+replayed once per relief: a lane is twice as fast, transfers do not wait for room and pages stay that a pool of twice
+the slots would keep, the policy does not wait for the router, or ranks do not wait for each other. Time of the policy
+and the driver lies between tasks and is not replayed; half of this time counts as saved.
 """
 
 from __future__ import annotations
@@ -38,16 +38,18 @@ MOST_TASKS = 5000
 
 
 class Bottleneck(msgspec.Struct, frozen=True, kw_only=True):
-    """The part of the critical path whose relief would shorten the run most: the tasks of a lane, or a cause.
+    """The part of the critical path whose relief would shorten the run most: the tasks of one lane, or one cause.
 
     Attributes:
-        lane: title of the lane that is too slow, or that waits for the policy, driver, another rank, room or a router.
-        kind: the verb that takes most of this time; "policy" or "host" for the time between tasks.
+        lane: title of the lane that is too slow, or of the lane that waits for the policy, the driver, another rank,
+            room or a router.
+        cause: the reason why the critical path waited for these tasks or spent this time.
+        kind: the verb that takes most of `seconds`; "policy" or "host" for the time between tasks.
         kind_seconds: the part of `seconds` that tasks of `kind` on this lane take.
-        line: the policy's line that submitted most of these tasks, as file:line; empty if none is known.
-        seconds: time on the critical path.
+        line: the line of the policy that submitted most of these tasks, as file:line; empty if none is known.
+        seconds: time of this part on the critical path.
         share: `seconds` over the time of the run.
-        saved: share of the run's time that a relief would save.
+        saved: share of the run's time that the relief would save, from 0 to 1.
     """
 
     lane: str
@@ -64,8 +66,8 @@ class _Part(NamedTuple):
     """Stretches of the critical path that one relief would shorten.
 
     Attributes:
-        lane: the lane to blame, or the network's lanes of all ranks; empty if a cause is.
-        cause: the cause to blame; None if a lane is.
+        lane: title of the lane to blame, or the name of the network's lanes of all ranks; empty if a cause is to blame.
+        cause: the cause to blame; None if a lane is to blame.
     """
 
     lane: str
@@ -85,7 +87,7 @@ def bottleneck(
     Args:
         recording: the run, without the loading of weights.
         stretches: the run's critical path, in order of time.
-        returning: fetches that a larger pool would not need.
+        returning: keys of the fetches that a pool with twice the slots would not need.
     """
     parts = _parts(stretches, _networks(recording))
     if not parts:
@@ -113,7 +115,7 @@ def bottleneck(
 
 
 def _networks(recording: Recording) -> dict[str, str]:
-    """Map the title of each lane that ran collectives to its name, which is the same on all ranks."""
+    """Map the title of each lane that ran collectives to the lane's name, which is equal on all ranks."""
     titles = recording.titles
     lanes = {each.lane for each in recording.slices if each.ticket >= 0}
     return {titles[lane]: lane.name for lane in lanes}
@@ -152,14 +154,18 @@ def _savings(recording: Recording, parts: Sequence[_Part], returning: Set[Key]) 
 
 
 def _first_of_middle(recording: Recording) -> int:
-    """Return the index of the first of the `MOST_TASKS` slices around the middle of the run's time."""
+    """Return the index of the first of `MOST_TASKS` slices that lie around the middle of the run's time."""
     slices = recording.slices
     middle = bisect_left(slices, (recording.start + recording.end) // 2, key=lambda each: each.end)
     return max(0, min(middle - MOST_TASKS // 2, len(slices) - MOST_TASKS))
 
 
 def _relieved(recording: Recording, part: _Part, returning: Set[Key]) -> tuple[Recording, list[int]]:
-    """Return the recording with one part relieved, and the nanoseconds of each slice: half for a slow lane."""
+    """Return the recording after the relief of one part of the critical path, and the nanoseconds of each slice.
+
+    The slices of a slow lane get half of their recorded nanoseconds. If a full pool is the cause, no transfer waits for
+    room, and fetches in `returning` take 0.
+    """
     durations = recording.durations
     if part.cause is None:
         slow = {lane for lane, title in recording.titles.items() if part.lane in (lane.name, title)}
@@ -199,7 +205,7 @@ def _length(recording: Recording, durations: Sequence[int]) -> int:
 
 
 def _most(stretches: Sequence[Stretch], field: Literal["lane", "kind", "cause", "line"]) -> Any:
-    """Return the value that a field of the stretches has for most of their time."""
+    """Return the value of a field, such as `kind`, that covers most of the time of the stretches."""
     spent: Counter[str] = Counter()
     for each in stretches:
         spent[getattr(each, field)] += each.nanoseconds

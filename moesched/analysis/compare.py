@@ -63,10 +63,10 @@ def compare_runs(
 
 
 def read_sides(sides: Sequence[Side | Path | str], *, replayed: bool = False) -> list[Side]:
-    """Read the runs to compare; with `replayed`, a replay of the first run is inserted after it.
+    """Read the runs to compare; with `replayed`, a replay of the first run is inserted as the second.
 
     Raises:
-        BadInput: there are fewer than two, a file is neither a trace nor a report, or a report is to be replayed.
+        BadInput: there are fewer than two runs, a file is neither a trace nor a report, or a report is to be replayed.
     """
     if len(sides) + replayed < 2:
         raise BadInput(f"{len(sides)} run given: name two traces or reports to compare")
@@ -102,7 +102,7 @@ def _row(measure: Measure, runs: Sequence[Side]) -> Row:
 
 
 def _error_percent(measure: Measure, first: Side, other: Side) -> float | None:
-    """Return the prediction's error in percent of the measurement; None unless exactly one side is predicted."""
+    """Return the error of a prediction in percent of the measured figure; None unless exactly one run is predicted."""
     if first.figures == other.figures:
         return None
     tested, reference = (first, other) if first.figures == "predicted" else (other, first)

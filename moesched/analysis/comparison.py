@@ -20,12 +20,12 @@ _WITHOUT_KIND = {"tasks": "other tasks", "between tasks": "between tasks", "grap
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """One figure of all compared runs; None for runs that lack it.
+    """One figure of all compared runs; None for runs that lack this figure.
 
     Attributes:
-        ratios: value of each run over that of the first run.
-        error_percents: for each run and the first: the prediction's error in percent of the measurement; None if both
-            are predicted or both are measured.
+        ratios: the figure of each run over that figure of the first run.
+        error_percents: for each run, beside the first run: the error of the prediction in percent of the measured
+            figure; None if both runs are predicted or both are measured.
     """
 
     section: Section
@@ -38,7 +38,12 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Title(msgspec.Struct, frozen=True, kw_only=True):
-    """Heading of a column of the comparison: a run. `replayed` is set if it is a replay of another run's durations."""
+    """A compared run at the head of its column: title, policy, model and machine.
+
+    Attributes:
+        figures: whether the run is predicted or measured.
+        replayed: whether the run is a replay of the durations of another run.
+    """
 
     title: str
     figures: Literal["predicted", "measured"]
@@ -73,7 +78,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
         return columns
 
     def _foretells(self, number: int) -> bool:
-        """Test whether exactly one of this run and the first run is a prediction."""
+        """Test whether exactly one of two runs is a prediction: the run at index `number`, or the first run."""
         return self.runs[number].figures != self.runs[0].figures
 
     def reasons(self) -> list[str]:
@@ -161,7 +166,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
         return lines
 
     def _published_prefills(self, columns: int) -> list[str]:
-        """Return the cells of the row below a predicted prefill: the usual error of such predictions."""
+        """Return the cells of the table's row below a predicted prefill: the published errors of such predictions."""
         name, error = PUBLISHED_PREFILLS
         cells = [name, "", *(error if _foretold(run) else "" for run in self.runs)]
         return [*cells, *[""] * (columns - len(cells))]

@@ -20,13 +20,14 @@ BETWEEN: tuple[Cause, ...] = ("policy", "host")
 
 
 class PathPart(msgspec.Struct, frozen=True, kw_only=True):
-    """Time on the critical path with one kind, lane and cause.
+    """Time on the critical path of tasks of one verb on one lane for one cause.
 
     Attributes:
         kind: the verb of the tasks that ran; "policy" or "host" for the time between tasks.
-        lane: title of the lane on which the tasks ran; for time between tasks, of the next task's lane.
+        lane: title of the lane on which the tasks ran; for time between tasks, of the lane of the task that follows.
         cause: the reason why the next task of the path waited for these tasks.
         tasks: number of tasks, or of stretches between tasks.
+        seconds: time of these tasks, or of these stretches between tasks.
         share: `seconds` over the time of the run.
     """
 
@@ -39,7 +40,10 @@ class PathPart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Stretch(NamedTuple):
-    """A stretch of the critical path, as in `PathPart`: a task, or the time before it; `line` is the policy's line."""
+    """One task on the critical path, or the time between two tasks; `kind`, `lane` and `cause` are as in `PathPart`.
+
+    `line` is the line of the policy that submitted the task, as file:line.
+    """
 
     kind: str
     lane: str
@@ -53,7 +57,8 @@ def stretches_of(
 ) -> Iterator[Stretch]:
     """Yield the stretches of the critical path, in order of time.
 
-    returning: fetches that a larger pool would not need; the budget is blamed for them.
+    Args:
+        returning: keys of the fetches that a larger pool would not need; their cause is the budget of the pool.
     """
     titles = recording.titles
     path = critical_path(recording, waits)

@@ -1,10 +1,10 @@
-"""Attribution of the time gap between two runs of the same work to kinds of task and lanes.
+"""Divides the difference in time between two runs of equal work among kinds of task and lanes.
 
-Busy times do not explain a gap, since lanes overlap: a kind of task may be twice as slow as predicted and cost nothing.
-So the second run is replayed (see replayed_run.py) while one kind of task after another gets the mean duration of the
-first run. The time saved at each replacement is that kind's part of the gap. Where two lanes are equally late, the
-order of replacements matters; the parts are therefore means over two orders, largest first and largest last. They add
-up to the gap.
+Busy times do not explain the difference, since lanes overlap: a kind of task may be twice as slow as predicted without
+making the run longer. So the second run is replayed (see replayed_run.py) while one kind of task after another gets the
+mean duration of the first run. The time saved by each replacement is the part of that kind. Where two lanes are equally
+late, the order of replacements matters; the parts are therefore means over two orders, largest first and largest last.
+The parts add up to the difference.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ Progress = Callable[[int, int], object]
 
 
 class Cause(msgspec.Struct, frozen=True, kw_only=True):
-    """One part of the time gap between two runs.
+    """One cause of the difference in time between two runs.
 
     Attributes:
         what: "tasks" for different durations on a lane; "between tasks" for dispatch and waiting for the host; "graph"
             for different tasks, order, or spread of durations.
         kind, lane, phase: verb, lane's title and phase of the tasks; empty if several groups are summed.
-        tasks: number of such tasks in the second run.
-        means: mean seconds of such a task in the first and second run; None for a run without such tasks.
-        seconds: time that this cause adds to the second run.
-        share: `seconds` over the gap; None if there is no gap.
+        tasks: number of these tasks in the second run.
+        means: mean seconds of these tasks in the first and in the second run; None for a run without such tasks.
+        seconds: time that this cause adds to the second run; negative if the second run is faster.
+        share: `seconds` over the whole difference; None if the runs take equally long.
     """
 
     what: Literal["tasks", "between tasks", "graph"]
@@ -52,7 +52,7 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LaneCause(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds and share of the gap that one lane causes, with its busy seconds in the first and second run."""
+    """Seconds and share of the time difference that one lane causes, and the lane's busy seconds in both runs."""
 
     lane: str
     busy_seconds: tuple[float, float]
@@ -61,7 +61,11 @@ class LaneCause(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Wait(msgspec.Struct, frozen=True, kw_only=True):
-    """Number and total seconds of the second run's waits, before a kind of task, for the policy or the driver alone."""
+    """Waits on the second run's critical path for the policy or the driver alone: their number and total seconds.
+
+    Attributes:
+        kind, lane: verb and lane's title of the tasks that started after these waits.
+    """
 
     kind: str
     lane: str
@@ -70,14 +74,15 @@ class Wait(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Difference(msgspec.Struct, frozen=True, kw_only=True):
-    """The time gap between two runs, without loading of weights, and its causes.
+    """The difference in time between two runs, without loading of weights, and its causes.
 
     Attributes:
-        places: indices of the first and second run in the comparison; if only one is predicted, it is the first.
+        places: indices of the first and the second run in the comparison; if only one run is predicted, that is the
+            first.
         run_seconds: duration of each run.
         replayed_seconds: duration of each run when its graph is replayed on the virtual clock with its own durations.
         seconds: duration of the second run minus that of the first.
-        causes: parts of the gap, which add up to it; largest first, but "graph" last.
+        causes: the causes, whose seconds add up to `seconds`; largest first, but "graph" last.
         lanes: the causes summed by lane.
         waits: waits between tasks on the critical path of the second run, longest first.
         works: amounts of work that differ, with the largest difference in time first.
@@ -172,7 +177,7 @@ def _group(each: Slice, titles: Mapping[LaneName, str]) -> _Group:
 
 
 def _parts(first: _Groups, second: _Groups) -> list[_Part]:
-    """Divide the groups of both runs into parts: the `MOST_CAUSES` that differ most, then all others as one part."""
+    """Divide the groups that both runs have into parts: the `MOST_CAUSES` that differ most, then all others as one."""
     common = [group for group in second if group in first]
     common.sort(key=lambda group: -_differ(group, first, second))
     others = common[MOST_CAUSES:]
@@ -180,14 +185,18 @@ def _parts(first: _Groups, second: _Groups) -> list[_Part]:
 
 
 def _differ(group: _Group, first: _Groups, second: _Groups) -> float:
-    """Return the difference of a group's mean durations, times its tasks in the second run, in seconds."""
+    """Return the difference of a group's mean seconds in both runs, times the number of its tasks in the second run."""
     return abs(_mean(second[group]) - _mean(first[group])) * len(second[group])
 
 
 def _losses(
     run: Recording, groups: Sequence[_Groups], parts: Sequence[_Part], steps: _Progress
 ) -> list[float]:
-    """Return the seconds saved in a replay as one part after another gets the mean durations of the first run."""
+    """Replay the second run while one part after another gets the mean durations of the first run.
+
+    Returns:
+        The seconds that each part saves, in the order of `parts`.
+    """
     first, second = groups
     titles = run.titles
     durations = run.durations
@@ -206,7 +215,12 @@ def _losses(
 
 
 def _as_in_first(nanoseconds: int, first: float, second: float) -> int:
-    """Scale a duration by first / second, mean seconds of its group in both runs; return `first` if `second` is 0."""
+    """Scale the nanoseconds of a task by the ratio first / second.
+
+    Args:
+        first, second: mean seconds of the task's group in the first and the second run; if `second` is 0, `first` is
+            returned, in nanoseconds.
+    """
     return round(nanoseconds * (first / second)) if second else round(first * 1e9)
 
 
@@ -247,7 +261,14 @@ def _lanes(
     losses: Sequence[float],
     gap: float,
 ) -> list[LaneCause]:
-    """Sum losses by lane; a part of several groups is divided in proportion to their differences in duration."""
+    """Sum losses by lane.
+
+    The loss of a part with several groups is divided in proportion to their differences in duration.
+
+    Args:
+        losses: seconds that each of `parts` adds to the second run.
+        gap: seconds of the second run minus those of the first.
+    """
     first, second = groups
     seconds: dict[str, float] = {}
     for part, loss in zip(parts, losses, strict=True):

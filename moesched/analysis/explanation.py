@@ -20,7 +20,7 @@ from moesched.trace.waits import waits_of
 
 
 class PoolUses(msgspec.Struct, frozen=True, kw_only=True):
-    """Uses of a pool's pages in the whole run, each counted in pages; see `Counted`."""
+    """Numbers of pages of a pool that were fetched, found, missed, prefetched in vain, or cancelled in a whole run."""
 
     fetched: int
     hits: int
@@ -30,10 +30,10 @@ class PoolUses(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HandoverTime(msgspec.Struct, frozen=True, kw_only=True):
-    """Time between tasks: overheads before the tasks of one kind, on the critical path or not.
+    """Time lost before tasks of one verb on one lane, on the critical path or not.
 
     Attributes:
-        tasks: number of such tasks.
+        tasks: number of these tasks.
         dispatch_seconds: total time to wake the lane's thread.
         submit_seconds: total time in which the lane was idle until the policy submitted the task.
     """

@@ -31,10 +31,10 @@ RELIEFS = {
 
 
 class Table(NamedTuple):
-    """A table as text.
+    """A table as text: titles of columns, and rows of cells.
 
     Attributes:
-        figures: number of columns at the right that hold numbers.
+        figures: number of columns, counted from the right, that hold numbers.
     """
 
     columns: list[str]
@@ -116,7 +116,7 @@ def _lanes(explanation: Explanation) -> Table:
 
 
 def _first(lane: LaneTime) -> str:
-    """Name the tasks that a lane waited for longest."""
+    """Name the verb and lane of the tasks that a lane waited for longest; empty if the lane waited for no task."""
     if not lane.causes or not lane.causes[0].kind:
         return ""
     return f"{lane.causes[0].kind} on {lane.causes[0].lane}"

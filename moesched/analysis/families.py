@@ -1,4 +1,7 @@
-"""Families of tasks, and their colours in pictures, which colour-blind readers can tell apart."""
+"""Families of tasks, such as weights or experts, which have one colour each in pictures.
+
+Colour-blind readers can tell the colours apart.
+"""
 
 from __future__ import annotations
 
@@ -54,5 +57,5 @@ def family_of(task: TaskInfo) -> Family:
 
 
 def family_of_verb(verb: str) -> Family:
-    """Return the family of a task by its verb, if the task is neither a transfer of weights nor a collective."""
+    """Return the family of a verb, for tasks that are neither a transfer of weights nor a collective."""
     return _FAMILIES.get(verb, "other")

@@ -1,7 +1,7 @@
-"""Overheads between the tasks of a measured run: waking the thread of a lane, and the policy's own time.
+"""Times between the tasks of a measured run: to wake the thread of a lane, and the policy's own time.
 
-Both are recorded for each task. A replay uses their means by kind, a few dozen figures per run: replaying each task's
-own overhead would merely reproduce its start time.
+Both times are recorded for each task. A replay uses their means by kind of task, a few dozen figures per run: with the
+times of each task, a replay would merely reproduce the recorded starts.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from moesched.trace.recording import LaneName, Recording
 
 
 class Handover(NamedTuple):
-    """Overheads before a task, in nanoseconds.
+    """Times that pass before a task starts, in nanoseconds.
 
     Attributes:
         submit_delay: time that the policy takes to submit the task while its lane is idle; 0 if the lane is busy.
@@ -26,7 +26,7 @@ class Handover(NamedTuple):
 
 
 def mean_handovers(recording: Recording) -> list[Handover]:
-    """Return for each slice the mean overheads of its kind; 0 if none were recorded, as in predictions."""
+    """Return for each slice the mean times before tasks of its kind; 0 if none were recorded, as in predictions."""
     submit_delays = _means(_submit_delays(recording))
     dispatches = _means(_dispatches(recording))
     return [
@@ -36,7 +36,11 @@ def mean_handovers(recording: Recording) -> list[Handover]:
 
 
 def awaits_in_order(recording: Recording, rank: int) -> list[tuple[int, int]]:
-    """Return (tasks submitted before, index of the slice) of each slice that a rank's policy awaited, in order."""
+    """Return the slices that a rank's policy awaited, in order.
+
+    Returns:
+        Pairs of the number of tasks that the policy submitted before it awaited, and the index of the awaited slice.
+    """
     return sorted(
         (each.awaited_at, index)
         for index, each in enumerate(recording.slices)
@@ -61,7 +65,10 @@ def _means(measured: _Measured) -> Mapping[int, int]:
 
 
 def _submit_delays(recording: Recording) -> _Measured:
-    """Yield submit delays; the kind is (rank, verb, whether the policy was woken). A rank's first delay is left out."""
+    """Yield the submit delay of each slice, with its key: (rank, verb, whether the policy had just awaited a task).
+
+    The first delay of each rank is left out.
+    """
     slices = recording.slices
     for rank in {lane.rank for lane in recording.lanes}:
         awaits = iter(awaits_in_order(recording, rank))
@@ -77,7 +84,10 @@ def _submit_delays(recording: Recording) -> _Measured:
 
 
 def _dispatches(recording: Recording) -> _Measured:
-    """Yield dispatch times; the kind is the lane, and what the task waited for: lane, another task, or policy."""
+    """Yield the dispatch time of each slice, with its key: the lane, and what the task waited for.
+
+    A task waited for the policy, for its lane, or for another task.
+    """
     ends: dict[LaneName, int] = {}
     for index, each in enumerate(recording.slices):
         after_lane = each.start - each.dispatch == ends.get(each.lane)

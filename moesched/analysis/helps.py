@@ -1,4 +1,4 @@
-"""The changes of a run that would save most of its time, found by replaying its first steps with each.
+"""Finds the changes of a run that would save most of its time, by replays of the run's first steps with each change.
 
 Candidates come from the critical path: links at twice their rate, kernels in half their time, and no time between
 tasks. Only the first `MOST_TASKS` tasks are replayed; the time saved in the replayed decode steps is extrapolated to
@@ -91,7 +91,7 @@ def best_helps(found: Iterable[Help]) -> list[Help]:
 
 
 def _candidates(recording: Recording, path: Sequence[PathPart]) -> dict[str, str]:
-    """Map changes, in the syntax of `what_if`, to words; only those that may save `LEAST_SAVED` of the run."""
+    """Map changes, in the syntax of `what_if`, to words; only changes that may save `LEAST_SAVED` of the run's time."""
     words: dict[str, str] = {}
     most: dict[str, float] = {}
     for change, said, saved in _reliefs(recording, path):
@@ -101,9 +101,9 @@ def _candidates(recording: Recording, path: Sequence[PathPart]) -> dict[str, str
 
 
 def _reliefs(recording: Recording, path: Sequence[PathPart]) -> Iterator[tuple[str, str, float]]:
-    """Yield for each part of the critical path (change, words, upper bound of the share of time saved).
+    """Yield for each part of the critical path a change, the change in words, and the largest share that it could save.
 
-    Twice the speed saves at most half of a part; time between tasks may vanish whole.
+    The share is of the run's time. Twice the speed saves at most half of a part; time between tasks may vanish whole.
     """
     names = {title: lane.name for lane, title in recording.titles.items()}
     links = {each.lane.name for each in recording.slices if each.task.type == "PageTransfer"}
@@ -133,7 +133,10 @@ def _first_steps(recording: Recording) -> Recording | None:
 
 
 def _run_seconds(replay: Recording, decode_steps: int) -> float:
-    """Estimate the seconds of a run without loading: a replay's prefill, and `decode_steps` of its mean decode step."""
+    """Estimate the seconds of a whole run, without loading, from a replay of its first steps.
+
+    The estimate is the replay's prefill and `decode_steps` times its mean decode step.
+    """
     prefill, decode = 0.0, []
     for each in summarize(without_loading(replay)).steps:
         if phase_of(each.step) == "decode":

@@ -1,12 +1,13 @@
-"""The Hierarchical Roofline Model of MoE-Lightning (section 3): bounds on computations whose data lies a memory below.
+"""The Hierarchical Roofline Model of MoE-Lightning (section 3): bounds on computations whose data is in a lower memory.
 
-Symbols, as in the paper: i the upper level (an accelerator and its memory), j the lower one (the host and its memory,
-or a disk, where nothing computes); P peak FLOP/s of a level's processor, B bytes/s from its memory, B^{j,i} bytes/s of
-the link from j to i; I^i and I^j a computation's operational intensities: its FLOPs over the bytes that it accesses in
-the memory of that level (Definition 3.1), in FLOP/byte. N requests are a batch, µ of them a micro-batch.
+Symbols, as in the paper: i is the upper level (an accelerator and its memory), j the lower level (the host and its
+memory, or a disk, where nothing computes); P is the peak FLOP/s of a level's processor, B the bytes/s from its memory,
+and B^{j,i} the bytes/s of the link from j to i. I^i and I^j are a computation's operational intensities: its FLOPs over
+the bytes that it accesses in the memory of that level (Definition 3.1), in FLOP/byte. N requests are a batch, µ of them
+a micro-batch.
 
-The FLOPs and bytes are those that simulations use (`moesched.models.operations`), so they also count
-activations, which the paper omits, and only the experts that a small batch reaches.
+FLOPs and bytes are counted by `moesched.models.operations`, as in simulations: they include activations, which the
+paper omits, and only the experts that a small batch reaches.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Level(msgspec.Struct, frozen=True):
 
 
 class Hierarchy(msgspec.Struct, frozen=True):
-    """Two memory levels, and B^{j,i}: bytes per second of the link from the lower to the upper one."""
+    """Two memory levels, and the bandwidth B^{j,i} of the link from the lower to the upper one, in bytes per second."""
 
     upper: Level
     lower: Level
@@ -60,7 +61,7 @@ class Intensity(msgspec.Struct, frozen=True):
 
 
 class Bound(msgspec.Struct, frozen=True, order=True):
-    """The attainable FLOP/s of a computation, and the name of the roof that limits them, such as "gpu memory"."""
+    """The attainable FLOP/s of a computation, and the name of the limiting roof, such as "gpu memory"."""
 
     performance: float
     by: str
@@ -70,12 +71,16 @@ class Bound(msgspec.Struct, frozen=True, order=True):
 
 
 def ridge(level: Level) -> float:
-    """Return the FLOP/byte above which a level is bound by compute instead of memory (Eq. 3)."""
+    """Return the ridge of a level: the FLOP/byte above which compute limits computations instead of memory (Eq. 3)."""
     return level.peak / level.bandwidth
 
 
 def in_place(level: Level, intensity: float) -> Bound:
-    """Bound a computation on the level that holds its data (Eq. 8, from Eqs. 4 and 5)."""
+    """Bound the FLOP/s of a computation on the level whose memory holds its data (Eq. 8, from Eqs. 4 and 5).
+
+    Args:
+        intensity: FLOPs of the computation per byte of that memory.
+    """
     return min(
         Bound(level.peak, f"{level.name} compute"),
         Bound(level.bandwidth * intensity, f"{level.name} memory"),
@@ -83,7 +88,7 @@ def in_place(level: Level, intensity: float) -> Bound:
 
 
 def fetched(hierarchy: Hierarchy, intensity: Intensity) -> Bound:
-    """Bound a computation on the upper level while its data is fetched from the lower one (Eq. 7, with Eq. 6)."""
+    """Bound the FLOP/s of a computation on the upper level with data fetched from the lower level (Eqs. 6 and 7)."""
     return min(
         Bound(hierarchy.link * intensity.lower, hierarchy.link_name),
         in_place(hierarchy.upper, intensity.upper),
@@ -104,19 +109,22 @@ def first_turning_point(hierarchy: Hierarchy) -> float:
 def second_turning_point(hierarchy: Hierarchy, upper_intensity: float) -> float:
     """Return P2 (Eq. 10): the intensity I^j, in FLOP per byte of the lower memory, from which the link limits no more.
 
-    If the upper level is slower at I^i than the lower level's peak, P2 is below P1, and fetching never pays.
+    If the upper level, at intensity I^i, is slower than the peak of the lower level, P2 is below P1, and fetching never
+    pays.
 
-    upper_intensity: I^i, the computation's FLOPs per byte of the upper memory.
+    Args:
+        upper_intensity: I^i, the computation's FLOPs per byte of the upper memory.
     """
     return in_place(hierarchy.upper, upper_intensity).performance / hierarchy.link
 
 
 def balance_point(hierarchy: Hierarchy, upper_intensity: float) -> float | None:
-    """Return the intensity I^j, in FLOP per byte of the lower memory, at which link and upper memory limit equally.
+    """Return the intensity I^j, in FLOP per lower byte, at which link and upper memory limit equally (Eq. 11).
 
-    This is Eq. 11. None if the upper level's processor limits first, so that a higher I^i would not help.
+    None if the upper level's processor limits before its memory does, so that a higher I^i would not help.
 
-    upper_intensity: I^i, the computation's FLOPs per byte of the upper memory.
+    Args:
+        upper_intensity: I^i, the computation's FLOPs per byte of the upper memory.
     """
     intensity = hierarchy.upper.bandwidth * upper_intensity / hierarchy.link
     return intensity if upper_intensity <= ridge(hierarchy.upper) else None
@@ -131,10 +139,10 @@ def pays_to_fetch(hierarchy: Hierarchy, intensity: Intensity) -> bool:
 
 
 def attention_intensity(operations: Operations, context: int, kv_dtype: str) -> Intensity:
-    """Return the intensity of attention of one new token over `context` cached ones, without projections (Fig. 4).
+    """Return the intensity of one new token's attention over `context` cached tokens, without projections (Fig. 4).
 
-    It does not depend on the batch, since every request has a cache of its own. The upper level also reads queries and
-    writes outputs; for the lower level only the cache counts.
+    The intensity does not depend on the batch, since every request has a cache of its own. In the upper level, queries
+    that are read and outputs that are written count, too; in the lower level only the cache counts.
     """
     amount, cache = _attention(operations, 1, context, kv_dtype)
     return Intensity(amount.flops / amount.nbytes, amount.flops / cache)
@@ -154,12 +162,16 @@ def ffn_intensity(operations: Operations, batch_size: int, micro_batch_size: int
 
 
 def touched_expert_bytes(operations: Operations, tokens: int) -> float:
-    """Return the expected bytes of the weights of a layer's experts that `tokens` tokens are routed to."""
+    """Return the expected bytes of the weights of the experts in a layer that are chosen by any of `tokens` tokens."""
     return sum(part.size * part.times for part in operations.experts(tokens).parts)
 
 
 def batch_reaching(operations: Operations, lower_intensity: float) -> int | None:
-    """Return the smallest batch size whose FFN has this many FLOPs per byte of the lower memory; None if none has."""
+    """Return the smallest batch size, in requests, whose FFN reaches an intensity; None if no batch does.
+
+    Args:
+        lower_intensity: FLOPs per byte of the lower memory.
+    """
 
     def reached(batch: int) -> float:
         return ffn_intensity(operations, batch, 1).lower
@@ -172,13 +184,13 @@ def batch_reaching(operations: Operations, lower_intensity: float) -> int | None
 
 
 class Split(msgspec.Struct, frozen=True, kw_only=True):
-    """Split of a layer's decode work over the two levels: the 6-tuple of section 4.2.
+    """Division of a layer's decode work between the two levels: the 6-tuple of section 4.2.
 
     Attributes:
         batch_size, micro_batch_size: N and µ, numbers of requests.
         attention_on_gpu, ffn_on_gpu: A_g and F_g, whether the upper level computes attention and FFN.
         weights_on_gpu, kv_on_gpu: r_w and r_c, the shares of the experts' weights and of the KV cache, from 0 to 1,
-            that stay in the upper memory and need no fetching; they matter if the upper level computes.
+            that stay in the upper memory and are not fetched; ignored where the upper level does not compute.
     """
 
     batch_size: int
@@ -203,7 +215,10 @@ class LayerTime(msgspec.Struct, frozen=True):
 
 
 def compute_seconds(level: Level, amount: Amount) -> float:
-    """Return the seconds of a computation on a level if memory traffic and compute overlap (Eq. 14).
+    """Return the seconds of a computation on a level, where reading memory and computing overlap (Eq. 14).
+
+    Args:
+        amount: FLOPs and bytes of the computation.
 
     Raises:
         BadInput: the level has no processor.
@@ -245,10 +260,12 @@ def layer_time(
 
 
 def hierarchy_of(machine: Machine, dtype: str) -> Hierarchy:
-    """Return the accelerator above the host; if they share a memory, that memory above the one with the weights.
+    """Return the two levels of a machine: the accelerator above the host.
 
-    Several equal accelerators count as one with all their rates, as with tensor parallelism (section 4.3): each
-    has its own link, and together they cannot fetch faster than the lower memory is read, or than pages are pinned.
+    If accelerator and host share a memory, that memory is the upper level, and the memory with the weights the lower
+    one. Several equal accelerators count as one with the sum of their rates, as with tensor parallelism (section 4.3):
+    each has a link of its own, and all together fetch no faster than the lower memory is read, or than pages are
+    pinned.
 
     Raises:
         BadInput: the machine lacks one of these memories, the link, or a rate.
@@ -271,7 +288,14 @@ def hierarchy_of(machine: Machine, dtype: str) -> Hierarchy:
 
 
 def _fetching_bandwidth(machine: Machine, below: str, above: str) -> float:
-    """Return the bytes per second from `below` into all accelerators together, through pinned memory if it exists."""
+    """Return the bytes per second from one memory into all accelerators together.
+
+    Bytes pass through pinned memory if there is any.
+
+    Args:
+        below: name of the memory that is read.
+        above: name of the accelerator's memory.
+    """
     count = machine.accelerator_group.count
     pinned = machine.roles.pinned
     if pinned is None or pinned == below:
@@ -288,6 +312,6 @@ def _attention(operations: Operations, requests: int, context: int, kv_dtype: st
 
 
 def _micro_batches(split: Split) -> list[tuple[int, int]]:
-    """Return (size, number of micro-batches of that size) for a batch."""
+    """Return the micro-batches of a batch, as pairs: size in requests, and number of micro-batches of that size."""
     whole, rest = divmod(split.batch_size, split.micro_batch_size)
     return [(count, size) for count, size in ((whole, split.micro_batch_size), (1, rest)) if count and size]

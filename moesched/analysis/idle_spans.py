@@ -1,8 +1,8 @@
 """Idle spans of lanes, and their causes.
 
-A span ends when its lane's next task starts. That task waited last for another one, which waited for a third, and so
-on back in time. So every nanosecond of the span belongs to a task on this chain, or to the time between two of them, in
-which the policy or the driver ran.
+A span ends when its lane's next task starts. That task waited last for another task, which in turn waited for a third,
+and so on back in time. So every nanosecond of the span belongs to a task on this chain, or to the time between two
+tasks of the chain, in which the policy or the driver ran.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Part(NamedTuple):
     """A stretch of an idle span, with its cause.
 
     Attributes:
-        task: index of the slice that ran; with cause "policy" or "host", of the one that started afterwards; with cause
-            "finished", -1.
+        task: index of the slice that ran during the stretch; with cause "policy" or "host", of the slice that started
+            after the stretch; with cause "finished", -1.
     """
 
     cause: Cause
@@ -54,7 +54,7 @@ class IdleSpan(NamedTuple):
     """A span in which a lane was idle, in nanoseconds.
 
     Attributes:
-        before: index of the slice that ended it; -1 if the lane had no further task.
+        before: index of the slice that started at the end of the span; -1 if the lane had no further task.
         waited_for: index of the slice that `before` waited for last; -1 if it waited for none.
         parts: stretches that add up to the span, latest first.
     """
@@ -89,12 +89,21 @@ def idle_spans(recording: Recording, waits: Sequence[Wait]) -> dict[LaneName, li
 
 
 def cause_of(before: Slice, why: Why) -> Cause:
-    """Return the cause of the time in which slice `before` runs and another task waits for it for the reason `why`."""
+    """Return the cause of a stretch of idle time in which slice `before` runs, and another task waits for it.
+
+    Args:
+        why: the reason why that task waits for `before`.
+    """
     return "router" if why == "await" and before.task.verb in ROUTERS else _CAUSES[why]
 
 
 def _parts(recording: Recording, waits: Sequence[Wait], index: int, since: int) -> Iterator[Part]:
-    """Yield the parts of the idle span from `since` to the start of slice `index`, latest first."""
+    """Yield the parts of a lane's idle span, latest first.
+
+    Args:
+        index: the slice that started at the end of the span.
+        since: start of the span, in nanoseconds.
+    """
     slices = recording.slices
     until = slices[index].start
     first = waits[index].before

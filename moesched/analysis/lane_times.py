@@ -17,10 +17,11 @@ LONGEST_SPANS = 5
 
 
 class CauseTime(msgspec.Struct, frozen=True, kw_only=True):
-    """Idle time of a lane with one cause.
+    """Idle seconds of a lane with one cause.
 
     Attributes:
-        kind, lane: verb and lane of the tasks that ran meanwhile; for "policy" and "host", of those that came next.
+        kind, lane: verb and lane of the tasks that ran during this time; for "policy" and "host", of the tasks that
+            followed.
     """
 
     cause: Cause
@@ -35,8 +36,8 @@ class Span(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         start: seconds since the start of the recording.
         cause: cause of the span's longest part.
-        waited_for: the task that had to end first; empty if there is none.
-        before: the task that ended the span.
+        waited_for: the task that had to end before the next task could start; empty if there is none.
+        before: the task that started at the end of the span.
     """
 
     start: float
@@ -66,11 +67,11 @@ class LaneTime(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Together(msgspec.Struct, frozen=True, kw_only=True):
-    """Time by the number of lanes that were busy at once.
+    """Time of a recording, by the number of lanes that were busy at once.
 
     Attributes:
-        nanoseconds: time by the number of busy lanes.
-        alone: nanoseconds in which a lane was the only busy one, by lane.
+        nanoseconds: maps a number of lanes to the nanoseconds in which exactly that many were busy.
+        alone: maps a lane to the nanoseconds in which it was the only busy lane.
     """
 
     nanoseconds: list[int]

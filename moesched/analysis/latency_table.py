@@ -1,4 +1,4 @@
-"""Twiddler's microbenchmarks (Appendix A), as predicted by a machine's cost model."""
+"""Predicts Twiddler's microbenchmarks (Appendix A) by the cost model of a machine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ What = Literal["weight copy", "activation copy", "accelerator", "host"]
 
 
 class Latency(msgspec.Struct, frozen=True):
-    """Predicted latency of a workload: a copy, or an expert on `tokens` tokens (0 for copies of weights)."""
+    """Predicted seconds of a workload: a copy, or an expert that computes `tokens` tokens (0 for copies of weights)."""
 
     name: str
     what: What

@@ -34,6 +34,9 @@ def require_picture(path: Path, option: str = "--out") -> None:
 def require_matplotlib(option: str = "--out") -> None:
     """Check that matplotlib is installed.
 
+    Args:
+        option: the command-line option that asked for a picture, for the error message; "" if the picture is required.
+
     Raises:
         BadInput: matplotlib is not installed.
     """
@@ -58,7 +61,7 @@ def draw_picture(draw: Callable[[], Figure], path: Path | str, option: str = "--
 
 @contextmanager
 def drawing() -> Iterator[None]:
-    """Make drawing reproducible: within the context, ids in .svg files are not random."""
+    """Return a context in which ids in .svg files are not random, so that equal figures give equal files."""
     from matplotlib import rc_context
 
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "moesched"}):

@@ -1,4 +1,4 @@
-"""Errors of predictions of prefill times that others measured and published (docs/validation.md)."""
+"""Published errors of predictions of prefill times by other simulators (docs/validation.md)."""
 
 from __future__ import annotations
 

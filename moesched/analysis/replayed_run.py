@@ -1,15 +1,15 @@
 """Replay of a recorded run on the virtual clock, with recorded durations and new start times.
 
 A replay takes from the recording the tasks in program order with their durations and dependencies, the lanes and how
-each picks its next task, the classes of transfers, and the tasks that the policy awaited before it submitted more. It
-does not take start times. The duration of a replay is thus the part of the recorded time that graph and durations
+each picks its next task, the classes of transfers, and the tasks that the policy awaited before it submitted more.
+Start times are computed anew. The duration of a replay is thus the part of the recorded time that graph and durations
 explain; the rest passed between tasks.
 
-Transfers of the idle class ran when their lane had nothing else to do, and cancelled ones are not in the recording. The
-replay therefore keeps each of them before the tasks that followed it on its lane: it might otherwise run in a different
-gap.
+Transfers of the idle class ran when their lane had nothing else to do, and cancelled transfers are not in the
+recording. The replay therefore keeps each idle-class transfer before the tasks that followed it on its lane; otherwise
+it might run in a different gap.
 
-With `handovers`, the mean overheads between tasks are included (see `moesched.analysis.handovers`).
+With `handovers`, the mean times between tasks are included (see `moesched.analysis.handovers`).
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ def replay_recording(
     works: Sequence[Work] | None = None,
     handovers: bool = False,
 ) -> Recording:
-    """Replay a recording with the virtual driver; the result has no memory samples.
+    """Replay a recording with the virtual driver; the result is a recording without memory samples.
 
     Args:
         durations: nanoseconds of each slice; by default as recorded.
         works: work of each slice, with its time alone and its shares of resources, instead of durations.
-        handovers: whether to include the mean overheads between tasks.
+        handovers: whether to include the mean times between tasks.
 
     Raises:
-        BadInput: a task depends on one that was submitted later, so this is no recording of a run.
+        BadInput: a task depends on a task that was submitted later, so this is no recording of a run.
     """
     slices = recording.slices
     if durations is None:
@@ -85,7 +85,7 @@ _ALONE = Demand(0.0, ())
 
 
 class _AsRecorded:
-    """A cost model that is never asked, since all works of a replay state their own nanoseconds."""
+    """A cost model that is never called, since every work of a replay states its own nanoseconds."""
 
     def work(self, work: Work) -> Demand:
         raise BadInput(f"no duration was recorded of {work.kind}: record the run again")
@@ -95,7 +95,8 @@ class _Replay:
     """A policy that submits the tasks of a recording again.
 
     Args:
-        policy_lanes: for each rank a lane that runs the submit delays of its policy.
+        policy_lanes: for each rank the lane of extra tasks, which last as long as the policy's delays before it
+            submits.
     """
 
     def __init__(
@@ -190,7 +191,11 @@ def _idle_before(slices: Sequence[Slice]) -> list[tuple[int, ...]]:
 
 
 def timed_work(task: TaskInfo, nanoseconds: int, lead: int = 0) -> Work:
-    """Return a work of fixed duration for a task, after `lead` nanoseconds of overhead; it shares no resources."""
+    """Return a work of fixed duration for a task; the work shares no resources with other work.
+
+    Args:
+        lead: nanoseconds before the task starts, in addition to `nanoseconds`.
+    """
     return _timed(task.kind, task.resource, nanoseconds, lead)
 
 

@@ -1,4 +1,4 @@
-"""Fetches of experts that left their pool a short time before: a pool with twice the slots would still have them."""
+"""Finds fetches of experts that left their pool a short time before, and that twice the slots would have kept."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Key: TypeAlias = tuple[int, int]
 
 
 def key_of(each: Slice) -> Key:
-    """Return the key of a slice's task, which is the same in each part of a recording."""
+    """Return the key of a slice's task, (rank, id), which does not change if a recording is cut."""
     return each.lane.rank, each.id
 
 

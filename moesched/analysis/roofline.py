@@ -1,4 +1,4 @@
-"""Hierarchical Roofline Model of a model on a machine, with the figures of MoE-Lightning's Figs. 4 and 5."""
+"""Computes the Hierarchical Roofline Model of a model on a machine: the figures of MoE-Lightning's Figs. 4 and 5."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class Computation(msgspec.Struct, frozen=True, kw_only=True):
         variant: label in the picture, such as "int4" or "N = 512".
         intensity: FLOP/byte in each level's memory.
         first_turning_point, second_turning_point, balance_point: FLOP/byte in the lower level's memory (Eqs. 9 to 11).
-        fetched: bound on the upper level, with data from the lower one (Eq. 7).
-        in_place: bound on the lower level (Eq. 8); None if it has no processor.
-        better: name of the faster level's memory.
+        fetched: bound in FLOP/s on the upper level, with data from the lower level (Eq. 7).
+        in_place: bound in FLOP/s on the lower level (Eq. 8); None if the lower level has no processor.
+        better: name of the memory of the level that computes faster.
     """
 
     block: str
@@ -54,11 +54,13 @@ class RooflineReport(msgspec.Struct, frozen=True, kw_only=True):
         upper_ffn: bound of the FFN of a micro-batch whose weights are on the upper level (Eq. 8).
         batch_at_first_turning_point: the smallest batch for which fetching the FFN's weights pays; None if there is
             none.
-        batch_at_second_turning_point: the smallest batch for which the link no longer bounds the FFN.
-        split: split that `layer` is for: the largest batch; attention on the lower level if that has a processor.
+        batch_at_second_turning_point: the smallest batch for which the link no longer bounds the FFN; None if there is
+            none.
+        split: division of work that `layer` is for: the largest batch, with attention on the lower level if that has a
+            processor.
         layer: busy seconds of the link and of each level for one layer (Eqs. 12 to 14).
-        layer_seconds: the longest time in `layer`.
-        bound_by: name of the link or level with that time.
+        layer_seconds: the longest of the times in `layer`.
+        bound_by: name of the link or level with the longest time in `layer`.
     """
 
     model: str
@@ -142,7 +144,10 @@ def _computation(hierarchy: Hierarchy, block: str, variant: str, intensity: Inte
 
 
 def _split(hierarchy: Hierarchy, batch_size: int, micro_batch_size: int) -> Split:
-    """Return the paper's split: attention on the lower level; if that has no processor, all on the upper one."""
+    """Return the paper's division of work.
+
+    The lower level computes attention if it has a processor; the upper level computes all else.
+    """
     computes = hierarchy.lower.peak > 0
     return Split(
         batch_size=batch_size,

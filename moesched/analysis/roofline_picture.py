@@ -54,7 +54,7 @@ def _draw(report: RooflineReport) -> Figure:
 
 
 def _span(report: RooflineReport) -> tuple[float, float]:
-    """Return the range of FLOP/byte on both x-axes, which includes all intensities and turning points."""
+    """Return the lowest and highest FLOP/byte of both x-axes; the range includes all intensities and turning points."""
     hierarchy = report.hierarchy
     seen = [each.intensity.lower for each in (*report.attention, *report.ffn)]
     seen.append(report.upper_ffn.performance / hierarchy.upper.bandwidth)
@@ -96,7 +96,7 @@ def _roof(
 
 
 def _computations(axes: Axes, report: RooflineReport, computations: Sequence[Computation]) -> None:
-    """Draw each computation as a vertical line, with its FLOP/s if data is fetched and if it is computed in place."""
+    """Draw each computation as a vertical line, with its FLOP/s for fetched data and for data computed in place."""
     upper, lower = report.hierarchy.upper, report.hierarchy.lower
     for number, each in enumerate(computations):
         x = each.intensity.lower
@@ -141,7 +141,7 @@ def _first_turning_point(axes: Axes, report: RooflineReport) -> None:
 
 
 def _kernel(axes: Axes, report: RooflineReport, span: tuple[float, float]) -> None:
-    """Draw the FLOP/s of a whole micro-batch on the upper level, and the intensity from which the link sustains it."""
+    """Draw the FLOP/s of a micro-batch on the upper level, and the intensity from which the link sustains them."""
     performance = report.upper_ffn.performance
     label = (
         f"FFN of µ = {report.micro_batch_size} on {report.hierarchy.upper.name}: {format_flops(performance)}"

@@ -1,4 +1,4 @@
-"""Changes of a run that a replay can make, as users write them: a kind of change is a row of `KINDS`."""
+"""Parses the changes of a run that a replay can make, as users write them: a kind of change is a row of `KINDS`."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ Cost = Literal["time", "rate"]
 
 
 class Kind(NamedTuple):
-    """A kind of change, which multiplies a cost of some tasks and is written "WORD NAME xFACTOR".
+    """A kind of change, which multiplies one cost of some tasks, and which users write as "WORD NAME xFACTOR".
 
     Attributes:
         example: an example of such a change.
         effect: the effect of the example, in words.
-        named: the thing that NAME names, in words.
+        named: a description of the things that NAME may be, such as lanes.
         cost: the cost that FACTOR multiplies.
-        names: returns all names that occur in a run.
-        name_of: returns the name of a task on a lane.
+        names: a function that returns all values of NAME that occur in a recording.
+        name_of: a function from a task and its lane to the value of NAME that applies to the task.
     """
 
     example: str
@@ -69,8 +69,8 @@ class Change:
     """A change of a run.
 
     Attributes:
-        factors: factors of costs, by WORD of the kind of change and by name.
-        handovers: whether the replay has the time between tasks that the run had; otherwise it has none.
+        factors: factors of costs, by WORD of the kind of change and by NAME.
+        handovers: whether the replay includes the recorded mean times between tasks; otherwise no time passes there.
     """
 
     factors: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
@@ -86,10 +86,10 @@ class Change:
 
 
 def parse_change(text: str, recording: Recording) -> Change:
-    """Read a change of a run, or several joined by commas.
+    """Parse the text of a change of a run, or of several changes joined by commas.
 
     Raises:
-        BadInput: it cannot be read, or names what the run does not have.
+        BadInput: the text cannot be read, or names something that the run does not have.
     """
     factors: dict[str, dict[str, float]] = {}
     handovers = True

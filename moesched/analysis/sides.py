@@ -22,7 +22,7 @@ Unit = Literal["s", "share", "tokens/s", "tasks", "bytes", "GB/s", "GFLOP/s"]
 
 
 class Measure(msgspec.Struct, frozen=True):
-    """Key of a figure in a comparison: its section, a name in that section, the quantity, and its unit."""
+    """Key of a figure in a comparison: section, name within the section such as a lane's, quantity, and unit."""
 
     section: Section
     name: str
@@ -109,10 +109,10 @@ def trace_of(side: Side, what: str) -> Trace:
     """Return the trace of a run.
 
     Args:
-        what: the option that needs the trace, with a verb, such as "--trace shows", for the error message.
+        what: the option that needs the trace, followed by a verb, such as "--trace shows", for the error message.
 
     Raises:
-        BadInput: there is only a report.
+        BadInput: the run was read from a report.
     """
     if side.trace is None:
         raise BadInput(f"{side.title} is a report, and {what} traces: name what --trace wrote of the run")
@@ -125,7 +125,10 @@ class _ReportLane(msgspec.Struct):
 
 
 class _Report(msgspec.Struct, kw_only=True):
-    """The fields of a JSON report that are compared; without `measured`, reports with tokens count as measured."""
+    """The fields of a JSON report that are compared.
+
+    If `measured` is missing, a report counts as measured if it has `tokens`.
+    """
 
     lanes: dict[str, _ReportLane]
     measured: bool | None = None

@@ -1,4 +1,4 @@
-"""Windows of recordings, as rows of blocks to draw: tasks that are too narrow to see are merged."""
+"""Windows of recordings, as rows of blocks to draw; tasks that are too narrow to see are merged to one block."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ TYPICAL = 0.1
 
 
 class Window(NamedTuple):
-    """A part of a run, from `start` to `end` in nanoseconds; `name` says its steps or layers; empty for other spans."""
+    """A part of a run, from `start` to `end` in nanoseconds.
+
+    `name` describes its steps or layers; it is empty for a window that was given by times.
+    """
 
     start: int
     end: int
@@ -36,13 +39,13 @@ class Window(NamedTuple):
 
     @property
     def described(self) -> str:
-        """The window's name, length and start, as text."""
+        """The window's name, length and start, in words."""
         span = f"{format_seconds((self.end - self.start) / 1e9)} from {format_seconds(self.start / 1e9)}"
         return f"{self.name}, {span}" if self.name else span
 
 
 class Block(msgspec.Struct):
-    """A task, or several narrow ones of one family; times in nanoseconds since the window's start.
+    """A task, or several narrow tasks of one family, with times in nanoseconds since the window's start.
 
     Attributes:
         task: the task; None if the block is several tasks.
@@ -56,7 +59,7 @@ class Block(msgspec.Struct):
 
 
 class Row(NamedTuple):
-    """The part of one lane in a window, in order of time.
+    """The blocks of one lane in a window, in order of time.
 
     Attributes:
         cancelled: times of cancelled transfers, nanoseconds since the window's start.
@@ -68,7 +71,7 @@ class Row(NamedTuple):
 
 
 class Timeline(NamedTuple):
-    """The rows of a window of a run.
+    """The tasks of a window of a run, as one row of blocks per lane.
 
     Attributes:
         layers: (layer, nanoseconds since the window's start) of each layer that begins in the window.
@@ -80,16 +83,17 @@ class Timeline(NamedTuple):
 
 
 def choose_window(recording: Recording, *, steps: str = "", layers: str = "", window: str = "") -> Window:
-    """Choose a part of a run.
+    """Choose a part of a run by its steps, by layers within a step, or by times.
 
     Args:
-        steps: "3", or "2:4" with both ends included. 0 is the prefill, -1 the loading. By default the first typical
-            decode step.
-        layers: the same for layers: from their first kernel in the first of these steps to their last one.
-        window: times since the start of the run instead, such as "1.2s:1.5s".
+        steps: the number of a step, such as "3", or a range such as "2:4" with both ends included. 0 is the prefill, -1
+            the loading. By default the first typical decode step.
+        layers: number or range of layers; the window is from the first kernel of these layers in the first of the steps
+            to their last kernel.
+        window: times since the start of the run, such as "1.2s:1.5s", instead of steps and layers.
 
     Raises:
-        BadInput: an option cannot be read, names a part without tasks, or is given with one that excludes it.
+        BadInput: an option cannot be read, names a part without tasks, or is given with an option that excludes it.
     """
     if window and (steps or layers):
         raise BadInput(f"--window and {'--steps' if steps else '--layers'} are both given: give one of them")
@@ -121,7 +125,7 @@ def _times(recording: Recording, text: str) -> Window:
 
 
 def _bounds(option: str, text: str, known: Collection[int]) -> tuple[int, int]:
-    """Parse the text of an option, "3" or "2:4", into its first and last number; both must be `known`."""
+    """Parse the text of an option, "3" or "2:4", into its first and last number; both must be in `known`."""
     what = option.removeprefix("--")
     first, colon, last = text.partition(":")
     try:
@@ -138,7 +142,12 @@ def _bounds(option: str, text: str, known: Collection[int]) -> tuple[int, int]:
 
 
 def _typical(times: dict[int, StepTime], trimmed: bool) -> int:
-    """Return the first typical decode step; of a `trimmed` recording not the first step, which may be incomplete."""
+    """Return the number of the first typical decode step.
+
+    Args:
+        trimmed: whether earlier steps were dropped from the recording; its first step may then be incomplete, and is
+            not chosen.
+    """
     steps = sorted(times)
     whole = steps[1:] if trimmed and len(steps) > 1 else steps
     decode = [times[step] for step in whole if phase_of(step) == "decode"]
@@ -158,7 +167,12 @@ def _of_steps(first: StepTime, last: StepTime) -> Window:
 
 
 def _layers(recording: Recording, step: int, of: Window, text: str) -> Window:
-    """Return the window of layers such as "2:4" within a step's window `of`: from their first to their last kernel."""
+    """Return the window of some layers within a step, from the first to the last kernel of these layers.
+
+    Args:
+        of: the window of the step.
+        text: the layers, such as "2:4".
+    """
     kernels = [
         each
         for each in recording.slices

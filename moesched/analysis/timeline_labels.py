@@ -16,7 +16,7 @@ INK = "#000000"
 
 
 def names_of(task: TaskInfo) -> list[str]:
-    """Return the names that a task may be labelled with, the longest first."""
+    """Return the texts that may label a task in a picture, the longest first."""
     place = [
         f"{letter}{number}"
         for letter, number in (("L", task.layer), ("E", task.expert), ("mb", task.micro_batch))
@@ -40,7 +40,7 @@ def drawable(text: str) -> str:
 
 
 def _without_indices(page_names: str) -> str:
-    """Shorten the names of pages to their experts:  "L3 dense, E4-6" for "L3 dense #0, E4 #2, E5 #0-2, E6 #0-2"."""
+    """Shorten the names of pages to experts: "L3 dense, E4-6" for "L3 dense #0, E4 #2, E5 #0-2, E6 #0-2"."""
     layers = []
     for layer in page_names.split("; "):
         name, _, parts = layer.partition(" ")
@@ -57,7 +57,7 @@ def label_inches(text: str) -> float:
 
 @cache
 def inches(text: str, points: float) -> float:
-    """Return the width of a text of `points` points, in inches."""
+    """Return the width, in inches, of a text in a font of `points` points."""
     from matplotlib.textpath import TextPath
 
     if not text:

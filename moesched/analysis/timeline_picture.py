@@ -161,7 +161,7 @@ def _draw(runs: Sequence[TitledTimeline], width: float) -> Figure:
 
 
 def _places(runs: Sequence[TitledTimeline]) -> tuple[list[float], float]:
-    """Return the top of each run's first row, in inches from the picture's top, and the height of all rows."""
+    """Return the top of the first row of each run, and the height of the whole picture, both in inches from the top."""
     tops, height = [], 0.0
     for number, run in enumerate(runs):
         height += TITLE_INCHES + (BETWEEN_RUNS_INCHES if number else 0.0)
@@ -172,7 +172,7 @@ def _places(runs: Sequence[TitledTimeline]) -> tuple[list[float], float]:
 
 
 def _title(run: TitledTimeline, room: float) -> str:
-    """Return a run's title, with its window's description shortened to fit `room` inches."""
+    """Return a run's title with the description of its window, which is shortened to fit `room` inches."""
     window = run.timeline.window
     title = drawable(run.title)
     titles = [f"{title}: {window.described}", f"{title}: {window.name}" if window.name else title]
@@ -184,7 +184,7 @@ def _families(runs: Iterable[TitledTimeline]) -> set[Family]:
 
 
 def _least(runs: Sequence[TitledTimeline], least: float) -> float:
-    """Return the nanoseconds below which blocks are merged: `least`, doubled until at most `MOST_BLOCKS` are left."""
+    """Return the nanoseconds below which blocks merge: `least`, doubled until all runs have at most `MOST_BLOCKS`."""
     while sum(len(merged(row.blocks, least)) for run in runs for row in run.timeline.rows) > MOST_BLOCKS:
         least *= 2
     return least
@@ -219,13 +219,21 @@ def _set_axes(
 
 
 def _marked_layers(run: TitledTimeline) -> list[tuple[int, int]]:
-    """Return (layer, start) of the layers to mark: all, or none if there are more than `MOST_LAYERS`."""
+    """Return the layers whose starts are marked, as (layer, nanoseconds since the window's start).
+
+    No layer is marked if there are more than `MOST_LAYERS`.
+    """
     layers = run.timeline.layers
     return layers if len(layers) <= MOST_LAYERS else []
 
 
 def _draw_layers(axes: Axes, run: TitledTimeline, top: float, per_inch: float) -> None:
-    """Mark the starts of a window's layers, and name those with room for a name; per_inch: nanoseconds per inch."""
+    """Mark the starts of a window's layers, and write the names of those layers that have room for a name.
+
+    Args:
+        top: top of the run's first row, in inches from the picture's top.
+        per_inch: nanoseconds per inch.
+    """
     free = 0.0
     for layer, start in _marked_layers(run):
         bottom = top + ROW_INCHES * len(run.timeline.rows)
@@ -242,7 +250,13 @@ def _draw_layers(axes: Axes, run: TitledTimeline, top: float, per_inch: float) -
 
 
 def _draw_row(axes: Axes, row: Row, middle: float, least: float, per_inch: float) -> None:
-    """Draw a lane's blocks, merged below `least` nanoseconds, as a row around `middle`, in inches from the top."""
+    """Draw the blocks of a lane as one row.
+
+    Args:
+        middle: the row's centre line, in inches from the picture's top.
+        least: nanoseconds below which blocks are merged.
+        per_inch: nanoseconds per inch.
+    """
     blocks = merged(row.blocks, least)
     low, high = middle - BLOCK_HEIGHT * ROW_INCHES / 2, middle + BLOCK_HEIGHT * ROW_INCHES / 2
     for family in COLOURS:
@@ -271,7 +285,13 @@ def _draw_row(axes: Axes, row: Row, middle: float, least: float, per_inch: float
 
 
 def _patch(spans: Sequence[tuple[float, float]], low: float, high: float, **style: object) -> PathPatch:
-    """Make one shape of many rectangles, which takes less of a file than several."""
+    """Make one shape of many rectangles, which takes less space in a file than one shape each.
+
+    Args:
+        spans: left and right edge of each rectangle.
+        low, high: bottom and top edge of all rectangles.
+        style: colours and lines, as for matplotlib's `PathPatch`.
+    """
     import numpy as np
     from matplotlib.patches import PathPatch
     from matplotlib.path import Path as Shape
@@ -293,7 +313,12 @@ def _critical(blocks: Sequence[Block], apart: float) -> list[tuple[float, float]
 
 
 def _label(axes: Axes, block: Block, middle: float, per_inch: float) -> None:
-    """Write into a task's block the longest of its names that fits."""
+    """Write a label into the block of a task: the longest of the task's names that fits.
+
+    Args:
+        middle: the row's centre line, in inches from the picture's top.
+        per_inch: nanoseconds per inch.
+    """
     assert block.task is not None
     room = (block.end - block.start) / per_inch - 0.03
     colour = COLOURS[block.family]

@@ -87,7 +87,7 @@ def decides_as_it_goes(recording: Recording) -> bool:
 
 
 def changed_works(recording: Recording, change: Change) -> list[Work]:
-    """Return the work of each slice after a change."""
+    """Return the work of each slice after a change, in the order of the slices."""
     handovers = mean_handovers(recording) if change.handovers else [Handover()] * len(recording.slices)
     known: dict[tuple[int, str], Work] = {}
     works = []
@@ -120,13 +120,13 @@ def _after_loading(recording: Recording) -> float:
 
 
 def _scaled(each: Slice, change: Change, lead: int) -> Work:
-    """Return the changed work of a measured slice: its duration scaled, after `lead` nanoseconds of dispatch."""
+    """Return the work of a measured slice after a change: its duration scaled, after `lead` nanoseconds of dispatch."""
     factor = change.factor("time", each.task, each.lane) / change.factor("rate", each.task, each.lane)
     return timed_work(each.task, max(1, round((each.end - each.start) * factor)), lead)
 
 
 def _modelled(each: Slice, demand: Demand, change: Change) -> Work:
-    """Return the changed work of a predicted slice; a factor of a rate scales neither its lead nor its fixed part."""
+    """Return the work of a predicted slice after a change; factors of rates do not scale `lead` and `fixed`."""
     time = change.factor("time", each.task, each.lane)
     rate = change.factor("rate", each.task, each.lane)
     fixed = time * demand.fixed

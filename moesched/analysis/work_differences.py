@@ -61,7 +61,7 @@ def work_differences(first: Recording, second: Recording) -> list[WorkDifference
 
 
 class _Work:
-    """Sums of a run by lane: bytes and seconds of transfers, FLOPs and seconds of experts; also the share of hits."""
+    """Sums of a run by lane: bytes and seconds of page transfers, FLOPs and seconds of experts; also hit rates."""
 
     def __init__(self, run: Recording) -> None:
         self.moved: defaultdict[str, float] = defaultdict(float)

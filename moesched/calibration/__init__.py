@@ -1,1 +1,1 @@
-"""Measuring this machine into a machine file."""
+"""Measures this machine, and writes the measured rates and costs to a machine file."""

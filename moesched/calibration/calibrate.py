@@ -75,7 +75,13 @@ def calibrate_machine(
 
 
 def calibrate_into(file: Path | None, extent: Extent, progress: Progress | None = None) -> Machine:
-    """Measure this machine to the given extent and write its machine file."""
+    """Measure this machine and write its machine file; returns the measured machine.
+
+    Args:
+        file: the file to write; by default the one that `--machine auto` reads.
+        extent: the operations and models to measure, and the number of rounds.
+        progress: called with (steps done, steps in all).
+    """
 
     def measured(folder: Path) -> Machine:
         with closing(Calibration(folder, extent)) as calibration:
@@ -85,13 +91,13 @@ def calibrate_into(file: Path | None, extent: Extent, progress: Progress | None 
 
 
 def written_to(file: Path | None, device: str, measure: Callable[[Path], Machine]) -> Machine:
-    """Measure a machine and write its file.
+    """Call `measure`, write the machine that it returns to a file, and return that machine.
 
     Args:
         file: the file to write; by default the one that `--machine auto` reads.
-        device: name of the GPU's device, or empty, as for `calibrated_file`.
-        measure: returns the measured machine, given a new folder for temporary files, which are removed in the end. It
-            is on the disk of the cache, as the system's folder for temporary files may lie in memory.
+        device: name of the GPU's device, such as "cuda"; empty without a GPU.
+        measure: returns the measured machine, given a new folder for temporary files. The folder is removed in the end;
+            it is on the disk of the cache, as the system's folder for temporary files may lie in memory.
 
     Raises:
         BadInput: the file, or the folder and its files, cannot be written.
@@ -116,7 +122,8 @@ class Calibration:
     """One calibration of this machine.
 
     Args:
-        folder: a folder on the disk to measure, for temporary files.
+        folder: a folder for temporary files; its disk is the one that is measured.
+        extent: the operations and models to measure, and the number of rounds.
     """
 
     def __init__(self, folder: Path, extent: Extent) -> None:
@@ -144,7 +151,10 @@ class Calibration:
         return self._machine()
 
     def _steps(self) -> Iterator[Step]:
-        """Yield the steps of all measurements, round by round, so that medians cover drifts of the machine's speed."""
+        """Yield the steps of all measurements, one round after the other.
+
+        Each operation is thus measured at several times, and its median includes slow changes of the machine's speed.
+        """
         extent = self._extent
         rounds = extent.operations.rounds
         turns = max(
@@ -186,7 +196,11 @@ class Calibration:
         )
 
     def _transfers(self, reads: Sequence[CostPoint]) -> list[CostPoint]:
-        """Return the costs of page transfers from the disk: those of single reads, scaled to times of whole fetches."""
+        """Return the costs of page transfers from the disk: times of single reads, scaled to fetches of whole pages.
+
+        Args:
+            reads: measured costs of single reads.
+        """
         longer = self._models.tasks.longer_than(DISK, Surface(reads))
         return [point(DISK, "", each.rows, each.size, longer(each.size) * each.seconds) for each in reads]
 
@@ -203,7 +217,9 @@ class Calibration:
 def contention_of(rates: Mapping[tuple[str, str], Sequence[float]]) -> list[Contention]:
     """Return measured relative speeds as entries of a machine file.
 
-    rates: speeds in several runs by (sort of work, sorts that run beside it); the median of each counts.
+    Args:
+        rates: relative speeds from several runs, by (sort of work, sorts that run beside it); the median of each
+            counts.
     """
     return [
         Contention(work=sort, beside=other, rate=rounded(median(found)))

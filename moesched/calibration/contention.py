@@ -39,12 +39,12 @@ class Observed(NamedTuple):
 
 
 def rates_beside(tasks: Sequence[Observed]) -> dict[str, float]:
-    """Return the speeds of tasks of one sort by the mix of tasks beside them, relative to running alone; at most 1.
+    """Return the speeds of tasks of one sort beside other tasks, relative to running alone and at most 1.
 
-    A task that takes a alone, and took d while others ran for o of it, satisfies d - o + o * rate = a; with several
-    mixes, a sum over them. The rates solve this by least squares (ridge regression), each task weighted by 1 / o: for
-    a single mix, the tasks' predicted times then have the measured sum, as a lane's busy time is a sum. Tasks that lost
-    their core do not count.
+    The keys are mixes of sorts that ran beside the tasks. A task that takes a alone, and took d while others ran for o
+    of d, satisfies d - o + o * rate = a; with several mixes, o * rate is a sum over them. The rates solve this by least
+    squares (ridge regression), each task weighted by 1 / o: for a single mix, the sum of the predicted times is then
+    the sum of the measured ones, as a lane's busy time is a sum. Tasks that lost their core do not count.
     """
     overlapping = [each for each in tasks if sum(each.beside.values()) > LEAST_OVERLAP * each.took]
     if not overlapping:

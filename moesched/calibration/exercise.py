@@ -1,7 +1,7 @@
-"""The policy under which small models run so that their tasks can be timed.
+"""The policy under which small models run while their tasks are timed.
 
 In RESIDENT mode all weights stay in memory. In STREAMING mode the weights of both layers are fetched in each step; in
-all other modes only those of the second layer are.
+all other modes only the weights of the second layer are fetched.
 """
 
 from __future__ import annotations
@@ -43,9 +43,10 @@ class Exercise:
     """The policy of one timed run.
 
     Args:
+        mode: which tasks run at once, and when weights are fetched.
         turn: number of the run. In modes without overlap, a step submits `post_attention` if the sum of turn and step
             is even, otherwise the tasks that replace it: route, experts and combine.
-        host_attended: micro-batches whose attention runs on the host, in ATTENDING mode.
+        host_attended: indices of micro-batches whose attention runs on the host, in ATTENDING mode.
     """
 
     def __init__(self, mode: Mode, turn: int, host_attended: Sequence[int]) -> None:
@@ -82,7 +83,7 @@ class Exercise:
             await self._layer_by_layer(step)
 
     async def _stream(self, step: Step) -> None:
-        """Run one micro-batch after the other through both layers; while it uses one layer, the other is fetched."""
+        """Run the micro-batches through both layers one by one; while one layer computes, the other is fetched."""
         for j in step.micro_batches:
             step.embed(j)
             for i in step.layers:
@@ -136,7 +137,10 @@ class Exercise:
             self._sample(step, i, j)
 
     def _sample(self, step: Step, i: int, j: int) -> None:
-        """Sample if layer i is the last, whose weights then have evicted the LM head from the processor's caches."""
+        """Submit `sample` for micro-batch j if layer i is the last.
+
+        The weights of that layer then have evicted the LM head from the processor's caches.
+        """
         if i == step.layers[-1]:
             self.last = step.sample(j)
 

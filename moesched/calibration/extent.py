@@ -39,10 +39,10 @@ class Prompts(msgspec.Struct, frozen=True, kw_only=True):
     """One batch of prompts for the small models.
 
     Attributes:
-        groups: prompt lengths of each micro-batch, in tokens.
+        groups: for each micro-batch the lengths of its prompts, in tokens.
         host_attended: indices in `groups` of micro-batches whose attention runs on the host in some runs.
-        long: prompt lengths of more micro-batches, for the smallest model only. Each length occurs several times, as
-            the first prompt of a length is slower, whose memory is new to the process.
+        long: for each further micro-batch, run by the smallest model only, the lengths of its prompts. Each length
+            occurs several times, as the first prompt of a length is slower: its memory is new to the process.
     """
 
     groups: tuple[tuple[int, ...], ...]
@@ -75,10 +75,10 @@ class Extent(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         name: name of the extent in the machine's description.
-        batches: batches of small and of large micro-batches, since a device chooses kernels, and the order of weights
-            in memory, by the largest micro-batch of a batch.
+        batches: batches with small and with large micro-batches, since a device chooses kernels, and the order of
+            weights in memory, by the largest micro-batch of a batch.
         runs: runs of the small models by dtype; costs in dtypes without runs are scaled from bfloat16.
-        repeats: most measurements that are repeated because other processes were busy.
+        repeats: the most measurements that may be repeated because other processes were busy.
     """
 
     name: str

@@ -25,7 +25,7 @@ class GpuExercise:
     """The policy of one timed run.
 
     Args:
-        on_host: micro-batches whose KV cache is on the host.
+        on_host: indices of micro-batches whose KV cache is on the host.
         beside: whether copies run beside other tasks: the step's fetch, and copies of keys, values and hidden states.
     """
 
@@ -85,15 +85,16 @@ class GpuExercise:
         await last
 
     async def _alone(self, task: Task) -> Task:
-        """Wait for a task and return it; with `beside`, return it at once, so that other tasks run beside it."""
+        """Await a task, so that it runs alone, and return it; with `beside`, return the task without awaiting it."""
         if not self.beside:
             await task
         return task
 
     def _fetch(self, step: Step, pages: Sequence[Page]) -> Task:
-        """Fetch pages in one transfer per expert, short enough that only one kind of task runs beside each.
+        """Fetch pages, with one transfer per expert, and return the last transfer.
 
-        All pages are staged first in one task, so that slowdown by staging can be told from slowdown by fetches.
+        Each transfer is short enough that only one kind of task runs beside it. All pages are staged first in one task,
+        so that slowdown by staging can be told from slowdown by fetches.
         """
         if self.staging is not None:
             step.copy_to_pinned(pages, self.staging)
@@ -107,9 +108,10 @@ class GpuExercise:
             step.evict(pages, self.staging)
 
     def _attend(self, step: Step, i: int, j: int, *, on_gpu: bool) -> Task:
-        """Submit attention and its copies; return the last task.
+        """Submit the attention of layer i for micro-batch j, and its copies; return the last task.
 
-        on_gpu: whether attention runs on the GPU even if the KV cache is on the host.
+        Args:
+            on_gpu: whether attention runs on the GPU even if the KV cache is on the host.
         """
         if step.kv_on_accelerator(j, i):
             return step.attention(i, j)

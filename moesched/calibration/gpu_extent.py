@@ -1,4 +1,4 @@
-"""The operations that a calibration of a machine with a GPU times, and how often."""
+"""Lists the operations that a calibration of a machine with a GPU times, and how often each is timed."""
 
 from __future__ import annotations
 
@@ -43,22 +43,22 @@ class GpuExtent(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that a calibration of a machine with a GPU measures.
 
     Attributes:
-        rounds: number of times that each operation is measured; the reported spread is that over rounds.
+        rounds: number of times that each operation is measured; the reported spread is the range over these rounds.
         dtypes: dtypes of matrix products; a GPU without bfloat16 has float16 instead.
         matrices: (outputs, inputs) of products, from an expert of a small model to one of a large model.
         rows: numbers of rows of products on the GPU; in float32 only the fewest and the most.
         host_rows: numbers of rows of products on the CPU.
-        coded_rows: numbers of rows of products with coded matrices, on either.
+        coded_rows: numbers of rows of products with coded (quantized) matrices, on GPU and CPU.
         small, large: bytes of a small and a large copy, from which latency and bandwidth follow; `large` is about a
             page of weights.
         stream: bytes of a pass over memory.
         kernels: number of empty kernels launched in a row.
         model: the model whose tasks are timed.
-        groups: prompt lengths of micro-batches of one, many, and many long sequences; each occurs twice in a run, with
-            its KV cache on the GPU and on the host.
+        groups: prompt lengths of three micro-batches: a single sequence, many sequences, and many long sequences. Each
+            micro-batch occurs twice in a run, with its KV cache on the GPU and on the host.
         steps: steps of each run of the model, prefill included.
-        staging: bytes of page-locked memory in runs whose pages are staged; it also holds the rows of prompts for
-            experts on the host.
+        staging: bytes of page-locked memory in runs whose pages are staged; this memory also holds the rows of prompts
+            for experts on the host.
     """
 
     rounds: int = 5

@@ -1,8 +1,8 @@
 """Calibration of a machine with a GPU: measures its rates and its tasks, and writes a machine file.
 
 The cost table gets the times of matrix products, and the dispatch times of tasks from runs of a small model. Copies,
-attention on the host and launches become rates with their measured spread. Rates that are not measured are those of
-the device's class.
+attention on the host and launches become rates with their measured spread. Rates that are not measured are copied from
+the GPU's and the CPU's class of device.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ def calibrate_gpu(
         device: name of the GPU's device: "cuda".
         out: the file to write; by default the one that `--device cuda --machine auto` reads.
         progress: called with (steps done, steps in all).
+        thorough: whether to measure more points in more rounds.
 
     Raises:
         BadInput: there is no such GPU here, or the file cannot be written.
@@ -91,7 +92,11 @@ def measured_machine(probe: GpuProbe, extent: GpuExtent, progress: Progress) -> 
 
 
 def _rated(probe: GpuProbe, extent: GpuExtent, tell: Callable[[], None]) -> Machine:
-    """Return the machine with rates and costs of products, from operations that are timed alone and in pairs."""
+    """Return the machine with rates, and with costs of products, from operations that are timed alone and in pairs.
+
+    Args:
+        tell: called after each measurement.
+    """
     operations, pairs = list(extent.operations()), list(extent.pairs())
     times: dict[Operation, list[float]] = {each: [] for each in operations}
     together: dict[tuple[Copy, Copy], list[float]] = {each: [] for each in pairs}
@@ -115,7 +120,12 @@ def _rated(probe: GpuProbe, extent: GpuExtent, tell: Callable[[], None]) -> Mach
 
 
 def _with_tasks(rated: Machine, probe: GpuProbe, extent: GpuExtent, tell: Callable[[], None]) -> Machine:
-    """Return the machine with dispatch times, the rate of attention on the host, and speeds of tasks beside copies."""
+    """Return the machine with dispatch times, the rate of attention on the host, and speeds of tasks beside copies.
+
+    Args:
+        rated: the machine with rates and costs of products.
+        tell: called after each measurement.
+    """
     source, found = Source(extent.model, probe.half, 0), GpuTasks()
 
     def run(machine: Machine, *, beside: bool) -> list[Task]:
@@ -143,7 +153,11 @@ def _with_tasks(rated: Machine, probe: GpuProbe, extent: GpuExtent, tell: Callab
 
 
 def _with_attention(machine: Machine, rates: Sequence[float]) -> Machine:
-    """Return the machine with the measured rate of attention on the host; unchanged if no rate was measured."""
+    """Return the machine with the measured rate of attention on the host; unchanged if no rate was measured.
+
+    Args:
+        rates: bytes of KV cache per second that attention read, in each run.
+    """
     if not rates:
         return machine
     bandwidth = machine.memories[HOST].bandwidth
@@ -192,7 +206,14 @@ def _machine(
 def _processor(
     times: gpu_rates.Times, extent: GpuExtent, name: str, device_class: str, rates: dict[str, Estimate]
 ) -> Processor:
-    """Return a processor: its peaks are the best measured rates, its sustained shares are those of all rounds."""
+    """Return a processor with its best measured FLOP/s, and with its other measured rates as shares.
+
+    Args:
+        times: seconds of each operation in each round.
+        name: name of the processor.
+        device_class: class of device that gives the rates that were not measured.
+        rates: measured rates by name, without that of products, which follows from `times`.
+    """
     found = {dtype: gpu_rates.products(times, name, dtype) for dtype in extent.dtypes}
     shares = [rate.share for rate in found.values()]
     products = Estimate(

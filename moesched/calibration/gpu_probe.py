@@ -1,4 +1,4 @@
-"""Operations of a machine with a GPU that a calibration times, and the seam of the device that runs them."""
+"""Operations that a calibration of a machine with a GPU times, and the interface of the device that runs them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Stream(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """A copy of a page as the device makes it: to or from the GPU, or from host memory to a page-locked slot."""
+    """A copy of a page from one memory to another: to or from the GPU, or from host memory to a page-locked slot."""
 
     source: str
     destination: str
@@ -76,7 +76,7 @@ class GpuProbe(Protocol):
     half: DType
 
     def seconds(self, operation: Operation, *beside: Operation) -> float:
-        """Return the seconds of one repetition of an operation, while the operations `beside` are repeated, too."""
+        """Return the seconds of one repetition of an operation, while the operations in `beside` are repeated, too."""
 
     def tasks(
         self,

@@ -25,7 +25,7 @@ Times = Mapping[Operation, Sequence[float]]
 
 
 class SharedRate(NamedTuple):
-    """The best of several measured rates, and an estimate of the share of it that all reach."""
+    """The best of several measured rates, and an estimate of the share of the best rate that all of them reach."""
 
     best: float
     share: Estimate
@@ -39,7 +39,7 @@ class LinkRate(NamedTuple):
 
 
 def products(times: Times, processor: str, dtype: str) -> SharedRate:
-    """Return the FLOP/s of products with the largest number of rows.
+    """Return the FLOP/s of products on a processor, with the largest measured number of rows.
 
     Raises:
         BadInput: no product in this dtype was measured.
@@ -53,7 +53,7 @@ def products(times: Times, processor: str, dtype: str) -> SharedRate:
 
 
 def weights(times: Times, processor: str, launch: float, bandwidth: float) -> Estimate:
-    """Return the share of a memory's bandwidth that products of one row reach.
+    """Return the share of a memory's bandwidth that products of one row reach, as they read their weights.
 
     Args:
         launch: seconds of a kernel's launch; kernels that are hardly longer do not count.
@@ -100,7 +100,7 @@ def launch_seconds(times: Times) -> Estimate:
 
 
 def host_seconds(times: Times, launch: float) -> Estimate:
-    """Return the seconds that the host waits for a kernel's result, without those of the launch, `launch`."""
+    """Return the seconds that the host waits for a kernel's result, less the `launch` seconds of its launch."""
     waits = [seconds for each, rounds in times.items() if isinstance(each, Answer) for seconds in rounds]
     return estimate([max(LEAST_SECONDS, seconds - launch) for seconds in waits])
 
@@ -140,7 +140,7 @@ def require_cold(copies: SharedRate, memory: float) -> None:
 
 
 def table(times: Times, dtype: str) -> list[CostPoint]:
-    """Return the products in a dtype as points of a cost table: the median over rounds of each."""
+    """Return points of a cost table: the median seconds over rounds of each measured product in a dtype."""
     return [
         replace(
             point(
@@ -159,20 +159,25 @@ def table(times: Times, dtype: str) -> list[CostPoint]:
 
 
 def product_speeds(times: Times, dtype: str) -> list[float]:
-    """Return the median speed of products in each round, relative to their median time over rounds."""
+    """Return for each round the median speed of products, each relative to its median time over all rounds."""
     products = [rounds for each, rounds in times.items() if isinstance(each, Product) and each.dtype == dtype]
     return [median(median(rounds) / rounds[turn] for rounds in products) for turn in range(len(products[0]))]
 
 
 def speed_beside(alone: Sequence[float], together: Sequence[float]) -> float:
-    """Return a copy's speed beside another one, relative to alone, from its seconds in each round; at most 1."""
+    """Return a copy's speed beside another copy, relative to running alone; at most 1.
+
+    Args:
+        alone, together: seconds of the copy in each round, alone and beside the other copy.
+    """
     return rounded(min(1.0, median(before / after for before, after in zip(alone, together, strict=True))))
 
 
 def shared(rates: Sequence[float], what: str) -> SharedRate:
-    """Return the best of several rates, and the share of it that all reach.
+    """Return the best of several rates, and the estimated share of the best rate that all of them reach.
 
-    what: the measured things, for the error message.
+    Args:
+        what: name of what was measured, for the error message.
 
     Raises:
         BadInput: there are no rates.
@@ -194,7 +199,7 @@ def estimate(figures: Sequence[float]) -> Estimate:
 
 
 def _products(times: Times, processor: str, dtype: str) -> Iterator[tuple[Product, float]]:
-    """Yield each product with a plain matrix, with its seconds in each round."""
+    """Yield pairs of a product with a plain matrix and its seconds, one pair for each round in which it was timed."""
     for each, rounds in times.items():
         if isinstance(each, Product) and (each.processor, each.dtype, each.format) == (processor, dtype, ""):
             for seconds in rounds:

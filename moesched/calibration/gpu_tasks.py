@@ -25,8 +25,9 @@ class Alike(NamedTuple):
     """Key of tasks in one run that should take equally long.
 
     Attributes:
+        resource: the processor or link that the tasks run on.
         kind: the kind of their work.
-        calls: number of calls that each task makes.
+        calls: number of kernel calls that each task makes.
     """
 
     resource: str
@@ -63,16 +64,17 @@ class GpuTasks:
         self._alone.add(source, [task for task in tasks if _is_timed_beside(task)])
 
     def add_beside(self, source: Source, tasks: Sequence[Task]) -> None:
-        """Add a run in which copies of pages ran beside other tasks, with or without staging slots."""
+        """Add a run in which copies of pages ran beside other tasks; pages may pass through staging slots."""
         stages = any(task.lane.name == f"{HOST}->{PINNED}" for task in tasks)
         for sort, observed in self._alone.observed(source, _off_gpu(tasks)).items():
             renamed = [each._replace(beside=_page_locked_beside(each.beside)) for each in observed]
             self._beside.setdefault((_page_locked(sort), stages), []).extend(renamed)
 
     def rates(self) -> dict[tuple[str, str], float]:
-        """Return relative speeds of the host's work, and of copies beside it, by (sort of work, sorts beside it).
+        """Return speeds of the host's work and of copies beside other work, by (sort of work, sorts beside it).
 
-        Runs with staging only add mixes that other runs lack: those with copies into staging slots.
+        The speeds are relative to running alone. Runs with staging only add mixes that other runs lack: mixes with
+        copies into staging slots.
         """
         rates: dict[tuple[str, str], float] = {}
         for (sort, _), observed in sorted(self._beside.items(), key=lambda each: each[0][1]):
@@ -85,7 +87,8 @@ class GpuTasks:
         """Return the bytes of KV cache per second that attention on the host read in each run.
 
         The rate is the difference in bytes over the difference in time of two micro-batches with equally many
-        sequences, short and long ones. Runs are left out in which the long ones took no longer.
+        sequences, one with short and one with long sequences. Runs in which the long sequences took no longer are left
+        out.
         """
         rates = []
         for alike in self._runs:
@@ -106,7 +109,7 @@ class GpuTasks:
         Of several measurements for one point, the shortest counts: the others include a wait.
 
         Args:
-            running: returns the seconds that a work of the host or of a link takes once it has started.
+            running: a function from a work of the host or of a link to the seconds that it takes once it has started.
         """
         found: dict[Alike, list[tuple[float, float]]] = {}
         for alike in self._runs:
@@ -124,7 +127,7 @@ class GpuTasks:
     def speeds(self) -> list[float]:
         """Return the speed of dispatch on the GPU in each run, relative to the median run.
 
-        It is the median over all kinds of task.
+        The speed of a run is the median over all kinds of task.
         """
         times = [
             {
@@ -144,7 +147,7 @@ def _is_timed_beside(task: Task) -> bool:
 
 
 def _tells_of_dispatch(task: Task) -> bool:
-    """Test whether a task takes little longer than its dispatch.
+    """Test whether a task takes little longer than its dispatch, so that its time is a measure of dispatch.
 
     Fetches take longer, and so do all kernels of a prefill except attention.
     """
@@ -155,9 +158,12 @@ def _tells_of_dispatch(task: Task) -> bool:
 
 
 def _dispatch(timed: Timed, running: Callable[[Work], float]) -> float:
-    """Return the seconds that a task took to start.
+    """Return the seconds of a task's dispatch.
 
-    On the GPU these are all of its seconds, as kernels run while the next ones start.
+    On the GPU these are all seconds of the task; elsewhere its seconds without those that its work runs.
+
+    Args:
+        running: a function from a work of the host or of a link to the seconds that it takes once it has started.
     """
     work, seconds = timed
     return seconds if work.resource == GPU else max(0.0, seconds - running(work))
@@ -173,7 +179,7 @@ def _order(point: CostPoint) -> tuple[str, str, float, float]:
 
 
 def _page_locked(sort: str) -> str:
-    """Return a sort of work under its name in runs without staging, where copies to the GPU are from host memory."""
+    """Return the name of a sort of work in runs without staging, where copies to the GPU are from host memory."""
     return f"{HOST}->{GPU}" if sort == f"{PINNED}->{GPU}" else sort
 
 
@@ -183,7 +189,7 @@ def _page_locked_beside(beside: Mapping[str, float]) -> dict[str, float]:
 
 
 def _off_gpu(tasks: Iterable[Task]) -> list[Task]:
-    """Return the tasks of the host and of links: kernels on the GPU slow nothing outside it."""
+    """Return the tasks of the host and of links, without GPU kernels, which slow nothing outside the GPU."""
     return [task for task in tasks if task.work.resource != GPU]
 
 

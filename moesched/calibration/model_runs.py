@@ -30,10 +30,11 @@ MakeDevice = Callable[[Checkpoint, WeightLayout], Device]
 
 
 class ModelRuns:
-    """Runs of small models that collect the times of tasks, and speeds of tasks beside each other.
+    """Runs of small models, from which times of tasks, and speeds of tasks beside each other, are collected.
 
     Args:
         folder: folder to write the models to.
+        extent: the models, the prompts and the numbers of runs.
     """
 
     def __init__(self, folder: Path, extent: Extent) -> None:
@@ -43,9 +44,10 @@ class ModelRuns:
         self._extent = extent
 
     def steps(self, turn: int) -> Iterator[Step]:
-        """Yield the runs of one round as steps, each of which returns a call that records the times.
+        """Yield the runs of one round as steps: each runs a model, and returns a function that records the times.
 
-        turn: number of the round, from 0.
+        Args:
+            turn: number of the round, from 0.
         """
         for dtype, runs in self._extent.runs.items():
             for batch in range(len(self._extent.batches)):
@@ -137,8 +139,8 @@ def run_exercise(
 def _counts(mode: Mode, sort: str, beside: str) -> bool:
     """Test whether runs in a mode count for the speed of a sort of work beside other sorts.
 
-    A read slows a kernel that waited for its weights more than a kernel among many in a row. Kernels wait for weights
-    that stream, so only STREAMING counts for kernels beside reads.
+    A read slows a kernel that has just waited for its weights more than a kernel among many in a row. Kernels wait for
+    weights that stream, so only STREAMING counts for kernels beside reads.
     """
     if mode is Mode.ATTENDING:
         return not (sort in (FEW_ROWS, MANY_ROWS) and beside == DISK)

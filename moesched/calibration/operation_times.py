@@ -33,10 +33,10 @@ SCRATCH_BLOCK = 16 << 20
 
 
 class DeviceProbe(Protocol):
-    """The operations of a device, as calls to time.
+    """Interface of a device whose operations are timed: most methods return an operation as a function to call.
 
-    `ready` is a context in which calls are timed. `packs` tells whether resident weights of a dtype are packed.
-    `product` returns a function from the number of rows to a call.
+    `ready` returns a context in which operations are called. `packs` tells whether the device packs resident weights of
+    a dtype. `product` returns a function that makes the call of a product, given the number of rows.
     """
 
     def ready(self) -> AbstractContextManager[object]: ...
@@ -113,7 +113,11 @@ class OperationTimes:
         ]
 
     def speeds(self, name: str) -> list[float]:
-        """Return the speeds of an operation in all rounds and sizes, relative to the median of the same size."""
+        """Return the speeds of an operation in all rounds and sizes, relative to the median of that size.
+
+        Args:
+            name: the operation's name, as in `CostPoint.operation`.
+        """
         return [
             median(times) / seconds
             for operation, times in self._times.items()

@@ -24,7 +24,7 @@ MATRICES = {"pre_attention": 1, "route": 1, ROUTE_WITHIN: 1, "sample": 1, "exper
 def scaled_points(
     points: Iterable[CostPoint], operations: Sequence[CostPoint], dtype: DType
 ) -> list[CostPoint]:
-    """Return costs of tasks in a dtype, scaled from those measured in bfloat16.
+    """Return costs of tasks in a dtype, scaled from the costs measured in bfloat16.
 
     Args:
         points: measured costs of tasks.

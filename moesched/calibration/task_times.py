@@ -1,4 +1,4 @@
-"""Converts the timed tasks of small models to points of a cost table, and to speeds of tasks beside each other."""
+"""Converts the timed tasks of small models to points of a cost table, and to speeds of tasks beside other tasks."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ WITHOUT_WEIGHTS = ("attention", "combine")
 
 
 class Group(NamedTuple):
-    """Key of tasks that should take equally long.
+    """Key of tasks that should take equally long: tasks of one model, dtype, batch and verb.
 
     Attributes:
         batch: index of the batch of prompts.
+        resident: whether the weights stay in memory.
         number: index of the micro-batch; for an expert, roughly its number of tokens.
     """
 
@@ -78,16 +79,17 @@ class TaskTimes:
         self._moves: dict[WorkPart, list[float]] = {}
 
     def add(self, source: Source, tasks: Iterable[Task]) -> None:
-        """Add a run of one task after the other: the baseline of `rates`, and the source of transfer times."""
+        """Add a run whose tasks ran one after the other: the baseline of `rates`, and the source of transfer times."""
         for task in tasks:
             self._alone.setdefault(_key(source, task), []).append(_seconds(task))
             if task.verb == "fetch" and source.dtype == source.model.dtype:  # otherwise a fetch converts, too
                 self._moves.setdefault(task.work.parts[0], []).append(_seconds(task))
 
     def add_resident(self, source: Source, tasks: Iterable[Task]) -> None:
-        """Add a run of one task after the other in which all weights stay in memory.
+        """Add a run whose tasks ran one after the other, and whose weights all stay in memory.
 
-        After a fetch everything is slower for a while, since the processor has waited and its caches have other data.
+        Such runs are separate, since after a fetch every task is slower for a while: the processor has waited, and its
+        caches have other data.
         """
         self._add_means(source, tasks, resident=True)
 
@@ -103,7 +105,13 @@ class TaskTimes:
         self._add_means(source, on_weights, resident=False)
 
     def _add_means(self, source: Source, tasks: Iterable[Task], *, resident: bool) -> None:
-        """Add the mean time of each group of tasks without its first task, which binds kernels for all that follow."""
+        """Add the mean seconds of each group of tasks.
+
+        A group's first task, which binds kernels for the others, is left out.
+
+        Args:
+            resident: whether all weights stay in memory.
+        """
         times: dict[Group, list[float]] = {}
         for task in tasks:
             group = _group(source, task, resident=resident)
@@ -113,7 +121,11 @@ class TaskTimes:
             self._times.setdefault(group, []).append(fmean(seconds[1:] or seconds))
 
     def add_gaps(self, tasks: Sequence[Task]) -> None:
-        """Add the gaps between a task and the next one that waited only for it, on one lane and across lanes."""
+        """Add the gaps of a run, in seconds: between two tasks of the accelerator's lane, and across lanes.
+
+        A gap is from the end of a task to the start of a task that waited only for it. Across lanes, gaps are from
+        `pre_attention` to `cpu_attention`.
+        """
         on_lane = [task for task in sorted(tasks, key=_start) if task.lane.name == "accelerator"]
         self._gaps[DISPATCH] += [
             (after.start - before.end) / 1e9
@@ -133,13 +145,13 @@ class TaskTimes:
         self._gaps[HOP] += hops.values()
 
     def longer_than(self, link: str, seconds: Callable[[float, float], float]) -> Callable[[float], float]:
-        """Return a function from the bytes of a page to the time of its transfer over that of a single read of it.
+        """Return a function from a page's bytes to the time of the page's transfer over that of a single read of it.
 
-        The function is 1 if no page was moved. Pages consist of several tensors, so small pages have small reads.
+        The function returns 1 if no page was moved. Pages consist of several tensors, so small pages have small reads.
 
         Args:
             link: name of the link.
-            seconds: returns the time of a read, for bytes and number of pieces.
+            seconds: a function from bytes and number of pieces to the seconds of a read.
         """
         ratios = {
             part.size: median(times) / seconds(part.size, part.rows)
@@ -172,9 +184,10 @@ class TaskTimes:
     def rates(
         self, source: Source, tasks: Sequence[Task], *, fresh: bool = False
     ) -> dict[tuple[str, str], float]:
-        """Return relative speeds of tasks under contention, by (sort of work, sorts that run beside it).
+        """Return speeds of tasks beside others, relative to running alone, by (sort of work, sorts beside it).
 
-        fresh: as for `observed`.
+        Args:
+            fresh: as for `observed`.
         """
         return {
             (sort, others): rate
@@ -185,12 +198,13 @@ class TaskTimes:
     def observed(
         self, source: Source, tasks: Sequence[Task], *, fresh: bool = False
     ) -> dict[str, list[Observed]]:
-        """Return the tasks of a run that ran beside others, by sort of work.
+        """Return the tasks of a run that ran beside other tasks, by sort of work.
 
         Prefill is left out: the first task of a size may take longer even alone.
 
         Args:
-            fresh: whether the times alone are those of `add_fresh`, on just fetched weights, instead of those of `add`.
+            fresh: whether the times alone come from runs given to `add_fresh`, on just fetched weights, instead of
+                `add`.
         """
         observed: dict[str, list[Observed]] = {}
         for task in tasks:
@@ -218,8 +232,13 @@ class TaskTimes:
     def _experts(self, group: Group, prefix: str, seconds: float) -> Iterator[CostPoint]:
         """Yield the costs of the parts of `post_attention`: of the router, and of each expert.
 
-        The router is a product like `pre_attention`, and takes as long for as many bytes; the time of the task `route`
-        would include the hand-over of choices to the host. The experts share the rest of the time.
+        The router is a product like `pre_attention`, and takes as long per byte of weights; the time of the task
+        `route` would include the hand-over of choices to the host. The experts share the rest of the time.
+
+        Args:
+            group: the measured group of `post_attention` tasks.
+            prefix: beginning of the names of operations.
+            seconds: time of a task of the group.
         """
         before = self._times.get(group._replace(verb="pre_attention", resident=True))
         after = self._times.get(group._replace(verb="combine", resident=False))
@@ -233,7 +252,11 @@ class TaskTimes:
             yield point(f"{prefix}experts", group.dtype, experts[0].rows, experts[0].size, rest)
 
     def _attention(self, group: Group, seconds: float) -> Iterator[CostPoint]:
-        """Yield the costs of attention: overhead per task, overhead per call, and the time of one sequence."""
+        """Yield the costs of attention: the overhead of a task, the overhead of a call, and the time of one sequence.
+
+        Args:
+            seconds: time of an attention task of the group.
+        """
         overheads = self._attention_overheads(group)
         if overheads is not None:
             common, call = overheads
@@ -304,7 +327,7 @@ def _key(source: Source, task: Task, *, fresh: bool = False) -> TaskKey:
 
 
 def _seconds_beside(task: Task, tasks: Sequence[Task]) -> dict[str, float]:
-    """Return the seconds of a task during which other lanes were busy, by the mix of sorts of work on them."""
+    """Return the seconds of a task during which other lanes were busy, by the mix of sorts of work on those lanes."""
     others = [
         each
         for each in tasks

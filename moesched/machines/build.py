@@ -1,4 +1,4 @@
-"""Machines built from parts by name, such as "RTX 3090", with the source of every figure."""
+"""Builds machines from parts given by name, such as "RTX 3090", and states the source of every figure."""
 
 from __future__ import annotations
 
@@ -92,8 +92,8 @@ class BuiltMachine(msgspec.Struct, frozen=True):
     """A machine with the sources of its figures.
 
     Attributes:
-        comments: source of each table of the machine's file, by the table's name, such as "processors.gpu".
-        assumed: figures that the parts left open, in words, each with the option that would give it.
+        comments: text on the source of each table in the machine's file, by the table's name, such as "processors.gpu".
+        assumed: sentences on figures that the parts left open, each with the option that would give the figure.
     """
 
     machine: Machine
@@ -105,7 +105,8 @@ def build_machine(parts: Parts) -> BuiltMachine:
     """Build a machine from its parts.
 
     Raises:
-        BadInput: a part is not in the library, a notation cannot be read, a part is missing, or two do not go together.
+        BadInput: a part is not in the library, a notation cannot be read, a part is missing, or two parts cannot be
+            combined.
     """
     if parts.weights not in (None, "host", "disk"):
         raise BadInput(f"--weights {parts.weights!r} is no memory that weights come from: write host or disk")
@@ -119,7 +120,7 @@ def build_machine(parts: Parts) -> BuiltMachine:
 
 
 def _with_gpu(parts: Parts, gpu: Gpu, count: int) -> BuiltMachine:
-    """Build a machine of GPUs with memories of their own, and a CPU."""
+    """Build a machine of a CPU and `count` equal GPUs, each with a memory of its own."""
     name = gpu.board.cpu if parts.cpu is None and gpu.board is not None else parts.cpu
     if name is None:
         raise BadInput(f"--gpu {gpu.name!r} needs the CPU beside it: add, for instance, --cpu 'Ryzen 7950X'")
@@ -184,7 +185,7 @@ def _with_gpu(parts: Parts, gpu: Gpu, count: int) -> BuiltMachine:
 
 
 def _cpu_only(parts: Parts, cpu: Cpu, sockets: int) -> BuiltMachine:
-    """Build a machine of a CPU that computes everything, and a disk from which all weights come."""
+    """Build a machine whose CPU computes everything, and whose disk holds all weights."""
     _refuse(parts, "a machine without --gpu", "pcie", "pinned")
     host = host_memory(cpu, sockets, parts.ram)
     disk, assumed = _unified_disk(parts)
@@ -204,7 +205,7 @@ def _cpu_only(parts: Parts, cpu: Cpu, sockets: int) -> BuiltMachine:
 
 
 def _with_chip(parts: Parts, chip: Chip) -> BuiltMachine:
-    """Build a machine of a chip whose CPU and GPU share one memory, and a disk from which all weights come."""
+    """Build a machine of a chip whose CPU and GPU share one memory; all weights come from a disk."""
     _refuse(parts, f"chip {chip.name}", "gpu", "cpu", "pcie", "pinned")
     nbytes = _chip_bytes(parts.ram, chip)
     disk, assumed = _unified_disk(parts)
@@ -256,13 +257,20 @@ def _built(
     host: HostMemory,
     assumed: Sequence[str] = (),
 ) -> BuiltMachine:
-    """Return the machine with sources for its CPU and host memory, and with their assumed figures."""
+    """Return the machine with the sources of its figures, and with the figures that were assumed.
+
+    The sources of the CPU's and the host memory's figures are added to `comments`.
+    """
     own = {"processors.cpu": cores_comment(cpu, sockets), "memories.host": f"{host.comment} {SYSTEM_COMMENT}"}
     return BuiltMachine(machine, comments | own, [*host.assumed, *assumed])
 
 
 def _refuse(parts: Parts, what: str, *names: str) -> None:
     """Refuse options that make no sense for a machine whose weights come from its disk.
+
+    Args:
+        what: description of the machine, for the error message.
+        names: names of the fields of `parts` that may not be given.
 
     Raises:
         BadInput: one of the options was given, or weights were to come from host memory.

@@ -1,4 +1,4 @@
-"""Comments in the file of a machine that was built from parts, on the sources of its figures."""
+"""Texts of comments in the file of a machine that was built from parts; they state the sources of its figures."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ NO_BFLOAT16 = "It has no bfloat16 units; assumed: 16-bit models run in float16 a
 
 
 def gpu_comment(gpu: Gpu, count: int) -> str:
-    """Return the comment on the source of a GPU's rates."""
+    """Return the text on the source of a GPU's rates, for a comment in the machine's file."""
     each = "each " if count > 1 else ""
     sixteen = "" if gpu.bfloat16 else f" {NO_BFLOAT16}"
     return f"{gpu.name}, {each}{gpu.watts} W: {gpu.source}.{sixteen} {OF_PEAKS}"
 
 
 def cores_comment(cpu: Cpu | Chip, sockets: int) -> str:
-    """Return the comment on the source of the rates of CPU cores."""
+    """Return the text on the source of the rates of CPU cores, for a comment in the machine's file."""
     per_cycle = library().architectures[cpu.architecture]
     bfloat16 = f", {per_cycle.bfloat16} in bfloat16" if per_cycle.bfloat16 else ""
     cores = f"{times(f'{cpu.cores} cores', sockets)} at {cpu.clock / 1e9:g} GHz"
@@ -30,7 +30,11 @@ def cores_comment(cpu: Cpu | Chip, sockets: int) -> str:
 
 
 def disk_comment(disk: Disk, given: str | None) -> str:
-    """Return the comment on the source of a disk's rate and size: the given text, or that they are assumed."""
+    """Return the text on the source of a disk's rate and size, for a comment in the machine's file.
+
+    Args:
+        given: the disk as its owner described it; None if rate and size are assumed.
+    """
     size = "" if disk.nbytes else " Assumed: 1 TB."
     return (
         f"--disk {given}.{size}"
@@ -40,5 +44,5 @@ def disk_comment(disk: Disk, given: str | None) -> str:
 
 
 def times(name: str, count: int) -> str:
-    """Return a part's name, after the number of parts if there are several, such as "2x RTX 3090"."""
+    """Return a part's name with the number of parts, such as "2x RTX 3090"; the name alone if the number is 1."""
     return f"{count}x {name}" if count > 1 else name

@@ -1,4 +1,4 @@
-"""Links between a GPU and its host: a PCIe slot, or the link of a board that has both."""
+"""Links between a GPU and its host, through a PCIe slot or through the link of a board that has both."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class GpuLinks(NamedTuple):
     """The links between GPU and host memory.
 
     Attributes:
-        words: the slot or link, in words.
-        to_gpu, to_host: bytes per second that copies reach.
-        comment: source of the figures.
-        assumed: figures that were not given, each with the option that gives it.
+        words: description of the slot or link.
+        to_gpu, to_host: bytes per second that copies reach in each direction.
+        comment: text on the source of the figures.
+        assumed: sentences on figures that were not given, each with the option that gives the figure.
     """
 
     words: str
@@ -54,10 +54,12 @@ class GpuLinks(NamedTuple):
 def gpu_links(gpu: Gpu, count: int, cpu: Cpu, sockets: int, slot: str | None) -> GpuLinks:
     """Return the links between a GPU and host memory, on a board with its CPU or in a PCIe slot.
 
-    slot: generation and lanes, such as "4x16"; by default as fast as the CPU's lanes allow, which all GPUs share.
+    Args:
+        count: number of GPUs, which share the CPU's lanes.
+        slot: generation and lanes, such as "4x16"; by default as fast as the CPU's lanes allow.
 
     Raises:
-        BadInput: the slot cannot be read, the CPU lacks lanes for it, or the GPU goes with another CPU.
+        BadInput: the slot cannot be read, the CPU has fewer lanes, or the GPU is on a board with another CPU.
     """
     if gpu.board is not None:
         return _on_board(gpu, gpu.board, count, cpu, sockets, slot)
@@ -88,7 +90,7 @@ def _on_board(gpu: Gpu, board: Board, count: int, cpu: Cpu, sockets: int, slot: 
 
 
 def _pcie(gpu: Gpu, count: int, cpu: Cpu, sockets: int, slot: str | None) -> tuple[Pcie, list[str]]:
-    """Return the generation and lanes of PCIe that card and slot both have, and the assumed figures in words."""
+    """Return the generation and lanes of PCIe that both card and slot have, and sentences on assumed figures."""
     card, lanes = parse_pcie(gpu.pcie), cpu.lanes_of(sockets)
     shared = max(each for each in LANES if each * count <= max(lanes, count))
     if slot is not None:
@@ -107,16 +109,21 @@ def _pcie(gpu: Gpu, count: int, cpu: Cpu, sockets: int, slot: str | None) -> tup
 
 
 def host_copies(bandwidth: float) -> Staging:
-    """Return the rate of copies into page-locked memory, given the bytes per second of the host's memory."""
+    """Return the rate and latency of copies into page-locked memory.
+
+    Args:
+        bandwidth: bytes per second of the host's memory.
+    """
     return Staging(bandwidth=bandwidth / 2, latency=MEMCPY_LATENCY)
 
 
 def gpu_interconnect(rate: float, count: int) -> Interconnect:
-    """Return the connection between any two of `count` GPUs without a bridge: up one slot and down another.
+    """Return the connection between any two of `count` GPUs without a bridge, through the slots of both.
 
     An all-reduce is one kernel of 2 * (count - 1) rounds, each of which crosses PCIe twice.
 
-    rate: bytes per second of a slot.
+    Args:
+        rate: bytes per second of a slot.
     """
     latency = CALL_LATENCY / (2 * (count - 1)) + 2 * CROSSING_LATENCY
     return Interconnect(bandwidth=rate, latency=float(f"{latency:.3g}"), paths=["host->gpu", "gpu->host"])

@@ -1,4 +1,4 @@
-"""Costs of a machine with one processor, from its table of measured operations."""
+"""Cost model of a machine whose accelerator and host share one memory, by its table of measured operations."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ MOST_FEW_ROWS = 16
 class Calibrated:
     """Cost model from a machine's table of measured operations: a work takes the sum of its parts' times.
 
-    Times are interpolated between measured sizes and rows. Beyond the largest measured size, time grows as that of a
-    matrix product does, which is bound by memory or arithmetic. Concurrent work is slowed as measured. Work without
-    parts uses the roofline.
+    Times are interpolated between measured sizes and rows. Beyond the largest measured size, time grows as the time of
+    a matrix product does, which is bound by memory or arithmetic. Concurrent work is slowed as measured. Work without
+    parts takes the time that the roofline gives.
 
     Args:
         dtype: dtype that the model computes in.
-        levels: sorts of work at the low or the high end of their measured speed, instead of the median.
+        levels: for sorts of work, by name, the low or the high end of their measured speed instead of the median.
 
     Raises:
         BadInput: the machine has no measured costs in this dtype.
@@ -68,7 +68,7 @@ class Calibrated:
         self._slowed = slowed_beside(machine)
 
     def work(self, work: Work) -> Demand:
-        """Return the time of a work that runs alone, and its relative speeds under contention.
+        """Return the time of a work that runs alone, and its relative speeds beside other work.
 
         Raises:
             BadInput: an operation was not measured, or the roofline does not cover the work.
@@ -88,14 +88,14 @@ class Calibrated:
         return Demand(lead + seconds, (), sort, tuple(self._slowed.get(sort, ())), lead)
 
     def _priced(self, work: Work) -> Iterable[WorkPart]:
-        """Yield the parts of a work under the names of measured operations."""
+        """Yield the parts of a work, renamed to the operations in the cost table whose times apply to them."""
         for part in work.parts:
             within = part.operation.replace("route", ROUTE_WITHIN)
             is_within = work.kind == "post_attention" and within in self._surfaces
             yield part._replace(operation=within) if is_within else part
 
     def seconds(self, part: WorkPart) -> float:
-        """Return the seconds of one operation of a part.
+        """Return the seconds of one repetition of a part's operation.
 
         Raises:
             BadInput: the operation was not measured.
@@ -112,7 +112,7 @@ class Calibrated:
         return longer * surface(part.size, part.rows)
 
     def _beyond(self, part: WorkPart, largest: float) -> float:
-        """Return the seconds by which a product takes longer with a part's weights than with `largest` bytes."""
+        """Return the seconds that a product takes longer with a part's weights than with `largest` bytes of weights."""
         kind = part.operation.removeprefix(RESIDENT)
         if part.size <= largest or kind not in ON_WEIGHTS or not self._products.has(self.dtype):
             return 0.0
@@ -125,7 +125,7 @@ class Calibrated:
 
 
 def sort_of(work: Work) -> str:
-    """Return the sort of a work, by which contention was measured: one of SORTS, or the name of a link."""
+    """Return the sort of a work, for which slowdown beside other work was measured: one of SORTS, or a link's name."""
     operation = work.parts[0].operation
     if operation in ATTENTIONS:
         calls = sum(part.times for part in work.parts if part.operation == "attention call")
@@ -137,5 +137,5 @@ def sort_of(work: Work) -> str:
 
 
 def _weights(part: WorkPart) -> float:
-    """Return the bytes of weights that a part reads."""
+    """Return the bytes of weights that all repetitions of a part read."""
     return 0.0 if part.operation in ONLY_MOVING else part.size * part.times

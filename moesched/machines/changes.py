@@ -1,4 +1,4 @@
-"""Changes of a machine's rates and sizes, in words such as "link.host->gpu=24GB/s"."""
+"""Changes a machine's rates and sizes, by texts such as "link.host->gpu=24GB/s"."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ FACTOR = re.compile(r"x([0-9]*\.?[0-9]+)")
 
 
 def changed(machine: Machine, changes: Sequence[str]) -> Machine:
-    """Return the machine with changes; its new name lists them.
+    """Return the machine after some changes; its new name lists them.
 
     Args:
-        changes: each names a link by its lane, a memory or a processor, one of its properties, and the new value with
-            its unit or a factor, such as "link.host->gpu=24GB/s", "memory.gpu.capacity=x2" or
+        changes: texts. Each names a part (a link by its lane, a memory or a processor), one of the part's properties,
+            and a new value with its unit or a factor, such as "link.host->gpu=24GB/s", "memory.gpu.capacity=x2" or
             "processor.gpu.flops=130TFLOP/s". A processor's flops change in all dtypes.
 
     Raises:
@@ -73,12 +73,14 @@ def _changed(machine: Machine, change: str) -> Machine:
 
 
 def _parts(tables: dict[str, Any], kind: str, staging_lane: str) -> dict[str, list[dict[str, Any]]]:
-    """Return the tables of a machine's parts of a kind, by name; links that share a lane have its name.
+    """Return the tables of a machine's links, memories or processors, by the name of the part.
+
+    Links that share a lane are listed under the name of the lane.
 
     Args:
         tables: the machine as dicts and lists.
         kind: "link", "memory" or "processor".
-        staging_lane: name of the link that a limit of page-locked memory adds.
+        staging_lane: name of the lane for copies into page-locked memory.
     """
     if kind != "link":
         named = tables["memories" if kind == "memory" else "processors"]
@@ -92,7 +94,12 @@ def _parts(tables: dict[str, Any], kind: str, staging_lane: str) -> dict[str, li
 
 
 def _new(old: Any, value: str, parse: Callable[[str], float], change: str) -> Any:
-    """Return the new value of a property: `value` as such, or a factor of the old one if `value` is like "x2"."""
+    """Return the new value of a property: the old value times a factor if `value` is like "x2", else `value` parsed.
+
+    Args:
+        parse: a function from a text with a unit to a number.
+        change: the whole text of the change, for the error message.
+    """
     factor = FACTOR.fullmatch(value)
     if factor is None:
         new = parse(value)

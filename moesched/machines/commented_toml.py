@@ -1,4 +1,4 @@
-"""Text of a machine's file with a comment before each table, as in shipped profiles."""
+"""Writes the text of a machine's file, with a comment before each table, as in shipped profiles."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ WIDTH = 118
 
 
 def commented_toml(machine: Machine, comments: Mapping[str, str], heading: str = "") -> str:
-    """Return a machine as TOML, with a table per processor, memory and link; figures at their defaults are omitted.
+    """Return a machine as TOML text, with a table per processor, memory and link; fields at their defaults are omitted.
 
     Args:
-        comments: comments by the name of the table, such as "processors.gpu", or of a link's lane: "links.host->gpu".
-        heading: comment at the top.
+        comments: text of each comment by the name of its table, such as "processors.gpu", or by a link's lane, such as
+            "links.host->gpu".
+        heading: text of the comment at the top of the file.
     """
     left = dict(comments)
     blocks = [_comment(heading).rstrip(), "\n".join(_values(machine, ("name", "description", "price_usd")))]
@@ -46,7 +47,11 @@ def _comment(text: str) -> str:
 
 
 def _values(fields: msgspec.Struct, names: tuple[str, ...] = ()) -> Iterator[str]:
-    """Yield the lines of a table: its fields that are not at their defaults."""
+    """Yield the lines of a table, one for each field that is not at its default.
+
+    Args:
+        names: names of the fields to write; all if empty.
+    """
     for field in msgspec.structs.fields(fields):
         value = getattr(fields, field.name)
         if value != _default(field) and (not names or field.name in names):

@@ -15,7 +15,7 @@ from moesched.machines.sustained import Levels
 
 
 def cost_model(machine: Machine, dtype: str, levels: Levels = NO_LEVELS) -> CostModel:
-    """Return a machine's cost model: its measured costs if it was calibrated, else its roofline.
+    """Return a machine's cost model: one from its measured costs if it was calibrated, else its roofline.
 
     Args:
         dtype: dtype that the model computes in.

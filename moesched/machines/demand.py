@@ -9,14 +9,15 @@ from moesched.tasks import Work
 
 
 class Demand(NamedTuple):
-    """The demand of one task on the machine.
+    """The time and the resources that one task needs on the machine.
 
     Attributes:
         seconds: the task's time alone on the machine.
-        shares: pairs of a resource and the share of it that the task uses meanwhile, from 0 to 1; rounded to three
+        shares: pairs of a resource and the share of it, from 0 to 1, that the task uses while it runs; rounded to three
             decimals, so that similar tasks have equal shares.
-        sort: sort of task, by which slowdowns were measured; empty if none were.
-        slowed: pairs of the sorts that run beside the task, named by `at_once`, and its speed then, relative to alone.
+        sort: sort of task, for which slowdowns were measured; empty if none were.
+        slowed: pairs of sorts that run beside the task, joined as by `at_once`, and the task's speed beside them,
+            relative to running alone.
         lead: the part of `seconds` before the task starts, until its lane's thread has it.
         fixed: the part of `seconds` that no faster processor or link would shorten: a launch or a latency.
     """
@@ -35,7 +36,7 @@ def at_once(sorts: Iterable[str]) -> str:
 
 
 class CostModel(Protocol):
-    """Estimates the time of work. Pure and deterministic: equal work always costs the same."""
+    """Interface of a cost model, which estimates the time of work; equal work always has an equal estimate."""
 
     def work(self, work: Work) -> Demand:
         """Return the time of a work alone on the machine, and the share of each resource used meanwhile.

@@ -1,4 +1,4 @@
-"""Estimates of rates that were not measured on the machine itself, with their sources."""
+"""Estimates, with their sources, of rates that were not measured on the machine itself."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ Positive = Annotated[float, Meta(gt=0, lt=1e30)]
 
 
 class Estimate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Estimate of a rate or duration that kernels or copies sustain: expected figure, and the range of most programs.
+    """Estimate of a rate or duration that kernels or copies reach: the expected figure, and the range of most programs.
 
     Attributes:
-        low, expected, high: ascending figures: for a rate its share of the stated rate, for a duration seconds.
+        low, expected, high: ascending figures; for a rate, shares of the stated rate; for a duration, seconds.
         source: a publication, a vendor's note, or the word "assumed" and the reason.
     """
 

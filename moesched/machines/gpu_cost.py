@@ -1,4 +1,4 @@
-"""Costs of a machine with a GPU: measured products and dispatch times of tasks; measured rates give the rest.
+"""Cost model of a machine with a GPU, from measured times of products, measured dispatch times, and measured rates.
 
 A GPU's task takes as long as its kernels run, or as long as the host takes to start them if that is longer. Other tasks
 first start, and then run.
@@ -24,8 +24,9 @@ class GpuCosts:
     """Cost model from the cost table and the rates of a machine with a GPU. Concurrent work is slowed as measured.
 
     Args:
-        levels: groups of rates at the low or the high end instead of the expected figure; the cost table's groups are
-            "product" and "dispatch".
+        dtype: dtype that the model computes in.
+        levels: for groups of rates, by name, the low or the high end instead of the expected figure; the cost table's
+            groups are "product" and "dispatch".
     """
 
     def __init__(self, machine: Machine, dtype: str, levels: Levels = NO_LEVELS) -> None:
@@ -48,7 +49,7 @@ class GpuCosts:
         }
 
     def work(self, work: Work) -> Demand:
-        """Return the time of a work alone, and its speeds beside other work.
+        """Return the time of a work that runs alone, and its relative speeds beside other work.
 
         Raises:
             BadInput: the machine has no such resource, or no rate for this dtype.
@@ -79,10 +80,14 @@ class GpuCosts:
         return seconds / self._speeds.get(PRODUCT, 1.0)
 
     def _starting(self, work: Work, rated: Demand) -> float:
-        """Return the seconds until all kernels of a work are started: as measured for its kind of task, else by rates.
+        """Return the seconds until all kernels of a work are started.
 
-        For a copy they are the seconds beyond the time of its link, which may grow with its bytes. They are by rates
-        where graphs are replayed, since the measured kernels were started one by one.
+        They are measured for its kind of task or, without a measurement or where graphs are replayed, follow from
+        rates: the measured kernels were started one by one. For a copy, they are the seconds beyond the time of its
+        link, which may grow with its bytes.
+
+        Args:
+            rated: the demand of the work by rates alone.
         """
         surface = self._surfaces.get((work.resource, f"{DISPATCH} {work.kind}"))
         processor = self.machine.processors.get(work.resource)
@@ -94,7 +99,7 @@ class GpuCosts:
     def _sort(self, work: Work) -> str:
         """Return the sort of a work for measured slowdowns; empty on the GPU, whose kernels slow nothing outside it.
 
-        A cache write counts as any other copy if its speed was not measured.
+        A cache write has the sort of other copies on its link if the speed of cache writes was not measured.
         """
         if work.resource == self.machine.roles.accelerator:
             return ""

@@ -1,7 +1,7 @@
-"""Groups of equal accelerators, written out: a processor, a memory and links for each.
+"""Describes each of several equal accelerators by itself: a processor, a memory and links for each.
 
-A profile describes one accelerator of a group. Written out, each accelerator has names of its own, which costs, lanes
-and memories use. Measured costs cover only the first accelerator; work on others is then refused.
+A profile describes one accelerator of a group. If each is described, each has names of its own, which costs, lanes and
+memories use. Measured costs cover only the first accelerator; work on others is then refused.
 """
 
 from __future__ import annotations
@@ -14,15 +14,17 @@ from moesched.machines import AcceleratorGroup, Link, Machine
 
 
 def numbered(name: str, number: int) -> str:
-    """Return the name of an accelerator's part, given that of the first accelerator: "gpu", "gpu 1", "gpu 2" and so on.
+    """Return the name of a part of an accelerator: "gpu" for number 0, then "gpu 1", "gpu 2" and so on.
 
-    number: number of the accelerator, from 0.
+    Args:
+        name: name of the part in the first accelerator.
+        number: number of the accelerator, from 0.
     """
     return f"{name} {number}" if number else name
 
 
 def written_out(machine: Machine, count: int) -> Machine:
-    """Return the machine with `count` accelerators of its group written out; the first one keeps its names.
+    """Return the machine with `count` accelerators of its group described one by one; the first one keeps its names.
 
     An interconnect with wires of its own becomes links from each accelerator to the next.
     """

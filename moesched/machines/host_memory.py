@@ -1,4 +1,7 @@
-"""Host memory of a machine built from parts, from the notation of RAM and, for what that leaves open, the CPU."""
+"""Finds the host memory of a machine built from parts, from a text on its RAM and from its CPU.
+
+The CPU's fastest memory is assumed where the text leaves type or speed open.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +23,9 @@ class HostMemory(NamedTuple):
     Attributes:
         nbytes: size in bytes.
         bandwidth: bytes per second of all channels together, by their line rate.
-        words: size, channels and type in words.
-        comment: source of the figures.
-        assumed: figures that were not given, each with the option that gives it.
+        words: description of size, channels and type.
+        comment: text on the source of the figures.
+        assumed: sentences on figures that were not given, each with the option that gives the figure.
     """
 
     nbytes: int
@@ -33,9 +36,10 @@ class HostMemory(NamedTuple):
 
 
 def host_memory(cpu: Cpu, sockets: int, ram: str | None) -> HostMemory:
-    """Return the memory of a CPU's sockets.
+    """Return the host memory of a machine with a number of CPU sockets.
 
-    ram: memory in the notation of `parse_ram`; None for the fastest memory that the CPU supports.
+    Args:
+        ram: memory in the notation of `parse_ram`; None for the fastest memory that the CPU supports.
 
     Raises:
         BadInput: the notation cannot be read, or has more channels than the CPU.
@@ -64,7 +68,11 @@ def host_memory(cpu: Cpu, sockets: int, ram: str | None) -> HostMemory:
 
 
 def _channels(cpu: Cpu, sockets: int, given: Ram, ram: str | None) -> int:
-    """Return the number of channels in use: as given, or one per module, at most those of the CPU."""
+    """Return the number of memory channels in use: as given, or one per module, at most the number that the CPU has.
+
+    Args:
+        given: the parsed text `ram`.
+    """
     most = sockets * cpu.channels
     if given.channels is None:
         return min(most, given.modules or most)

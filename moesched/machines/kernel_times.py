@@ -23,9 +23,9 @@ class WorkTimes(NamedTuple):
     Attributes:
         computing: time to compute, if memory took no time.
         moving: time to move the bytes, if computing took no time.
-        holding: time to move the bytes at the full rate of the memory.
+        holding: time to move the bytes at the rate that all users of the memory reach together.
         working: time to compute and to move the bytes, which overlap.
-        fixed: time to start the kernels, and of the host's handling of the result.
+        fixed: time to start the kernels, and time of the host's handling of the result.
     """
 
     computing: float
@@ -36,16 +36,17 @@ class WorkTimes(NamedTuple):
 
 
 class KernelTimes:
-    """Computes times of work on one processor in one dtype.
+    """Computes the times of works on one processor in one dtype.
 
-    A CPU's kernels that convert blocks of weights use its vector units, not matrix units or 16-bit instructions.
+    Where a CPU's kernels convert blocks of weights, they compute at the rate of float32, without matrix units or 16-bit
+    instructions.
 
     Args:
         name: name of the processor in its machine.
         peak: the processor's stated FLOP/s.
         bandwidth: stated bytes per second of its memory.
         usable: share of `bandwidth` that all users of the memory reach together.
-        levels: groups of rates at the low or the high end instead of the expected figure.
+        levels: for groups of rates, by name, the low or the high end instead of the expected figure.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class KernelTimes:
         self._off_expected = self._rates["weights"] / rates_of(processor)["weights"].expected
 
     def __call__(self, work: Work) -> WorkTimes:
-        """Return the times of a work."""
+        """Return the seconds of a work on the processor."""
         rates = self._rates
         flops, reads = work.flops, "weights"
         computes = "products"
@@ -85,7 +86,7 @@ class KernelTimes:
         return WorkTimes(computing, moving, holding, working, self._fixed(work))
 
     def _tiled(self, products: Iterable[WorkPart]) -> float:
-        """Return the FLOPs that kernels compute, in whole tiles of rows, over those of the products."""
+        """Return the FLOPs that kernels compute, in whole tiles of rows, over the FLOPs that the products need."""
         least, few = self._class.tile_rows, self._class.few_rows
         asked = computed = 0.0
         for part in products:
@@ -104,9 +105,9 @@ class KernelTimes:
     def _fixed(self, work: Work) -> float:
         """Return the seconds to start a work and its kernels, and of the host's handling of its result.
 
-        A GPU starts each kernel, or the replay of a graph of them. A team of threads wakes once for a work, and meets
-        after each of its kernels. A work that joins an earlier call starts nothing. Without a class of device, the
-        processor's `launch_seconds` are used.
+        A GPU starts each kernel, or the replay of a graph of kernels. A CPU's team of threads wakes once for a work,
+        and meets after each of its kernels. A work that joins an earlier call starts nothing. Without a class of
+        device, the result is the processor's `launch_seconds`.
         """
         rates = self._rates
         if "launch_seconds" not in rates:

@@ -1,4 +1,4 @@
-"""Launches of a work on a processor: its kernels one by one, or the replay of a graph of them."""
+"""Counts the launches of a work on a processor: of its kernels one by one, or of the replay of a graph of kernels."""
 
 from __future__ import annotations
 
@@ -30,13 +30,14 @@ OF_PROMPTS = "attention prompt"
 def launches(work: Work, *, replays: bool) -> float:
     """Return the number of launches of a work; the replay of a graph of kernels is one launch.
 
-    replays: whether the processor replays graphs, as device cuda does with kernels in Triton.
+    Args:
+        replays: whether the processor replays graphs, as device cuda does with kernels in Triton.
     """
     return _with_graphs(work) if replays else sum(map(kernels, work.parts))
 
 
 def kernels(part: WorkPart) -> float:
-    """Return the number of kernels that compute a part."""
+    """Return the number of kernels that compute a part of a work; it may be a fraction, as a mean."""
     if is_product(part):
         if part.operation.endswith("experts"):
             return KERNELS_OF_EXPERTS * min(1.0, part.times)

@@ -1,4 +1,4 @@
-"""This machine: its calibrated profile, or the sizes that the system reports with assumed rates."""
+"""Describes this machine: its calibrated profile, or the sizes that the system reports, with assumed rates."""
 
 from __future__ import annotations
 
@@ -32,14 +32,18 @@ ASSUMED_FLOPS_PER_CORE = 50e9
 
 
 def calibrated_file(device: str = "") -> Path:
-    """Return the file that `moesched calibrate` writes by default; `device` is a GPU's, such as "cuda", or empty."""
+    """Return the path of the file that `moesched calibrate` writes by default.
+
+    Args:
+        device: name of a GPU's device, such as "cuda"; empty for a calibration without a GPU.
+    """
     return cache_folder() / (f"machine-{device}.toml" if device else "machine.toml")
 
 
 def calibrated_gpu(device: str, gpu: str) -> Machine | None:
     """Return this machine with its GPU, as `moesched calibrate --device` measured it; None if it was not measured.
 
-    A file without a cost table is ignored, as it was measured in another way by an earlier version.
+    A file without a cost table is ignored, since an earlier version measured it in another way.
 
     Args:
         device: name of the GPU's device, such as "cuda".
@@ -58,7 +62,8 @@ def calibrated_gpu(device: str, gpu: str) -> Machine | None:
 def local_machine() -> Machine:
     """Return this machine's calibrated profile; without one, a profile with assumed rates.
 
-    The host's memory is limited to that available now: a control group may limit it since the calibration.
+    The host's memory is limited to the bytes that are available now, as a control group may have limited it since the
+    calibration.
 
     Raises:
         BadInput: the calibrated profile is broken or of an older version.
@@ -97,7 +102,13 @@ def unified_machine(
     disk_bandwidth: float,
     description: str = "",
 ) -> Machine:
-    """Make a machine without an accelerator: one processor has both roles, and weights come from the disk."""
+    """Make a machine without an accelerator: its CPU has both roles, and weights come from the disk.
+
+    Args:
+        memory, disk: sizes in bytes.
+        flops: FLOP/s of the CPU by dtype.
+        memory_bandwidth, disk_bandwidth: bytes per second.
+    """
     return Machine(
         name=name,
         description=description,
@@ -112,10 +123,10 @@ def unified_machine(
 
 
 def require_measured_on(machine: Machine, processors: Callable[[], str]) -> None:
-    """Refuse a machine whose costs were measured on other processors than these.
+    """Refuse a machine description whose costs were measured on other processors than this machine's.
 
     Args:
-        processors: returns the names of these processors; called only if the costs were measured.
+        processors: a function that returns the names of this machine's processors; called only if costs were measured.
 
     Raises:
         BadInput: the costs were measured on other processors.
@@ -128,17 +139,22 @@ def require_measured_on(machine: Machine, processors: Callable[[], str]) -> None
 
 
 def this_processor() -> str:
-    """Return this machine's processor: its name and the number of usable cores."""
+    """Return the name of this machine's processor, followed by the number of usable cores."""
     return f"{processor_name()}, {usable_cores()} cores"
 
 
 def processor_with(gpu: str) -> str:
-    """Return this machine's processor and GPU: names, and the number of usable cores."""
+    """Return the name of this machine's processor, the number of usable cores, and the GPU's name, as one text."""
     return f"{this_processor()}, {gpu}"
 
 
 def processor_name(cpuinfo: Path = CPUINFO, ask: Ask = output_of) -> str:
-    """Return the name of this machine's processor; on Arm Linux the numbers of its maker and design."""
+    """Return the name of this machine's processor; on Arm Linux the numbers of its maker and design.
+
+    Args:
+        cpuinfo: path of the file in which Linux describes the processor.
+        ask: a function that runs a command and returns its output.
+    """
     try:
         lines = cpuinfo.read_text().splitlines()
     except OSError:

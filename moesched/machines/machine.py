@@ -125,7 +125,7 @@ class Staging(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Roles(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The names of the processors and memories in each role.
+    """The processor or memory that has each role, by name.
 
     Attributes:
         accelerator, host: processors, which may be the same one.
@@ -168,13 +168,13 @@ class AcceleratorGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
 
 class WiredMemory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Wiring of weights by the accelerator's driver, which unwires idle weights.
+    """Rates at which the accelerator's driver wires weights (pins them in memory); it unwires idle weights.
 
     Attributes:
         idle_seconds: idle time after which an array is unwired.
         first_bandwidth: bytes per second of wiring an array for the first time.
         again_bandwidth: bytes per second of wiring an array again.
-        prestacked: whether an expert's weights of all layers are one array, which any layer's use keeps wired;
+        prestacked: whether an expert's weights of all layers are one array, which the use by any layer keeps wired;
             otherwise there is one array per layer.
         standby: whether all arrays are wired before the first request, and stay wired until it comes.
     """
@@ -187,20 +187,20 @@ class WiredMemory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class CostPoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """The time of one operation, alone on the machine.
+    """The measured time of one operation that runs alone on the machine.
 
     Attributes:
-        operation: as in `WorkPart.operation`; on a machine with a GPU also "product", or "dispatch" followed by a
+        operation: name as in `WorkPart.operation`; on a machine with a GPU also "product", or "dispatch" followed by a
             `Work.kind`.
-        size: bytes of weights; bytes moved where there are no weights; FLOPs of a prompt's attention; bytes of a KV
-            head in a decode step's attention.
-        seconds: time of the operation; of a copy's dispatch, the time in addition to that of its link.
+        size: bytes of weights; without weights, bytes moved; for a prompt's attention, FLOPs; for a decode step's
+            attention, bytes of a KV head.
+        seconds: time of the operation; for the dispatch of a copy, the time in addition to that of its link.
         dtype: dtype of activations and of plain weights; empty if it does not matter.
-        format: storage format of coded weights; empty for plain ones.
-        rows: rows that the weights are multiplied with; the number of reads or transfers of that size; the number of
-            KV heads of a decode step's attention; the number of calls that a task's dispatch makes.
-        resource: the processor or link that it was measured on; empty on a machine with one processor.
-        scaled_from: dtype from whose measured time this one was scaled; empty if it was measured.
+        format: storage format of coded (quantized) weights; empty for plain weights.
+        rows: number of rows that are multiplied with the weights; for reads or transfers, their number; for a decode
+            step's attention, the number of KV heads; for a task's dispatch, the number of calls.
+        resource: the processor or link of the measurement; empty on a machine with one processor.
+        scaled_from: dtype whose measured time was scaled to this one; empty if this time was measured.
     """
 
     operation: str
@@ -218,7 +218,7 @@ class Contention(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     Attributes:
         work: sort of the slowed work: one of SORTS, a link as "source->destination", or one of BY_THEMSELVES.
-        beside: sorts that run beside it, joined by " + " in alphabetical order.
+        beside: sorts that run beside the slowed work, joined by " + " in alphabetical order.
         rate: speed of the slowed work, relative to running alone.
     """
 
@@ -233,10 +233,10 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     Attributes:
         measured_on: the processor that the costs were measured on; empty if they were not measured.
         cost_format: the version of the cost table's format; 0 without a cost table.
-        spread: relative range of the measured speed of each sort of work, by the sorts of `Contention.work`.
-        network: the connection to other such machines; None for a single one.
-        wired_memory: wiring of weights; None if the accelerator's driver never unwires them.
-        price_usd: price of the whole machine.
+        spread: range of the measured speed of each sort of work, relative to its median; keys as in `Contention.work`.
+        network: the connection to other machines of this kind; None for a single machine.
+        wired_memory: rates of wiring weights; None if the accelerator's driver never unwires weights.
+        price_usd: price of the whole machine in US dollars.
         staging: copies into page-locked memory, for runs that limit it; None if their rate is not known.
     """
 
@@ -283,7 +283,10 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return self.roles.weights == self.host.memory
 
     def peak(self, processor: str, dtype: str) -> float:
-        """Return the FLOP/s of a processor of the machine in a dtype.
+        """Return the stated FLOP/s of a processor in a dtype.
+
+        Args:
+            processor: name of the processor.
 
         Raises:
             BadInput: the machine has no rate for this dtype.

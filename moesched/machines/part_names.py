@@ -1,4 +1,4 @@
-"""Search for parts by name in any spelling: "3090", "RTX3090" and "GeForce RTX 3090" are one GPU."""
+"""Finds parts by name in any spelling: "3090", "RTX3090" and "GeForce RTX 3090" are one GPU."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def find_chip(name: str) -> Chip:
 
 
 def option_of_part(name: str) -> str | None:
-    """Return the option of `moesched machine` for a part, such as --gpu "RTX 3090"; None if no part has such a name."""
+    """Return the option of `moesched machine` for a part, such as '--gpu "RTX 3090"'; None if no part fits the name."""
     asked = Counter(_words(name))
     for kind, parts in library().named.items():
         if asked and any(_words_more(part, asked) is not None for part in parts.values()):
@@ -86,6 +86,10 @@ def counted(name: str, option: str, example: str) -> tuple[int, str]:
 
 def find_part(name: str, parts: Mapping[str, PartT], kind: str) -> PartT:
     """Find the part whose name has all words of `name`, and the fewest others.
+
+    Args:
+        parts: parts by name.
+        kind: "GPU", "CPU" or "chip", for the error message.
 
     Raises:
         BadInput: there is no such part, or several have equally many other words.
@@ -121,7 +125,7 @@ def _unknown(name: str, parts: Mapping[str, Part], kind: str) -> str:
 
 
 def _of_another_kind(name: str, kind: str) -> str:
-    """Return advice to use another option, if the name is a part of another kind; else an empty text."""
+    """Return advice to use another option if the name is a part of another kind than `kind`; else an empty text."""
     asked = _squeezed(name)
     for other, parts in library().named.items():
         for each in parts:
@@ -131,15 +135,15 @@ def _of_another_kind(name: str, kind: str) -> str:
 
 
 def _words(name: str) -> list[str]:
-    """Return the runs of letters and of digits in a name, in lower case, without vendors."""
+    """Split a name into words, which are runs of letters or of digits, in lower case; names of vendors are left out."""
     found = re.findall(r"[a-z]+|[0-9]+", name[:LONGEST_NAME].lower())
     return [word for word in found if word not in _VENDORS]
 
 
 def _words_more(part: Part, asked: Counter[str]) -> int | None:
-    """Return the number of words in a part's name that were not asked for; None if the name lacks a word that was.
+    """Return the number of words in a part's name beside those in `asked`; None if the name lacks a word in `asked`.
 
-    The size of a GPU's memory, such as 24GB, may be among the words asked for.
+    The size of a GPU's memory, such as 24GB, may be among the words in `asked`.
     """
     has = Counter(_words(part.name))
     size = Counter(_words(part.memory.replace("GiB", "GB")) if isinstance(part, Gpu) else [])

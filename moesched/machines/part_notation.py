@@ -1,4 +1,4 @@
-"""Short notations of parts: RAM such as "2x32GB DDR5-5600", PCIe such as "4x16", a disk such as "2TB 7GB/s"."""
+"""Parses short texts on parts: RAM such as "2x32GB DDR5-5600", PCIe such as "4x16", a disk such as "2TB 7GB/s"."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _PCIE = re.compile(r"(?:pcie|gen)?\s*(?:gen)?\s*([0-9]{1,3})(?:\.0)?\s*[x×]\s*(
 
 
 class Ram(NamedTuple):
-    """Memory modules, as far as the notation says.
+    """Memory modules, as far as a text describes them.
 
     Attributes:
-        modules: number of modules, if a size of each is given.
-        channels: number of channels, if no size of modules is given.
+        modules: number of modules, if the text gives the size of each.
+        channels: number of channels, if the text does not give the size of each module.
         kind: type and speed, such as "DDR5-5600".
         nbytes: size of all modules together.
     """
@@ -58,7 +58,7 @@ class Pcie(NamedTuple):
 
 
 class Disk(NamedTuple):
-    """A disk: size in bytes, if given, and bytes per second of reading."""
+    """A disk: its size in bytes, None if unknown, and the bytes per second of reading."""
 
     nbytes: int | None
     bandwidth: float

@@ -1,7 +1,7 @@
 """The library of parts: GPUs, chips with one memory, CPUs and types of memory.
 
-The files in library/ list them by series. A row inherits the figures of its series unless it has its own. Figures are
-those of data sheets; each series names its source.
+The files in library/ list the parts by series. A part inherits the figures of its series unless it has its own. Figures
+are from data sheets; each series names its source.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """A part of the library.
 
     Attributes:
-        series: the family that the part belongs to.
-        source: the publication with its figures.
+        series: name of the family that the part belongs to.
+        source: the publication from which the part's figures are taken.
     """
 
     name: str
@@ -40,11 +40,11 @@ class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class Board(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A board with a GPU and its CPU; such a GPU has no other CPU and no slot.
+    """A board that has a GPU and its CPU; the GPU has no slot and is not combined with another CPU.
 
     Attributes:
         cpu: name of the CPU.
-        link: name of the link between them.
+        link: name of the link between GPU and CPU.
         to_gpu, to_host: bytes per second of copies in each direction.
     """
 
@@ -171,7 +171,7 @@ class Library(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def named(self) -> dict[str, Mapping[str, Part]]:
-        """The parts that `moesched machine` takes, by the option that names them, without its dashes, and by name."""
+        """The parts that `moesched machine` accepts: for each option, without its dashes, the parts by name."""
         return {"gpu": self.gpus, "chip": self.chips, "cpu": self.cpus}
 
     def flops(self, part: Cpu | Chip) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Measured times of products, by dtype, storage format, weights and rows, and the costs of coded weights by them."""
+"""Measured times of matrix products, and from them the costs of coded (quantized) weights relative to plain ones."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ RESIDENT = "resident "
 
 
 class ProductTimes:
-    """Times of products, interpolated between the measured ones.
+    """Times of products, interpolated between the measured times by the number of weights and rows.
 
     Args:
-        points: costs measured on one processor; other operations are ignored.
+        points: costs measured on one processor; points of other operations are ignored.
     """
 
     def __init__(self, points: Iterable[CostPoint]) -> None:
@@ -31,16 +31,19 @@ class ProductTimes:
         self._surfaces = {key: Surface(measured) for key, measured in found.items()}
 
     def formats(self, dtype: str) -> list[str]:
-        """Return the coded formats whose products in a dtype were measured; none unless plain weights were, too."""
+        """Return the coded (quantized) formats whose products in a dtype were measured.
+
+        The result is empty if products with plain weights were not measured in that dtype.
+        """
         found = [stored for kind, measured, stored in self._surfaces if (kind, measured) == (PRODUCT, dtype)]
         return [stored for stored in found if stored and stored != COLUMNS] if "" in found else []
 
     def has(self, dtype: str) -> bool:
-        """Return whether products with plain weights were measured in a dtype."""
+        """Test whether products with plain weights were measured in a dtype."""
         return (PRODUCT, dtype, "") in self._surfaces
 
     def has_columns(self, dtype: str) -> bool:
-        """Return whether products with matrices that lie transposed were measured in a dtype."""
+        """Test whether products with transposed matrices were measured in a dtype."""
         return (PRODUCT, dtype, COLUMNS) in self._surfaces
 
     def seconds(
@@ -49,10 +52,11 @@ class ProductTimes:
         """Return the seconds of a matrix product.
 
         Args:
-            dtype: of activations and of plain weights.
+            dtype: dtype of activations and of plain weights.
             weights: number of weights of the matrix.
             rows: number of rows of activations.
-            stored: quantized format of the weights; `COLUMNS` for plain transposed ones, empty for other plain ones.
+            stored: quantized format of the weights; `COLUMNS` for plain transposed weights, empty for other plain
+                weights.
             resident: whether the weights stay in memory, where a device may have packed them.
         """
         kinds = (RESIDENT_PRODUCT, PRODUCT) if resident else (PRODUCT,)
@@ -63,10 +67,11 @@ class ProductTimes:
 
 
 class CodedCosts:
-    """Costs of work on coded weights, relative to those on as many plain weights, by measured times of products.
+    """Costs of work on coded (quantized) weights, relative to work on equally many plain weights.
 
-    The matrices of a part count as one, since a call of the native kernels multiplies by all of them. A format that was
-    not measured takes the times of the format with the nearest number of bits per weight.
+    The costs follow from measured times of products. The matrices of a part count as one, since a call of the native
+    kernels multiplies by all of them. A format that was not measured takes the times of the format with the nearest
+    number of bits per weight.
 
     Args:
         points: costs measured on one processor.
@@ -79,9 +84,9 @@ class CodedCosts:
         self._measured = self._times.formats(dtype)
 
     def plain(self, part: WorkPart) -> tuple[WorkPart, float]:
-        """Return the part as if all its weights were plain, and the factor by which it takes longer with coded ones.
+        """Return a part with plain instead of coded weights, and the factor by which coded weights take longer.
 
-        Without measured products of coded weights, the part is returned as it is, with 1.
+        If no products with coded weights were measured, the part is returned unchanged, with the factor 1.
         """
         if not part.coded or not self._measured:
             return part, 1.0
@@ -97,9 +102,15 @@ class CodedCosts:
         return part._replace(size=total * each, coded=()), ratio
 
     def _ratio(self, stored: str, weights: float, rows: float, *, resident: bool) -> float:
-        """Return the time of a product with weights stored in a format over that with plain weights.
+        """Return the time of a product with weights in a storage format over the time with equally many plain weights.
 
-        It is 1 for transposed plain weights whose products were not measured.
+        The result is 1 for transposed plain weights whose products were not measured.
+
+        Args:
+            stored: the storage format.
+            weights: number of weights of the matrix.
+            rows: number of rows of activations.
+            resident: whether the weights stay in memory.
         """
         if stored == COLUMNS and not self._times.has_columns(self._dtype):
             return 1.0

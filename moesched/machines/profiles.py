@@ -1,4 +1,4 @@
-"""Machines from TOML files, shipped profiles and those of users, and checks of both."""
+"""Loads machines from TOML files, shipped profiles or users' own, and checks the files."""
 
 from __future__ import annotations
 
@@ -48,6 +48,9 @@ def load_machine(name_or_file: str) -> Machine:
 def parse_machine(text: bytes, where: str) -> Machine:
     """Parse a machine from the text of its TOML file.
 
+    Args:
+        where: name of the file, for error messages.
+
     Raises:
         BadInput: the text is not TOML, a figure is missing or impossible, a processor or a memory is named but not
             described, or the costs were measured by another version. The message names `where` and the key.
@@ -56,7 +59,10 @@ def parse_machine(text: bytes, where: str) -> Machine:
 
 
 def machine_from(raw: dict[str, Any], where: str) -> Machine:
-    """Make a machine from the tables of its file.
+    """Make a machine from the tables of its file, as dicts and lists.
+
+    Args:
+        where: name of the file, for error messages.
 
     Raises:
         BadInput: as `parse_machine`.
@@ -79,7 +85,7 @@ def machine_from(raw: dict[str, Any], where: str) -> Machine:
 
 
 def _entries(raw: Any, section: str) -> Iterable[tuple[str, Any]]:
-    """Return the entries of a table within a table; none if either is not a table."""
+    """Return pairs of name and value of a table's entries; none if `raw` or `raw[section]` is not a table."""
     entries = raw.get(section) if isinstance(raw, dict) else None
     return entries.items() if isinstance(entries, dict) else ()
 

@@ -1,4 +1,4 @@
-"""The share of a machine with several equal accelerators that one rank of a tensor-parallel model has."""
+"""Computes the share of a machine with several equal accelerators that one rank of a tensor-parallel model uses."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from moesched.machines import AcceleratorGroup, Interconnect, Machine, Processor
 
 
 def rank_share(machine: Machine, ranks: int) -> Machine:
-    """Return the machine of one of `ranks` accelerators: its own memory and links, and its share of everything else.
+    """Return the machine as one of `ranks` accelerators sees it: its own memory and links, and a share of all else.
 
     Divided by the number of ranks are the host's FLOP/s, the capacity and bandwidth of all other memories, and the
-    bandwidth of links between those; latencies are not. Without an interconnect, transfers between accelerators go up
-    one link and down another, in pieces that overlap, through the host's memory.
+    bandwidth of links between those memories; latencies are not divided. Without an interconnect, transfers between
+    accelerators go up one link and down another, in pieces that overlap, through the host's memory.
 
     Raises:
-        BadInput: the machine has fewer accelerators, was measured with one, or has no link between them.
+        BadInput: the machine has fewer accelerators, its costs were measured with one accelerator, or it has no link
+            between accelerators.
     """
     count = machine.accelerator_group.count
     if not 1 <= ranks <= count:

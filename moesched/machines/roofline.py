@@ -1,4 +1,4 @@
-"""The roofline: the time of work at the rates that a machine's kernels and copies sustain."""
+"""The roofline cost model: the time of work at the rates that a machine's kernels and copies reach."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ NO_LEVELS: Levels = {}
 
 
 class Roofline:
-    """Cost model from sustained rates of kernels and copies: work takes the time of its slowest resource.
+    """Cost model from the rates that kernels and copies reach: work takes the time of its slowest resource.
 
-    With stated rates, this is the roofline (MoE-Lightning, Eqs. 7 and 8).
+    At stated rates, this is the roofline (MoE-Lightning, Eqs. 7 and 8).
 
     Args:
         dtype: dtype that the model computes in.
-        levels: groups of rates at the low or the high end instead of the expected figure.
+        levels: for groups of rates, by name, the low or the high end instead of the expected figure.
     """
 
     def __init__(self, machine: Machine, dtype: str, levels: Levels = NO_LEVELS) -> None:
@@ -86,9 +86,9 @@ class Roofline:
         return alone._replace(sort=name, slowed=tuple(slowed)) if slowed else alone
 
     def _modules(self, memory: str) -> str:
-        """Return the name of the memory whose bandwidth copies from or to a memory use.
+        """Return the name of the memory whose bandwidth is used by copies from or to a memory.
 
-        Pinned memory uses that of the host's memory, if the stated rates are peaks.
+        Copies from or to pinned memory use the bandwidth of the host's memory, if the machine's stated rates are peaks.
         """
         pinned = memory == self.machine.roles.pinned and is_rated(self.machine)
         return self.machine.host.memory if pinned else memory
@@ -98,7 +98,11 @@ class Roofline:
 
 
 def slowed_beside(machine: Machine) -> dict[str, list[tuple[str, float]]]:
-    """Return the measured speeds of each sort of work, as pairs (sorts that run beside it, speed relative to alone)."""
+    """Return the measured speeds of each sort of work beside others.
+
+    Returns:
+        For each sort, pairs of the sorts that run beside it and its speed, relative to running alone.
+    """
     found: dict[str, list[tuple[str, float]]] = {}
     for pair in machine.contention:
         found.setdefault(pair.work, []).append((pair.beside, pair.rate))

@@ -1,7 +1,8 @@
-"""Staging: machines on which only a part of the host's memory can be page-locked.
+"""Describes machines on which only a part of the host's memory can be page-locked, so that pages pass through it.
 
 A machine whose accelerator has its own memory is described with page-locked host memory: accelerators copy from and to
-all of it at the link's rate. If page-locked memory is limited, pages pass through that part.
+all of it at the link's rate. If page-locked memory is limited, pages are first copied (staged) into the page-locked
+part.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ RING = "in pieces through page-locked memory, at the rate of the slower hop"
 
 def within_lock_limit(machine: Machine, budgets: Mapping[str, int]) -> Machine:
     """Return the machine, with staging if a budget limits page-locked memory.
+
+    Args:
+        budgets: bytes by memory.
 
     Raises:
         BadInput: the limit makes no sense on this machine.
@@ -70,7 +74,11 @@ def staged(machine: Machine, limit: int | str, *, ring: bool = True) -> Machine:
 
 
 def _links(machine: Machine, staging: Staging, ring: bool) -> Iterator[Link]:
-    """Yield the links of the machine with staging: page-locked memory takes over the fast links of host memory."""
+    """Yield the links of a machine with staging, in which page-locked memory replaces host memory at the fast links.
+
+    Args:
+        ring: whether copies between accelerator and host memory go in pieces through page-locked memory.
+    """
     host, accelerator = machine.host.memory, machine.accelerator.memory
     for link in machine.links:
         if link.destination == host and link.source != accelerator:
@@ -89,14 +97,17 @@ def _links(machine: Machine, staging: Staging, ring: bool) -> Iterator[Link]:
 
 
 def _through_ring(machine: Machine, link: Link, staging: Staging) -> Link:
-    """Return a link from or to memory that is not page-locked, whose copies go in pieces through page-locked memory."""
+    """Return a link between accelerator and host memory with the rate of copies in pieces through page-locked memory.
+
+    The rate is that of the link or that of copies within the host's memory, whichever is lower.
+    """
     slower, kind = (link, "pinned") if link.bandwidth <= staging.bandwidth else (staging, "host_copies")
     sustained = slower.sustained or copies_of(machine).rates[kind]
     return replace(link, bandwidth=slower.bandwidth, sustained=replace(sustained, source=RING))
 
 
 def _renamed(pair: Contention, machine: Machine) -> Contention:
-    """Return measured contention under the names of copies with staging: those to the accelerator are from `PINNED`."""
+    """Return measured contention with sorts renamed for staging: copies to the accelerator are from `PINNED` memory."""
     host, accelerator = machine.host.memory, machine.accelerator.memory
     names = {f"{host}->{accelerator}": f"{PINNED}->{accelerator}"}
     beside = sorted(names.get(sort, sort) for sort in pair.beside.split(" + "))

@@ -10,7 +10,7 @@ from moesched.machines.machine import CostPoint
 
 
 class Curve:
-    """Seconds as a function of x: straight lines between measured points (x, seconds), which are given in any order.
+    """Function from x to seconds: straight lines between measured points (x, seconds), which are given in any order.
 
     Of several times at one x, the median counts. Below the first point, the first line continues down to half of the
     first time. Above the last point, time grows at the average slope.
@@ -41,9 +41,9 @@ class Curve:
 
 
 class Surface:
-    """Seconds of an operation by size and rows: a curve over rows at each measured size, and a curve over sizes.
+    """Function from size and rows to the seconds of an operation: a curve over rows per size, and a curve over sizes.
 
-    More rows never take less time. Larger weights may, since a device uses more cores from some size on.
+    More rows never take less time. Larger weights may take less, since a device uses more cores from some size on.
 
     Attributes:
         largest: the largest measured size.
@@ -62,9 +62,9 @@ class Surface:
 
 
 def _rising(values: Iterable[float]) -> list[float]:
-    """Return the closest rising numbers: neighbours that fall become their median (isotonic regression).
+    """Return the closest rising numbers: falling neighbours are replaced by their median (isotonic regression).
 
-    A mean would let one outlier raise all its neighbours.
+    A mean instead of the median would let one outlier raise all its neighbours.
     """
     pools: list[list[float]] = []
     for value in values:

@@ -1,7 +1,7 @@
 """Sustained rates: the share of a machine's stated rates that kernels and copies reach.
 
-A processor names its class of device, from `rates/`; its own `rates` replace those of the class. In a description
-without any class, the stated rates are those that programs reach.
+A processor names its class of device, from `rates/`; the processor's own `rates` replace those of the class. In a
+description without any class, the stated rates count as sustained in full.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ class DeviceClass(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     Attributes:
         rates: estimates by the names in WORDS.
-        tile_rows: rows of a tile, the least that kernels compute in a product of more than `few_rows` rows.
-        few_rows: the most rows for which kernels read the weights once and compute no tiles.
+        tile_rows: number of rows that kernels compute at least in a product of more than `few_rows` rows.
+        few_rows: the largest number of rows for which kernels read the weights once and compute no tiles.
         turns: share of the computing time, from 0 to 1, in which memory cannot be read because of the power limit; in
-            the rest of it, reading and computing overlap.
+            the rest of the time, reading and computing overlap.
     """
 
     description: str
@@ -90,12 +90,12 @@ def _read(name: str) -> DeviceClass:
 
 
 def rates_of(processor: Processor) -> dict[str, Estimate]:
-    """Return the sustained rates of a processor: those of its class, replaced by its own."""
+    """Return the sustained rates of a processor by name: the rates of its class, or its own where it has any."""
     return device_class(processor.device_class).rates | processor.rates
 
 
 def copies_of(machine: Machine) -> DeviceClass:
-    """Return the sustained rates of a machine's links, by kind of copy."""
+    """Return the class of device with the sustained rates of a machine's links, by kind of copy."""
     return _read(COPIES if is_rated(machine) else STATED_COPIES)
 
 
@@ -105,7 +105,7 @@ def is_rated(machine: Machine) -> bool:
 
 
 def at_peak(machine: Machine) -> Machine:
-    """Return the machine with all stated rates taken to be sustained in full."""
+    """Return the machine with all stated rates taken to be sustained in full, without any class of device."""
     processors = {
         name: replace(processor, device_class="", rates={}) for name, processor in machine.processors.items()
     }
@@ -120,7 +120,7 @@ def usable_share(machine: Machine) -> float:
 
 
 def link_kind(machine: Machine, link: Link) -> str:
-    """Return the kind of copy on a link, a key of WORDS.
+    """Return the kind of copy on a link, such as "pinned", "pageable" or "disk": a key of WORDS.
 
     On a machine without the role `pinned`, all copies between host and accelerator are "pinned".
     """
@@ -136,14 +136,18 @@ def link_kind(machine: Machine, link: Link) -> str:
 
 
 def sustained_share(machine: Machine, link: Link, levels: Levels) -> float:
-    """Return the share of its stated bandwidth that a link sustains."""
+    """Return the share, from 0 to 1, of its stated bandwidth that a link sustains.
+
+    Args:
+        levels: for kinds of copy, the low or the high end of the estimate instead of the expected figure.
+    """
     kind = link_kind(machine, link)
     estimate = link.sustained or copies_of(machine).rates[kind]
     return estimate.at(levels.get(kind, "expected"))
 
 
 def groups(machine: Machine) -> dict[str, str]:
-    """Return the label of each group of rates that vary together, by the group's name.
+    """Return a label in words for each group of rates that vary together, by the group's name.
 
     A group is a rate of a class of device, or a kind of copy. On a calibrated machine, groups are the sorts of work
     whose spread was measured and, if it has a GPU, also its rates.
@@ -163,9 +167,11 @@ def groups(machine: Machine) -> dict[str, str]:
 
 
 def group(name: str, processor: Processor, rate: str) -> str:
-    """Return the name of the group that a rate of a processor belongs to.
+    """Return the name of the group of rates that a rate of a processor belongs to.
 
-    name: name of the processor, which stands for its class of device if it has none.
+    Args:
+        name: name of the processor, which stands for its class of device if it has none.
+        rate: name of the rate.
     """
     return f"{processor.device_class or name}.{rate}"
 

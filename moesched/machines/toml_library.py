@@ -1,4 +1,4 @@
-"""Reading of profiles in TOML: shipped files by name, other files by path."""
+"""Reads profiles in TOML: shipped files by name, other files by path."""
 
 from __future__ import annotations
 
@@ -30,7 +30,11 @@ Price = Annotated[float, Meta(ge=0, lt=1e12)]
 
 
 def profile_names(package: str) -> list[str]:
-    """Return the names of the profiles that ship in a package."""
+    """Return the names of the profiles that ship in a package.
+
+    Args:
+        package: name of the Python package that holds the files.
+    """
     folder = resources.files(package)
     return sorted(
         entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml")
@@ -38,7 +42,11 @@ def profile_names(package: str) -> list[str]:
 
 
 def profile_text(package: str, kind: str, name_or_file: str) -> bytes:
-    """Return the text of a shipped profile, or of a file.
+    """Return the bytes of a shipped profile, or of a file.
+
+    Args:
+        package: name of the Python package that holds the shipped profiles.
+        kind: name for such profiles, such as "machine", for the error message.
 
     Raises:
         BadInput: there is no such profile or file, or the file cannot be read.
@@ -56,16 +64,25 @@ def profile_text(package: str, kind: str, name_or_file: str) -> bytes:
 
 
 def decode_profile(text: bytes, kind: str, where: str) -> dict[str, Any]:
-    """Return the tables of a TOML text.
+    """Return the tables of a TOML text as dicts.
+
+    Args:
+        kind: name for such profiles, such as "machine", for the error message.
+        where: name of the file, for the error message.
 
     Raises:
-        BadInput: the text is not TOML; the message names `where`.
+        BadInput: the text is not TOML.
     """
     return decode_toml(text, f"{where}: not a {kind}")
 
 
 def convert_profile(raw: Any, kind: type[T], key: str, where: str) -> T:
-    """Convert a value of a profile, which stands there at `key`, to a type.
+    """Convert a value that was read from a profile to a type, and check it.
+
+    Args:
+        raw: the value, as dicts, lists, numbers and texts.
+        key: key of the value in the profile; empty for the whole profile.
+        where: name of the file.
 
     Raises:
         BadInput: a figure is missing or impossible; the message names `where` and the whole key.

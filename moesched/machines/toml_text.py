@@ -1,4 +1,4 @@
-"""Conversion of a machine to the TOML text that `parse_machine` reads."""
+"""Writes a machine as TOML text, which `parse_machine` reads."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _value(value: Any) -> str:
 
 
 def inline(value: Any) -> str:
-    """Return a value as TOML on one line."""
+    """Return a dict, list, text or number as TOML on one line."""
     if isinstance(value, dict):
         pairs = (f"{_key(key)} = {inline(each)}" for key, each in value.items() if each is not None)
         return "{ " + ", ".join(pairs) + " }"

@@ -1,4 +1,4 @@
-"""The kind of host memory from which a run copies weights to the GPU."""
+"""Names the kind of host memory from which a run copies weights to the GPU."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import msgspec
 
 
 class WeightsHome(msgspec.Struct, frozen=True):
-    """The kind of host memory from which weights are copied to the GPU, and the reason for it.
+    """The kind of host memory from which weights are copied to the GPU, and the reason for this kind.
 
     Attributes:
         way: "mapped files" in the page cache, from which the GPU itself copies; "registered memory" into which weights

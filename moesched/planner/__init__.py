@@ -1,8 +1,8 @@
-"""The planner: the policy and the sizes with which a model generates the most tokens per second on a machine.
+"""The planner: finds the policy and the sizes with which a model generates the most tokens per second on a machine.
 
-First the search of MoE-Lightning gives each policy's best sizes and a bound, which assumes that lanes overlap
-perfectly. Then the schedules themselves are simulated on the virtual clock, the most promising first, until no
-remaining bound comes near the best result.
+First the search of MoE-Lightning gives each policy's best sizes and an upper bound on its throughput, which assumes
+that lanes overlap perfectly. Then the schedules themselves are simulated on the virtual clock, the most promising
+first, until no remaining bound comes near the best result.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One policy with one setting: its bound, and the best of its schedules that were simulated."""
+"""Holds one policy in one setting: its bound on throughput, and the best of its simulated schedules."""
 
 from __future__ import annotations
 
@@ -38,13 +38,16 @@ CLOSE = 1.05
 
 
 class Candidate:
-    """A policy in a setting: the sizes with its highest bound, and the search for its best schedule.
+    """A policy in a setting: the sizes with the highest bound on throughput, and the search for the best schedule.
 
     Args:
+        name: name of the policy.
+        setting: everything that a plan depends on, apart from the batch.
         sizes: allowed sizes of micro-batches, in requests; None for any.
 
     Attributes:
-        choice: the sizes with the highest bound: the best of the `ROUGH` sizes, until `refine` finds better ones.
+        choice: the sizes with the highest bound: first the best of the `ROUGH` sizes, after `refine` of all allowed
+            sizes.
         schedules: the policy's schedules that were simulated, in a few layers or in all.
 
     Raises:
@@ -86,7 +89,10 @@ class Candidate:
         return self._tried([point_of(self.choice), *self._large([FEW])])[0]
 
     def search(self) -> Seen:
-        """Find the best schedule: climb from several promising sizes, then simulate all layers of the best few."""
+        """Find the best schedule, and return it.
+
+        The search climbs from several promising sizes, and then simulates all layers of the best few.
+        """
         self.refine()
         starts = self._tried([point_of(self.choice), *self._large([1, FEW]), *self._edges()])
         for start in starts[:MOST_CLIMBS]:
@@ -96,7 +102,10 @@ class Candidate:
         return self._best_in_all_layers()
 
     def in_chunks(self, found: Seen) -> Seen:
-        """Simulate `found` with its prompts in chunks, as `simulate` does by default; returns the faster of both."""
+        """Simulate a schedule's sizes with prompts in chunks, and return the faster schedule.
+
+        The chunks are those that `simulate` uses by default.
+        """
         if found.chunk is None and CHUNK in chunks_to_try(self.setting, found.micro_batch_size):
             with suppress(BadInput):
                 chunked = self.schedules.see(found.point._replace(chunk=CHUNK))
@@ -105,9 +114,9 @@ class Candidate:
         return found
 
     def bound_with(self, setting: Setting) -> float:
-        """The policy's bound on throughput in another setting, in tokens per second.
+        """Return the policy's bound on throughput in another setting, in tokens per second.
 
-        The size of micro-batches is that of `choice`; their number is the best one in the other setting.
+        Micro-batches have the size in `choice`; their number is the best one in the other setting.
         """
         faster = setting.machine is not self.setting.machine
         traits = (
@@ -119,10 +128,10 @@ class Candidate:
         return max(most_of(setting, traits, option, share) for share in shares)
 
     def _tried(self, points: Iterable[Point]) -> list[Seen]:
-        """Simulate the points that fit; returns their schedules, the one with the highest rate first.
+        """Simulate the points that fit; return their schedules, the one with the highest rate first.
 
         Raises:
-            BadInput: none fits.
+            BadInput: none of the points fits.
         """
         found = []
         first, *others = dict.fromkeys(points)
@@ -136,9 +145,12 @@ class Candidate:
         return sorted(found, key=lambda seen: seen.rate, reverse=True)
 
     def _large(self, counts: Sequence[int]) -> Iterator[Point]:
-        """Yield points with the largest micro-batches that fit, whatever their bounds, in each of these numbers.
+        """Yield points to simulate with the largest micro-batches that fit, whatever their bounds.
 
-        Points with prompts in chunks follow if that lets larger micro-batches fit.
+        Points with prompts in chunks follow if chunks let larger micro-batches fit.
+
+        Args:
+            counts: the numbers of micro-batches, one point for each.
         """
         if len(self.setting.lengths) == 1:
             return
@@ -157,23 +169,27 @@ class Candidate:
 
     @property
     def _share(self) -> float | None:
-        """The setting's share of the KV cache on the accelerator, by default 0; None if the policy splits none."""
+        """The setting's share of the KV cache on the accelerator, by default 0; None if the policy splits no cache."""
         return (self.setting.kv_on_gpu or 0.0) if self.setting.splits_kv else None
 
     def _number_that_fit(self, sizes: Sequence[int], chunk: int | None) -> int:
         return bisect_left(sizes, True, key=lambda size: not self._fits(size, chunk))
 
     def _fits(self, size: int, chunk: int | None) -> bool:
-        """Test whether one micro-batch of `size` requests fits, with prefill in chunks of at most `chunk` tokens."""
+        """Test whether one micro-batch of `size` requests fits.
+
+        Args:
+            chunk: most prompt tokens that pass a layer together; None for whole prompts.
+        """
         setting = with_chunk(self.setting, chunk)
         return setting.fits(setting.batch(1, size), self._share)
 
     def _edges(self) -> Iterator[Point]:
-        """Yield points at the edges of the search, which the bound underrates.
+        """Yield points at the edges of the search, whose bounds are too low.
 
-        It ignores that lanes overlap less well where only some micro-batches have their KV cache on the accelerator.
-        The points are those with the highest bounds with none and with all of the cache there, and one micro-batch
-        with the cache of as many layers there as fit.
+        The bound ignores that lanes overlap less well where only some micro-batches have their KV cache on the
+        accelerator. The points are those with the highest bounds with none and with all of the cache there, and one
+        micro-batch with the cache of as many layers there as fit.
         """
         if not self.setting.searches_shares:
             return
@@ -187,7 +203,10 @@ class Candidate:
             yield point_of(partly)
 
     def _try_chunks(self, found: Seen) -> None:
-        """Simulate `found` with larger and larger chunks of prefill, then whole prompts, until fewer requests fit."""
+        """Simulate a schedule's sizes with larger prefill chunks step by step, until fewer requests fit.
+
+        Whole prompts are tried after the largest chunks.
+        """
         if found.chunk is None or self.setting.prefill_chunk is not None:
             return
         longest = found.micro_batch_size * max(self.setting.lengths)
@@ -200,7 +219,10 @@ class Candidate:
                     return
 
     def _best_in_all_layers(self) -> Seen:
-        """The best of the finalists in all layers; the best in a few layers if all of them would take too long."""
+        """Return the best of the finalists with all layers simulated.
+
+        If all layers of the finalists would take too long to simulate, return the best schedule of a few layers.
+        """
         few = self.schedules.seen
         finalists = [seen for seen in few[:FINALISTS] if seen.rate * CLOSE >= few[0].rate]
         if sum(seen.tasks_of_all_layers for seen in finalists) > MOST_FINAL_TASKS:
@@ -208,9 +230,13 @@ class Candidate:
         return max(map(self.schedules.deepened, finalists), key=lambda seen: seen.rate)
 
     def _most_layers(self, size: int, chunk: int | None) -> PolicyChoice | None:
-        """The choice of one micro-batch with the KV cache of as many layers as fit on the accelerator.
+        """Choose one micro-batch with the KV cache of as many layers as fit on the accelerator.
 
-        It is None if the cache of all layers fits, or of none.
+        None if the cache of all layers fits, or of no layer.
+
+        Args:
+            size: requests of the micro-batch.
+            chunk: most prompt tokens that pass a layer together; None for whole prompts.
         """
         layers = self.setting.layout.config.layers
         option = self._option(size, chunk)
@@ -231,9 +257,10 @@ class Candidate:
     def _best_of(
         self, setting: Setting, options: Sequence[SizeOption], above: float = 0.0
     ) -> PolicyChoice | None:
-        """The sizes with the highest bound on throughput; of similar bounds, those with the largest micro-batches.
+        """Choose the sizes with the highest bound on throughput; of similar bounds, the largest micro-batches.
 
-        They are preferred since they make fewer tasks. None if no bound reaches `above` tokens per second.
+        Larger micro-batches are preferred since they make fewer tasks. None if no bound reaches `above` tokens per
+        second.
         """
         found = best(setting, self.traits, options, above)
         if found is None:
@@ -260,6 +287,6 @@ class Candidate:
 
 
 def _even_shares(requests: int) -> set[int]:
-    """Sizes of micro-batches that divide the requests evenly among a few micro-batches."""
+    """Return sizes of micro-batches, in requests, that divide the requests evenly among a few micro-batches."""
     shares = {-(-requests // count) for count in range(1, MOST_SHARES + 1)}
     return {share for share in shares if share <= SIZES[-1]}

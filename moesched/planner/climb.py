@@ -1,4 +1,4 @@
-"""The climb from a policy's sizes to better ones, whose schedules are simulated."""
+"""The climb from a policy's sizes to better sizes, by simulations of their schedules."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ as much as the present one does.
 
 
 def chunks_to_try(setting: Setting, size: int) -> list[int | None]:
-    """The sizes of prefill chunks to try, in tokens, for micro-batches of `size` requests; None is for whole prompts.
+    """Return the sizes of prefill chunks to try, in tokens, for micro-batches of `size` requests.
 
-    The setting's chunks if it has any; otherwise whole prompts and, if a micro-batch has many tokens, `CHUNK`.
+    The result is the setting's chunk size if it has one; otherwise None, for whole prompts, and also `CHUNK` if a
+    micro-batch has many tokens.
     """
     if setting.prefill_chunk is not None or size * max(setting.lengths) <= CHUNK:
         return [setting.prefill_chunk]
@@ -38,12 +39,14 @@ def chunks_to_try(setting: Setting, size: int) -> list[int | None]:
 class Climb:
     """A local search for better sizes of one policy, from one simulated schedule to a faster one of similar sizes.
 
-    The bounds say which neighbours are worth a simulation. All are, once a schedule was faster than its bound, or held
-    more requests than the bound allows: a policy may place weights by what is free, or fetch only chosen experts.
+    A bound on throughput tells whether neighbouring sizes are simulated. All neighbours are, once a schedule was faster
+    than its bound, or held more requests than the bound allows: a policy may place weights by what is free, or fetch
+    only chosen experts.
 
     Args:
-        ladder: allowed sizes of micro-batches, in ascending order.
-        option_of: returns the costs of micro-batches, given their size in requests and that of chunks in tokens.
+        ladder: allowed sizes of micro-batches, in requests and ascending order.
+        option_of: a function from the requests of a micro-batch and the tokens of a prefill chunk to the costs of such
+            micro-batches.
     """
 
     def __init__(
@@ -62,7 +65,9 @@ class Climb:
         self._refuted = False
 
     def start(self, point: Point) -> Seen:
-        """Simulate a point, with smaller micro-batches if not even one fits, as the search knows only average lengths.
+        """Simulate a point and return its schedule; if not one micro-batch fits, smaller micro-batches are simulated.
+
+        The point may not fit since the search for it knows only average prompt lengths.
 
         Raises:
             BadInput: not even a micro-batch of one request fits.
@@ -78,7 +83,7 @@ class Climb:
         return self._see(point)
 
     def from_seen(self, found: Seen) -> Seen:
-        """Move from a schedule to better ones, in large steps first, then in small ones; returns the best one."""
+        """Move from a schedule to faster ones, in large steps first, then in small steps; return the fastest one."""
         for around in (self._far, self._near):
             found = self._uphill(found, around)
         return found
@@ -97,7 +102,11 @@ class Climb:
     def _uphill(self, found: Seen, around: Callable[[Seen], list[Point]]) -> Seen:
         """Move to faster schedules until no neighbour promises a better one, or `MOST_PREVIEWS` points were simulated.
 
-        around: returns the neighbours of a schedule.
+        Args:
+            around: a function that returns the neighbouring points of a schedule.
+
+        Returns:
+            The fastest schedule.
         """
         tried = {found.point}
         ahead = self._ahead(found, around(found))
@@ -114,7 +123,7 @@ class Climb:
         return found
 
     def _ahead(self, found: Seen, points: Sequence[Point]) -> list[Point]:
-        """The points whose bounds allow a better schedule than `found`, the highest bound first."""
+        """Return the points whose bounds allow a better schedule than `found`, the highest bound first."""
         bounds = {point: self._bound(point) for point in points}
         here = self._bound(found.point)
         bound = found.throughput if here is None else here.throughput
@@ -135,10 +144,11 @@ class Climb:
         return sorted(known, key=lambda point: promise(known[point]), reverse=True)
 
     def _far(self, seen: Seen) -> list[Point]:
-        """Far neighbours: about twice or half the size of micro-batches, or twice or half their number.
+        """Return far neighbours: about twice or half the size of micro-batches, or twice or half their number.
 
-        Another size is tried for as many requests; about twice the size also for as many micro-batches. Chunks of
-        prefill leave room for more micro-batches, so twice their number is tried with chunks, too.
+        Another size of micro-batches is tried for an equal number of requests; about twice the size also for an equal
+        number of micro-batches. Chunks of prefill leave room for more micro-batches, so twice their number is tried
+        with chunks, too.
         """
         size, count, _, chunk = seen.point
         others = [min(self._ladder, key=lambda each: abs(each - aim)) for aim in (2 * size, size / 2)]
@@ -154,11 +164,12 @@ class Climb:
         return points
 
     def _near(self, seen: Seen) -> list[Point]:
-        """Near neighbours: a fifth more or fewer micro-batches, other sizes for as many requests, other cache shares.
+        """Return near neighbours: a few more or fewer micro-batches, micro-batches of other sizes, other cache shares.
 
-        The share of the KV cache on the accelerator changes by a tenth of the micro-batches, or of the layers if there
-        is only one micro-batch. The last neighbour has a tenth more micro-batches, which have their cache on the
-        accelerator, for when the host's memory is full.
+        The number of micro-batches changes by a fifth; other sizes are for as many requests. The share of the KV cache
+        on the accelerator changes by a tenth of the micro-batches, or of the layers if there is only one micro-batch.
+        The last neighbour has a tenth more micro-batches, which have their cache on the accelerator, for when the
+        host's memory is full.
         """
         point, share = seen.point, self._share(seen)
         size, count = point.size, point.micro_batches
@@ -176,7 +187,7 @@ class Climb:
         return points
 
     def _of_sizes(self, seen: Seen, sizes: Sequence[int]) -> list[Point]:
-        """Points with micro-batches of other sizes for as many requests, and the same share of the KV cache."""
+        """Return points with other sizes of micro-batches, for as many requests and an equal share of the KV cache."""
         counts = [(size, -(-seen.batch_size // size)) for size in sizes]
         share = self._share(seen)
         return [Point(size, count, resident_of(share, count), seen.chunk) for size, count in counts]
@@ -185,9 +196,9 @@ class Climb:
         return seen.point.resident / seen.point.micro_batches
 
     def _bound(self, point: Point) -> PolicyChoice | None:
-        """The bound of a point with as many resident weights as fit, and with fewer micro-batches if not all fit.
+        """Bound a point's throughput, with as many weights on the accelerator as fit.
 
-        It is None if not even one micro-batch fits.
+        If not all micro-batches of the point fit, the bound is for fewer; None if not even one fits.
         """
         option = self._option_of(point.size, point.chunk)
 
@@ -204,5 +215,5 @@ class Climb:
 
 
 def point_of(choice: PolicyChoice) -> Point:
-    """The point to simulate that has the sizes of a solution of the search."""
+    """Return the point to simulate that has the sizes of `choice`."""
     return Point(choice.micro_batch_size, choice.micro_batches, choice.resident, choice.chunk)

@@ -1,4 +1,4 @@
-"""The proposal of `moesched plan --nodes`: a bound on the time of a token, a placement of experts, and a way to split.
+"""Makes the proposal of `moesched plan --nodes`: a bound on a token's time, a placement of experts, a way to split.
 
 Eq. 1 of the Apple silicon cluster paper (RACS'24) bounds each way to split a model, with its placement and the best
 assignment of each token's experts. Nothing is simulated, and no workload is needed.
@@ -42,13 +42,14 @@ class Way(msgspec.Struct, frozen=True, kw_only=True):
     """One way to split a model over nodes.
 
     Attributes:
-        experts: "whole" if each expert is on one node or on several; "cut" if every node has a slice of each expert.
-        replicas: nodes that hold an expert, on average.
+        experts: "whole" if an expert is not divided and is on one node or on several; "cut" if every node has a slice
+            of each expert.
+        replicas: number of nodes that hold an expert, on average.
         attention: "replicated" on all nodes, or "sharded", which takes one more exchange in each layer.
         policy: name of a shipped policy that splits the model in this way; None if there is none.
         expected_experts: mean number of a token's experts that the busiest node runs in a layer.
         bytes_per_node: bytes of weights on each node.
-        kernel_seconds: seconds to launch the experts' kernels, which Eq. 1 omits.
+        kernel_seconds: seconds to launch the experts' kernels for a token, which Eq. 1 omits.
         token_seconds: seconds of a token: the sum of the bound and the launches.
     """
 
@@ -64,11 +65,12 @@ class Way(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ClusterChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """The way to split a model that takes the least time per token.
+    """The chosen way to split a model: the one that takes the least time per token.
 
     Attributes:
+        best: the fastest way, which may have no policy.
         why: the reasons, one sentence each.
-        runs: the fastest way that a shipped policy implements; `best` may have no policy.
+        runs: the fastest way that a shipped policy implements.
     """
 
     best: Way
@@ -163,7 +165,7 @@ class _Bytes(NamedTuple):
 
 
 class _Cluster:
-    """A model on equal nodes, each with a memory budget."""
+    """A model on several equal nodes, each of which has `budget` bytes for weights."""
 
     def __init__(
         self,
@@ -186,7 +188,7 @@ class _Cluster:
         return token_bound(self.operations, self.machine, self.network, share)
 
     def placement(self, policy: str) -> Placement:
-        """The experts on each node, as the policy places them within the memory budget.
+        """Return the experts on each node, as a policy places them within the memory budget.
 
         Raises:
             BadInput: the nodes cannot hold the experts.
@@ -205,11 +207,11 @@ class _Cluster:
         return best_placement(experts, self.config.routed.top_k, nodes, self.that_fit)
 
     def needed(self, experts: float) -> int:
-        """Bytes of weights on a node that holds `experts` experts in each layer."""
+        """Return the bytes of weights on a node that holds `experts` experts in each layer, which may be a mean."""
         return self.bytes.outside + self.bytes.dense + round(experts * self.bytes.expert)
 
     def ways(self) -> Iterator[Way]:
-        """All ways to split the model that fit in the nodes' memories."""
+        """Yield all ways to split the model that fit in the nodes' memories."""
         network, nodes = self.config.routed, self.nodes
         once = mirrored(network.experts, nodes, nodes)
         authors = self.placement(AUTHORS)
@@ -237,11 +239,12 @@ class _Cluster:
         """Yield a way to place experts twice: with attention replicated and, on several nodes, with attention sharded.
 
         Args:
-            replicas: nodes that hold an expert, on average.
+            replicas: number of nodes that hold an expert, on average.
             experts: "whole" or "cut", as in `Way`.
+            policy: name of a policy that splits the model in this way; None if there is none.
             load: mean number of a token's experts that the busiest node runs in a layer.
-            kernels: kernel launches in a layer.
-            held: experts that a node holds in each layer.
+            kernels: number of kernel launches in a layer.
+            held: number of experts that a node holds in each layer.
         """
         config, nodes = self.config, self.nodes
         kv_heads = config.typical_layer.attention.cached_heads
@@ -340,7 +343,12 @@ def _network(machine: Machine, network: Network | str | None) -> Network:
 
 
 def _budget(machine: Machine, budgets: Mapping[str, int | str] | None) -> int:
-    """Bytes that weights may take of a node's accelerator memory."""
+    """Return the bytes that weights may take of a node's accelerator memory.
+
+    Args:
+        budgets: bytes or texts such as "16GB" by memory, of which only that memory may be named; None for its whole
+            capacity.
+    """
     memory = machine.accelerator.memory
     for name in budgets or {}:
         if name != memory:

@@ -1,4 +1,4 @@
-"""A model cut to a few of its layers, which show what a schedule does in a fraction of the time."""
+"""Cuts a model to a few of its layers, which show the behaviour of a schedule in a fraction of the time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DEPTHS = (4, 8, 16)
 
 
 def few_layers(config: ModelConfig, layers: int) -> ModelConfig:
-    """Cut a model to about this number of layers, and its vocabulary in proportion.
+    """Return a model cut to about `layers` layers, with a vocabulary cut in proportion.
 
     The time of a step is then cut in proportion, too. Where layers differ, the model keeps all kinds of layers, and may
     have more layers than asked for.
@@ -25,9 +25,9 @@ def few_layers(config: ModelConfig, layers: int) -> ModelConfig:
 
 
 def depths_of(setting: Setting) -> list[int]:
-    """The numbers of layers to which trial runs may cut the model, the fewest first.
+    """Return the numbers of layers to which trial runs may cut the model, the fewest first.
 
-    There are none if several machines or accelerators share the model.
+    The result is empty if several machines or accelerators share the model.
     """
     if setting.machine.accelerator_group.count > 1 or setting.nodes > 1:
         return []
@@ -35,13 +35,13 @@ def depths_of(setting: Setting) -> list[int]:
 
 
 def cut(setting: Setting, layers: int) -> Setting:
-    """The same setting for the model cut to this number of layers."""
+    """Return the setting with the model cut to `layers` layers."""
     layout = setting.layout
     return replace(setting, layout=_layout(layout.config, layout.dtype, layout.page_bytes, layers))
 
 
 def probed(setting: Setting) -> Setting:
-    """The setting for the model cut to the fewest layers that trial runs may have; unchanged if it may not be cut."""
+    """Return the setting with the model cut to the fewest layers of trial runs; unchanged if it may not be cut."""
     depths = depths_of(setting)
     return cut(setting, depths[0]) if depths else setting
 

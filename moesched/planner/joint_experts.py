@@ -1,4 +1,4 @@
-"""Policies that run an expert once on the tokens of several micro-batches, recognised by a run of a few tasks."""
+"""Recognises policies that run an expert once on the tokens of several micro-batches, by a run of a few tasks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moesched.tasks import Task
 def runs_experts_jointly(setting: Setting) -> bool:
     """Test whether a policy runs an expert once for the tokens of several micro-batches.
 
-    It runs two steps of two requests, each in a micro-batch of its own, whose tokens all choose the same experts.
+    The test runs two steps of two requests, each in a micro-batch of its own, whose tokens all choose the same experts.
 
     Raises:
         BadInput: the policy plans nothing for two micro-batches, whatever the budgets.
@@ -34,13 +34,13 @@ def runs_experts_jointly(setting: Setting) -> bool:
 
 
 class _FirstExperts:
-    """Routing that sends every token to the experts 0 to top-k - 1."""
+    """Routing that sends every token to the experts with the numbers 0 to top-k - 1."""
 
     def __init__(self, top_k: int) -> None:
         self._top_k = top_k
 
     def choose(self, step: int, layer: int, micro_batch: int, tokens: int) -> dict[int, int]:
-        """Count the tokens of each expert: all of them for each of the first experts."""
+        """Return the number of tokens of each chosen expert: all tokens for each of the first top-k experts."""
         return dict.fromkeys(range(self._top_k), tokens)
 
 

@@ -1,4 +1,4 @@
-"""Bytes that a policy lacks for a single request: the budgets with which its plan would just fit."""
+"""Finds the bytes that a policy lacks for a single request, from the budgets with which its plan would just fit."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ PRECISION = 0.01
 
 
 def missing_bytes(setting: Setting) -> dict[str, int]:
-    """Bytes that each memory lacks for a plan of one request; empty if the plan fits, or would fit in no budget.
+    """Return the bytes that each memory lacks for a plan of one request, by memory.
 
-    The bytes of each memory are found with no limit to the other memories.
+    The result is empty if the plan fits, or would not fit with any budget. The bytes of each memory are found with no
+    limit to the other memories.
     """
     return {
         memory: lacking
@@ -23,7 +24,10 @@ def missing_bytes(setting: Setting) -> dict[str, int]:
 
 
 def _lacking(setting: Setting, memory: str) -> int | None:
-    """The fewest bytes by which a memory's budget must grow for a request: 0 if it fits, None if none is enough."""
+    """Return the fewest bytes by which a memory's budget must grow for a plan of one request.
+
+    The result is 0 if the plan fits already, and None if it does not fit with any budget of this memory.
+    """
     budget = setting.capacity(memory)
     if _plan(setting, memory, budget) is not None:
         return 0

@@ -20,8 +20,8 @@ class NodeShare(msgspec.Struct, frozen=True, kw_only=True):
     """The busiest node's share of each layer for one token.
 
     Attributes:
-        experts: mean number of experts that it runs.
-        attention: share of attention's projections, from 0 to 1.
+        experts: mean number of experts that the node runs.
+        attention: the part of attention's projections that the node computes, from 0 to 1.
         exchanges: number of exchanges among all nodes.
     """
 
@@ -81,7 +81,10 @@ def token_bound(
 
 
 def _attention_bytes(operations: Operations) -> int:
-    """Bytes of a layer's projections of queries, keys, values and output: Table 1's note (b), with D_embed squared."""
+    """Return the bytes of a layer's projections of queries, keys, values and output (note (b) of the paper's Table 1).
+
+    The paper's formula has D_embed squared.
+    """
     return operations.before_attention.nbytes + operations.after_attention.nbytes
 
 
@@ -94,5 +97,5 @@ def _expert_weights(operations: Operations) -> int:
 
 
 def _exchanged_bytes(operations: Operations) -> int:
-    """Bytes that a layer exchanges for a token: the outputs of all its experts (Table 1's note (a))."""
+    """Return the bytes exchanged in a layer for a token: the outputs of all its experts (Table 1's note (a))."""
     return operations.config.routed.top_k * operations.hidden_bytes

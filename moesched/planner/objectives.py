@@ -1,4 +1,4 @@
-"""Objectives of a plan: the figure that it maximises, and the requests that it is for."""
+"""Objectives of a plan: for each the figure that the plan maximises, and the requests that the plan is for."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ STEPS_OF_ALL_LAYERS = 9
 
 
 def require_objective(objective: str, new_tokens: int) -> None:
-    """Check an objective and the number of tokens to generate.
+    """Check an objective and the number of tokens to generate for each request.
 
     Raises:
-        BadInput: the objective is unknown, or needs more tokens.
+        BadInput: the objective is unknown, or is the time of a decode step although only one token is generated.
     """
     if objective == "latency" and new_tokens < 2:
         raise BadInput(
@@ -32,32 +32,33 @@ def require_objective(objective: str, new_tokens: int) -> None:
 
 
 def requests_for(objective: Objective, lengths: Sequence[int]) -> tuple[int, ...]:
-    """The prompt lengths that a plan with this objective is for: all of them, or one prompt of average length."""
+    """Return the prompt lengths that a plan is for: all of them for throughput, else one prompt of average length."""
     return tuple(lengths) if objective == "throughput" else (round(fmean(lengths)),)
 
 
 def most_steps(objective: Objective) -> int:
-    """The most steps of a trial run: more for a single request, which chooses few experts in each step."""
+    """Return the most steps of a trial run: more for a single request, which chooses few experts in each step."""
     return MOST_STEPS if objective == "throughput" else STEPS_OF_ONE_REQUEST
 
 
 def cheap_tasks(objective: Objective) -> int:
-    """The most tasks for which a trial run simulates all layers, instead of an estimate from a few.
+    """Return the largest number of tasks for which a trial run simulates all layers, instead of estimating from a few.
 
-    It is higher for a single request, whose estimate is worse, since work outside of layers is more of a step.
+    The number is higher for a single request, whose estimate is worse, since work outside of layers is more of a step.
     """
     return 4_000 if objective == "throughput" else 20_000
 
 
 def close(objective: Objective) -> float:
-    """Factor between two rates estimated from few layers within which either policy may be faster with all layers."""
+    """Return the ratio of two rates, estimated from few layers, up to which either may be faster with all layers."""
     return 1.12 if objective == "throughput" else 1.15
 
 
 def rate(objective: Objective, trial: TrialFigures, batch: Batch) -> float:
-    """The figure of a trial run that the objective maximises.
+    """Return the figure of a trial run that the objective maximises.
 
-    It is tokens per second for throughput, decode steps per second for latency, and runs per second for interactive.
+    The figure is tokens per second for throughput, decode steps per second for latency, and runs per second for
+    interactive.
     """
     if objective == "throughput":
         return trial.tokens_per_second(batch)

@@ -1,4 +1,4 @@
-"""The proposal of `moesched plan`: the plan, its predicted rate, its bottleneck, and the gain from each resource."""
+"""The proposal of `moesched plan`: the plan, its predicted rate, its bottleneck, and the gains from better hardware."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ MOST_REQUESTS = 8192
 
 
 class PlannedSizes(msgspec.Struct, frozen=True, kw_only=True):
-    """The 6-tuple of MoE-Lightning (section 4.2), and the policy that schedules it.
+    """The 6-tuple of MoE-Lightning (section 4.2), and the policy whose schedule has these sizes.
 
     Attributes:
-        prefill_chunk: most prompt tokens that pass a layer together; None for all of a micro-batch.
+        prefill_chunk: most prompt tokens that pass a layer together; None for all tokens of a micro-batch.
         attention_on_gpu: whether the GPU computes attention of the micro-batches whose KV cache is on the host.
-        weights_on_gpu, kv_on_gpu: shares, from 0 to 1, of the weights and of the KV cache that stay in
-            the accelerator's memory.
+        weights_on_gpu, kv_on_gpu: shares, from 0 to 1, of the weights and of the KV cache that stay in the
+            accelerator's memory.
     """
 
     policy: str
@@ -52,8 +52,8 @@ class Predicted(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         throughput_tokens_per_second: all generated tokens over the time from the end of loading.
         decode_step_seconds: time of a step in the middle of the generation; 0 if a single token is generated.
-        bound_by: the busiest lane in such a step; in the prefill if there is no decode step.
-        utilization: the share of that time that each lane is busy.
+        bound_by: the busiest lane in such a decode step; in the prefill if there is no decode step.
+        utilization: for each lane, the share of that decode step or prefill in which the lane is busy.
         bound_tokens_per_second: throughput if the lanes of this schedule overlapped perfectly.
     """
 
@@ -126,7 +126,7 @@ class Proposal(msgspec.Struct, frozen=True, kw_only=True):
 @takes(PlanOptions)
 @interruptible()
 def plan_model(given: PlanOptions) -> Proposal:
-    """Find the policy and the sizes that are best in an objective; needs no weights and no GPU.
+    """Find the policy and the sizes that are best in an objective; no weights and no GPU are needed.
 
     Raises:
         BadInput: an argument cannot be used.

@@ -25,12 +25,13 @@ class Ranked(msgspec.Struct, frozen=True, kw_only=True):
         throughput_tokens_per_second: all generated tokens over the time from the end of loading.
         decode_step_seconds: time of a step in the middle of the generation.
         first_token_seconds: from the end of loading to a prompt's first token, on average over the batch.
-        bound_by: the busiest lane in such a step; in the prefill if there is no decode step.
-        busy: the share of that time that this lane is busy.
+        bound_by: the busiest lane in such a decode step; in the prefill if there is no decode step.
+        busy: the share of that decode step or prefill in which this lane is busy.
         estimate: whether the figures are extrapolated from a few layers, so that their order is uncertain; otherwise
             all layers were simulated.
         fits: whether the policy can be planned; figures are None otherwise.
-        missing_bytes: bytes that all memories lack for one request; 0 if bytes are not why it cannot be planned.
+        missing_bytes: bytes that all memories lack for one request; 0 if the policy cannot be planned for another
+            reason.
         missing: bytes that each memory lacks for one request.
         prefill_chunk: most prompt tokens that pass a layer together; None for all of a micro-batch.
         kv_on_gpu: share of the KV cache on the accelerator, for a policy with that setting.
@@ -89,7 +90,7 @@ class Misfit(NamedTuple):
 
     Attributes:
         why: the reason, in words.
-        lacking: the setting in which the policy may lack bytes; None if more bytes would not help.
+        lacking: the setting for which missing bytes can be found; None if more bytes would not help.
     """
 
     policy: str
@@ -97,7 +98,10 @@ class Misfit(NamedTuple):
     lacking: Setting | None
 
     def row(self) -> Ranked:
-        """Make the policy's row of the ranking, with the missing bytes, which take about ten plans for each memory."""
+        """Return the policy's row of the ranking, with the bytes that it lacks.
+
+        Finding these bytes takes about ten plans for each memory.
+        """
         missing = {} if self.lacking is None else missing_bytes(self.lacking)
         return Ranked(
             policy=self.policy,
@@ -121,7 +125,9 @@ def in_order(rows: Sequence[tuple[float, Ranked]], misfits: Sequence[Ranked]) ->
     First come policies with all layers simulated, by rate; then estimates, whose order may be wrong; then policies that
     cannot be planned, by missing bytes.
 
-    rows: pairs of a rate and the row of a policy that fits.
+    Args:
+        rows: pairs of a rate and the row of a policy that fits.
+        misfits: the rows of policies that cannot be planned.
     """
     fitting = [row for _, row in sorted(rows, key=lambda each: (each[1].estimate, -each[0]))]
     return fitting + sorted(misfits, key=lambda row: (not row.missing, row.missing_bytes))

@@ -1,4 +1,4 @@
-"""The gain from each resource: the bound of a plan on machines that have a tenth more of one resource."""
+"""Computes the gain from each resource: the bound of a plan on machines that have a tenth more of one resource."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ IDLE = 0.02
 
 
 class Gain(msgspec.Struct, frozen=True):
-    """The relative increase of throughput, `share`, from a tenth more of a resource."""
+    """The gain from a tenth more of a resource: `share` is the relative increase of throughput."""
 
     resource: str
     share: float
 
 
 def gains(candidate: Candidate, seen: Seen) -> list[Gain]:
-    """The gains of a candidate from each resource, the largest first.
+    """Return the gain from a tenth more of each resource, the largest first.
 
-    They are gains of its bound on throughput or, if the plan is for one request, of a trial run's rate.
+    Gains are increases of the candidate's bound on throughput or, if the plan is for one request, of a trial run's
+    rate.
     """
     setting = candidate.setting
     rate_with = candidate.bound_with if setting.objective == "throughput" else _trials(setting, seen)
@@ -44,7 +45,7 @@ def gains(candidate: Candidate, seen: Seen) -> list[Gain]:
 
 
 def _trials(setting: Setting, seen: Seen) -> Callable[[Setting], float]:
-    """Make a function that returns the rate of `seen`'s schedule in another setting, from a trial run."""
+    """Return a function from a setting to the rate that a trial run of `seen`'s schedule reaches in that setting."""
 
     def rate_with(richer: Setting) -> float:
         if seen.few is not None:
@@ -60,9 +61,10 @@ def _trials(setting: Setting, seen: Seen) -> Callable[[Setting], float]:
 
 
 def _richer(setting: Setting, seen: Seen) -> Iterator[tuple[str, Setting]]:
-    """Yield each resource once, with the setting in which there is a tenth more of it.
+    """Yield each resource once, with a setting whose machine has a tenth more of the resource.
 
-    These are capacities of memories and, unless costs were measured, which hold for one hardware only, rates of lanes.
+    Resources are capacities of memories and rates of lanes; rates are left out if costs were measured, as these hold
+    for one hardware only.
     """
     machine = setting.machine
     for name in machine.memories:
@@ -80,7 +82,11 @@ def _richer(setting: Setting, seen: Seen) -> Iterator[tuple[str, Setting]]:
 
 
 def _faster(machine: Machine) -> Iterator[tuple[str, str, Machine]]:
-    """Yield triples: a lane, named by its role if it is a processor's; one of its resources; the faster machine."""
+    """Yield a faster machine for each resource of each lane.
+
+    Yields:
+        Triples: the lane, which is named by its role if it is a processor's; the name of the resource; the machine.
+    """
     roles = {machine.roles.host: "host", machine.roles.accelerator: "accelerator"}
     for name, role in sorted(roles.items(), key=lambda each: each[1]):
         processor = machine.processors[name]

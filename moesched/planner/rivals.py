@@ -1,4 +1,4 @@
-"""The search for a policy that would be much faster than a given one, by a first look at each shipped policy."""
+"""Searches for a policy that would be much faster than a given one, by a first look at each shipped policy."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ MOST_TASKS = 30_000
 
 
 class Rival(NamedTuple):
-    """A faster policy, and its simulated schedule of all layers with the best sizes."""
+    """A policy that is faster than another one, and its simulated schedule of all layers with the best sizes."""
 
     policy: str
     seen: Seen
 
 
 def faster_policy(setting: Setting, policy: str, rate: float) -> Rival | None:
-    """The fastest of the shipped policies that is much faster than `policy`; None if there is none.
+    """Find the fastest shipped policy, if it is much faster than `policy`; None if there is none.
 
     Args:
-        setting: the setting of `policy`; its lengths are those of the batch.
+        setting: the setting of `policy`; its prompt lengths are those of the batch.
         rate: generated tokens per second of `policy`, prefill included.
     """
     with no_garbage_collection():

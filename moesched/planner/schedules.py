@@ -1,4 +1,4 @@
-"""Simulated schedules of one policy: each for some sizes, in all layers of the model or in a few."""
+"""Simulated schedules of one policy, each for some sizes, with all layers of the model or with a few."""
 
 from __future__ import annotations
 
@@ -33,9 +33,10 @@ class Point(NamedTuple):
 
     Attributes:
         size: requests of a micro-batch, µ.
-        resident: number of micro-batches whose KV cache is on the accelerator; a whole number, except that the cache of
-            a single micro-batch is divided by layers.
-        chunk: most tokens of a micro-batch of prefill; None for no limit.
+        micro_batches: number of micro-batches.
+        resident: number of micro-batches whose KV cache is on the accelerator; a whole number, except for a single
+            micro-batch, whose cache is divided by layers.
+        chunk: most tokens of a micro-batch that pass a layer together in prefill; None for no limit.
     """
 
     size: int
@@ -49,9 +50,9 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         point: the sizes.
-        weights_on_gpu: share of the weights' bytes that stays in the accelerator's memory.
-        kv_on_gpu: share of the KV cache that stays there.
-        few: the model cut to a few layers that stand for all; None if none do.
+        weights_on_gpu: share of the weights' bytes that stays in the accelerator's memory, from 0 to 1.
+        kv_on_gpu: share of the KV cache that stays in the accelerator's memory, from 0 to 1.
+        few: the model cut to a few layers whose times are like those of all layers; None if no few layers are.
         throughput: generated tokens per second, prefill included.
         bound: throughput if the schedule's lanes overlapped perfectly.
         rate: the figure that the setting's objective maximises.
@@ -70,12 +71,12 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def micro_batch_size(self) -> int:
-        """The most requests of a micro-batch."""
+        """Number of requests in the largest micro-batch."""
         return self.point.size
 
     @property
     def chunk(self) -> int | None:
-        """The most tokens of a micro-batch of prefill; None for no limit."""
+        """The most tokens of a micro-batch that pass a layer together in prefill; None for no limit."""
         return self.point.chunk
 
     @property
@@ -92,9 +93,10 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Schedules:
-    """Simulated schedules of a policy; each is simulated once and kept.
+    """Simulates schedules of a policy; each schedule is simulated once and kept.
 
     Args:
+        setting: everything that a plan depends on, apart from the batch.
         deep: whether trial runs have all layers instead of a few.
 
     Attributes:
@@ -109,11 +111,13 @@ class Schedules:
 
     @property
     def seen(self) -> list[Seen]:
-        """All schedules simulated so far, the highest rate first."""
+        """The schedules simulated so far, the highest rate first."""
         return sorted(self._seen.values(), key=lambda seen: seen.rate, reverse=True)
 
     def see(self, point: Point, *, deep: bool | None = None) -> Seen:
-        """Simulate the schedule of a point, with fewer micro-batches if they do not all fit, or return the kept one.
+        """Return the schedule of a point, which is simulated unless it was before.
+
+        If not all micro-batches of the point fit, fewer are simulated.
 
         Args:
             deep: whether to simulate all layers; by default as given to the constructor.
@@ -163,7 +167,7 @@ class Schedules:
         )
 
     def deepened(self, seen: Seen) -> Seen:
-        """The same schedule with all layers simulated."""
+        """Return a schedule with all layers simulated."""
         return seen if seen.whole else replace(self.see(seen.point, deep=True), few=seen.few)
 
     def uncertainty(self, seen: Seen) -> Uncertainty:
@@ -175,7 +179,7 @@ class Schedules:
         )
 
     def _fitting(self, point: Point) -> tuple[Plan, Policy]:
-        """Plan the point's number of micro-batches or, if they do not fit, the most that do."""
+        """Plan the point's number of micro-batches or, if they do not fit, the largest number that does."""
         with suppress(BadInput):
             return self._plan(point)
         fewer = range(1, point.micro_batches)
@@ -199,25 +203,29 @@ class Schedules:
         return setting.plan(setting.batch(point.micro_batches, point.size), kv_on_gpu=share)
 
     def _of(self, point: Point) -> Setting:
-        """The setting with the point's prefill chunks."""
+        """Return the setting with the prefill chunks of a point."""
         return with_chunk(self._setting, point.chunk)
 
 
 def with_chunk(setting: Setting, chunk: int | None) -> Setting:
-    """The setting with prefill chunks of at most that number of tokens; None for no limit."""
+    """Return the setting with prefill chunks of at most `chunk` tokens; None for no limit."""
     return setting if setting.prefill_chunk == chunk else replace(setting, prefill_chunk=chunk)
 
 
 def with_count(point: Point, count: int) -> Point:
-    """The point with another number of micro-batches, and the same share of the KV cache on the accelerator."""
+    """Return the point with another number of micro-batches, and an equal share of the KV cache on the accelerator."""
     return point._replace(
         micro_batches=count, resident=resident_of(point.resident / point.micro_batches, count)
     )
 
 
 def resident_of(share: float, count: int) -> float:
-    """Convert a share of the KV cache on the accelerator to a number of micro-batches, of `count` in all.
+    """Convert a share of the KV cache on the accelerator to a number of micro-batches whose cache is there.
 
-    The number is whole, except that the cache of a single micro-batch is divided by layers.
+    The number is whole, except for a single micro-batch, whose cache is divided by layers.
+
+    Args:
+        share: the share, from 0 to 1.
+        count: number of all micro-batches.
     """
     return share if count == 1 else round(share * count)

@@ -1,10 +1,11 @@
 """The policy search of MoE-Lightning (section 4.2) as a mixed-integer programme, solved by HiGHS.
 
-Maximise tokens over seconds, N G / (prefill + G decode), over µ, the number of micro-batches n (N = n µ), how many of
-them have their KV cache on the accelerator (r_c n), and the share r_w of the weights that stays there. The time of a
-layer is that of its slowest lane (Eq. 12): link, host or accelerator. Memories are constraints. Each candidate µ has a
-binary variable and counts of its own, so that all constraints are linear. The quotient is maximised by Dinkelbach's
-method: maximise tokens - λ seconds, and take the quotient found as the next λ, until it stays.
+The programme maximises tokens over seconds, N G / (prefill + G decode), over four variables: µ; the number of
+micro-batches n (N = n µ); the number of micro-batches whose KV cache is on the accelerator (r_c n); and the share r_w
+of the weights that stays there. G is the number of tokens to generate. The time of a layer is that of its slowest lane
+(Eq. 12): link, host or accelerator. Memories are constraints. Each candidate µ has a binary variable and counts of its
+own, so that all constraints are linear. The quotient is maximised by Dinkelbach's method: maximise tokens - λ seconds,
+and take the quotient found as the next λ, until the quotient no longer changes.
 """
 
 from __future__ import annotations
@@ -31,11 +32,13 @@ LANES = ("link", "host", "accelerator")
 
 
 class PolicyChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """A solution of the search: sizes, the KV cache that stays on the accelerator, and the bound.
+    """A solution of the search: sizes, the KV cache that stays on the accelerator, and the bound on throughput.
 
     Attributes:
-        chunk: most tokens of a micro-batch of prefill; None for no limit.
-        resident: number of micro-batches whose KV cache stays on the accelerator, for a policy that splits it; a
+        micro_batch_size: requests of a micro-batch.
+        micro_batches: number of micro-batches.
+        chunk: most tokens of a micro-batch that pass a layer together in prefill; None for no limit.
+        resident: number of micro-batches whose KV cache stays on the accelerator, for a policy that splits the cache; a
             fraction if there is a single micro-batch.
         throughput: bound on generated tokens per second, prefill included.
     """
@@ -50,9 +53,12 @@ class PolicyChoice(msgspec.Struct, frozen=True, kw_only=True):
 def best(
     setting: Setting, traits: Traits, options: Sequence[SizeOption], above: float = 0.0
 ) -> PolicyChoice | None:
-    """Choose the option, and its number of micro-batches, with the highest bound on throughput.
+    """Choose one of several sizes of micro-batches, and their number, with the highest bound on throughput.
 
-    None if no option fits, or none reaches `above` tokens per second.
+    None if no size fits, or none reaches `above` tokens per second.
+
+    Args:
+        options: the sizes, with the costs of a micro-batch of each.
     """
     programme = _Programme(setting, traits, options)
     found, rate = None, max(above, _reached(setting, traits, options) * (1 - 2 * TOLERANCE))
@@ -65,9 +71,10 @@ def best(
 
 
 def _reached(setting: Setting, traits: Traits, options: Sequence[SizeOption]) -> float:
-    """The highest throughput with none or all of the KV cache on the accelerator, as a first λ that saves rounds.
+    """Return a first λ for the search, in tokens per second, which saves rounds.
 
-    It is 0 if the share of the cache is fixed.
+    It is the highest throughput with none or all of the KV cache on the accelerator, or 0 if the share of the cache is
+    fixed.
     """
     if setting.kv_on_gpu is not None:
         return 0.0
@@ -76,11 +83,14 @@ def _reached(setting: Setting, traits: Traits, options: Sequence[SizeOption]) ->
 
 
 def most_of(setting: Setting, traits: Traits, option: SizeOption, resident: float) -> float:
-    """The highest bound on throughput, in tokens per second, over all numbers of micro-batches of one size.
+    """Return the highest bound on throughput, in tokens per second, over all numbers of micro-batches of one size.
 
-    It is 0 if none fits. Throughput rises with the number up to a single peak, which a binary search finds.
+    The result is 0 if no number fits. Throughput rises with the number up to a single peak, which a binary search
+    finds.
 
-    resident: share of the micro-batches whose KV cache stays on the accelerator.
+    Args:
+        option: the size of micro-batches, with their costs.
+        resident: share of the micro-batches whose KV cache stays on the accelerator, from 0 to 1.
     """
 
     def rate(count: int) -> float:
@@ -95,16 +105,17 @@ def most_of(setting: Setting, traits: Traits, option: SizeOption, resident: floa
 
 
 def least(setting: Setting, traits: Traits, option: SizeOption) -> PolicyChoice:
-    """The choice of one micro-batch of the option's size, with as few weights on the accelerator as possible."""
+    """Choose one micro-batch of the option's size, with as few weights on the accelerator as the policy allows."""
     return _choice(setting, traits, option, 1, 0, 0.0 if traits.streams else traits.keeps)
 
 
 def filled(
     setting: Setting, traits: Traits, option: SizeOption, count: int, resident: float
 ) -> PolicyChoice | None:
-    """The choice of `count` micro-batches with as many weights on the accelerator as fit; None if they do not fit.
+    """Choose `count` micro-batches with as many weights on the accelerator as fit; None if they do not fit.
 
-    resident: number of micro-batches whose KV cache is on the accelerator.
+    Args:
+        resident: number of micro-batches whose KV cache is on the accelerator.
     """
     fast = setting.machine.accelerator.memory
     free = {
@@ -122,9 +133,10 @@ def filled(
 
 
 def used_bytes(option: SizeOption, count: int, resident: float) -> dict[str, float]:
-    """Bytes that `count` micro-batches take of each memory, without weights.
+    """Return the bytes that `count` micro-batches take of each memory, without weights.
 
-    resident: number of micro-batches whose KV cache is on the accelerator.
+    Args:
+        resident: number of micro-batches whose KV cache is on the accelerator.
     """
     here = option.resident or option.each
     return {
@@ -134,13 +146,17 @@ def used_bytes(option: SizeOption, count: int, resident: float) -> dict[str, flo
 
 
 def weight_bytes(setting: Setting, traits: Traits, resident_share: float) -> float:
-    """Bytes of an accelerator's memory for weights: those of the share that stays, and a buffer for streamed ones."""
+    """Return the bytes of an accelerator's memory for weights: for those that stay, and a buffer for streamed ones.
+
+    Args:
+        resident_share: share of the weights that stays in accelerators' memories, from 0 to 1.
+    """
     buffer = traits.buffer * setting.weight_bytes / setting.layout.config.layers
     return resident_share * setting.weight_bytes / traits.stages + (1 - resident_share) * buffer
 
 
 class _Programme:
-    """The variables and constraints of the search. From round to round only λ, and with it the objective, changes."""
+    """The variables and constraints of the search; only λ, and with λ the objective, changes from round to round."""
 
     def __init__(self, setting: Setting, traits: Traits, options: Sequence[SizeOption]) -> None:
         import highspy  # here, since most commands search nothing
@@ -163,7 +179,11 @@ class _Programme:
         self._add_memories()
 
     def solve(self, rate: float) -> PolicyChoice | None:
-        """Solve the programme for one λ, `rate` in tokens per second; None if no sizes fit."""
+        """Solve the programme for one λ; None if no sizes fit.
+
+        Args:
+            rate: λ in tokens per second.
+        """
         setting, model = self._setting, self._model
         tokens = model.qsum(
             setting.new_tokens * option.size * count
@@ -181,12 +201,12 @@ class _Programme:
         return _choice(setting, self._traits, option, each + here, here, model.val(self._resident_share))
 
     def _add_counts(self, option: SizeOption, taken: Any) -> list[tuple[MicroBatchCost, Any]]:
-        """Add the numbers of an option's micro-batches: those with their KV cache on the host, and on the accelerator.
+        """Add two variables for an option: its micro-batches with their KV cache on the host, and on the accelerator.
 
-        Both are 0 unless the binary variable `taken` is 1.
+        Both variables are 0 unless the binary variable `taken` is 1.
 
         Returns:
-            Pairs of a micro-batch's cost and the variable for their number.
+            Pairs of a micro-batch's cost and the variable for the number of micro-batches.
         """
         model, share = self._model, self._setting.kv_on_gpu
         sorts = [option.each] if option.resident is None else [option.each, option.resident]
@@ -204,7 +224,11 @@ class _Programme:
         return list(zip(sorts, counts, strict=True))
 
     def _room(self, option: SizeOption, sort: MicroBatchCost) -> int:
-        """The most micro-batches with this cost that memories hold, beside the bytes that all of an option share."""
+        """Return the largest number of micro-batches with a cost that memories hold, beside the option's shared bytes.
+
+        Args:
+            sort: the cost of a micro-batch whose KV cache is on the host, or on the accelerator.
+        """
         rooms = [
             (self._setting.capacity(memory) - option.shared[memory]) // nbytes
             for memory, nbytes in sort.nbytes.items()
@@ -213,7 +237,11 @@ class _Programme:
         return max(0, min(rooms))
 
     def _sum(self, cost: Callable[[MicroBatchCost], float]) -> Any:
-        """The sum of a cost over all micro-batches, as an expression of the variables."""
+        """Return the sum of a cost over all micro-batches, as a linear expression of the variables.
+
+        Args:
+            cost: a function from a micro-batch's costs to one of them.
+        """
         return self._model.qsum(cost(sort) * count for counts in self._counts for sort, count in counts)
 
     def _add_lanes(self) -> None:

@@ -1,4 +1,4 @@
-"""The search for the best policy: a trial run of each, and a search for the sizes of the most promising ones."""
+"""Searches for the best policy: a trial run of each, and a search for the sizes of the most promising ones."""
 
 from __future__ import annotations
 
@@ -47,11 +47,13 @@ class Best(msgspec.Struct, frozen=True, kw_only=True):
     """The best plan found.
 
     Attributes:
-        seen: its simulated schedule: sizes and predicted figures.
+        policy: name of the policy.
+        seen: the plan's simulated schedule: sizes and predicted figures.
+        attention_on_gpu, ffn_on_gpu: whether the GPU computes attention and the FFN in decode.
         bound_by: the busiest lane in a decode step; in the prefill if there is no decode step.
         gains: relative increase of the bound for a tenth more of each resource, the largest first.
         ranking: all policies, the best first; those that do not fit are last.
-        uncertainty: the band of the schedule's figures; None where it was not asked for.
+        uncertainty: the band of the schedule's figures; None if it was not asked for.
     """
 
     policy: str
@@ -65,7 +67,7 @@ class Best(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def plannable() -> list[str]:
-    """The names of the installed policies that one machine can run; `FIRST`, which wins a tie, comes first.
+    """Return the names of the installed policies that one machine can run; `FIRST`, which wins a tie, comes first.
 
     Policies that cannot be loaded are included, as the ranking gives the reason.
     """
@@ -134,7 +136,7 @@ def plan_best(
 
 
 class Look(NamedTuple):
-    """A first look at a policy: tokens per second of a schedule of all requests; 0 if they do not fit at once."""
+    """A first look at a policy: tokens per second of a schedule of all requests; 0 if not all of them fit at once."""
 
     policy: str
     throughput: float
@@ -186,6 +188,10 @@ def _each(
     """Call `look` with the name and the setting of each policy.
 
     Args:
+        asked: the policies.
+        settings: the policies' own settings, by name.
+        setting_of: a function that makes the planner's setting for a policy.
+        look: a function from a policy's name and setting to a result; it raises an error if the policy does not fit.
         named: whether the user named the policies; an error of a policy is then raised, and not kept for the ranking.
 
     Returns:
@@ -214,7 +220,7 @@ def _each(
 
 
 def _asked(policies: Iterable[PolicyGiven] | None, settings: Mapping[str, Any]) -> Sequence[PolicyGiven]:
-    """The policies to search, by default all.
+    """Return the policies to search; if `policies` is None, all policies that one machine can run.
 
     Raises:
         BadInput: there are settings, but no policy is named that they are for.
@@ -239,7 +245,13 @@ def _best_of(
     band: bool,
     on_progress: Callable[[str], object],
 ) -> Best:
-    """Find the best plan among candidates, whose first schedules are `seen`; better ones replace them there."""
+    """Find the best plan among several candidates.
+
+    Args:
+        seen: the first schedule of each candidate; better schedules replace them.
+        misfits: rows of policies that do not fit, for the ranking.
+        band: whether to find the uncertainty band of the best plan's figures.
+    """
     if not seen:
         raise _nothing_fits(in_order([], misfits))
     if len(seen) > 1:
@@ -265,7 +277,7 @@ def _best_of(
 
 
 def _search_sizes(seen: dict[Candidate, Seen], on_progress: Callable[[str], object]) -> None:
-    """Replace the schedules of promising policies by better ones, the best policy first.
+    """Replace the schedules in `seen` of promising policies by better ones, the best policy first.
 
     The search ends after `MOST_TASKS` simulated tasks.
     """
@@ -287,9 +299,10 @@ def _search_sizes(seen: dict[Candidate, Seen], on_progress: Callable[[str], obje
 
 
 def _deepen(seen: dict[Candidate, Seen], on_progress: Callable[[str], object]) -> None:
-    """Simulate all layers of the best policy, of those that a few layers cannot tell from it, and of some others.
+    """Simulate all layers of the best policy, of policies that a few layers cannot tell from it, and of some others.
 
-    The others follow in the order of their rates, as long as their tasks stay within a limit.
+    The schedules in `seen` are replaced. The others follow in the order of their rates, as long as their tasks stay
+    within a limit.
     """
     deepened: dict[float, Seen] = {}
     tasks_left = float(MOST_FAR_TASKS)
@@ -318,7 +331,7 @@ def _deepen(seen: dict[Candidate, Seen], on_progress: Callable[[str], object]) -
 
 
 def _winner(seen: Mapping[Candidate, Seen]) -> Candidate:
-    """The candidate with the highest rate; of equal ones the first."""
+    """Return the candidate with the highest rate; of equal rates, the first candidate."""
     return max(seen, key=lambda candidate: seen[candidate].rate)
 
 
@@ -331,7 +344,7 @@ def _needs_others(name: str) -> bool:
 
 
 def _nothing_fits(ranking: list[Ranked]) -> DoesNotFit:
-    """The error for the case that no policy fits; its message names the bytes of the policy that lacks the least."""
+    """Return the error that no policy fits; its message names the bytes of the policy that lacks the least."""
     least = next((row for row in ranking if row.missing), None)
     if least is None:
         return DoesNotFit("; ".join(dict.fromkeys(row.why or "" for row in ranking)), ranking)

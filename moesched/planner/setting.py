@@ -30,14 +30,14 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """Everything that a plan depends on, apart from the batch.
 
     Attributes:
-        make: makes a new policy for each plan; it takes `kv_on_gpu` if the policy splits the KV cache.
+        make: makes a new policy for each plan; takes the argument `kv_on_gpu` if the policy splits the KV cache.
         lengths: prompt lengths in tokens; their number is the most requests of a batch.
         budgets: bytes by memory; by default the machine's capacities.
-        slot_bytes: returns the bytes that a page takes in a slot of the device.
+        slot_bytes: a function from a page to the bytes of its slot on the device; None if pages take their own bytes.
         splits_kv: whether the policy has a setting for the share of the KV cache that stays on the accelerator.
-        kv_on_gpu: that share, if it is fixed; None to search for it.
+        kv_on_gpu: the share of the KV cache on the accelerator, if it is fixed; None to search for it.
         beams: sequences of each request in decode.
-        prefill_chunk: most tokens of a micro-batch of prefill; None for no limit.
+        prefill_chunk: most tokens of a micro-batch that pass a layer together in prefill; None for no limit.
         nodes: number of equal machines that share the experts.
         process: the process that will run the plans, whose memory counts; None to ignore it.
         objective: the figure that the search maximises.
@@ -60,7 +60,10 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     objective: Objective = "throughput"
 
     def batch(self, micro_batches: int, size: int) -> Batch:
-        """A batch of the first requests, in micro-batches of `size` requests; the last one may have fewer."""
+        """Return a batch of the first requests: at most `micro_batches` micro-batches of `size` requests.
+
+        The last micro-batch may have fewer requests.
+        """
         lengths = self.lengths[: micro_batches * size]
         sizes = BatchSizes(len(lengths), size, beams=self.beams, prefill_chunk=self.prefill_chunk)
         return _batch(lengths, self.new_tokens, sizes)
@@ -68,7 +71,9 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     def plan(
         self, batch: Batch, budgets: dict[str, int] | None = None, kv_on_gpu: float | None = None
     ) -> tuple[Plan, Policy]:
-        """Plan a batch; with several nodes it returns the first node's plan, and those of the others must fit, too.
+        """Plan a batch; return its plan and policy.
+
+        With several nodes the result is the plan of the first node, and the plans of the others must fit, too.
 
         Args:
             budgets: bytes by memory; by default the setting's.
@@ -96,7 +101,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return found[0]
 
     def cost_of(self, plan: Plan) -> CostModel | None:
-        """The setting's cost model; None for a plan in stages, whose machine has memories and links for each stage."""
+        """Return the setting's cost model; None for a plan in stages, which have memories and links of their own."""
         return self.cost if len(plan.stages) == 1 else None
 
     def fits(self, batch: Batch, kv_on_gpu: float | None = None) -> bool:
@@ -114,21 +119,21 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def weight_bytes(self) -> int:
-        """Bytes that all weights take in slots of the device's memory."""
+        """The bytes that all weights of the model take in slots of the device's memory."""
         return sum(map(self.slot_bytes or bytes_of, self.layout.pages))
 
     def undecided(self, batch: Batch) -> Plan:
-        """An empty plan of a batch, in which no policy has declared anything yet."""
+        """Return an empty plan of a batch, in which no policy has declared anything yet."""
         return Plan(self.machine, self.layout, batch, self.budgets, self.slot_bytes, process=self.process)
 
     def capacity(self, memory: str) -> int:
-        """The budget of a memory in bytes; by default its capacity."""
+        """Return the budget of a memory in bytes; by default the memory's capacity."""
         return self.budgets.get(memory, self.machine.memories[memory].nbytes)
 
 
 @lru_cache(maxsize=64)
 def _batch(lengths: tuple[int, ...], new_tokens: int, sizes: BatchSizes) -> Batch:
-    """Make a batch; cached, since all policies are tried with the same ones."""
+    """Return a batch with prompts of these lengths; cached, since all policies are tried with equal batches."""
     return batch_of(lengths, new_tokens, sizes)
 
 

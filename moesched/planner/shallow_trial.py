@@ -1,6 +1,6 @@
 """Trial runs of a few layers, in memories that are cut like the model; seconds are extrapolated to all layers.
 
-The tasks of all layers are much the same. Bytes that do not depend on the number of layers, such as activations and the
+The tasks of all layers are much alike. Bytes that do not depend on the number of layers, such as activations and the
 buffer that weights stream through, are not cut.
 """
 
@@ -27,10 +27,12 @@ POOL_DIFFERS = 1.5
 
 
 class Cut(NamedTuple):
-    """A model cut to a few layers, in memories in which its plan is like that of the whole model.
+    """A model cut to a few layers, in memories that are cut so that its plan is like that of the whole model.
 
     Attributes:
-        part: share of the layers that are left, from 0 to 1.
+        setting: the setting of the cut model.
+        budgets: bytes by memory.
+        part: number of layers that are left over the number of all layers.
         share: share of the KV cache on the accelerator; None for a policy that does not split it.
     """
 
@@ -43,7 +45,9 @@ class Cut(NamedTuple):
     def trial(self, most_steps: int, prepared: tuple[Plan, Policy] | None = None) -> TrialFigures:
         """Simulate the few layers, and extrapolate the figures to all layers.
 
-        prepared: plan and policy of the few layers, if they were planned already; a plan can run once.
+        Args:
+            most_steps: most steps to simulate, the prefill included.
+            prepared: plan and policy of the few layers, if they were planned already; a plan can run once.
         """
         plan, policy = prepared or self.plan()
         return trial_run(plan, policy, self.setting.cost_of(plan), most_steps=most_steps).scaled(
@@ -51,11 +55,14 @@ class Cut(NamedTuple):
         )
 
     def plan(self) -> tuple[Plan, Policy]:
-        """Plan the few layers."""
+        """Return a new plan of the few layers, and its policy."""
         return self.setting.plan(self.batch, self.budgets, self.share)
 
     def on(self, setting: Setting) -> Cut:
-        """The same few layers in another setting; their budgets change by its change of memories, times `part`."""
+        """Return the few layers in another setting.
+
+        The budget of each memory changes by `part` times the difference of the memory's budgets in both settings.
+        """
         more = {
             name: self.part * (setting.capacity(name) - self.setting.capacity(name)) for name in self.budgets
         }
@@ -83,10 +90,11 @@ def cut_like(setting: Setting, plan: Plan, share: float | None) -> tuple[Cut, tu
 
 
 def _alike(setting: Setting, plan: Plan, share: float | None) -> tuple[Cut, tuple[Plan, Policy]] | None:
-    """Plan a cut model in memories that leave it the same room in proportion; None if it does not fit.
+    """Plan a cut model in memories that leave it room in proportion; None if it does not fit.
 
-    A pool that caches pages has slots in proportion to the layers; one that pages stream through has as many for any
-    number of layers. Pools are first taken to be caches; if they do not shrink with the memory, to be for streaming.
+    A pool that caches pages has slots in proportion to the layers; one that pages stream through has as many slots for
+    any number of layers. Pools are first taken to be caches; if they do not shrink with the memory, to be for
+    streaming.
 
     Args:
         setting: the setting of the cut model.
@@ -109,12 +117,12 @@ def _alike(setting: Setting, plan: Plan, share: float | None) -> tuple[Cut, tupl
 
 
 def _budgets(setting: Setting, plan: Plan, part: float, fixed: Mapping[str, int]) -> dict[str, int]:
-    """The budget of each memory of a cut model, in bytes.
+    """Return the budget of each memory of a cut model, in bytes.
 
     Args:
         setting: the setting of the cut model.
         plan: the plan of the whole model.
-        part: share of the layers that are left.
+        part: number of layers that are left over the number of all layers.
         fixed: bytes by memory of pools whose size does not depend on the number of layers.
     """
     deep = bytes_beside_pages(plan, plan)
@@ -126,7 +134,7 @@ def _budgets(setting: Setting, plan: Plan, part: float, fixed: Mapping[str, int]
 
 
 def _pooled(plan: Plan) -> dict[str, int]:
-    """Bytes by memory of the slots of pools that are empty before the first step."""
+    """Return the bytes, by memory, of the slots of pools that are empty before the first step."""
     found = {name: -filled_bytes(plan, name) for name in plan.memories}
     for pool in plan.weights.pools:
         found[pool.memory.name] += pool.nbytes
@@ -134,11 +142,14 @@ def _pooled(plan: Plan) -> dict[str, int]:
 
 
 def _as_resident(few: Plan, plan: Plan) -> bool:
-    """Test whether a plan of few layers keeps about the same shares of weights and KV cache on the accelerator."""
+    """Test whether a plan of few layers keeps about as large shares of weights and KV cache there as `plan` does.
+
+    The shares are those on the accelerator.
+    """
     pairs = (_kept(few), _kept(plan)), (few.kv.on_gpu, plan.kv.on_gpu)
     return all(abs(ours - theirs) <= SHARE_DIFFERS for ours, theirs in pairs)
 
 
 def _kept(plan: Plan) -> float:
-    """The share of the weights that is on the accelerator before the first step, from 0 to 1."""
+    """Return the share of the weights that is on the accelerator before the first step, from 0 to 1."""
     return resident_bytes(plan) / weight_bytes(plan)

@@ -1,4 +1,4 @@
-"""Default sizes of batches, micro-batches and chunks: those with the most tokens per second, found by the planner."""
+"""Default sizes of batches, micro-batches and chunks: the planner finds the sizes with the most tokens per second."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _require_few_chunks(setting: Setting, batch_size: int) -> None:
 
 
 def _smaller_chunks(tokens: int) -> list[int]:
-    """The powers of two from `SMALLEST_CHUNK` on and below `tokens`, the largest first."""
+    """Return the powers of two from `SMALLEST_CHUNK` on that are below `tokens`, the largest first."""
     return [
         1 << power for power in range(tokens.bit_length(), 5, -1) if SMALLEST_CHUNK <= 1 << power < tokens
     ]
@@ -89,7 +89,12 @@ def _smaller_chunks(tokens: int) -> list[int]:
 def _sizes(
     setting: Setting, batch_size: int | None, micro_batch_size: int | None, successive: bool
 ) -> BatchSizes:
-    """Choose the sizes that are None, with the setting's prefill chunks if it has any."""
+    """Choose the sizes that are None; the setting's prefill chunks are kept if it has any.
+
+    Args:
+        batch_size, micro_batch_size: numbers of requests.
+        successive: as for `choose_sizes`.
+    """
     count = len(setting.lengths)
     if batch_size is None and count > 1:
         return _search(setting, micro_batch_size, successive)
@@ -97,7 +102,12 @@ def _sizes(
 
 
 def _search(setting: Setting, given: int | None, successive: bool) -> BatchSizes:
-    """Search for the best sizes; with a `given` size of micro-batches only for their number."""
+    """Search for the sizes with the highest throughput.
+
+    Args:
+        given: requests of a micro-batch; None to choose them.
+        successive: as for `choose_sizes`.
+    """
     asked = setting
     if given is not None:
         given = min(given, len(setting.lengths))
@@ -122,11 +132,12 @@ def _search(setting: Setting, given: int | None, successive: bool) -> BatchSizes
 
 
 def _rather_all(setting: Setting, candidate: Candidate, seen: Seen) -> Seen:
-    """The schedule that takes the least time for all requests; a single batch if it is about as fast as several.
+    """Return the schedule that takes the least time for all requests, in one batch or in several successive batches.
 
-    The last of several batches takes as long as a full one.
+    A single batch is chosen if it is about as fast as several. The last of several batches counts as a full one.
 
-    seen: the schedule with the highest throughput, which is kept unless another is faster by `FASTER`.
+    Args:
+        seen: the schedule with the highest throughput, which is kept unless another is faster by `FASTER`.
     """
     requests = len(setting.lengths)
     count = -(-requests // seen.micro_batch_size)
@@ -145,9 +156,10 @@ def _rather_all(setting: Setting, candidate: Candidate, seen: Seen) -> Seen:
 
 
 def _cache_tokens(plan: Plan, setting: Setting) -> int:
-    """The most tokens of a micro-batch in the KV cache: its share of the bytes that are reserved for it or free.
+    """Return the most tokens of a micro-batch that the KV cache can hold.
 
-    They are at least those of the plan's largest micro-batch, and of the longest request alone.
+    They are the micro-batch's share of the bytes that are reserved for the cache or free, but at least the tokens of
+    the plan's largest micro-batch, and of the longest request alone.
     """
     token = max(1, sum(each.kv_bytes for each in plan.operations.by_layer))
     at_end = list(map(plan.batch.tokens_at_end, plan.batch.micro_batches))
@@ -161,9 +173,11 @@ def _cache_tokens(plan: Plan, setting: Setting) -> int:
 
 
 def _fit_all(setting: Setting, sizes: BatchSizes, chunk: int | None = None) -> BatchSizes:
-    """Adapt sizes so that all batches fit, whose prompt lengths differ: with chunks of prefill, or smaller batches.
+    """Return sizes with which all batches fit, whose prompt lengths differ: with chunks of prefill, or smaller batches.
 
-    chunk: tokens of a chunk; None if the policy takes no chunks.
+    Args:
+        sizes: the sizes to begin with.
+        chunk: tokens of a chunk; None if the policy takes no chunks.
     """
 
     def fit(sizes: BatchSizes) -> bool:
@@ -181,9 +195,11 @@ def _fit_all(setting: Setting, sizes: BatchSizes, chunk: int | None = None) -> B
 
 
 def _of_batch(setting: Setting, batch_size: int, given: int | None) -> BatchSizes:
-    """Choose the sizes that fit, and with which a batch of the longest requests runs fastest.
+    """Choose the sizes with which a batch of the longest requests fits and runs fastest.
 
-    given: requests of a micro-batch; None to choose them.
+    Args:
+        batch_size: number of requests.
+        given: requests of a micro-batch; None to choose them.
 
     Raises:
         BadInput: no such batch fits.
@@ -218,7 +234,7 @@ def _of_batch(setting: Setting, batch_size: int, given: int | None) -> BatchSize
 def first_schedule(setting: Setting, size: int) -> Seen | None:
     """Simulate all requests in micro-batches of `size` requests; None if they do not fit.
 
-    Prompts pass in chunks if the policy takes them, and the share of the KV cache on the accelerator is the best one.
+    Prompts pass in chunks if the policy takes chunks. The share of the KV cache on the accelerator is the fastest one.
     """
     schedules = Schedules(setting, deep=False)
     for chunk in reversed(chunks_to_try(setting, size)):
@@ -229,15 +245,15 @@ def first_schedule(setting: Setting, size: int) -> Seen | None:
 
 
 def _batch_sizes(setting: Setting, point: Point) -> BatchSizes:
-    """The sizes of a batch of all requests, with the micro-batches, chunks and KV cache share of a point."""
+    """Return the sizes of a batch of all requests, with the micro-batches, chunks and KV cache share of a point."""
     share = point.resident / point.micro_batches if setting.searches_shares else None
     return BatchSizes(len(setting.lengths), point.size, None, share, setting.beams, point.chunk)
 
 
 def _shares(setting: Setting, size: int, chunk: int | None) -> list[Point]:
-    """Points of all requests in micro-batches of a size: for each share of the KV cache on the accelerator that fits.
+    """Return points of all requests in micro-batches of `size` requests, one for each cache share that fits.
 
-    The shares are tenths, from none to all, unless the setting has one.
+    The shares of the KV cache on the accelerator are tenths, from none to all, unless the setting has a fixed share.
     """
     cut, count = with_chunk(setting, chunk), -(-len(setting.lengths) // size)
     batch = cut.batch(count, size)
@@ -251,7 +267,9 @@ def _shares(setting: Setting, size: int, chunk: int | None) -> list[Point]:
 
 
 def _fastest(schedules: Schedules, line: Sequence[Point]) -> Seen:
-    """The fastest schedule along a line of points; from the faster end, until schedules get slower.
+    """Return the fastest schedule along a line of points.
+
+    The search begins at the faster end of the line, and ends when schedules get slower.
 
     Raises:
         BadInput: a point does not fit, or the policy takes no chunks.
@@ -269,12 +287,15 @@ def _fastest(schedules: Schedules, line: Sequence[Point]) -> Seen:
 
 
 def _even_sizes(batch_size: int) -> Iterator[int]:
-    """Sizes of micro-batches that divide a batch evenly, the largest first."""
+    """Yield sizes of micro-batches that divide a batch of `batch_size` requests evenly, the largest first."""
     yield from dict.fromkeys(-(-batch_size // count) for count in COUNTS)
 
 
 def _largest(limit: int, fits: Callable[[int], bool]) -> int:
-    """The largest number from 1 to `limit` - 1 that fits; 1 need not fit. Below a number that fits, all must fit."""
+    """Return the largest number from 1 to `limit` - 1 for which `fits` is true; 1 if it is true for none.
+
+    Below a number that fits, all numbers must fit.
+    """
     low, high = 1, limit
     while high - low > 1:
         middle = (low + high) // 2

@@ -39,15 +39,15 @@ class Traits(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         attention_on_gpu, ffn_on_gpu: A_g and F_g of MoE-Lightning: whether the GPU computes attention and the FFN in
-            decode; if the KV cache is split, attention over the host's part.
+            decode; if the KV cache is split, the attention over the host's part of it.
         kv_on_gpu: whether all of the KV cache is in the accelerator's memory.
         keeps: largest share of the weights' bytes that stays in the accelerator's memory, from 0 to 1.
-        streams: whether the policy can keep a smaller share there.
+        streams: whether the policy can keep a smaller share than `keeps` there, and fetch the other weights.
         buffer: bytes of the accelerator's streaming buffer for each byte of a layer that streams.
         fetch: seconds that the slowest link takes for all weights of a layer; 0 if the FFN is not on the GPU, since
             weights are then fetched in prefill only, which the bound may ignore.
         stages: number of accelerators in the policy's pipeline.
-        joint: whether an expert runs once for all micro-batches, which then share the reading of its weights.
+        joint: whether an expert runs once for all micro-batches, so that its weights are read once.
     """
 
     attention_on_gpu: bool
@@ -66,7 +66,8 @@ class MicroBatchCost(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         link, host, accelerator: seconds of each lane for one layer of a decode step in the middle of the generation,
-            without fetches of weights. Stages of a pipeline compute a layer each at once, which divides the seconds.
+            without fetches of weights. In a pipeline, they are divided by the number of stages, which compute a layer
+            each at once.
         prefill: seconds of the accelerator for one layer of the prefill.
         nbytes: bytes of the micro-batch, by memory.
     """
@@ -79,15 +80,15 @@ class MicroBatchCost(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SizeOption(msgspec.Struct, frozen=True, kw_only=True):
-    """One size of micro-batches, with the costs of each.
+    """One size of micro-batches, with the costs of a micro-batch of this size.
 
     Attributes:
         size: requests of a micro-batch, µ.
-        chunk: most tokens of a micro-batch of prefill; None for no limit.
+        chunk: most tokens of a micro-batch that pass a layer together in prefill; None for no limit.
         most: largest number of micro-batches of that size.
         shared: bytes by memory that the micro-batches need together, independent of their number.
         each: cost of a micro-batch; if the policy splits the KV cache, of one whose cache is on the host.
-        resident: cost of a micro-batch whose cache is on the accelerator; None if the policy does not split it.
+        resident: cost of a micro-batch whose cache is on the accelerator; None if the policy does not split the cache.
     """
 
     size: int
@@ -99,11 +100,11 @@ class SizeOption(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Lesson:
-    """The traits of a policy, learned from its plans with unlimited memory and with too little.
+    """Finds the traits of a policy, from its plans with unlimited memory and with too little memory.
 
     Attributes:
-        few: whether plans of a few layers show the traits; a policy may refuse to plan so few.
-        traits: the traits learned.
+        few: whether plans of a few layers show the traits; a policy may refuse to plan so small a model.
+        traits: the traits found.
 
     Raises:
         BadInput: the policy plans nothing at all.
@@ -147,12 +148,12 @@ class Lesson:
         )
 
     def fetch_seconds(self, cost: CostModel) -> float:
-        """Compute `Traits.fetch` by a cost model, in seconds."""
+        """Return `Traits.fetch`, in seconds, by a cost model."""
         return max(_hop_seconds(self._least, cost)) if self._ffn_on_gpu else 0.0
 
 
 class TraitProbe:
-    """The costs of micro-batches of `size` average requests, from plans of a few of them with unlimited memory.
+    """Finds the costs of micro-batches of `size` average requests, from plans of a few of them with unlimited memory.
 
     Args:
         few: whether plans of a few layers are enough.
@@ -190,7 +191,7 @@ class TraitProbe:
             self._resident = _Needs(plan, plan.kv.held_by("accelerator")[0], here, together)
 
     def option(self, cost: CostModel) -> SizeOption:
-        """The cost of micro-batches of this size."""
+        """Return the size of these micro-batches, with the costs of each by a cost model."""
         return SizeOption(
             size=self._size,
             chunk=self._chunk,
@@ -250,7 +251,12 @@ class _Needs:
                 self._link += [] if run_state.unified else [(share, works["load_hidden"])]
 
     def _ffn(self, run_state: RunState, works: Mapping[str, Work], kind: int) -> _LayerWork:
-        """The work of `post_attention` in a layer of this kind, weighted by the kind's share of the layers."""
+        """Return the work of `post_attention` in a layer of one kind, weighted by the kind's share of the layers.
+
+        Args:
+            works: the works of the micro-batch in this kind of layer, by verb.
+            kind: index of the kind of layer.
+        """
         work, made = works["post_attention"], run_state.works
         if self._together > 1:
             tokens, amount = self._together * work.tokens, made.kinds[kind].post_attention
@@ -258,7 +264,12 @@ class _Needs:
         return self._shares[kind] / self._together, work
 
     def _experts_there(self, plan: Plan, run_state: RunState, works: Mapping[str, Work], kind: int) -> None:
-        """Add the work of a layer's experts on the host, and of the copy of their outputs to the accelerator."""
+        """Add the work of a layer's experts on the host, and of the copy of their outputs to the accelerator.
+
+        Args:
+            works: the works of the micro-batch in this kind of layer, by verb.
+            kind: index of the kind of layer.
+        """
         share, made = self._shares[kind], run_state.works
         self._accelerator += [(share, works["route"]), (share, works["combine"])]
         operations, tokens = made.kinds[kind], works["route"].tokens
@@ -271,7 +282,7 @@ class _Needs:
             self._link.append((share, made.move(host, accelerator, nbytes)[1]))
 
     def share(self, cost: CostModel) -> MicroBatchCost:
-        """Compute the micro-batch's cost by a cost model."""
+        """Return the micro-batch's cost by a cost model."""
 
         def seconds(works: Sequence[_LayerWork]) -> float:
             return sum(share * cost.work(work).seconds for share, work in works)
@@ -286,39 +297,39 @@ class _Needs:
 
 
 def resident_bytes(plan: Plan) -> int:
-    """Bytes of the weights in the accelerators' memories before the first step, resident or in a cache."""
+    """Return the bytes of weights in the accelerators' memories before the first step, resident or in a cache."""
     fast = plan.accelerators
     stay = sum(each.nbytes for each in plan.weights.resident if each.memory in fast)
     return stay + filled_bytes(plan, plan.memory("accelerator").name)
 
 
 def weight_bytes(plan: Plan) -> int:
-    """Bytes that all weights of a plan take in slots of the device's memory."""
+    """Return the bytes that all weights of a plan take in slots of the device's memory."""
     return sum(map(plan.slot_bytes, plan.layout.pages))
 
 
 def _buffer(plan: Plan) -> float:
-    """Bytes of a plan's streaming buffer for each byte of a layer that streams."""
+    """Return the bytes of a plan's streaming buffer for each byte of a layer that streams; 0 if nothing streams."""
     streamed = (weight_bytes(plan) - resident_bytes(plan)) / len(plan.layers)
     return _pool_bytes(plan) / streamed if streamed else 0.0
 
 
 def _pool_bytes(plan: Plan) -> int:
-    """Bytes of slots in the accelerator's memory that are empty before the first step, through which weights stream."""
+    """Return the bytes of slots in the accelerator's memory that are empty at first, through which weights stream."""
     fast = plan.memory("accelerator")
     slots = sum(pool.nbytes for pool in plan.weights.pools if pool.memory is fast)
     return slots - filled_bytes(plan, plan.memory("accelerator").name)
 
 
 def filled_bytes(plan: Plan, memory: str) -> int:
-    """Bytes of the slots of a memory's pools that are filled with weights before the first step."""
+    """Return the bytes of the slots of a memory's pools that are filled with weights before the first step."""
     return sum(
         len(pages) * pool.slot_bytes for pool, pages in plan.weights.filled if pool.memory.name == memory
     )
 
 
 def _used(plan: Plan, deep: Plan) -> dict[str, int]:
-    """Bytes by memory that a plan uses for anything but weights, as if it had all layers.
+    """Return the bytes, by memory, that a plan uses for anything but weights, as if it had all layers.
 
     Several accelerators count as one, with the name of the first and the bytes of the one that needs the most.
 
@@ -333,10 +344,10 @@ def _used(plan: Plan, deep: Plan) -> dict[str, int]:
 
 
 def bytes_beside_pages(facts: Plan, declared: Plan) -> dict[str, int]:
-    """Bytes by memory of a plan's declarations without its pages and pools, as they would be in another plan.
+    """Return the bytes, by memory, that a plan's declarations take without its pages and pools.
 
     Args:
-        facts: the other plan, for the same machine and batch; it may have another number of layers.
+        facts: the plan whose number of layers counts; it may be another plan for the same machine and batch.
         declared: the plan that has the declarations.
     """
     used = {name: memory.used for name, memory in declared.memories.items()}
@@ -350,7 +361,7 @@ def bytes_beside_pages(facts: Plan, declared: Plan) -> dict[str, int]:
 
 
 def _at_depth(declared: Declared, layers: int) -> Declared:
-    """The same declarations for another number of layers; the KV cache is on the accelerator for the same share."""
+    """Return declarations for another number of layers, with an equal share of the KV cache on the accelerator."""
 
     here: Role = "accelerator"
 
@@ -364,7 +375,7 @@ def _at_depth(declared: Declared, layers: int) -> Declared:
 
 
 def _hop_seconds(plan: Plan, cost: CostModel) -> list[float]:
-    """Seconds that each link on the weights' way to the accelerator takes for all pages of a layer, one by one.
+    """Return for each link on the weights' way to the accelerator the seconds for all pages of a layer, one by one.
 
     Where layers differ, the seconds are those of the average layer.
     """

@@ -1,4 +1,4 @@
-"""A trial run of a schedule: the prefill and a few decode steps, instead of all of them, on the virtual clock."""
+"""A trial run of a schedule on the virtual clock: the prefill and a few decode steps, instead of all steps."""
 
 from __future__ import annotations
 
@@ -32,8 +32,9 @@ class TrialFigures(msgspec.Struct, frozen=True):
         prefill_seconds: from the end of loading to the last prompt's first token.
         first_token_seconds: from the end of loading to a prompt's first token, on average.
         step_seconds: time of a decode step in the middle of the generation; 0 if there is none.
-        utilization: share of such a step that each lane is busy; of the prefill if there is no decode step.
-        prefill_utilization: share of the prefill that each lane is busy.
+        utilization: for each lane, the share of such a step in which the lane is busy; of the prefill if there is no
+            decode step.
+        prefill_utilization: for each lane, the share of the prefill in which the lane is busy.
         prefill: start and end of the prefill, in nanoseconds.
         decode: start and end, in nanoseconds, of the `steps` decode steps whose mean time is `step_seconds`.
         layers, tasks: numbers of layers and tasks that were run.
@@ -51,7 +52,10 @@ class TrialFigures(msgspec.Struct, frozen=True):
     tasks: int
 
     def scaled(self, factor: float) -> TrialFigures:
-        """Extrapolate the times to `factor` times as many layers; other figures, such as utilization, stay the same."""
+        """Return the figures with all times multiplied by `factor`, for a model with `factor` times as many layers.
+
+        Other figures, such as utilization, do not change.
+        """
         return replace(
             self,
             prefill_seconds=factor * self.prefill_seconds,
@@ -60,15 +64,15 @@ class TrialFigures(msgspec.Struct, frozen=True):
         )
 
     def seconds(self, batch: Batch) -> float:
-        """The time of the batch from the end of loading: the prefill, and decode steps that all take as long."""
+        """Return the seconds of the batch from the end of loading: the prefill, and decode steps of equal time."""
         return self.prefill_seconds + (batch.new_tokens - 1) * self.step_seconds
 
     def tokens_per_second(self, batch: Batch) -> float:
-        """Throughput: all generated tokens over the time from the end of loading."""
+        """Return the throughput: all generated tokens over the seconds from the end of loading."""
         return len(batch.prompts) * batch.new_tokens / self.seconds(batch)
 
     def bound(self, batch: Batch) -> float:
-        """Throughput if the same tasks overlapped perfectly: prefill and steps take as long as their busiest lanes."""
+        """Return the throughput if tasks overlapped perfectly: each phase then takes as long as its busiest lane."""
         prefill = self.prefill_seconds * max(self.prefill_utilization.values())
         step = self.step_seconds * max(self.utilization.values(), default=0.0)
         return len(batch.prompts) * batch.new_tokens / (prefill + (batch.new_tokens - 1) * step)
@@ -84,15 +88,15 @@ def trial_run(
     peers: Sequence[Rank] = (),
     most_steps: int = MOST_STEPS,
 ) -> TrialFigures:
-    """Run the prefill and a few decode steps of a plan, which cannot be run again.
+    """Run the prefill and a few decode steps of a plan, and return the predicted figures; the plan cannot be run again.
 
     The first decode step overlaps with the prefill, and the last one fetches nothing for a next step. Both are ignored
-    if there are others.
+    if there are other decode steps.
 
     Args:
         cost: the cost model; by default the measured costs of the plan's machine, or its roofline.
         recorder: records the tasks.
-        peers: the other nodes, if several run one model.
+        peers: plans and policies of the other nodes, if several run one model.
         most_steps: most steps to run, the prefill included.
     """
     steps, age = steps_of(plan.batch, most_steps)
@@ -132,16 +136,16 @@ def trial_run(
 
 
 def steps_of(batch: Batch, most: int = MOST_STEPS) -> tuple[int, int]:
-    """The number of steps of a trial run, and the number of tokens that decode steps count as generated before.
+    """Return the number of steps of a trial run, and the number of tokens that count as generated before them.
 
-    With them the steps lie in the middle of the generation, where KV caches have their mean length.
+    These tokens put the decode steps in the middle of the generation, where KV caches have their mean length.
     """
     steps = min(most, batch.new_tokens)
     return steps, max(0, (batch.new_tokens - steps) // 2)
 
 
 def whole_steps(ends: Sequence[int]) -> Sequence[int]:
-    """The end times of the steps between the first and the last one, which are not typical; of all if there are few."""
+    """Return the end times of the steps between the first and the last, which are not typical; of all if few."""
     return ends[1:-1] if len(ends) > 3 else ends
 
 
@@ -162,7 +166,11 @@ class _Spans:
         return sum(len(ends) for _, ends in self._times.values())
 
     def share(self, lane: Lane, start: int, end: int) -> float:
-        """The share of an interval in which the lane was busy."""
+        """Return the share, from 0 to 1, of an interval in which a lane was busy.
+
+        Args:
+            start, end: the interval, in nanoseconds.
+        """
         starts, ends = self._times[lane]
         first, last = bisect_right(ends, start), bisect_left(starts, end)
         if first >= last:

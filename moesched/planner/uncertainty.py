@@ -1,7 +1,7 @@
-"""The uncertainty band of a prediction, from runs with one rate after another at its low and its high end.
+"""The uncertainty band of a prediction, from trial runs with one rate after another at its low and its high end.
 
 The rates of a class of device rise and fall together. Different rates are taken as independent, so that their effects
-add up as squares, on a logarithmic scale. What the model omits is one more such effect.
+add up as squares, on a logarithmic scale. The error of the model itself is one more such effect.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class Uncertainty(NamedTuple):
     """The band of a prediction.
 
     Attributes:
-        band: low end, expected value and high end of each figure, by its name.
-        at_peak: the figures at the rates that the machine states; None if its costs were measured.
+        band: low end, expected value and high end of each figure, by the figure's name.
+        at_peak: the figures at the rates that the machine states; None if the machine's costs were measured.
         widest_rate: the rate that widens the band of the throughput most, in words; None if no rate changes it.
     """
 
@@ -75,7 +75,7 @@ RunsProgress: TypeAlias = Callable[[int, int], object]
 
 
 def ignore_runs(done: int, total: int) -> None:
-    """Ignore progress: `done` of `total` runs."""
+    """Do nothing; for callers that do not report progress."""
 
 
 def uncertainty(
@@ -113,7 +113,10 @@ def uncertainty(
 
 
 class _Runs:
-    """Trial runs of one schedule with several cost models; a schedule that is fixed is captured once and replayed."""
+    """Trial runs of one schedule with several cost models.
+
+    If the schedule does not depend on times or computed values, it is captured once, and replayed with each cost model.
+    """
 
     def __init__(self, make_ranks: Callable[[], Sequence[Rank]], progress: RunsProgress) -> None:
         self._make_ranks = make_ranks
@@ -129,7 +132,7 @@ class _Runs:
         self._done, self._all = 0, 2 + len(LEVELS) * len(groups(self.machine))
 
     def figures(self, cost: CostModel) -> Figures:
-        """The figures by a cost model; those of the first call if the model hardly changes the time of tasks."""
+        """Return the figures by a cost model; those of the first call if the model hardly changes the time of tasks."""
         self._progress(self._done, self._all)
         self._done += 1
         if self._captured is not None:
@@ -165,14 +168,14 @@ class _WorkMeter:
         works[id(task.work)] = task.work, count + 1
 
     def change(self, cost: CostModel) -> float:
-        """The change of all tasks' times by another cost model, as a share of the phase that changes most."""
+        """Return the change of all tasks' times under another cost model, as a share of the phase that changes most."""
         return max(
             (self._moved(phase, cost) / max(1, end - start) for phase, (start, end) in self._spans.items()),
             default=0.0,
         )
 
     def _moved(self, phase: Phase, cost: CostModel) -> float:
-        """The sum of the changes of all tasks' times in a phase by another cost model, in nanoseconds."""
+        """Return the sum of the changes of all tasks' times in a phase under another cost model, in nanoseconds."""
         moved: float = 1e9 * sum(
             count * abs(cost.work(work).seconds - work.demand.seconds)
             for work, count in self._works[phase].values()
@@ -182,7 +185,7 @@ class _WorkMeter:
 
 
 def _captured(rank: Rank) -> CapturedRun | None:
-    """Capture a trial run of the plan for replay; None if its schedule depends on computed values."""
+    """Capture a trial run of a rank's plan for replay; None if its schedule depends on computed values."""
     steps, age = steps_of(rank.plan.batch)
     run = assemble(rank, CapturingEngine, steps=steps, age=age)
     try:
@@ -193,7 +196,11 @@ def _captured(rank: Rank) -> CapturedRun | None:
 
 
 def _figures(ends: Sequence[int], batch: Batch) -> Figures:
-    """The figures of a replayed trial run; `ends`: nanoseconds at the end of loading, and at the end of each step."""
+    """Return the figures of a replayed trial run.
+
+    Args:
+        ends: nanoseconds at the end of loading, and at the end of each step.
+    """
     loaded, *steps = ends
     window = whole_steps(steps)
     step = (window[-1] - window[0]) / 1e9 / max(1, len(window) - 1)
@@ -203,7 +210,7 @@ def _figures(ends: Sequence[int], batch: Batch) -> Figures:
 
 
 def _effects(base: Figures, others: Iterable[Figures]) -> dict[str, tuple[float, float]]:
-    """The largest decrease and increase of each figure in other runs, relative to `base`, as logarithms of ratios."""
+    """Return the largest decrease and increase of each figure in other runs, as logarithms of ratios to `base`."""
     known = list(others)
     moves = {
         name: [_log_ratio(getattr(each, name), getattr(base, name)) for each in known] for name in FIGURES
@@ -212,16 +219,18 @@ def _effects(base: Figures, others: Iterable[Figures]) -> dict[str, tuple[float,
 
 
 def _band(expected: float, effects: Sequence[tuple[float, float]]) -> tuple[float, float, float]:
-    """The low end, expected value and high end of a figure.
+    """Return the low end, expected value and high end of a figure.
 
-    effects: decrease and increase by each of several independent rates, as logarithms of ratios.
+    Args:
+        effects: for each of several independent rates, the decrease and the increase of the figure, as logarithms of
+            ratios.
     """
     down, up = (hypot(*(effect[side] for effect in effects)) for side in (0, 1))
     return expected * exp(-down), expected, expected * exp(up)
 
 
 def _moved(expected: Figures, base: Figures, other: Figures) -> Figures:
-    """The expected figures times the ratios of another run's figures to those of `base`."""
+    """Return the expected figures, each multiplied by the ratio of that figure in `other` to the figure in `base`."""
     return Figures(
         *(
             getattr(expected, name) * exp(_log_ratio(getattr(other, name), getattr(base, name)))

@@ -1,4 +1,4 @@
-"""Networks between the nodes of a cluster, read from TOML profiles.
+"""Networks between the nodes of a cluster, described in TOML profiles.
 
 Every figure of a shipped profile has its source beside it in the file.
 """
@@ -22,12 +22,12 @@ NETWORK = "network"
 
 
 class Network(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A network between nodes, each with its own card.
+    """A network between the nodes of a cluster, each of which has a network card.
 
     Attributes:
         latency_seconds: the least time of one exchange among all nodes, software included.
         bandwidth: bytes per second of one card.
-        price_usd: price of each node's card; 0 if it is part of every machine.
+        price_usd: price of each node's card; 0 if the card is part of every machine.
     """
 
     name: str
