@@ -1,4 +1,4 @@
-"""Figures of papers beside those of our schedules on the virtual clock."""
+"""Comparison of figures that papers print with our predictions for them on the virtual clock."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PRINTED: dict[str, PrintedPaper] = {
 """Figures that papers print, and the words of their sections."""
 _MAKE = {"moe-lightning": moe_lightning_made, "twiddler": twiddler_made, "mac-cluster": mac_cluster_made}
 SECTIONS = {name: tuple(paper.sections) for name, paper in PRINTED.items()}
-"""By paper."""
+"""Names of the sections of each paper's reproduction, in order, by the paper's name."""
 PAPERS = tuple(SECTIONS)
 
 
