@@ -1,4 +1,4 @@
-"""Text for terminals: control characters are shown as escapes, so that no text can act on the terminal."""
+"""Text that is safe to print on terminals: control characters are replaced by escapes such as \\x1b."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _ACTIVE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202
 
 
 def plain_text(text: str) -> str:
-    r"""Return the text with control characters as Python writes them, such as \x1b for the escape character."""
+    r"""Return a text with its control characters replaced by Python's escapes, such as \x1b."""
     return _ACTIVE.sub(_escaped, text)
 
 
 def shown(value: object) -> str:
-    """Return a value as Python writes it, shortened in the middle if it is long or nested deep."""
+    """Return the `repr` of a value, shortened if the value is long or nested deep."""
     return _SHORT.repr(value)
 
 
