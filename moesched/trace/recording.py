@@ -109,7 +109,7 @@ class Slice(msgspec.Struct, gc=False):
 
     @property
     def phase(self) -> Phase | None:
-        """"prefill" or "decode", by the task's step; None for loading."""
+        """The phase of the task's step, "prefill" or "decode"; None for loading."""
         return phase_of(self.step)
 
 

@@ -1,4 +1,4 @@
-"""The times of the shipped policies in a cell, kept in the cache folder for as long as the code stays the same."""
+"""Predicted times of the shipped policies in a cell, cached in a file until the code of the framework changes."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ MOST_BYTES = 1_000_000
 
 
 class _Kept(msgspec.Struct):
-    """The content of the file in the cache folder.
+    """The content of the cache file.
 
     Attributes:
         code: hash of the code with which the times were predicted.
-        cells: the seconds of each policy that fits, by the cell's name.
+        cells: by the cell's name, the seconds of each policy that fits, by the policy's name.
     """
 
     code: str
@@ -37,7 +37,7 @@ class _Kept(msgspec.Struct):
 
 
 def rivals_in(cell: Cell) -> dict[str, float]:
-    """Return the predicted seconds of each shipped policy that fits a cell.
+    """Return the predicted seconds of each shipped policy that fits in a cell, by name.
 
     Times are cached for models and machines that are known by name; not for those in files, which may change.
     """
@@ -68,7 +68,7 @@ def _read() -> _Kept:
 
 
 def _write(kept: _Kept) -> None:
-    """Write the cached times; an error is ignored, since they can be predicted again."""
+    """Write the cache file; an error is ignored, since the times can be predicted again."""
     with suppress(OSError, BadInput):
         _file().parent.mkdir(parents=True, exist_ok=True)
         with whole_file(_file(), "times of policies") as file:
@@ -81,7 +81,7 @@ def _file() -> Path:
 
 @cache
 def _hash_of_code() -> str:
-    """Hash all modules and profiles of the framework, and of the policies that ship."""
+    """Return a hash of all modules and profiles of the framework and of the shipped policies."""
     digest = hashlib.sha256()
     for package in ("moesched", "moesched.policies"):
         spec = find_spec(package)
