@@ -47,7 +47,7 @@ def _command(model: Path, device: str, *more: str) -> list[str]:
 def check_ledger(model: Path, device: str) -> Finding:
     """Run a model, and check that the peak memory of the run's process is not far above the prediction.
 
-    Where nothing predicts the memory of the whole process, the finding says so.
+    On devices that do not predict the memory of the whole process, the finding says so.
     """
     arguments = ["--policy", "cgopipe", "--prompt-ids", "1,2,3;4,5", "--max-new-tokens", "8", "--json"]
     done = _finished(_command(model, device, *arguments))
@@ -195,5 +195,5 @@ def _limit_address_space(nbytes: int) -> None:
 
 
 def _last(text: str) -> str:
-    """Return the last line of a text."""
+    """Return the last line of a text; "it says nothing" for an empty text."""
     return (text.strip().splitlines() or ["it says nothing"])[-1]

@@ -19,11 +19,11 @@ NO_ANSWER = "no answer"
 
 
 class ProcessorFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """The processor.
+    """Facts about this machine's processor.
 
     Attributes:
         architecture: name of the architecture, such as "x86_64".
-        flags: names of its features, as Linux lists them; empty where the system lists none.
+        flags: names of the processor's features, as Linux lists them; empty where the system lists none.
     """
 
     name: str
@@ -79,7 +79,7 @@ class FolderFacts(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         role: "cache" or "model".
         problem: the reason why the folder cannot be used; empty if it can.
-        free: free bytes of the folder's disk.
+        free: bytes that this user can still write to the folder's disk.
         caching: the effect on the page cache when the device reads a file of the folder; None if no effect is known.
     """
 

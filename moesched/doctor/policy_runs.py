@@ -122,7 +122,7 @@ def run_policies(
 
 
 def _tight(report: JobReport) -> dict[str, int]:
-    """Return a budget for the memory with the highest peak in a run: a share of this peak, in bytes."""
+    """Return a budget in bytes, by memory: a share of the peak of the memory with the highest peak in a run."""
     memory = max(report.peak_bytes, key=lambda name: report.peak_bytes[name])
     return {memory: int(TIGHT * report.peak_bytes[memory])}
 

@@ -73,12 +73,12 @@ def _expected(model: Path, found: PolicyRuns) -> list[list[int]]:
 
 
 def _peaks(device: str, found: PolicyRuns, libraries: int) -> list[Finding]:
-    """Return findings that compare the GPU's measured peak memory with the predicted one.
+    """Return the finding that compares the GPU's measured peak memory with the predicted one; none on the CPU.
 
     The prediction is the largest peak that a run's plan predicts, plus the bytes that CUDA's libraries take.
 
     Args:
-        libraries: bytes of GPU memory that CUDA's libraries take.
+        libraries: bytes of GPU memory that CUDA's libraries take; 0 for MLX.
     """
     if device == "cuda":
         memory, peak = "gpu", cuda_facts().peak

@@ -55,7 +55,7 @@ def read_budgets(
 
 
 def assumed_process(machine: Machine) -> Process:
-    """Return the bytes that predictions assume for the process of a run on a machine, apart from the run's plan."""
+    """Return the `Process` that predictions assume for a run on a machine: its bytes apart from the run's plan."""
     return Process(runtime=ASSUMED_RUNTIME, whole=machine.unified)
 
 

@@ -51,15 +51,15 @@ def find_shape(model: Path | str, stored_as: str | None = None) -> ModelConfig:
 def find_machine(
     machine: Machine | str, device: str | type[Device] | None = None, *, foreign: bool = False
 ) -> Machine:
-    """Return a machine, found by its name or file, and check that the device can run as this machine.
+    """Return a machine, found by its name or file, and check that a device accepts plans for this machine.
 
     Args:
         machine: a name, a file, "auto" for this machine as the device describes it, or a machine.
-        device: the device that will run there; None in predictions.
+        device: the device that will carry out plans; None in predictions.
         foreign: whether to accept costs that were measured on another processor.
 
     Raises:
-        BadInput: the name is unknown, or the device cannot run as that machine.
+        BadInput: the name is unknown, or the device does not accept plans for that machine.
     """
     kind = plugins.find("devices", device) if device else None
     if machine == "auto":
@@ -91,11 +91,10 @@ def changed_machine(machine: Machine | str, changes: Mapping[str, str] | None) -
 
 
 def machine_file(machine: Machine | str) -> Path | None:
-    """Return the path of the file that describes a machine.
+    """Return the path of the file that describes a machine; None without one, as for a `Machine`.
 
     Args:
-        machine: "auto" for this machine's calibrated file; any other text counts as a path; None is returned for a
-            `Machine`.
+        machine: "auto" for this machine's calibrated file; any other text counts as a path.
     """
     if isinstance(machine, Machine):
         return None

@@ -32,7 +32,7 @@ class Picture(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         kind: "lines" or "bars" by `x` and `lines`; "map" and "parts" are drawn for particular sections.
         x: key of a row's value on the x axis; or a format string, whose result labels the row's place on the x axis.
         y: label of the y axis.
-        panels: key of a row's value that has a panel for each of its values; empty for a single panel.
+        panels: key by whose values the rows are divided into panels; empty for a single panel.
         panel_title: format string for a panel's title.
         log: axes that are logarithmic: "y"; "x" by powers of two with a tick at each value; "symlog" for an x that may
             be 0.

@@ -82,7 +82,7 @@ def require_threads(threads: int) -> None:
 
 @cache
 def cpu_quota(root: Path = ROOT) -> int:
-    """Return how many cores' time the control groups of this process allow, rounded up; 2**31 without a limit.
+    """Return the number of cores whose time the control groups allow this process, rounded up; 2**31 without a limit.
 
     Args:
         root: folder in which /sys and /proc are looked for.

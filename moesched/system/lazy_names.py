@@ -15,7 +15,7 @@ NAME = re.compile(r"(\w+) as (\w+)")
 
 @cache
 def homes_of(package: str) -> dict[str, tuple[str, str]]:
-    """Return, by public name of a package, the module that defines the object, and its name in this module."""
+    """Return, for each public name of a package, the module that defines the object, and the object's name there."""
     stub = Path(str(sys.modules[package].__file__)).with_suffix(".pyi").read_text(encoding="utf-8")
     return {
         name: (module, original)

@@ -201,7 +201,7 @@ def signals_held() -> Iterator[None]:
 
 
 def hold_signals() -> None:
-    """Delay the first signal until `release_signals`, so that results can be written before."""
+    """Delay the first signal until `release_signals`, so that results can be written first."""
     _signals.waits_for_results = _signals.in_use
 
 

@@ -34,12 +34,12 @@ def raising_line(error: BaseException) -> str:
 
 
 def is_ours(module: str) -> bool:
-    """Test whether a module, given by its full name, belongs to the framework; shipped policies do not."""
+    """Test whether a module, given by its full name, belongs to the framework; False for shipped policies."""
     return f"{module}.".startswith("moesched.") and not module.startswith("moesched.policies")
 
 
 def is_our_file(file: str) -> bool:
-    """Test whether a source file, given by its path, belongs to the framework; shipped policies do not."""
+    """Test whether a source file, given by its path, belongs to the framework; False for shipped policies."""
     path = Path(file)
     return path.is_relative_to(_PACKAGE) and not path.is_relative_to(_PACKAGE / "policies")
 

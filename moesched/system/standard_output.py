@@ -52,7 +52,10 @@ def reserve_stdout() -> Callable[[], None]:
 
 
 def command_output() -> TextIO:
-    """Return the stream for a command's results, which writes to standard output also while this is reserved."""
+    """Return the stream for a command's results.
+
+    It writes to standard output even while `reserve_stdout` sends everything else to standard error.
+    """
     return _reserved[-1] if _reserved else sys.stdout
 
 

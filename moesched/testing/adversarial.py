@@ -54,7 +54,7 @@ class Adversarial:
         self.held: list[Page] = []
 
     async def prefill(self, step: Step) -> None:
-        """Submit all verbs of the step: again and again a few verbs of a random micro-batch.
+        """Submit all verbs of the step, a few at a time, each time for a random micro-batch.
 
         Chunks of the same prompts run one after the other.
         """

@@ -103,9 +103,9 @@ class _Cache:
         """Give the rule a layer's scores and a preview of the next layer's experts, if it has methods for them.
 
         Args:
-            number: the layer.
+            number: index of the layer.
             layer: number of tokens by expert that the layer's router chose.
-            following: the same for the next layer; empty after the last layer.
+            following: number of tokens by expert for the next layer; empty after the last layer.
         """
         if isinstance(self._rule, TakesScores):
             tokens = sum(layer.values())
@@ -117,7 +117,7 @@ class _Cache:
         """Use the chosen experts of a layer: count hits, and fetch the experts that are not in the cache.
 
         Args:
-            number: the layer.
+            number: index of the layer.
             layer: number of tokens by expert that the layer's router chose.
         """
         pages = PAGES[number]
@@ -128,10 +128,10 @@ class _Cache:
             self._rule.used(page, step, layer[expert])
 
     def fetch(self, step: int, number: int, experts: Iterable[int]) -> None:
-        """Put experts into the cache that are not in it; in a full cache, the rule chooses a page to evict.
+        """Put experts into the cache that are not in it; if the cache is full, the rule chooses a page to evict.
 
         Args:
-            number: the layer of the experts.
+            number: index of the experts' layer.
         """
         for page in (PAGES[number][expert] for expert in experts):
             if page.id in self._held:
@@ -143,7 +143,7 @@ class _Cache:
 
 
 def _drawn(random: Random, chosen: set[int], weights: list[float]) -> set[int]:
-    """Add random experts to `chosen` until there are `CHOSEN` of them, and return it.
+    """Add random experts to the set `chosen` until it has `CHOSEN` of them; return the set.
 
     Args:
         weights: relative probability of each expert.

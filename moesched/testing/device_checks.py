@@ -52,7 +52,7 @@ def check_device(make: Make, machine: Machine, policies: Iterable[str] = ()) -> 
 
     Args:
         make: creates the device, such as its class.
-        machine: a machine that the device can run as.
+        machine: the machine to plan for; the device must accept plans for it.
         policies: names of policies; by default four that keep and stream different weights, and one that has tasks of
             experts with some of a micro-batch's rows, or with those of several micro-batches.
 

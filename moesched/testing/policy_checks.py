@@ -79,7 +79,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def capacity(self) -> Capacity:
-        """The capacity of a run that requests join and leave, with a place for each micro-batch of the case."""
+        """The capacity of a run in which requests join and leave: a place in it for each micro-batch of the case."""
         places = -(-len(self.prompts) // self.micro_batch_size)
         size = self.micro_batch_size
         return Capacity(places, size, 2 * KV_BLOCK_TOKENS * size, max(self.prompts), 2 * KV_BLOCK_TOKENS)

@@ -14,7 +14,7 @@ from moesched.steps.step import Step
 
 
 class RandomRows(LayerByLayer):
-    """Run each expert in several tasks at random, each of some rows of a micro-batch, or of all rows of several.
+    """Run each expert in several random tasks, each for some rows of one micro-batch or for all rows of several.
 
     All weights stay on the accelerator. If the host has all experts, too, it runs random tasks.
 
@@ -57,7 +57,7 @@ class RandomRows(LayerByLayer):
     ) -> Iterator[tuple[list[int], range | None]]:
         """Yield random tasks of an expert that together run each of its rows once.
 
-        A task is a pair: a list of micro-batches, and the range of rows of a single one; None for all rows.
+        A task is a list of micro-batches and, for a single micro-batch, the range of rows; None stands for all rows.
 
         Args:
             routed: by micro-batch, the number of rows of each expert.

@@ -60,7 +60,7 @@ class TaskInfo(msgspec.Struct, frozen=True, gc=False, rename={"nbytes": "bytes",
 
     @property
     def work(self) -> WorkKey:
-        """The key that tasks of equal work share."""
+        """The fields that identify the task's work: tasks with equal ones have the same cost on a machine."""
         return WorkKey(self.kind, self.resource, self.flops, self.nbytes)
 
 
@@ -167,7 +167,7 @@ class PoolSample(NamedTuple):
 
 
 class RequestSpan(msgspec.Struct, frozen=True):
-    """A request of a run that requests join and leave; times are nanoseconds since the start of the run, -1 for none.
+    """A request that joined and left a run; times are nanoseconds since the start of the run, -1 if there is none.
 
     Attributes:
         request: number of the request.
@@ -331,5 +331,5 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def figures(self) -> Literal["predicted", "measured"]:
-        """Whether the run's times are "predicted" (on the virtual clock) or "measured" (in real time)."""
+        """The kind of the run's times: "predicted" on the virtual clock, "measured" in real time."""
         return "predicted" if self.driver == "virtual" else "measured"

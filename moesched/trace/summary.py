@@ -51,7 +51,7 @@ class StepTime(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         step: -1 for loading, 0 for the prefill, then 1, 2, ...
         start: the end of the previous step.
-        end: the end of the step's last `sample` task.
+        end: the end of the step's last `sample` task, or of its last task if none samples.
     """
 
     step: int
@@ -122,7 +122,7 @@ class _Sum:
 
 
 def _lanes(recording: Recording, steps: list[StepTime]) -> list[LaneUse]:
-    """Return the use of each lane after loading; if the recording has only loading, its use in that time."""
+    """Return the use of each lane after loading; if the recording has only loading, the use during loading."""
     only_loading = all(each.step < 0 for each in recording.slices)
     loaded = next((step.end for step in steps if step.step < 0 and not only_loading), recording.start / 1e9)
     window = recording.end / 1e9 - loaded

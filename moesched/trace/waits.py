@@ -18,9 +18,9 @@ class Wait(NamedTuple):
 
     Attributes:
         before: index of the slice that this one waited for; -1 if it waited for no recorded one.
-        why: the reason for waiting for the slice `before`: the task reads its result ("data"), overwrites weights that
-            it used ("room"), or runs on its lane ("lane"); it held up another rank's part of the same collective
-            ("rank"); the policy awaited it before submitting the task ("await"). "start" if `before` is -1.
+        why: the part of the slice `before` in the wait. "data": the task reads its result; "room": it used weights that
+            the task overwrites; "lane": it occupied the task's lane; "rank": it held up another rank's part of the
+            task's collective; "await": the policy awaited it before submitting the task. "start" if `before` is -1.
         policy: nanoseconds in which the policy ran, after the slice `before` or the start of the recording.
         host: nanoseconds from then to the start of the task, in which the driver ran and the lane's thread woke up.
     """
@@ -81,9 +81,9 @@ def _candidates(
 
 
 def lacked_room(before: Slice, each: Slice) -> bool:
-    """Test whether a transfer of weights, `each`, waited for a slice that used the slot to be overwritten.
+    """Test whether the transfer `each` waited for the slice `before` because that used weights to be overwritten.
 
-    The other possibility is that the slice `before` moved the same weights to where the transfer reads them.
+    Otherwise `before` moved the same weights to where the transfer reads them.
     """
     one, other = before.task, each.task
     return other.pages > 0 and not (one.pages and (one.layer, one.expert) == (other.layer, other.expert))

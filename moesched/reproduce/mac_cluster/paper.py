@@ -30,8 +30,8 @@ class PrintedSystem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         tables: titles of the tables with this row.
         method: the paper's name of the version.
         policy: name of our policy, which gets `settings`.
-        seconds, moe, comm, misc: printed seconds per token, and the shares of it for experts, communication and the
-            rest.
+        seconds: printed seconds per token.
+        moe, comm, misc: seconds of these for experts, for communication, and for the rest.
         prestacked, standby: how weights are packed and kept wired (see `WiredMemory` in `moesched.machines`).
         fitted: the cells to which a rate of the machine was fitted.
     """

@@ -50,7 +50,7 @@ def sample_seconds(wired_memory: WiredMemory, wait: float, *, prestacked: bool) 
 
 
 def packing(paper: MacPaper) -> Section:
-    """Make the section of Fig. 4: the packing benchmark by our model of wired memory, and the findings about it."""
+    """Make the section of Fig. 4: the packing benchmark by our model of wired memory, and the paper's findings."""
     wired_memory = at_peak(load_machine(paper.machine)).wired_memory
     assert wired_memory is not None
     rows: list[dict[str, Value]] = []

@@ -80,6 +80,9 @@ def _bound(many: Predicted, more: Predicted) -> float:
     """Return the throughput that ever larger batches approach, in tokens per second.
 
     This is the difference of two batches in tokens, divided by their difference in seconds.
+
+    Args:
+        many, more: predictions of two large batches, the second one larger.
     """
     requests = more.batch_size - many.batch_size
     seconds = _seconds(more) - _seconds(many)

@@ -23,7 +23,7 @@ class PaperSetting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     wide_vectors: bool
 
     def described(self) -> Machine:
-        """Return the machine with the copies of the paper's systems.
+        """Return the setting's machine, changed so that data are copied as in the paper's systems.
 
         Weights pass through page-locked memory, and all other copies use pageable memory.
         """

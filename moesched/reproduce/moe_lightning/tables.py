@@ -82,7 +82,7 @@ class Judged(NamedTuple):
 
     Attributes:
         ours: predicted tokens per second.
-        counts: whether the cell's error counts, since no rate was fitted to the cell.
+        counts: whether the cell's error counts; False if a rate was fitted to the cell.
     """
 
     column: Column

@@ -185,7 +185,7 @@ def goals(paper: TwiddlerPaper, generated: Section, first: Section, searched: Se
 
 
 def mean_ratio(rows: Rows, key: str, ours: str, rival: str, bench: Bench | None = None) -> float:
-    """Return the mean of our figure over the rival's, over all configurations of environment, lengths and beams.
+    """Return our policy's figure over the rival's, averaged over environments, lengths and numbers of beams.
 
     Args:
         rows: rows of a section.

@@ -7,8 +7,8 @@
 * Beam search (llama_beam_search) decodes one beam after the other, and in each step decodes again all tokens of a beam
   after the prefix that all beams share: the KV cache holds only that prefix, which grows when all beams agree.
 
-How far beams diverge depends on the text. Here every beam continues a random beam of the previous step (the neutral
-model of Wright and Fisher).
+The text decides after how many tokens beams diverge. Here every beam continues a random beam of the previous step (the
+neutral model of Wright and Fisher).
 """
 
 from __future__ import annotations
@@ -86,9 +86,9 @@ def _dense_on_host(bench: Bench, tokens: int) -> float:
 
 
 def decoded_lengths(width: int, new_tokens: int, chance: random.Random) -> Iterator[list[int]]:
-    """Simulate a beam search, and yield for each of its steps the numbers of tokens that the model's calls decode.
+    """Simulate a beam search by llama.cpp, and yield for each step the number of tokens of each call of the model.
 
-    The list of the first step is empty: it has no call.
+    The list of the first step is empty, since it has no call.
 
     Args:
         width: number of beams.

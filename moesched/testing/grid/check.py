@@ -121,13 +121,13 @@ class ChildRun:
         )
 
     def _read(self, lines: Iterable[bytes]) -> str | None:
-        """Handle the child's messages to their end.
-
-        If an item takes too long, return at once the line of the policy, as file:line, at which it does; otherwise
-        None.
+        """Handle the child's messages until they end or an item takes too long.
 
         Args:
             lines: lines that the child writes.
+
+        Returns:
+            The line of the policy, as file:line, that ran when an item took too long; None if no item did.
         """
         traceback: list[str] = []
         for line in lines:

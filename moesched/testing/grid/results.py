@@ -116,10 +116,7 @@ Found = TypeVar("Found", Fault, Advice)
 
 
 def merged(found: Iterable[Found]) -> list[Found]:
-    """Return findings with those of equal keys joined to one, which has the sum of their numbers of cases.
-
-    The order in which they were found is kept.
-    """
+    """Join findings with equal keys to one, whose number of cases is their sum; the order is kept."""
     first: dict[tuple[str, str], Found] = {}
     for each in found:
         known = first.get(each.key)

@@ -11,7 +11,7 @@ from moesched.testing.symbolic.model import first_tokens
 
 
 class SymbolicBatch:
-    """Answers about the micro-batch of a task: a micro-batch in decode, and a chunk of its prompts in prefill.
+    """Gives verbs the sizes and the data of a task's micro-batch; in prefill, each chunk of prompts is one.
 
     Attributes:
         on_host: suffix of the names of data in host memory; empty if the machine has one memory.

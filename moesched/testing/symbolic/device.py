@@ -27,7 +27,7 @@ class SymbolicDevice:
         fails: takes a task and returns whether it should fail; None if none should.
 
     Attributes:
-        places: after `serve`, the rows of each place, step by step.
+        places: after `serve`, the micro-batches whose requests join and leave, with the rows of each step.
     """
 
     def __init__(self, fails: Callable[[Task], bool] | None = None) -> None:
@@ -49,7 +49,7 @@ class SymbolicDevice:
 
     @property
     def streams(self) -> None:
-        """None, which means that this device has no CUDA streams."""
+        """None, since no lane of this device is a stream."""
 
     @property
     def kinds(self) -> Mapping[str, LaneKind]:
@@ -68,7 +68,7 @@ class SymbolicDevice:
         self._open(plan, batch, Attention(batch))
 
     def serve(self, plan: Plan) -> None:
-        """Prepare for a run that requests join and leave; their token ids have no effect."""
+        """Prepare for a run in which requests join and leave; their token ids have no effect."""
         self.places = ServedBatch(plan)
         self._open(plan, self.places, ServedAttention(self.places))
 

@@ -36,7 +36,7 @@ class Board:
         """Return the parts of an exchange, in the order of the nodes.
 
         Args:
-            task: the exchange.
+            task: the task of a node that receives the parts.
         """
         with self._lock:
             posted = self._posted[task.operands, task.step, task.layer, task.micro_batch]

@@ -111,8 +111,8 @@ def expert(layer: int, number: int, hidden: int, weights: int) -> int:
 def joined(rows: Iterable[int]) -> int:
     """Return the symbol of an expert's output from the symbols of its rows.
 
-    If all rows are equal, it is their symbol; otherwise tasks computed them from different data, and it differs from
-    all.
+    Equal rows give their own symbol. Different rows, which tasks computed from different data, give a symbol that no
+    right output has.
     """
     first, *others = dict.fromkeys(rows)
     return symbol("torn", first, *others) if others else first
@@ -148,7 +148,7 @@ def through_layers(
         cache: the symbol of the KV cache, by layer; changed in place.
         where: the symbol of the tokens' positions.
         tokens: number of tokens.
-        alone: whether to attend over the new keys and values only, as prompts do in a place where others decode.
+        alone: whether to attend over the new keys and values only, as undivided prompts that join a micro-batch do.
     """
     for i in cache:
         dense = symbol("weights", *(page.id for page in layout.dense(i)))

@@ -24,7 +24,7 @@ from moesched.testing.symbolic.model import (
 
 
 class ServedBatch(SymbolicBatch):
-    """Answers about the place of a task: a micro-batch whose requests join and leave.
+    """Gives verbs the sizes and the data of a task's place: a micro-batch whose requests join and leave.
 
     Attributes:
         history: for each place, the rows of every step so far.
@@ -36,7 +36,7 @@ class ServedBatch(SymbolicBatch):
         self.history: defaultdict[int, list[Rows]] = defaultdict(list)
 
     def prompts(self) -> dict[Key, int]:
-        """Return no data, since there are no requests at the begin."""
+        """Return no data, since there are no requests at the start."""
         return {}
 
     def tokens(self, task: Task) -> int:
@@ -48,7 +48,10 @@ class ServedBatch(SymbolicBatch):
         return tuple(row.start for row in self._rows(task))
 
     def continues(self, task: Task) -> bool:
-        """Test whether a task decodes; a prompt continues nothing, since prompts with a cache on the host are whole."""
+        """Test whether the KV cache has entries of earlier steps for a task's rows, as in decode.
+
+        Prompts have none: with a KV cache on the host they are not divided over steps.
+        """
         return task.phase == "decode"
 
     def whole(self, task: Task) -> int:
