@@ -20,7 +20,7 @@ from moesched.cluster.members import ssh_command
 from moesched.doctor.facts import NO_ANSWER, ClusterFacts, PortFacts, PortState, SshFacts
 
 SECONDS = 8.0
-"""Seconds that an ssh connection has to answer, the start of moesched included."""
+"""Seconds in which a node has to answer by ssh, including the start of moesched there."""
 PORT_SECONDS = 3.0
 NOT_FOUND = 127
 """Exit code of a shell if it does not find the command."""

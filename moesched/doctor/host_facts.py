@@ -21,7 +21,7 @@ from moesched.system.cores import affinity, cpu_quota
 from moesched.system.memory import available_memory, total_memory
 
 CachingOf = Callable[[Path], Caching]
-"""Function that returns the effect of a device's reads of a file on the page cache.
+"""Function that takes a file, and returns the effect on the page cache when the device reads this file.
 
 Raises:
     MoeschedError: the file cannot be read.

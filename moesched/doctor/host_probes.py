@@ -24,7 +24,7 @@ X86_SETS = {
     "avx512": {"avx512f", "avx512vl", "avx512bw", "avx2", "fma"},
     "avx2": {"avx2", "fma"},
 }
-"""By instruction set of the kernels, best first, the processor's features that it needs."""
+"""The processor's features that each instruction set of the kernels needs, by the set's name, best set first."""
 
 
 def probe_processor(facts: Facts) -> Iterator[Finding]:

@@ -22,11 +22,11 @@ FIRST = "resident"
 """The policy that all others are compared with: it moves no weights, and runs everywhere."""
 TRACED = "cgopipe"
 TIGHT = 0.7
-"""Share of the memory that `resident` takes which other policies get, so that they stream."""
+"""Share of the memory that `resident` takes; the other policies get only this share, so that they stream weights."""
 REPORT = "send the file of --out as an issue: it is a fault of moesched, of the library, or of the hardware"
 
 Logits = dict[tuple[int, ...], list[np.ndarray[Any, Any]]]
-"""Logits by micro-batch (its sequences), one tensor per step."""
+"""Logits by the sequences of a micro-batch: for each step an array of shape (sequences, vocabulary)."""
 
 
 @runtime_checkable

@@ -17,7 +17,7 @@ from moesched.system.input_file import is_file, read_input
 FILE_NAME = "chat_template.jinja"
 CONFIG_NAME = "tokenizer_config.json"
 SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-"""Tokens whose texts templates may use, by name."""
+"""Names of the special tokens whose texts templates may use."""
 MOST_BYTES = 20_000_000
 MOST_TEMPLATE_BYTES = 1_000_000
 _REMEDY = "copy it again from where the checkpoint came from"

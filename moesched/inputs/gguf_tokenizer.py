@@ -58,7 +58,7 @@ WORD_RULES: Mapping[str, WordRule] = MappingProxyType(
         "qwen2": WordRule((_QWEN_2,), composes=True),
     }
 )
-"""Rules by their name in files, `tokenizer.ggml.pre`."""
+"""Rules for words by their name, which GGUF files state as `tokenizer.ggml.pre`."""
 
 BYTE_PAIRS, SENTENCE_PIECE = "gpt2", "llama"
 """Names of kinds of tokenizers in files, `tokenizer.ggml.model`."""

@@ -26,7 +26,7 @@ PIECE = 200_000
 """Characters encoded at once to see whether a prompt is too long; each takes about 400 bytes of memory."""
 
 UNFINISHED = "\ufffd"
-"""The character that stands for bytes which are no whole character."""
+"""The character that a decoder puts for bytes that are not a whole character."""
 _CONTEXT_TOKENS = 8
 _RESTORE = "copy it again from where the checkpoint came from"
 

@@ -14,7 +14,7 @@ SECONDS_BETWEEN = 0.25
 """Least time between two updates of a line."""
 
 PATIENCE_SECONDS = 1.0
-"""Time in which most predictions are made, without a word."""
+"""Seconds before a line of progress appears; most predictions end earlier and show none."""
 
 DRAWINGS = "moesched.report.cell_drawings"
 """The module that draws values of layers below it, loaded when the first one is shown."""

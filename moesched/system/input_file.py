@@ -13,7 +13,7 @@ from pathlib import Path
 from moesched.errors import BadInput
 
 WRITER_MILLISECONDS = 500
-"""Time for somebody to begin to write to a pipe."""
+"""Milliseconds in which some process has to begin to write to a pipe."""
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 GIT_LFS = b"version https://git-lfs"

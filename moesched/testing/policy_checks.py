@@ -41,7 +41,7 @@ from moesched.testing.symbolic import SymbolicDevice, expected_tokens
 
 Clock = Literal["virtual", "shared", "real"]
 CLOCKS: tuple[Clock, ...] = ("virtual", "shared", "real")
-"""The virtual clock, the virtual clock with tasks slowing each other down, and real threads."""
+"""Clocks of a check: "virtual"; "shared", on which concurrent tasks slow each other down; "real" for real threads."""
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True):

@@ -19,7 +19,7 @@ from moesched.testing.symbolic import SymbolicDevice
 from moesched.testing.symbolic.served import expected_served
 
 REQUESTS = 8
-"""Requests of a check."""
+"""Number of requests in a check."""
 APART = 2_000_000
 """Mean nanoseconds between two arrivals: a few steps of a small model."""
 

@@ -58,11 +58,12 @@ class PrintedSystem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class Solution(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A row of Table 5: one product that serves the model, with its throughput and price.
+    """A row of Table 5: one way to run the model, with its throughput and price.
 
     Attributes:
+        nodes: number of nodes.
         price_usd: price of one node, in dollars.
-        per_usd: printed tokens per second for each dollar.
+        per_usd: printed tokens per second for each dollar of all nodes.
     """
 
     name: str

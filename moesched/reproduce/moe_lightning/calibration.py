@@ -22,7 +22,7 @@ OF = {
 }
 ORDER = ("link", "kernels", "flexgen_attention")
 START = Rates(link=0.97, kernels=0.26, flexgen_attention=0.027)
-"""Start of the search; its result does not depend on it."""
+"""Rates at which the search begins; its result does not depend on them."""
 ROUNDS = 6
 CLOSE = 1e-4
 LEAST, MOST = 1e-3, 10.0

@@ -24,7 +24,7 @@ COMPARED = (
     ("FlexGen", ("S6", "S7")),
     ("MoE-Lightning", ("S8", "S9")),
 )
-"""Systems, and their settings with two T4 and with four."""
+"""Pairs of a system and its two settings, with two T4 and with four."""
 POLICIES = {"MoE-Lightning(p)": "cgopipe", "FlexGen": "flexgen_pipeline", "MoE-Lightning": "cgopipe"}
 
 

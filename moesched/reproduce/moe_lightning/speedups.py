@@ -20,9 +20,12 @@ GENERATIONS = (32, 64, 128, 256)
 WORKLOAD = "mtbench"
 SETTINGS = ("S1", "S2")
 MOE_LIGHTNING = {"S1": (14, 36)}
-"""Its own micro-batches and their size (Table 5); on S2 it is not printed."""
+"""Number and size of the micro-batches that MoE-Lightning chose itself, by setting (Table 5); not printed for S2."""
 FLEXGEN_MICRO_BATCH = {"S1": 8, "S2": 16}
-"""FlexGen's own µ: Table 5 for S1; assumed to be twice that on S2, as it is in Table 4."""
+"""Micro-batch size that FlexGen chose itself, by setting: of Table 5 for S1; assumed to be twice that for S2.
+
+In Table 4, it is twice as large on S2.
+"""
 FLEXGEN_TOKENS = 1112 * (418 + 128)
 """Tokens that FlexGen's own batch holds at the end (Table 5); those of Table 4 hold 0.93 to 1.06 times as many."""
 LEAST_FALL = 0.001
@@ -38,7 +41,7 @@ COMPARED = (
     ("FlexGen(c)", PLANNER),
     ("DeepSpeed", ONE),
 )
-"""Systems, and who chooses their sizes."""
+"""Pairs of a system and the source of its batch sizes."""
 
 Rows = list[dict[str, Value]]
 

@@ -15,10 +15,10 @@ from moesched.trace import Recording
 from moesched.units import format_bytes
 
 LEAST_WASTE = 0.01
-"""Share of a pool's fetched pages that may be wasted without a word."""
+"""Share of a pool's fetched pages that may be wasted without advice."""
 
 LEAST_FREE = 0.1
-"""Share of a memory that may stay free without a word."""
+"""Share of a memory that may stay free without advice."""
 
 
 class Transfers:

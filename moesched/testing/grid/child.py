@@ -25,7 +25,7 @@ from moesched.testing.grid.faults import home_of
 from moesched.testing.grid.items import Outcome, Subject, items_of
 
 LEAST_SECONDS = 0.05
-"""Time left below which no item begins."""
+"""Seconds that must be left for another item to begin."""
 BETWEEN_TRACEBACKS = 0.01
 """Seconds from one traceback of an item that takes too long to the next."""
 
