@@ -171,7 +171,7 @@ class TextStream:
         return self._advance(final=False)
 
     def finish(self) -> str:
-        """Return the text that is still held back, at the end of the tokens."""
+        """Return the text that was held back."""
         return self._advance(final=True)
 
     def _advance(self, *, final: bool) -> str:

@@ -118,5 +118,5 @@ def span(low: float, high: float) -> str:
 
 
 def rounded(number: float) -> float:
-    """Return a number rounded to four significant digits."""
+    """Round to four significant digits."""
     return float(f"{number:.4g}")

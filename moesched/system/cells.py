@@ -27,7 +27,7 @@ def html_of(value: object) -> str:
 
 
 def in_a_notebook() -> bool:
-    """Test whether this program runs inside the kernel of a notebook."""
+    """Test whether a notebook's kernel runs this program."""
     kernels = sys.modules.get("ipykernel.kernelapp")
     return kernels is not None and bool(kernels.IPKernelApp.initialized())
 

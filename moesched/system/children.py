@@ -41,7 +41,7 @@ def tied_child(
 
 
 def end_with_parent() -> None:
-    """Make this process end when its standard input is closed, or, on Linux, when the thread that started it ends."""
+    """End this process when its standard input is closed, or on Linux when the thread that started it has ended."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     threading.Thread(target=_end_with_stdin, name="watches the parent", daemon=True).start()

@@ -19,7 +19,7 @@ MOST_COPYING = 16
 
 
 def affinity() -> list[int]:
-    """Return the numbers of the cores that this process may run on, in ascending order."""
+    """Return the numbers of the cores that this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))

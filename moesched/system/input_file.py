@@ -73,17 +73,17 @@ def open_input(
 
 
 def exists(path: Path) -> bool:
-    """Test whether a path exists; False also for a text that is not valid as a path."""
+    """Test whether a path exists; False also for a text that can be no path."""
     return _mode(path) != 0
 
 
 def is_file(path: Path) -> bool:
-    """Test whether a path is a regular file; False also for a text that is not valid as a path."""
+    """Test whether a path is a regular file; False also for a text that can be no path."""
     return stat.S_ISREG(_mode(path))
 
 
 def is_folder(path: Path) -> bool:
-    """Test whether a path is a folder; False also for a text that is not valid as a path."""
+    """Test whether a path is a folder; False also for a text that can be no path."""
     return stat.S_ISDIR(_mode(path))
 
 

@@ -7,7 +7,7 @@ from difflib import get_close_matches
 
 
 def nearest_of(name: str, known: Iterable[str]) -> str | None:
-    """Return the known name that is most similar to `name`; None if no name is similar."""
+    """Return the known name that is most like `name`; None if none is like it."""
     names = {_plain(each): each for each in known}
     return next((names[each] for each in get_close_matches(_plain(name), names, 1)), None)
 

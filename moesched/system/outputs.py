@@ -125,7 +125,7 @@ def _belongs_to(path: Path, model: Path) -> bool:
 
 
 def _same(path: Path, other: Path) -> bool:
-    """Test whether two paths lead to one regular file, which need not exist yet; False for devices and pipes."""
+    """Test whether two paths lead to one regular file, which need not exist; False for devices and pipes."""
     if _is_special(path):
         return False
     here, there = _status(path), _status(other)
@@ -148,7 +148,7 @@ def _is_loop(path: Path) -> bool:
 
 
 def _real(path: Path) -> Path:
-    """Return a path with links resolved; unlike in `Path.resolve`, links that lead to themselves are no error."""
+    """Return the path with links resolved; unlike `Path.resolve` this accepts links that lead to themselves."""
     return Path(os.path.realpath(path))
 
 

@@ -40,7 +40,7 @@ def interruptible() -> Iterator[None]:
 
 
 class _OtherThread(Generic[T]):
-    """Runs a coroutine function on a new event loop and a new thread."""
+    """Runs a coroutine function on a loop and a thread of its own."""
 
     def __init__(self, function: Callable[[], Awaitable[T]]) -> None:
         self._function = function

@@ -14,7 +14,7 @@ _ACTIVE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202
 
 
 def plain_text(text: str) -> str:
-    r"""Return a text with its control characters replaced by Python's escapes, such as \x1b."""
+    r"""Return the text with control characters as Python writes them, such as \x1b for the escape character."""
     return _ACTIVE.sub(_escaped, text)
 
 

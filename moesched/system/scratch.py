@@ -75,7 +75,7 @@ def scratch_beside(target: Path) -> Iterator[Path]:
 
 
 def remove(path: Path) -> None:
-    """Remove a temporary file or folder, and its entry in the ledger; no error if it does not exist."""
+    """Remove a file or folder that this module created; no error if it does not exist."""
     _remove(path)
     _ledger.drop(path)
 
@@ -88,7 +88,7 @@ def remove_all() -> None:
 
 
 def sweep() -> None:
-    """Remove the temporary files and folders of processes on this machine that no longer live."""
+    """Remove the temporary files and folders of dead processes on this machine."""
     for file in _ledger_folder().glob(f"{platform.node()}-*"):
         with suppress(OSError):
             _sweep(file)
@@ -157,7 +157,7 @@ class _Ledger:
                 self.close()
 
     def close(self) -> None:
-        """Remove the ledger's file, and with it the lock."""
+        """Remove the ledger's file."""
         with self._lock:
             descriptor, self._descriptor = self._descriptor, -1
             if descriptor < 0 or self._process != os.getpid() or self._file is None:

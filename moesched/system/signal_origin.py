@@ -35,7 +35,7 @@ def came_from_a_signal(error: BaseException) -> bool:
 
 
 def _code(handler: object) -> CodeType | None:
-    """Return the code object of a signal's handler; None for a handler that is not written in Python."""
+    """Return the code of a signal's handler; None for handlers that are not written in Python."""
     if isinstance(handler, partial):
         return _code(handler.func)
     if isinstance(handler, MethodType):

@@ -29,7 +29,7 @@ _SHOW_CURSOR = "\x1b[?25h"
 
 
 class Stopped(KeyboardInterrupt):
-    """Raised in the main thread at the first signal that asks the program to end."""
+    """Raised at the first signal that asks the program to end."""
 
 
 class _Signals:
@@ -80,7 +80,7 @@ class _Signals:
             self._call_after(INSIST_SECONDS, self._insist)
 
     def forget(self) -> None:
-        """Cancel the delivery of the signal that came."""
+        """Stop delivering the signal that came."""
         self._pending = False
         signal.setitimer(signal.ITIMER_REAL, 0)
 
@@ -135,17 +135,17 @@ def ends_in_order() -> Iterator[None]:
 
 
 def first_signal() -> int | None:
-    """Return the number of the first signal that asked this program to end; None if there was none."""
+    """Return the number of the signal that asked this program to end; None where there was none."""
     return _signals.first
 
 
 def exit_code_of_signal() -> int:
-    """Return the exit code of a program that a signal ended: 128 plus the signal's number, as in shells."""
+    """Return the exit code for the signal that ended this program, as shells have it: 128 plus its number."""
     return 128 + (_signals.first or signal.SIGINT)
 
 
 def interruption() -> str:
-    """Return "interrupted", followed by the signal's name unless the signal was Ctrl-C's."""
+    """Return "interrupted", with the signal's name if a signal other than Ctrl-C ended this program."""
     number = _signals.first
     return (
         "interrupted" if number in (None, signal.SIGINT) else f"interrupted ({signal.Signals(number).name})"
@@ -185,7 +185,7 @@ def ctrl_c_interrupts() -> Iterator[None]:
 
 @contextmanager
 def signals_held() -> Iterator[None]:
-    """Delay the first signal until the context ends; in a program without `ends_in_order`, delay Ctrl-C."""
+    """Delay the first signal until the context ends; where `ends_in_order` is not in use, delay Ctrl-C."""
     if threading.current_thread() is not threading.main_thread():
         yield
     elif not _signals.in_use:

@@ -13,7 +13,7 @@ _PACKAGE = Path(__file__).parent.parent
 
 
 def calling_line() -> str:
-    """Return the innermost calling line outside the framework and libraries, as file:line; empty without one."""
+    """Return the innermost calling line outside the framework and libraries, as file:line; empty if there is none."""
     frame: FrameType | None = _getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename

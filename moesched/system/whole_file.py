@@ -99,4 +99,4 @@ def require_writable(path: Path | str | None, what: str) -> None:
 
 
 class _Abandoned(Exception):
-    """Raised to leave `whole_file` without replacing the existing file."""
+    """Raised to leave `whole_file` before the new file replaces the existing one."""

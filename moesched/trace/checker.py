@@ -28,7 +28,7 @@ _TIMED = frozenset("XsfCibe")
 
 
 class _Point(NamedTuple):
-    """An end of an arrow: a track, and a time in nanoseconds."""
+    """An end of an arrow: a time on a track, in nanoseconds."""
 
     pid: int
     tid: int
@@ -265,7 +265,7 @@ def _critical(path: list[Event], tasks: list[Event]) -> Iterator[str]:
 
 
 def _ends_alike(event: Event, task: Event) -> bool:
-    """Test whether an event covers the last part of a task's slice, or all of it."""
+    """Test whether an event is the last part of a task's slice, or all of it."""
     start, since = nanoseconds(event.ts), nanoseconds(task.ts)
     return since <= start and start + nanoseconds(event.dur) == since + nanoseconds(task.dur)
 
@@ -279,7 +279,7 @@ def _counters(events: list[Event]) -> Iterator[str]:
 
 
 def _decoded(event: Event) -> dict[str, Any]:
-    """Return the decoded args of an event; empty if they are missing or not an object."""
+    """Decode the args of an event; empty if they are missing or not an object."""
     try:
         args = msgspec.json.decode(event.args)
     except msgspec.DecodeError:

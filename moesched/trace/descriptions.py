@@ -13,7 +13,7 @@ from moesched.trace.recording import TaskInfo
 
 
 def title_of(pool: Pool) -> str:
-    """Return the name of a pool and of its memory, such as "experts in gpu"."""
+    """Return a pool's name with its memory, such as "experts in gpu"."""
     return f"{pool.name} in {pool.memory.name}"
 
 

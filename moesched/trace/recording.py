@@ -65,7 +65,7 @@ class TaskInfo(msgspec.Struct, frozen=True, gc=False, rename={"nbytes": "bytes",
 
 
 class WorkKey(NamedTuple):
-    """The fields by which a work is known: works with equal keys have the same cost on a machine."""
+    """The fields that identify a work; works with equal keys have the same cost on a machine."""
 
     kind: str
     resource: str
@@ -265,7 +265,7 @@ class Recording(msgspec.Struct):
 
     @property
     def edges(self) -> int:
-        """The number of dependencies between slices."""
+        """Number of dependencies between slices."""
         return sum(map(len, self.producers))
 
     @property
@@ -331,5 +331,5 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def figures(self) -> Literal["predicted", "measured"]:
-        """The kind of the run's times: "predicted" on the virtual clock, "measured" in real time."""
+        """The word for the run's times: "predicted" on the virtual clock, "measured" in real time."""
         return "predicted" if self.driver == "virtual" else "measured"

@@ -154,7 +154,7 @@ def start_view(events: Sequence[Event]) -> tuple[int, int] | None:
 
 
 class _Handler(SimpleHTTPRequestHandler):
-    """Handler of a browser's requests for the trace and for the files of the interface."""
+    """Answers requests for the trace and the files of the interface."""
 
     server: Viewer
     extensions_map = SimpleHTTPRequestHandler.extensions_map | _MEDIA_TYPES

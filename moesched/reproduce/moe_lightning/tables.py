@@ -108,7 +108,7 @@ def accuracy_of(cells: Sequence[Judged]) -> Accuracy:
 
 
 def _comparable(first: Judged, second: Judged) -> bool:
-    """Test whether two cells are of the same column, with throughputs that are more than 20 % apart in the paper."""
+    """Test whether two cells are of the same column and more than 20 % apart in the paper."""
     slow, fast = sorted(cell.row.tokens_per_second for cell in (first, second))
     return first.column is second.column and fast / slow > 1 + NEAR
 

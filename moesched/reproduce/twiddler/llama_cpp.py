@@ -44,7 +44,7 @@ def first_token(bench: Bench, prompt: int) -> float:
 
 
 def pass_seconds(bench: Bench, tokens: int) -> float:
-    """Predict the seconds in which one pass takes several tokens of a sequence through all layers."""
+    """Predict the seconds of one pass of several tokens of a sequence through all layers."""
     experts = bench.first_token("layer_split", tokens)
     if tokens < LEAST_ON_GPU:
         return experts + _dense_on_host(bench, tokens)

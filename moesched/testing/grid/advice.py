@@ -28,7 +28,7 @@ class Transfers:
         self.all: list[PageTransfer] = []
 
     def ended(self, task: Task) -> None:
-        """Keep a finished task if it moved pages in a step."""
+        """Keep a task if it moved pages in a step."""
         if isinstance(task, PageTransfer) and task.pages and task.step >= 0:
             self.all.append(task)
 

@@ -155,5 +155,5 @@ def cells_of(
 
 @cache
 def _layout(config: ModelConfig) -> WeightLayout:
-    """Divide a model's weights into pages; the result is cached, since all policies use the same pages."""
+    """Cut a model's weights into pages; cached, since all policies use the same."""
     return weight_layout(config)

@@ -47,7 +47,7 @@ class Order(msgspec.Struct, frozen=True):
 
     @property
     def loading(self) -> float:
-        """Seconds that loading the policy's module may take."""
+        """Seconds that loading the policy may take."""
         return max(self.limit, self.patience)
 
 

@@ -125,5 +125,5 @@ def merged(found: Iterable[Found]) -> list[Found]:
 
 
 def rank_among(seconds: float, others: Iterable[float]) -> int:
-    """Return the rank of a time among others: 1 if no other is shorter by more than 0.1 %."""
+    """Return the rank of a time: 1 where no other is shorter by more than 0.1 %."""
     return 1 + sum(other * TIE < seconds for other in others)

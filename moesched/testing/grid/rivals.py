@@ -68,7 +68,7 @@ def _read() -> _Kept:
 
 
 def _write(kept: _Kept) -> None:
-    """Write the cache file; an error is ignored, since the times can be predicted again."""
+    """Write the cached times; an error is ignored, since they can be predicted again."""
     with suppress(OSError, BadInput):
         _file().parent.mkdir(parents=True, exist_ok=True)
         with whole_file(_file(), "times of policies") as file:
@@ -81,7 +81,7 @@ def _file() -> Path:
 
 @cache
 def _hash_of_code() -> str:
-    """Return a hash of all modules and profiles of the framework and of the shipped policies."""
+    """Hash all modules and profiles of the framework, and of the policies that ship."""
     digest = hashlib.sha256()
     for package in ("moesched", "moesched.policies"):
         spec = find_spec(package)

@@ -129,7 +129,7 @@ def sample(hidden: int, requests: Iterable[int]) -> list[int]:
 
 
 def expected_tokens(plan: Plan) -> list[list[int]]:
-    """Compute, without a schedule, the tokens of each request that every schedule of a plan must produce."""
+    """Compute the tokens that every schedule of a plan must produce, by request, without a schedule."""
     tokens: list[list[int]] = [[] for _ in plan.batch.prompts]
     for requests in plan.batch.micro_batches:
         for fresh in _generate(plan, requests):
