@@ -1,4 +1,4 @@
-"""Checks that no output file replaces an input file; every file that an option names counts as an input."""
+"""Checks that no output file replaces an input file; every other file that an option names counts as an input."""
 
 from __future__ import annotations
 

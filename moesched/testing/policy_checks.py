@@ -272,7 +272,8 @@ def check_policy(
     Args:
         make: creates the policy, once per run; one that keeps state then runs a second batch.
         cases: by default `policy_cases()`, and `node_cases()` for a policy that shares experts among nodes.
-        clocks: "virtual"; "shared", on which concurrent tasks slow each other down; and "real" for real threads.
+        clocks: by default all three: "virtual"; "shared", a virtual clock on which concurrent tasks slow each other
+            down; and "real" for real threads.
 
     Raises:
         AssertionError: the policy generated wrong tokens or exceeded a budget, or its plan fits in no case.
