@@ -20,7 +20,7 @@ from moesched.cluster.members import ssh_command
 from moesched.doctor.facts import NO_ANSWER, ClusterFacts, PortFacts, PortState, SshFacts
 
 SECONDS = 8.0
-"""Seconds that an ssh connection has to answer, the start of moesched included."""
+"""Seconds in which a node has to answer by ssh, including the start of moesched there."""
 PORT_SECONDS = 3.0
 NOT_FOUND = 127
 """Exit code of a shell if it does not find the command."""
@@ -29,10 +29,10 @@ OF_SSH = 255
 
 
 def cluster_facts(cluster: Cluster, seconds: float = SECONDS) -> ClusterFacts:
-    """Return ssh's answer for each node, and the state of each port; all are asked at once.
+    """Ask every node of a cluster file by ssh for moesched's version, and connect to every port, all at the same time.
 
     Args:
-        seconds: the time that ssh has to answer.
+        seconds: the most seconds that one node's ssh may take to answer.
     """
     ssh = shutil.which("ssh") is not None
     places = [("the launcher", cluster.launcher.address, cluster.launcher.port)]
@@ -61,7 +61,10 @@ def _node(host: Host, seconds: float) -> SshFacts:
 
 
 def _done(command: Sequence[str], seconds: float) -> subprocess.CompletedProcess[str] | None:
-    """Run a program. If it takes too long, end it and the processes that it started, and return None."""
+    """Run a program and return its outputs and exit code; None if it takes longer than `seconds`.
+
+    A program that takes too long is killed, with the processes that it started.
+    """
     with subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -84,7 +87,7 @@ def _port(who: str, address: str, port: int) -> PortFacts:
 
 
 def port_state(address: str, port: int) -> PortState:
-    """Return the state of a TCP port; before a run it should be closed: the machine answers that nothing listens."""
+    """Connect to a TCP port and return its state; "free", with no program listening there, is right before a run."""
     try:
         with socket.create_connection((address, port), timeout=PORT_SECONDS):
             return "taken"
@@ -95,7 +98,10 @@ def port_state(address: str, port: int) -> PortState:
 
 
 def _own_port_state(address: str, port: int) -> PortState:
-    """Return the state of a port of this machine: listen on it for a moment, if the address is this machine's."""
+    """Return "forbidden" if this process may not listen on a port of this machine, otherwise "free".
+
+    A port of another machine cannot be tried, and counts as "free".
+    """
     try:
         family = socket.AF_INET6 if ":" in address and ip_address(address).version == 6 else socket.AF_INET
         with socket.socket(family, socket.SOCK_STREAM) as listening:

@@ -1,4 +1,4 @@
-"""Runs in processes of their own that must end properly: out of memory, by Ctrl-C, and within predicted memory."""
+"""Checks of how runs in child processes end: at Ctrl-C, out of memory, and with a peak of memory as predicted."""
 
 from __future__ import annotations
 
@@ -45,7 +45,10 @@ def _command(model: Path, device: str, *more: str) -> list[str]:
 
 
 def check_ledger(model: Path, device: str) -> Finding:
-    """Check that a run's peak process memory is the predicted one; only for devices that predict the whole process."""
+    """Run a model, and check that the peak memory of the run's process is not far above the prediction.
+
+    On devices that do not predict the memory of the whole process, the finding says so.
+    """
     arguments = ["--policy", "cgopipe", "--prompt-ids", "1,2,3;4,5", "--max-new-tokens", "8", "--json"]
     done = _finished(_command(model, device, *arguments))
     if done.returncode:
@@ -58,7 +61,13 @@ def check_ledger(model: Path, device: str) -> Finding:
 
 
 def judge_peak(about: str, predicted: int, measured: int) -> Finding:
-    """Compare a measured peak in bytes with the predicted one; more than the allowed error above it is a trouble."""
+    """Return the finding that states a peak measured in bytes and the predicted one.
+
+    The finding is a trouble if the measured peak is above the predicted one by more than the allowed error.
+
+    Args:
+        about: the thing that was measured, in the finding's words.
+    """
     says = f"peak of {measured / 1e6:,.0f} MB, predicted {predicted / 1e6:,.0f} MB"
     if measured > predicted + max(MOST_SLACK * predicted, LEAST_SLACK):
         return Finding(about=about, says=says, remedy=f"lower budgets by the difference, and {REPORT}")
@@ -66,9 +75,13 @@ def judge_peak(about: str, predicted: int, measured: int) -> Finding:
 
 
 def check_lack_of_memory(model: Path, device: str, facts: Facts, scratch: Path) -> Finding:
-    """Check that a run that gets less memory than it plans ends with an error of one line.
+    """Check that a run whose KV cache does not fit in memory ends with an error of one line.
 
-    On the CPU, the process may map less than its KV cache takes; on a GPU, the cache is larger than the GPU's memory.
+    On the CPU a limit of the process's address space is too low for the cache; on a GPU the cache is larger than the
+    GPU's memory.
+
+    Args:
+        scratch: an existing folder for temporary files.
     """
     if facts.device == "mlx":
         return Finding(about="lack of memory", says=NOT_TRIED_ON_MLX)
@@ -90,7 +103,10 @@ def check_lack_of_memory(model: Path, device: str, facts: Facts, scratch: Path) 
 
 
 def _boundless(device: str, scratch: Path) -> Path:
-    """Write and return a machine file of this machine with more memory than it has, so that no plan is refused."""
+    """Write a machine file that states a thousand times this machine's memory, and return its path.
+
+    With this file no plan is refused for lack of memory.
+    """
     from msgspec.structs import replace
 
     machine = find_machine("auto", device, foreign=True)
@@ -102,7 +118,11 @@ def _boundless(device: str, scratch: Path) -> Path:
 
 
 def check_interrupt(model: Path, device: str, scratch: Path) -> Finding:
-    """Check that Ctrl-C ends a run within seconds, and that the run prints its results so far."""
+    """Check that a run ends within seconds of Ctrl-C, and that its report then has the results so far.
+
+    Args:
+        scratch: an existing folder for temporary files.
+    """
     report = scratch / "interrupted.json"
     arguments = ["--policy", "cgopipe", "--prompt-ids", "1,2,3", "--max-new-tokens", str(NEW_TOKENS)]
     command = _command(model, device, *arguments, "--report", str(report))
@@ -130,10 +150,11 @@ def check_interrupt(model: Path, device: str, scratch: Path) -> Finding:
 
 
 def begins(process: subprocess.Popen[bytes], patience: float = PATIENCE_SECONDS) -> bool:
-    """Wait for a run's log line "first token"; return False if the process ends before.
+    """Wait until a run logs "first token"; return False if the run's process ends without this line.
 
     Args:
-        patience: seconds after which a process without that line is killed.
+        process: the run, with its standard error as a pipe.
+        patience: seconds after which the process is killed if it has not logged the line.
     """
     assert process.stderr is not None
     watchdog = threading.Timer(patience, process.kill)
@@ -147,7 +168,11 @@ def begins(process: subprocess.Popen[bytes], patience: float = PATIENCE_SECONDS)
 def _finished(
     command: Sequence[str], *, address_space: int | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command, which may map `address_space` bytes; if it takes too long, kill it and say so in the last line."""
+    """Run a command to its end. A command that takes too long is killed, and the returned standard error says so.
+
+    Args:
+        address_space: the most bytes of address space that the command may map; None for no limit.
+    """
     limit = None if address_space is None else partial(_limit_address_space, address_space)
     try:
         return subprocess.run(
@@ -170,5 +195,5 @@ def _limit_address_space(nbytes: int) -> None:
 
 
 def _last(text: str) -> str:
-    """Return the last line of a text."""
+    """Return the last line of a text; "it says nothing" for an empty text."""
     return (text.strip().splitlines() or ["it says nothing"])[-1]

@@ -68,10 +68,11 @@ MLX = "moesched.devices.mlx.inspection"
 
 
 class Examination(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that `moesched doctor` found; its file has this content.
+    """Everything that `moesched doctor` found, as it is written to the file of `--out`.
 
     Attributes:
         version: moesched's version.
+        python: Python's version.
         system: the operating system, with its version.
         trial: findings from runs on a device; empty if none was tried.
         seconds: time that the examination took.
@@ -92,7 +93,7 @@ class Examination(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def examine(facts: Facts) -> Examination:
-    """Let all probes judge the facts."""
+    """Call every probe with the facts about this machine, and return the facts with all findings."""
     return Examination(
         version=version("moesched"),
         python=platform.python_version(),
@@ -151,13 +152,13 @@ def cuda_facts() -> CudaFacts:
 
 
 def library_bytes() -> int:
-    """Return the bytes of the first GPU that CUDA's libraries take for a stream, which plans do not count."""
+    """Return the bytes that CUDA's libraries allocate on the first GPU for one stream; no plan counts them."""
     nbytes: int = _loaded("library_bytes")()
     return nbytes
 
 
 def metal_facts() -> MetalFacts:
-    """Return the facts on MLX, as it sees this machine now; if it cannot be loaded, the reason."""
+    """Return facts about MLX and this machine's GPU; if MLX cannot be loaded, they consist of the reason."""
     try:
         facts: MetalFacts = plugins.load(f"{MLX}:metal_facts", "MLX")()
     except BadInput as error:
@@ -166,5 +167,5 @@ def metal_facts() -> MetalFacts:
 
 
 def _loaded(name: str) -> Any:
-    """Return a function of the torch device's inspection by name; this imports torch."""
+    """Import torch, and return the function of that name from the module `inspection` of the torch device."""
     return plugins.load(f"{TORCH}:{name}", "the inspection")

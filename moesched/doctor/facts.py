@@ -19,11 +19,11 @@ NO_ANSWER = "no answer"
 
 
 class ProcessorFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """The processor.
+    """Facts about this machine's processor.
 
     Attributes:
         architecture: name of the architecture, such as "x86_64".
-        flags: names of its features, as Linux lists them; empty where the system lists none.
+        flags: names of the processor's features, as Linux lists them; empty where the system lists none.
     """
 
     name: str
@@ -32,10 +32,10 @@ class ProcessorFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KernelFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """The library of CPU kernels.
+    """State of the compiled library of CPU kernels.
 
     Attributes:
-        sets: instruction sets that the library can use here, best first.
+        sets: instruction sets that the library can use on this processor, best first.
         problem: the reason why the library cannot be used; empty if it can.
     """
 
@@ -44,20 +44,25 @@ class KernelFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CoreFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """Cores that this process may run on, and the number of cores whose time its control groups allow; None for all."""
+    """The cores that this process may use.
+
+    Attributes:
+        cores: number of cores in the process's affinity.
+        quota: number of cores whose time the process's control groups allow; None without a limit.
+    """
 
     cores: int
     quota: int | None
 
 
 class MemoryFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """The memory.
+    """The memory of the machine and the limits of this process, in bytes.
 
     Attributes:
         physical: memory of the machine.
-        limit: the most that processes here can have: `physical`, or less in a control group.
+        limit: the most that processes in this control group can have; `physical` without a control group's limit.
         available: memory within the limit that is free or can be freed.
-        locked: the most that a process may lock by itself (CUDA's locks do not count); None without a limit.
+        locked: the most that a process may lock with mlock, which does not count CUDA's locks; None without a limit.
         address_space: the most that a process may map; None without a limit.
     """
 
@@ -69,13 +74,13 @@ class MemoryFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FolderFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """The folder of the cache or of a model.
+    """The folder of the cache or of a model, and the result of trying it.
 
     Attributes:
         role: "cache" or "model".
         problem: the reason why the folder cannot be used; empty if it can.
-        free: bytes that this user can write there.
-        caching: effect of the device's reads of a file there on the page cache; None if no file could be read.
+        free: bytes that this user can still write to the folder's disk.
+        caching: the effect on the page cache when the device reads a file of the folder; None if no effect is known.
     """
 
     role: Literal["cache", "model"]
@@ -98,16 +103,16 @@ class ClockFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MetalFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """MLX, and Metal below it.
+    """Facts about MLX and the GPU that it uses through Metal.
 
     Attributes:
         mlx: MLX's version; empty if it is not installed.
         metal: whether MLX uses a GPU.
-        macos: the system's version; empty elsewhere.
+        macos: version of macOS; empty on other systems.
         gpu: the GPU's name.
-        recommended: the most bytes that the system recommends to wire; None if it says nothing.
+        recommended: the most bytes of memory that macOS recommends to wire for the GPU; None if it says nothing.
         problem: the reason why MLX cannot be loaded; empty if it can.
-        peak: the most bytes that MLX had allocated in this process.
+        peak: the most bytes that MLX had allocated at once in this process.
     """
 
     mlx: str
@@ -120,7 +125,11 @@ class MetalFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PortFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """A port of a cluster file, its state, and the name of the launcher or node that listens there during a run."""
+    """A TCP port that a cluster file names, and its state.
+
+    Attributes:
+        who: the launcher or the node that listens on the port during a run, by name.
+    """
 
     who: str
     address: str
@@ -129,15 +138,15 @@ class PortFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SshFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """A node, as ssh without a password reaches it.
+    """The result of running `moesched --version` on a node by ssh, without a password.
 
     Attributes:
         who: the node's name.
-        destination: the destination in the syntax of ssh.
+        destination: the node's address as ssh takes it, such as user@host.
         problem: ssh's reason why it does not reach the node; empty if it does.
-        command: the command that starts moesched there.
-        version: the version that the command prints; empty if the command is not found.
-        failure: the command's error message; empty if it works.
+        command: the command that starts moesched on the node.
+        version: the version that the command prints; empty if it prints none.
+        failure: the command's error message; empty if the command works or is not found.
     """
 
     who: str
@@ -149,11 +158,12 @@ class SshFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ClusterFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """The machines of a cluster file.
+    """Facts about a cluster file's nodes and ports, as this machine reaches them.
 
     Attributes:
         ssh: whether this machine has an ssh program.
         version: moesched's version on this machine.
+        nodes: the result of ssh to each node; empty without an ssh program.
     """
 
     ssh: bool

@@ -32,14 +32,14 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Words(Formatter):
-    """Formatter with the specification "bytes" for sizes, as in {size:bytes}."""
+    """Formatter for the texts of findings, which also knows the specification "bytes" for sizes, as in {size:bytes}."""
 
     def format_field(self, value: Any, format_spec: str) -> str:
         return format_bytes(value) if format_spec == "bytes" else format(value, format_spec)
 
 
 def finding(name: str, **values: object) -> Finding:
-    """Return the finding of that name in findings.toml, with these values filled into its text."""
+    """Make the finding that findings.toml has under `name`, with `values` filled into its texts."""
     words = _findings()[name]
     about, says, remedy = (
         _Words().vformat(text, (), values) for text in (words.about, words.says, words.remedy)

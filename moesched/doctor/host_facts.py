@@ -21,7 +21,7 @@ from moesched.system.cores import affinity, cpu_quota
 from moesched.system.memory import available_memory, total_memory
 
 CachingOf = Callable[[Path], Caching]
-"""Function that returns the effect of a device's reads of a file on the page cache.
+"""Function that takes a file, and returns the effect on the page cache when the device reads this file.
 
 Raises:
     MoeschedError: the file cannot be read.
@@ -66,7 +66,11 @@ def _limit(kind: int) -> int | None:
 
 
 def clock_facts(now: Callable[[], int] = time.monotonic_ns) -> ClockFacts:
-    """Observe a clock that gives nanoseconds, by default the monotonic one."""
+    """Read a clock many times, and return whether it goes back and its smallest step.
+
+    Args:
+        now: returns the clock's time in nanoseconds.
+    """
     readings = [now() for _ in range(CLOCK_READINGS)]
     steps = [later - earlier for earlier, later in pairwise(readings)]
     forward = [step for step in steps if step > 0]
@@ -74,7 +78,11 @@ def clock_facts(now: Callable[[], int] = time.monotonic_ns) -> ClockFacts:
 
 
 def cache_facts(folder: Path, caching_of: CachingOf) -> FolderFacts:
-    """Make the cache's folder if it is absent, and try it: write, read and remove a small file."""
+    """Try the cache's folder by writing and reading a small file, which is removed; the folder is made if it is absent.
+
+    Args:
+        caching_of: returns the effect on the page cache when the device reads a given file.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with _small_file(folder) as file:
@@ -95,12 +103,13 @@ def _small_file(folder: Path) -> Iterator[Path]:
 
 
 def mapping_of(place: Path, refusal_of: Callable[[Path], str]) -> str | None:
-    """Return the reason why a GPU cannot copy files from the page cache; empty if it can, None if none can be tried.
+    """Return why a GPU cannot copy a file from the page cache; empty if it can, None if no file can be tried.
 
-    A file of weights is tried, or else a small new file, which is removed afterwards.
+    The trial uses a file of weights in `place`, or else a small new file, which is removed afterwards.
 
     Args:
         place: a model's folder or file, or any folder.
+        refusal_of: tries a file, and returns the reason; empty if a GPU can copy the file.
     """
     weights = weight_files(place)
     try:
@@ -114,7 +123,12 @@ def mapping_of(place: Path, refusal_of: Callable[[Path], str]) -> str | None:
 
 
 def model_facts(model: Path, caching_of: CachingOf) -> FolderFacts:
-    """Try the files of a model: whether each can be read, and the effect on the page cache."""
+    """Return whether each file of a model can be read, and the effect of reading one on the page cache.
+
+    Args:
+        model: a folder, or a GGUF file.
+        caching_of: returns the effect on the page cache when the device reads a given file.
+    """
     files = weight_files(model)
     try:
         for file in files if is_gguf(model) else [model / "config.json", *files]:
@@ -132,7 +146,7 @@ def model_facts(model: Path, caching_of: CachingOf) -> FolderFacts:
 
 
 def bytes_of_model(model: Path) -> int:
-    """Return the bytes of the model's files, as far as they can be listed."""
+    """Return the total bytes of a model's files of weights; 0 if they cannot be listed."""
     try:
         return sum(file.stat().st_size for file in weight_files(model))
     except OSError:
@@ -140,5 +154,5 @@ def bytes_of_model(model: Path) -> int:
 
 
 def weight_files(model: Path) -> list[Path]:
-    """Return the files of a model's weights: those in its folder, or the parts of a GGUF file."""
+    """Return a model's files of weights: the safetensors files of its folder, or all parts of its GGUF file."""
     return gguf_files(model) if is_gguf(model) else sorted(model.glob("*.safetensors"))

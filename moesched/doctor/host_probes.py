@@ -24,7 +24,7 @@ X86_SETS = {
     "avx512": {"avx512f", "avx512vl", "avx512bw", "avx2", "fma"},
     "avx2": {"avx2", "fma"},
 }
-"""By instruction set of the kernels, best first, the processor's features that it needs."""
+"""The processor's features that each instruction set of the kernels needs, by the set's name, best set first."""
 
 
 def probe_processor(facts: Facts) -> Iterator[Finding]:
@@ -47,19 +47,23 @@ def probe_kernels(facts: Facts) -> Iterator[Finding]:
 
 
 def _best_set(flags: list[str]) -> str:
-    """Return the best x86 instruction set of a processor with these features; empty for none."""
+    """Return the best x86 instruction set that a processor with these features supports; empty if it supports none.
+
+    Args:
+        flags: names of the processor's features, as Linux lists them.
+    """
     return next((name for name, needed in X86_SETS.items() if needed <= set(flags)), "")
 
 
 def probe_cores(facts: Facts) -> Iterator[Finding]:
-    """Yield findings on the number of cores, and on a quota that gives the time of fewer."""
+    """Yield a finding on the number of cores, and on a CPU quota that is smaller than this number."""
     cores, quota = facts.cores.cores, facts.cores.quota
     limited = quota is not None and quota < cores
     yield finding("cores-under-quota" if limited else "cores", cores=cores, quota=quota)
 
 
 def probe_memory(facts: Facts) -> Iterator[Finding]:
-    """Yield findings on the size of memory, and on limits that leave too little."""
+    """Yield findings on the size of memory, and on limits of memory or address space that are too low."""
     memory = facts.memory
     limited = "-limited" if memory.limit < memory.physical else ""
     scarce = "-scarce" if memory.available < LEAST_AVAILABLE else ""
@@ -69,9 +73,9 @@ def probe_memory(facts: Facts) -> Iterator[Finding]:
 
 
 def probe_locked_memory(facts: Facts) -> Iterator[Finding]:
-    """Yield findings on whether CUDA can lock as much host memory as the buffers take from which a GPU copies.
+    """Yield a finding on whether CUDA can lock enough host memory for the buffers from which a GPU copies.
 
-    `ulimit -l` says nothing about it: memory that CUDA locks does not count against that limit.
+    The limit of `ulimit -l` does not matter: memory that CUDA locks does not count against it.
     """
     lockable = facts.cuda.lockable
     if lockable is not None:
@@ -96,7 +100,7 @@ def probe_folders(facts: Facts) -> Iterator[Finding]:
 
 
 def _state_of(folder: FolderFacts) -> str:
-    """Return the name in findings.toml of a folder's finding."""
+    """Return the name under which findings.toml has the finding for a folder in this state."""
     if folder.problem:
         return "model-unusable" if folder.role == "model" else "folder-unusable"
     if folder.role == "cache" and folder.free < LEAST_FREE:

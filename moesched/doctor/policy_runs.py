@@ -1,4 +1,4 @@
-"""Runs of a tiny model under every policy; their tokens and logits must agree."""
+"""Runs of a tiny model under every policy, and the check that their tokens and logits agree."""
 
 from __future__ import annotations
 
@@ -22,34 +22,40 @@ FIRST = "resident"
 """The policy that all others are compared with: it moves no weights, and runs everywhere."""
 TRACED = "cgopipe"
 TIGHT = 0.7
-"""Share of the memory that `resident` takes which other policies get, so that they stream."""
+"""Share of the memory that `resident` takes; the other policies get only this share, so that they stream weights."""
 REPORT = "send the file of --out as an issue: it is a fault of moesched, of the library, or of the hardware"
 
 Logits = dict[tuple[int, ...], list[np.ndarray[Any, Any]]]
-"""Logits by micro-batch (its sequences), one tensor per step."""
+"""Logits by the sequences of a micro-batch: for each step an array of shape (sequences, vocabulary)."""
 
 
 @runtime_checkable
 class KeepsLogits(Protocol):
-    """A device that keeps the logits of each step, of shape (sequences, vocabulary), with the sequences' indices."""
+    """A device that keeps the logits of each step.
+
+    Attributes:
+        logits: a pair for each step of a micro-batch: the indices of its sequences, and logits of shape
+            (sequences, vocabulary).
+    """
 
     logits: list[tuple[tuple[int, ...], Any]]
 
 
 class PolicyRun(NamedTuple):
-    """Result of one policy's run."""
+    """The report and the logits of one policy's run."""
 
     report: JobReport
     logits: Logits
 
 
 class PolicyRuns(NamedTuple):
-    """Results of all policies.
+    """Results of running all policies.
 
     Attributes:
-        refused: by policy, the reason why this machine cannot run it.
-        failed: by policy, the error with which its run failed.
-        trace_problems: faults found in the trace of one run.
+        runs: the finished runs, by policy.
+        refused: the reason why this machine cannot run a policy, by policy.
+        failed: the error with which a policy's run failed, by policy.
+        trace_problems: faults found in the trace of one policy's run.
     """
 
     runs: dict[str, PolicyRun]
@@ -86,11 +92,13 @@ def policy_names() -> list[str]:
 def run_policies(
     model: Path, device: str, scratch: Path, progress: Callable[[float, float, str], object]
 ) -> PolicyRuns:
-    """Run a model under every policy; all but `resident` get less memory than the weights take, if they can stream.
+    """Run a model under every policy, so that policies that can stream weights have to.
+
+    The policy `resident` runs first; all others then get less memory than it took, unless they cannot run with less.
 
     Args:
         device: name of a device of `moesched list devices`.
-        scratch: folder for the trace.
+        scratch: an existing folder for the trace of one run.
         progress: called with (policies done, all policies, name of the running one).
     """
     names, found = policy_names(), PolicyRuns({}, {}, {}, [])
@@ -114,13 +122,18 @@ def run_policies(
 
 
 def _tight(report: JobReport) -> dict[str, int]:
-    """Return a budget below the peak of the memory that the first policy filled most."""
+    """Return a budget in bytes, by memory: a share of the peak of the memory with the highest peak in a run."""
     memory = max(report.peak_bytes, key=lambda name: report.peak_bytes[name])
     return {memory: int(TIGHT * report.peak_bytes[memory])}
 
 
 def _run(model: Path, device: str, name: str, budgets: dict[str, int], trace: Path | None) -> PolicyRun:
-    """Run a policy within the budgets, or without them if it cannot stream."""
+    """Run a policy within budgets, or without budgets if its plan does not fit them.
+
+    Args:
+        budgets: limits in bytes, by memory.
+        trace: the file for a trace; None for no trace.
+    """
     try:
         return _run_within(model, device, name, budgets, trace)
     except BadInput:
@@ -146,7 +159,11 @@ def _run_within(
 
 
 def generate(model: Path, device: str, **options: Any) -> JobReport:
-    """Run the tiny model's prompts on a device, and return the report."""
+    """Run a tiny model with the fixed prompts `PROMPTS` on a device, and return the report.
+
+    Args:
+        options: further options of `run_model`.
+    """
     return run_model(
         model,
         PROMPTS,
@@ -195,7 +212,11 @@ def _other_tokens(found: PolicyRuns, expected: list[list[int]]) -> Iterator[Find
 
 
 def _agreement(found: PolicyRuns, first: PolicyRun, one_processor: bool) -> Finding:
-    """Return the finding on differences of logits between policies; on one processor there must be none."""
+    """Return the finding on the largest difference of logits between `first` and the other policies' runs.
+
+    Args:
+        one_processor: whether all kernels ran on one processor, so that no difference is allowed.
+    """
     apart = {name: largest_difference(run.logits, first.logits) for name, run in found.runs.items()}
     different = {name: by for name, by in apart.items() if by > 0}
     if not first.logits:
@@ -210,7 +231,10 @@ def _agreement(found: PolicyRuns, first: PolicyRun, one_processor: bool) -> Find
 
 
 def largest_difference(some: Logits, others: Logits) -> float:
-    """Return the largest difference of two runs' logits; infinite if sequences differ or a logit is not finite."""
+    """Return the largest absolute difference between the logits of two runs.
+
+    The result is infinite if the runs have different sequences, or if a logit is not finite.
+    """
     if some.keys() != others.keys():
         return float("inf")
     largest = 0.0

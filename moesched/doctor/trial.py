@@ -24,10 +24,11 @@ CPU = "torch"
 
 
 def try_device(device: str, facts: Facts, progress: Progress) -> list[Finding]:
-    """Run a tiny model on a device under every policy, and return the findings.
+    """Run a tiny model on a device under every policy, run the checks of how runs end, and return all findings.
 
     Args:
         device: "cpu", "cuda" or "mlx".
+        facts: the facts about this machine.
         progress: called with (policies done, all policies, name of the running one).
     """
     if reason := _why_not(device, facts):
@@ -59,7 +60,11 @@ def _why_not(device: str, facts: Facts) -> str:
 
 
 def _expected(model: Path, found: PolicyRuns) -> list[list[int]]:
-    """Return the tokens that `resident` generates on the CPU, by request."""
+    """Return the tokens that the policy `resident` generates on the CPU, one list per request.
+
+    Args:
+        found: the runs on the tried device.
+    """
     try:
         return generate(model, CPU).tokens or []
     except MoeschedError as error:
@@ -68,7 +73,13 @@ def _expected(model: Path, found: PolicyRuns) -> list[list[int]]:
 
 
 def _peaks(device: str, found: PolicyRuns, libraries: int) -> list[Finding]:
-    """Return findings on the GPU's peak memory: predicted are the largest run's peak and the bytes of `libraries`."""
+    """Return the finding that compares the GPU's measured peak memory with the predicted one; none on the CPU.
+
+    The prediction is the largest peak that a run's plan predicts, plus the bytes that CUDA's libraries take.
+
+    Args:
+        libraries: bytes of GPU memory that CUDA's libraries take; 0 for MLX.
+    """
     if device == "cuda":
         memory, peak = "gpu", cuda_facts().peak
     elif device == "mlx":

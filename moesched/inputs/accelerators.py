@@ -1,4 +1,4 @@
-"""Division of a model, a machine and its budgets among several equal accelerators."""
+"""Division of a model, a machine and its memory budgets among equal accelerators that share the model."""
 
 from __future__ import annotations
 
@@ -23,13 +23,15 @@ def cut_over_ranks(
     *,
     here: bool = False,
 ) -> tuple[ModelConfig, Machine, dict[str, int]]:
-    """Return each accelerator's share of model, machine and budgets; a limit of page-locked memory changes the machine.
+    """Return one accelerator's share of the model, of the machine and of the budgets, with budgets in bytes by memory.
 
-    A pipelined policy gets the whole model and machine, and assigns layers to accelerators itself.
+    For a pipelined policy, which itself assigns layers to accelerators, model and budgets are returned undivided. The
+    returned machine also reflects a limit of page-locked memory among the budgets.
 
     Args:
-        budgets: limits of memories, as bytes or texts such as "16GB"; None for none.
-        ranks: number of accelerators that share the model; by default all of the machine.
+        budgets: limits by memory, as bytes or texts such as "16GB"; None for none.
+        ranks: number of accelerators that share the model; None for all of the machine.
+        policy: class of the policy; None for one that is not pipelined.
         here: whether the machine is this one.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Budgets as users give them: bytes of a machine's memories, or of the whole process."""
+"""Memory budgets as users give them, for a machine's memories or for the whole process, converted to bytes."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ Measured with torch 2 on Linux: 300 MB, and 56 MB of code on processors with bfl
 def read_budgets(
     given: Mapping[str, int | str] | None, machine: Machine, *, here: bool = False, processes: int = 1
 ) -> dict[str, int]:
-    """Convert budgets to bytes, and check each against the machine's memory.
+    """Convert budgets to bytes by memory, and check that each is within the capacity of its memory.
 
     Args:
         given: limits by memory, as bytes or texts such as "16GB"; None for none.
-        here: whether the machine is this one; its host's memory may then exceed what was free at its description.
-        processes: number of processes with these budgets each.
+        here: whether the machine is this one, so that a budget of the host's memory may use all memory that this
+            machine has, also where the machine's description states less.
+        processes: number of processes on the machine, each of which gets these budgets.
 
     Raises:
         BadInput: a budget is more than the machine has, or limits both the process and the memory that it uses.
@@ -54,21 +55,24 @@ def read_budgets(
 
 
 def assumed_process(machine: Machine) -> Process:
-    """Return the process that predictions assume for a run on a machine."""
+    """Return the `Process` that predictions assume for a run on a machine: its bytes apart from the run's plan."""
     return Process(runtime=ASSUMED_RUNTIME, whole=machine.unified)
 
 
 def within_process(
     budgets: Mapping[str, int], machine: Machine, process: Process, ranks: int
 ) -> tuple[dict[str, int], Process]:
-    """Turn a budget of the whole process into one of the host's memory: what the process's other bytes leave.
+    """Replace a budget of the whole process by one of the host's memory: the limit minus the process's other bytes.
+
+    Other bytes are those of Python, libraries, allocators and the other memories within the process.
 
     Args:
-        budgets: limits in bytes, for each of the ranks that share the process.
-        process: the process, without a limit.
+        budgets: limits in bytes by memory, for each of the ranks that share the process.
+        process: the process's bytes apart from plans, without a limit.
+        ranks: number of ranks in the process.
 
     Returns:
-        The budgets by memory, and the process with its limit.
+        The budgets by memory, in bytes for each rank, and the process with its limit.
 
     Raises:
         BadInput: nothing is left for the host, or an accelerator's driver has unknown bytes in the process.
@@ -97,7 +101,10 @@ def within_process(
 
 
 def _memories_beside(machine: Machine) -> list[str]:
-    """Return the memories within the process other than the host's: an emulated accelerator's, and the pinned one."""
+    """Return the names of memories that lie in the process's own memory beside the host's.
+
+    They are the memory of an emulated accelerator, and the page-locked memory.
+    """
     roles = machine.roles
     named = [machine.accelerator.memory, *([roles.pinned] if roles.pinned else [])]
     return [name for name in named if name != machine.host.memory]

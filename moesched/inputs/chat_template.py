@@ -17,14 +17,19 @@ from moesched.system.input_file import is_file, read_input
 FILE_NAME = "chat_template.jinja"
 CONFIG_NAME = "tokenizer_config.json"
 SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-"""Tokens whose texts templates may use, by name."""
+"""Names of the special tokens whose texts templates may use."""
 MOST_BYTES = 20_000_000
 MOST_TEMPLATE_BYTES = 1_000_000
 _REMEDY = "copy it again from where the checkpoint came from"
 
 
 class ChatTemplate(msgspec.Struct, frozen=True):
-    """A template, and the texts of special tokens that it may use, by name."""
+    """A chat template.
+
+    Attributes:
+        text: the template in Jinja.
+        special: texts of the special tokens that the template may use, by name, such as "bos_token".
+    """
 
     text: str
     special: dict[str, str] = {}
@@ -53,9 +58,10 @@ class _Config(msgspec.Struct, frozen=True):
 
 
 def find_chat_template(model: Path) -> ChatTemplate | None:
-    """Read the template of a model's folder, or of its GGUF file; None if there is none.
+    """Read the chat template of a model's folder, or of its GGUF file; None if the model has none.
 
-    A file `chat_template.jinja` comes before the one in `tokenizer_config.json`; of several the one named "default".
+    In a folder, the file `chat_template.jinja` is preferred to `tokenizer_config.json`. If the latter has several
+    templates, the one with the name "default" is taken.
 
     Raises:
         BadInput: a file cannot be read, or has something else in its place.

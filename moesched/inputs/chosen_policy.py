@@ -17,12 +17,13 @@ PolicyGiven = str | type[Policy] | Policy
 
 
 class ChosenPolicy(NamedTuple):
-    """A chosen policy; `make` gives a new object for each plan.
+    """A policy that a user chose; `make` gives a new object for each plan.
 
     Attributes:
         name: name of the policy in reports.
-        make: makes an object: of a class, with settings; for a given object, a copy.
-        is_class: whether `make` takes settings.
+        cls: the policy's class.
+        make: returns a new object: an instance of the class with its settings, or a copy of the object that was given.
+        is_class: whether the user gave a name or a class, so that `make` takes settings as keywords.
     """
 
     name: str
@@ -32,7 +33,10 @@ class ChosenPolicy(NamedTuple):
 
 
 def choose_policy(given: PolicyGiven, settings: Mapping[str, Any] | None = None) -> ChosenPolicy:
-    """Find a policy, and check its settings.
+    """Find a policy by its name, class or object, and check that its class takes the settings.
+
+    Args:
+        settings: values by name for the policy's class; None or empty for its defaults.
 
     Raises:
         BadInput: there is no policy of that name, the object is no policy, or it does not take the settings.

@@ -1,4 +1,4 @@
-"""The dtype that a model is computed in."""
+"""Choice of the dtype that a model is computed in, from the model, the user's option, the machine and the device."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ HALF = "float16"
 
 
 def dtype_for(own: str, given: str | None, machine: Machine, device: str | type[Device] | None = None) -> str:
-    """Return the dtype of a run or a prediction.
+    """Return the dtype that a run or a prediction computes in.
 
     Args:
         own: dtype of the model's weights.
         given: dtype that the user chose; None for none.
-        machine: if its accelerator has a rate for float16 and none for bfloat16, 16-bit models are computed in float16.
+        machine: in predictions without a chosen dtype, bfloat16 models are computed in float16 if the machine's
+            accelerator has a rate for float16 and none for bfloat16.
         device: the device that runs the model; None in predictions.
 
     Raises:
@@ -35,10 +36,16 @@ def dtype_for(own: str, given: str | None, machine: Machine, device: str | type[
 
 
 def dtype_of_nodes(own: str, given: str | None, machine: Machine, device: str) -> str:
-    """Return the dtype of a run over nodes, which is equal on all of them.
+    """Return the dtype of a run over several nodes, which has to be equal on all of them.
+
+    Args:
+        own: dtype of the model's weights.
+        given: dtype that the user chose; None for none.
+        machine: this node.
+        device: name of this node's device.
 
     Raises:
-        BadInput: the user gave none, and this node's device does not compute in the model's dtype.
+        BadInput: the user chose none, and this node's device does not compute in the dtype of the weights.
     """
     if given is None and dtype_for(own, None, machine, device) != own:
         raise BadInput(

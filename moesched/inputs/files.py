@@ -1,4 +1,4 @@
-"""Checks that no output replaces an input; every file that an option names counts as input unless it is an output."""
+"""Checks that no output file replaces an input file; every other file that an option names counts as an input."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from moesched.system.outputs import Output, require_outputs
 
 
 def require_apart(written: Sequence[Output], named: Iterable[str]) -> None:
-    """Check that outputs can be written, and differ from each other and from all files that options name.
+    """Check that output files can be written, and that none is another output or a file that an option names.
 
     Args:
-        named: values of options that may be names of input files.
+        written: the output files.
+        named: values of options, any of which may name an input file.
 
     Raises:
         BadInput: an output cannot be written, is an input, or is in a model's folder.
@@ -31,7 +32,7 @@ def require_apart(written: Sequence[Output], named: Iterable[str]) -> None:
 
 
 def texts_in(value: object) -> Iterator[str]:
-    """Yield all texts and paths in an option's value, also those in its lists, mappings and fields."""
+    """Yield, as texts, all strings and paths in an option's value, also inside lists, mappings and dataclasses."""
     if isinstance(value, str | Path):
         yield str(value)
     elif isinstance(value, tuple | list):
@@ -44,7 +45,10 @@ def texts_in(value: object) -> Iterator[str]:
 
 
 def _paths(text: str) -> Iterator[Path]:
-    """Yield the files that an option's value may name: file, file,file, file.py:Class, or "auto" for this machine's."""
+    """Yield the paths of files that an option's value may name.
+
+    The value may be a name, several names with commas between them, file.py:Class, or "auto" for this machine's file.
+    """
     for name in dict.fromkeys([text, *(part.partition(":")[0] for part in text.split(","))]):
         if name and (path := machine_file(name)):
             yield path

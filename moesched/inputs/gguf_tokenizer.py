@@ -20,13 +20,15 @@ LONGEST_PIECE = 128
 
 
 class WordRule(NamedTuple):
-    """A rule that cuts text into words, inside which bytes are merged.
+    """Rule by which a byte-pair tokenizer cuts text into words; its merges never join bytes of two words.
 
     Attributes:
-        patterns: match words; each one cuts what the ones before it left.
-        composes: whether accents are joined with their letters first (Unicode's NFC).
-        whole_words: whether a word that is a token is not divided, whatever the merges say.
-        has_first: whether texts begin with the vocabulary's first token of a text, if the metadata do not say.
+        patterns: regular expressions that match words, used one after the other: each cuts the pieces that the previous
+            ones left.
+        composes: whether letters and their accents are first joined to one character (Unicode's NFC).
+        whole_words: whether a word that is itself a token becomes that token, without regard to the merges.
+        has_first: whether encoded texts begin with the vocabulary's token for a text's start, where the file does not
+            say.
     """
 
     patterns: tuple[str, ...]
@@ -56,20 +58,21 @@ WORD_RULES: Mapping[str, WordRule] = MappingProxyType(
         "qwen2": WordRule((_QWEN_2,), composes=True),
     }
 )
-"""Rules by their name in files, `tokenizer.ggml.pre`."""
+"""Rules for words by their name, which GGUF files state as `tokenizer.ggml.pre`."""
 
 BYTE_PAIRS, SENTENCE_PIECE = "gpt2", "llama"
 """Names of kinds of tokenizers in files, `tokenizer.ggml.model`."""
 
 
 def gguf_tokenizer(path: Path, vocabulary: Vocabulary) -> Any:
-    """Make a tokenizer of the library `tokenizers`.
+    """Make a `tokenizers.Tokenizer` of a GGUF file's vocabulary.
 
     Args:
         path: file of the vocabulary, for messages.
 
     Raises:
-        BadInput: its kind or its rule for words is unknown, a token is there twice, or a merge is of unknown tokens.
+        BadInput: the kind of tokenizer or the rule for words is unknown, a token is listed twice, or a merge joins
+            tokens that the vocabulary does not have.
     """
     makers = {BYTE_PAIRS: _byte_pairs, SENTENCE_PIECE: _sentence_piece}
     if vocabulary.model not in makers:
@@ -112,7 +115,12 @@ def _byte_pairs(path: Path, vocabulary: Vocabulary, ids: dict[str, int]) -> Any:
 
 
 def _pair(path: Path, merge: str, ids: Mapping[str, int]) -> tuple[str, str]:
-    """Return the two tokens of a merge; the first may begin with a space."""
+    """Split the text of a merge at the space between its two tokens; the first token may itself begin with a space.
+
+    Args:
+        merge: two tokens with a space between them.
+        ids: ids of the vocabulary's tokens.
+    """
     first, _, second = merge[1:].partition(" ")
     first = merge[:1] + first
     if not (first in ids and second in ids and first + second in ids):
@@ -161,7 +169,7 @@ def _sentence_piece(path: Path, vocabulary: Vocabulary, ids: dict[str, int]) -> 
 
 
 def _scored_pairs(vocabulary: Vocabulary, ids: Mapping[str, int]) -> Iterator[tuple[str, str]]:
-    """Yield the pairs of tokens that make a token, those with the highest scores first."""
+    """Yield every pair of tokens that make a token when joined, in order of its score, highest first."""
     by_score = sorted(range(len(vocabulary.tokens)), key=vocabulary.scores.__getitem__, reverse=True)
     for number in by_score:
         token = vocabulary.tokens[number]
@@ -176,7 +184,11 @@ def _scored_pairs(vocabulary: Vocabulary, ids: Mapping[str, int]) -> Iterator[tu
 
 
 def _add_tokens(made: Any, vocabulary: Vocabulary) -> None:
-    """Tell the tokenizer which tokens are found in text as a whole; text leaves out control tokens."""
+    """Register the vocabulary's special tokens, which are never divided; decoded text omits control and unknown tokens.
+
+    Args:
+        made: the `tokenizers.Tokenizer`; changed in place.
+    """
     from tokenizers import AddedToken
 
     def of(*types: TokenType) -> list[str]:
@@ -191,7 +203,11 @@ def _add_tokens(made: Any, vocabulary: Vocabulary) -> None:
 
 
 def _add_ends(made: Any, vocabulary: Vocabulary) -> None:
-    """Let encoded texts begin and end with the tokens that the model expects there."""
+    """Make a tokenizer put the vocabulary's first and last token around each text, as far as the model expects them.
+
+    Args:
+        made: the `tokenizers.Tokenizer`; changed in place.
+    """
     from tokenizers import processors
 
     begins = vocabulary.add_bos_token

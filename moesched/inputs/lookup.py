@@ -26,9 +26,10 @@ from moesched.system.near_names import with_nearest
 
 
 def find_shape(model: Path | str, stored_as: str | None = None) -> ModelConfig:
-    """Find a model's shape by its name, or in its files: a folder with a config.json, or a GGUF file.
+    """Return a model's shape, found by its name or read from its files.
 
     Args:
+        model: a name of `moesched list models`, a folder with a config.json, or a GGUF file.
         stored_as: storage format of the weights; None for the format in which the model is published.
 
     Raises:
@@ -50,14 +51,15 @@ def find_shape(model: Path | str, stored_as: str | None = None) -> ModelConfig:
 def find_machine(
     machine: Machine | str, device: str | type[Device] | None = None, *, foreign: bool = False
 ) -> Machine:
-    """Find a machine by its name or file; "auto" is this machine, as the device describes it.
+    """Return a machine, found by its name or file, and check that a device accepts plans for this machine.
 
     Args:
-        device: the device that will run there; None in predictions.
+        machine: a name, a file, "auto" for this machine as the device describes it, or a machine.
+        device: the device that will carry out plans; None in predictions.
         foreign: whether to accept costs that were measured on another processor.
 
     Raises:
-        BadInput: the name is unknown, or the device cannot run on that machine.
+        BadInput: the name is unknown, or the device does not accept plans for that machine.
     """
     kind = plugins.find("devices", device) if device else None
     if machine == "auto":
@@ -77,7 +79,10 @@ def find_machine(
 
 
 def changed_machine(machine: Machine | str, changes: Mapping[str, str] | None) -> Machine:
-    """Find a machine by its name or file, and apply changes: new values, by the names of what they change.
+    """Find a machine by its name or file, and return it with changes.
+
+    Args:
+        changes: new values by the names of the figures, such as {"link.host->gpu": "24GB/s"}; None for none.
 
     Raises:
         BadInput: the name is unknown, or a change is impossible.
@@ -86,7 +91,11 @@ def changed_machine(machine: Machine | str, changes: Mapping[str, str] | None) -
 
 
 def machine_file(machine: Machine | str) -> Path | None:
-    """Return the file that a machine is read from, if "auto" or a path names it; None for machines of the library."""
+    """Return the path of the file that describes a machine; None without one, as for a `Machine`.
+
+    Args:
+        machine: "auto" for this machine's calibrated file; any other text counts as a path.
+    """
     if isinstance(machine, Machine):
         return None
     return calibrated_file() if machine == "auto" else Path(machine)
@@ -102,7 +111,12 @@ def find_policy(name: str) -> type[Policy]:
 
 
 def find_workload(workload: str | Sequence[Prompt], model: Path | str, config: ModelConfig) -> Workload:
-    """Find a workload by its name or file, or make one with the lengths of these prompts.
+    """Return a workload, found by its name or file, or made with the lengths of the given prompts.
+
+    Args:
+        workload: a name, a TOML file, a .jsonl file of prompts, or prompts as texts or token ids.
+        model: name or path of the model whose tokenizer encodes prompts of text.
+        config: the model's shape, against which prompts are checked.
 
     Raises:
         BadInput: there is no workload of that name, or it has no prompts.

@@ -187,7 +187,7 @@ class SizeOptions(Options):
 
     @property
     def sizes(self) -> SizeOptions:
-        """The sizes alone, without other options that the object may have."""
+        """Copy of these sizes alone, without the further options of a subclass."""
         return SizeOptions(**part_of(self, SizeOptions))
 
 

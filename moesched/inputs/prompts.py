@@ -1,4 +1,4 @@
-"""Prompts: reading them, and encoding them as token ids."""
+"""Prompts of users: parsing of token ids, reading of files of prompts, and encoding of texts as token ids."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def read_prompts(path: Path, tell: Callable[[str], object] | None = None) -> lis
     Other fields are ignored, blank lines skipped.
 
     Args:
-        tell: called once, with a message that names the malformed lines, which are skipped. Without it, such a file is
-            refused.
+        tell: if given, malformed lines are skipped, and `tell` is called once with a message that names them. None
+            refuses a file with a malformed line.
 
     Raises:
         BadInput: the file cannot be read, holds no prompt, or, without `tell`, has a line that is not a prompt; the
@@ -85,7 +85,11 @@ def read_prompts(path: Path, tell: Callable[[str], object] | None = None) -> lis
 
 
 def _skipped(broken: Mapping[int, BadInput]) -> str:
-    """Return a message that names the skipped lines, and the problem of the first."""
+    """Return a message that names the skipped lines, and the problem of the first one.
+
+    Args:
+        broken: the error of each malformed line, by line number from 1.
+    """
     first, *others = broken
     rest = ""
     if others:
@@ -109,7 +113,12 @@ def _read_line(where: str, line: bytes) -> Prompt:
 def encode_prompts(
     prompts: Sequence[Prompt], tokenizer: Tokenizer | None, config: ModelConfig, new_tokens: int
 ) -> list[list[int]]:
-    """Encode prompts as token ids, and check each against the model.
+    """Return the token ids of each prompt, and check the ids against the model's vocabulary and context.
+
+    Args:
+        prompts: texts or token ids.
+        tokenizer: encodes texts; None if the model has no tokenizer.
+        new_tokens: number of tokens to generate, for which the context needs room after the prompt.
 
     Raises:
         BadInput: there are no prompts, or one is neither text nor ids, is empty, has an id outside the vocabulary,

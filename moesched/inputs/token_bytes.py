@@ -12,13 +12,19 @@ _SPACE = "▁"
 
 
 def stands_for_bytes(tokenizer: Any) -> bool:
-    """Test whether the characters of a tokenizer's names stand for bytes, as those of GPT-2 do."""
+    """Test whether each character in the names of a tokenizer's tokens stands for one byte, as in GPT-2's vocabulary.
+
+    Args:
+        tokenizer: a `tokenizers.Tokenizer`.
+    """
     decoder = tokenizer.decoder
     return decoder is not None and b'"ByteLevel"' in decoder.__getstate__()
 
 
 def token_bytes(name: str, *, in_bytes: bool) -> bytes:
-    """Return the bytes of a token by its name; special tokens stand for the bytes of their names.
+    """Return the bytes of text that a token stands for, given the token's name in the vocabulary.
+
+    The name of a special token is encoded in UTF-8.
 
     Args:
         in_bytes: whether the characters of names stand for bytes; otherwise names are text, with ▁ for a space.
@@ -35,7 +41,10 @@ def token_bytes(name: str, *, in_bytes: bool) -> bytes:
 
 @cache
 def _bytes_by_character() -> Mapping[str, int]:
-    """Return GPT-2's table of bytes: printable ones are themselves, others are characters from U+0100 on, in order."""
+    """Return the byte that each character stands for in names of GPT-2's tokens.
+
+    Printable bytes have their own Latin-1 character; the others, in order, have the characters from U+0100 on.
+    """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}

@@ -1,4 +1,4 @@
-"""A model's own tokenizer, and the text of tokens as they are generated."""
+"""A model's own tokenizer, and decoding of tokens to text while they are generated."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ PIECE = 200_000
 """Characters encoded at once to see whether a prompt is too long; each takes about 400 bytes of memory."""
 
 UNFINISHED = "\ufffd"
-"""The character that stands for bytes which are no whole character."""
+"""The character that a decoder puts for bytes that are not a whole character."""
 _CONTEXT_TOKENS = 8
 _RESTORE = "copy it again from where the checkpoint came from"
 
 
 def read_json(path: Path) -> Any:
-    """Read a tokenizer.json.
+    """Load a tokenizer.json as a `tokenizers.Tokenizer`.
 
     Raises:
-        BadInput: it cannot be read, or has more values than any real one.
+        BadInput: the file cannot be read, or has more JSON values than any real tokenizer.
     """
     from tokenizers import Tokenizer as Loaded
 
@@ -45,11 +45,11 @@ def read_json(path: Path) -> Any:
 
 
 class Tokenizer:
-    """A model's own tokenizer.
+    """A model's own tokenizer: encodes text as token ids, and decodes ids to text.
 
     Args:
-        path: the file that has it.
-        load: makes the library's tokenizer of the file.
+        path: the file of the tokenizer, a tokenizer.json or a GGUF file.
+        load: reads the file, and returns a `tokenizers.Tokenizer`.
 
     Raises:
         BadInput: the file cannot be read, or is no tokenizer.
@@ -95,11 +95,14 @@ class Tokenizer:
         return text
 
     def is_special(self, token: int) -> bool:
-        """Test whether a token is one that texts leave out."""
+        """Test whether a token id is one of a special token, which decoded text omits."""
         return token in self._special
 
     def bytes_of(self, token: int) -> bytes:
-        """Return the bytes of UTF-8 that a token stands for, special tokens by their names; empty for unknown ids."""
+        """Return the bytes of text that a token id stands for; empty for an unknown id.
+
+        Special tokens give their names in UTF-8.
+        """
         name: str | None = self._tokenizer.id_to_token(token)
         return b"" if name is None else token_bytes(name, in_bytes=self._in_bytes)
 
@@ -113,9 +116,9 @@ class Tokenizer:
     def _require_short(self, text: str, most: int) -> None:
         """Raise BadInput for a text with far more than `most` tokens, without encoding all of it.
 
-        A token stands for at most as many characters as its name has, or four times as many if the tokenizer drops or
-        joins some. Of longer texts pieces are encoded until their tokens decide; cutting a text never doubles its
-        tokens.
+        A text is refused at once if its characters exceed four times the longest token's, for each of `most` tokens;
+        the factor four allows for tokenizers that drop or join characters. Otherwise the text is encoded in pieces
+        until they have more than twice `most` tokens, since cutting a text at most doubles its tokens.
         """
         longest = max(map(len, self._tokenizer.get_vocab()), default=1)
         tokens = 0
@@ -127,7 +130,13 @@ class Tokenizer:
             tokens += len(self._encode(text[start : start + PIECE]))
 
     def _call(self, function: Callable[[Any], Any], argument: Any, problem: str) -> Any:
-        """Call the library, and raise BadInput with the problem if it fails; its panics are no `Exception`."""
+        """Call a function of the library `tokenizers`, and raise BadInput if it fails.
+
+        Panics of the library count as failures, although they are not instances of `Exception`.
+
+        Args:
+            problem: the reason in the error message, after the file's path.
+        """
         try:
             return function(argument)
         except (BadInput, KeyboardInterrupt, SystemExit, GeneratorExit):
@@ -137,17 +146,17 @@ class Tokenizer:
 
 
 class Decodes(Protocol):
-    """Makes text of tokens."""
+    """Anything that can decode token ids to text."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of tokens."""
+        """Return the text of these token ids."""
 
 
 class TextStream:
-    """Decodes tokens to text as they are generated. A character that spans tokens is held back until complete.
+    """Decodes tokens to text one by one as they are generated, and holds back characters that are incomplete.
 
     Args:
-        context: the tokens before the first one, since the text of a token depends on its neighbours.
+        context: ids of the tokens before the first generated one, since the text of a token depends on its neighbours.
     """
 
     def __init__(self, tokenizer: Decodes, context: Sequence[int] = ()) -> None:
@@ -157,7 +166,7 @@ class TextStream:
         self._before = 0
 
     def push(self, token: int) -> str:
-        """Add a token; return the text that has become final."""
+        """Add one token id, and return the text that is complete since the last call; it may be empty."""
         self._ids.append(token)
         return self._advance(final=False)
 
@@ -181,7 +190,7 @@ class TextStream:
 
 
 def find_tokenizer(model: Path) -> Tokenizer | None:
-    """Read the tokenizer of a model's folder, or of its GGUF file; None if there is none.
+    """Read the tokenizer of a model's folder, or of its GGUF file; None if the model has none.
 
     Raises:
         BadInput: the tokenizer cannot be read.
@@ -190,7 +199,11 @@ def find_tokenizer(model: Path) -> Tokenizer | None:
 
 
 def make_tokenizer(model: Path, vocabulary: Vocabulary | None) -> Tokenizer | None:
-    """Make the tokenizer of a GGUF file's vocabulary, or read that of a folder; None if there is none.
+    """Make a tokenizer of a GGUF file's vocabulary, or read the tokenizer.json of a folder; None without one.
+
+    Args:
+        model: path of the model's folder or GGUF file.
+        vocabulary: the vocabulary of the GGUF file; None for a folder.
 
     Raises:
         BadInput: the tokenizer cannot be read.
@@ -202,10 +215,10 @@ def make_tokenizer(model: Path, vocabulary: Vocabulary | None) -> Tokenizer | No
 
 
 def open_model(model: Path, *, partial: bool = False) -> tuple[Checkpoint, Tokenizer | None]:
-    """Open a model, and make its tokenizer; each header is read once.
+    """Open a model's weights, and make its tokenizer (None if the model has none); each file header is read only once.
 
     Args:
-        partial: as of `open_checkpoint`, which describes the errors, too.
+        partial: as in `open_checkpoint`, which also describes the errors.
     """
     contents = read_contents(model, partial=partial)
     return checkpoint_of(contents), make_tokenizer(contents.path, contents.vocabulary)

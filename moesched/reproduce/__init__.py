@@ -1,4 +1,4 @@
-"""Figures of papers beside those of our schedules on the virtual clock."""
+"""Comparison of figures that papers print with our predictions for them on the virtual clock."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ PRINTED: dict[str, PrintedPaper] = {
     "twiddler": twiddler_paper(),
     "mac-cluster": mac_paper(),
 }
-"""Figures that papers print, and the words of their sections."""
+"""The printed figures, sections and claims of each paper, by its name."""
 _MAKE = {"moe-lightning": moe_lightning_made, "twiddler": twiddler_made, "mac-cluster": mac_cluster_made}
 SECTIONS = {name: tuple(paper.sections) for name, paper in PRINTED.items()}
-"""By paper."""
+"""Names of the sections of each paper's reproduction, in order, by the paper's name."""
 PAPERS = tuple(SECTIONS)
 
 

@@ -1,4 +1,4 @@
-"""The sections of a reproduction as pictures. Drawing needs matplotlib, an extra: pip install 'moesched[plots]'."""
+"""Drawing of a reproduction's sections as pictures, with matplotlib, an extra: pip install 'moesched[plots]'."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def _scale(axes: Axes, lines: Picture, xs: list[Any]) -> None:
 
 
 def _tables(section: Section, _: Picture) -> Figure:
-    """Draw bars of the paper and of ours, column by column."""
+    """Draw a table's throughputs as bars, the paper's beside ours, with a panel for each column."""
     columns = list(dict.fromkeys((row["workload"], row["setting"]) for row in section.rows))
     figure, all_axes = _figure(len(columns), section.title, each=4.2)
     for axes, (workload, setting) in zip(all_axes, columns, strict=True):
@@ -140,7 +140,7 @@ def _map(section: Section, _: Picture) -> Figure:
 
 
 def _breakdowns(section: Section, _: Picture) -> Figure:
-    """Draw the parts of a token's time: the paper's bar and ours for each row of the table."""
+    """Draw the parts of a token's time as stacked bars: the paper's and ours for each row of the table."""
     figure, (axes,) = _figure(1, section.title, each=8)
     names = list(dict.fromkeys((row["method"], row["nodes"]) for row in section.rows))
     for at, (who, hatch) in enumerate((("paper", ""), ("ours", "//"))):
@@ -186,5 +186,9 @@ def _figure(count: int, title: str, each: float) -> tuple[Figure, list[Any]]:
 
 
 def _legend_below(axes: Any) -> None:
-    """Draw a legend below an axis, where it hides nothing."""
+    """Draw the legend below the axes, so that it covers no data.
+
+    Args:
+        axes: the panel's `matplotlib.axes.Axes`.
+    """
     axes.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.24), ncols=2, frameon=False)

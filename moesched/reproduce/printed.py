@@ -1,4 +1,4 @@
-"""A paper's printed figures and the words of its sections and claims, read from a TOML file."""
+"""A paper's printed figures, and the titles and texts of its sections and claims, as read from a TOML file."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from moesched.reproduce.report import Accuracy, Claim, Section, Value, agrees, s
 
 
 class Line(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Lines of a picture, one through all rows with the same name.
+    """Lines of a picture: rows of a section that have the same name are joined by one line.
 
     Attributes:
-        y: key of a row's ordinate.
-        name: format of a row's values, which gives the row's name.
+        y: key of a row's value on the y axis.
+        name: format string that makes the line's name of a row's values, such as "{system}".
         style: matplotlib's line style.
     """
 
@@ -26,13 +26,17 @@ class Line(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class Picture(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A picture of rows.
+    """The picture of a section's rows.
 
     Attributes:
-        x: key of a row's abscissa, or a format of a row's values, which names its place on the abscissa.
-        y: label of the ordinate.
-        panels: key by which rows are in different panels; empty for a single one.
-        log: axes that are logarithmic: "x" by powers of two with a tick at each value, "symlog" for an x that may be 0.
+        kind: "lines" or "bars" by `x` and `lines`; "map" and "parts" are drawn for particular sections.
+        x: key of a row's value on the x axis; or a format string, whose result labels the row's place on the x axis.
+        y: label of the y axis.
+        panels: key by whose values the rows are divided into panels; empty for a single panel.
+        panel_title: format string for a panel's title.
+        log: axes that are logarithmic: "y"; "x" by powers of two with a tick at each value; "symlog" for an x that may
+            be 0.
+        panel_inches: width of a panel.
     """
 
     kind: Literal["lines", "bars", "map", "parts"] = "lines"
@@ -47,13 +51,17 @@ class Picture(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A table on a page, whose cells are formats of a row's values: a line for each row, or one of two other forms.
+    """The table of a section's rows on a page, in one of three forms; cells are format strings for a row's values.
+
+    By default each row is a line of the table, with the cells of `columns`.
 
     Attributes:
-        columns: formats of the cells, by the columns' titles.
-        down: keys of which each combination of values has a line; its cells have the format `cell`, in a column for
-            each different `title`.
-        turned: format of a column's title, for a table that has a column for each row; empty for other tables.
+        columns: format strings of the cells, by the columns' titles.
+        down: keys of a row; rows with equal values of these keys share a line, in which each row has one cell, `cell`,
+            in the column `title`. Empty for other forms.
+        title: format string of the title of a row's column, with `down`.
+        cell: format string of a row's cell, with `down`.
+        turned: format string of a column's title, for a table with a column for each row; empty for other forms.
     """
 
     columns: dict[str, str] = {}
@@ -64,12 +72,14 @@ class Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class SectionWords(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Words of a section, and how its rows are shown; `{name}` in words is a value that the section gives.
+    """Title and description of a section, and the form of its table and picture.
+
+    A `{name}` in the texts is replaced by a value that is computed with the section.
 
     Attributes:
-        how: a description of the work behind the section.
-        table: the table on its page; None for one with a column for each key of the rows.
-        picture: the picture of its rows; None for none.
+        how: a description of how the section's rows were computed.
+        table: form of the table; None for a table with a column for each key of the rows.
+        picture: form of the picture; None for no picture.
     """
 
     title: str
@@ -79,10 +89,12 @@ class SectionWords(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class PaperClaim(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A statement of the text: a ratio from `low` to `high`, or `paper` in words.
+    """A statement in a paper's text: a ratio from `low` to `high`, or else the words of `paper`.
 
     Attributes:
-        because: reason that agreement means little; empty otherwise.
+        where: section of the paper.
+        what: the statement's subject.
+        because: the reason why agreement with our result would mean little; empty if there is none.
     """
 
     where: str
@@ -93,7 +105,13 @@ class PaperClaim(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     because: str = ""
 
     def beside(self, ours: str, agrees: bool, **values: object) -> Claim:
-        """Return the claim with our result in words; `values` are filled into the statement."""
+        """Return the claim with our result beside it.
+
+        Args:
+            ours: our result in words.
+            agrees: whether our result agrees with the paper's.
+            values: values by name for the format string `what`.
+        """
         return Claim(
             where=self.where,
             what=self.what.format(**values),
@@ -104,7 +122,12 @@ class PaperClaim(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         )
 
     def ratio(self, ours: Sequence[float], how: str = "") -> Claim:
-        """Return the claim with the range of our ratios; `how` is added to the statement in parentheses."""
+        """Return the claim with the range of our ratios beside it.
+
+        Args:
+            ours: our ratios, from which the smallest and the largest are taken.
+            how: addition to the statement, in parentheses; empty for none.
+        """
         low, high = min(ours), max(ours)
         return Claim(
             where=self.where,
@@ -117,7 +140,12 @@ class PaperClaim(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class PrintedPaper(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The parts common to all papers; each adds its figures."""
+    """The printed title, sections and claims of a paper; a subclass for each paper adds its figures.
+
+    Attributes:
+        sections: texts of the sections, by name.
+        claims: statements of the paper's text, by our name for each.
+    """
 
     title: str
     sections: dict[str, SectionWords]
@@ -131,7 +159,13 @@ class PrintedPaper(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         notes: Iterable[str] = (),
         **values: object,
     ) -> Section:
-        """Make a section of rows, with its printed words, into which `values` are filled."""
+        """Make a section of the report from computed rows and the section's texts.
+
+        Args:
+            name: key in `sections`.
+            rows: rows of the table.
+            values: values by name for the format strings in the section's texts.
+        """
         words = self.sections[name]
         return Section(
             name=name,
@@ -144,11 +178,13 @@ class PrintedPaper(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class Made(NamedTuple):
-    """The results of a paper's reproduction, each computed when it is called.
+    """Functions that compute the results of a paper's reproduction.
 
     Attributes:
-        calibration: the rates that the paper does not give, a row each.
-        accuracies: the accuracy of the tables' cells, by kind; to be called after the sections.
+        sections: makes each section, by name.
+        calibration: returns the rates that the paper does not give, a row each.
+        accuracies: returns the accuracy of the tables' cells, by the kind of prediction; to be called after the
+            sections.
     """
 
     sections: dict[str, Callable[[], Section]]
@@ -160,5 +196,10 @@ Paper = TypeVar("Paper", bound=PrintedPaper)
 
 
 def read_paper(kind: type[Paper], package: str) -> Paper:
-    """Read the printed figures of a paper, from paper.toml in its package."""
+    """Read a paper's printed figures from the file paper.toml of a package.
+
+    Args:
+        kind: class of the result.
+        package: name of the package.
+    """
     return msgspec.toml.decode((resources.files(package) / "paper.toml").read_bytes(), type=kind)

@@ -1,4 +1,4 @@
-"""Results of a reproduction: sections of rows, and statements of the paper beside ours."""
+"""Results of a reproduction: sections of rows, and claims of the paper with our results beside them."""
 
 from __future__ import annotations
 
@@ -17,11 +17,14 @@ AGREEMENT = "A figure agrees within 20 %; two ranges agree where at least half o
 
 
 class Claim(msgspec.Struct, frozen=True, kw_only=True):
-    """A statement of a paper beside ours.
+    """A statement of a paper, and our result beside it.
 
     Attributes:
+        where: section of the paper.
+        what: the statement's subject.
+        paper, ours: the paper's figure and ours, in words.
         agrees: whether ours agrees with the paper's (see `AGREEMENT`).
-        because: reason that agreement means little, such as a fit or errors that cancel; empty otherwise.
+        because: the reason why agreement means little, such as a fit or errors that cancel; empty if there is none.
     """
 
     where: str
@@ -33,11 +36,12 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True):
-    """One part of the reproduction.
+    """One table, figure or topic of a reproduction.
 
     Attributes:
-        how: what was done, in a few sentences.
-        rows: a table; all rows have the same keys.
+        how: a description of how the rows were computed, in a few sentences.
+        rows: rows of a table, all with the same keys.
+        claims: statements of the paper on this topic, with our results.
         notes: remarks on the section.
     """
 
@@ -50,11 +54,13 @@ class Section(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Accuracy(msgspec.Struct, frozen=True, kw_only=True):
-    """Errors of the predicted cells.
+    """Errors of the predicted cells of a paper's tables.
 
     Attributes:
+        cells: number of predicted cells, without those that a rate was fitted to.
         median_error: median of the absolute relative errors.
-        pairs, wrong: pairs of a column more than 20 % apart in the paper, and those of them in the wrong order.
+        pairs: number of pairs of systems in one column that are more than 20 % apart in the paper.
+        wrong: the pairs among them that our predictions put in the other order, in words.
     """
 
     cells: int
@@ -64,12 +70,14 @@ class Accuracy(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Reproduction(msgspec.Struct, frozen=True, kw_only=True):
-    """A paper beside our predictions: nothing in it was measured by us.
+    """A paper's figures beside our predictions, none of which was measured.
 
     Attributes:
-        calibration: the rates that the paper does not give, each set by one of its cells.
-        accuracy: of the tables' predicted cells; None where no table was asked for. `as_drawn` has
-            FlexGen's schedule of the paper's Fig. 6; `sustained` has the profiles' sustained rates, and no fit.
+        calibration: a row for each rate that the paper does not give, with the cell that it was fitted to.
+        accuracy: errors of the tables' predicted cells; None if the tables' sections were not made.
+        accuracy_as_drawn: the errors with FlexGen's schedule of MoE-Lightning's Fig. 6; None for other papers.
+        accuracy_sustained: the errors at the profiles' sustained rates, without fits; None if they were not predicted.
+        wall_seconds: time that the predictions took.
     """
 
     paper: str
@@ -92,7 +100,11 @@ def write_reproduction(report: Reproduction, path: Path) -> None:
 
 
 def agrees(paper: tuple[float, float], ours: tuple[float, float]) -> bool:
-    """Test whether two figures or ranges, each from its lowest to its highest value, agree as `AGREEMENT` says."""
+    """Test whether two figures or ranges agree, as `AGREEMENT` says.
+
+    Args:
+        paper, ours: each the lowest and the highest value, which are equal for a single figure.
+    """
     (low, high), (least, most) = paper, ours
     if low < high and least < most:
         return min(high, most) - max(low, least) >= OVERLAP * max(high - low, most - least)
@@ -100,7 +112,7 @@ def agrees(paper: tuple[float, float], ours: tuple[float, float]) -> bool:
 
 
 def span(low: float, high: float) -> str:
-    """Format a ratio, or a range of ratios."""
+    """Format a range of ratios as text, such as "1.2 to 3x", or "2x" if its ends are equal."""
     first, last = f"{low:.3g}", f"{high:.3g}"
     return f"{first}x" if first == last else f"{first} to {last}x"
 

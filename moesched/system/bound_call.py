@@ -1,7 +1,7 @@
-"""Calls of C functions that are made again and again with the same arguments.
+"""Fast calls of C functions that are made again and again with the same arguments.
 
-A call by ctypes runs 25 µs longer where the last call's data has pushed its code out of the processor's caches, as a
-kernel's weights do. So it is an object of its own, compiled in bound_call.c; without a C compiler, ctypes makes it.
+A call by ctypes takes 25 µs longer if ctypes's own code has left the processor's caches since the last call, as after a
+kernel that reads many weights. So bound_call.c defines a small callable object; without a C compiler, ctypes is used.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import Any
 
 _VERSION = 1
-"""The version of bound_call.c that fits."""
+"""The version of bound_call.c that this module expects."""
 
 _PYTHON_API = 4
 """The flag of functions that ctypes calls without letting other Python threads run."""
@@ -32,10 +32,11 @@ _make = _compiled()
 
 
 def bound_call(function: Any, first: int, second: ctypes.Structure) -> Callable[[], int]:
-    """Return a function that calls `function(first, &second)` and returns its int; other Python threads run meanwhile.
+    """Return a function without arguments, which calls the C function `function(first, &second)` and returns its int.
 
     Args:
-        function: a ctypes function whose `argtypes` are two pointers; one of a `PyDLL` lets no other thread run.
+        function: a ctypes function whose `argtypes` are two pointers. During a call other Python threads run, unless
+            the function is one of a `ctypes.PyDLL`.
         first: an address, which must stay valid as long as calls are made.
         second: a structure, whose fields may change between calls.
     """

@@ -1,4 +1,4 @@
-"""The folder for files that can be made again."""
+"""The cache folder, for files that can be made again if they are removed."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from moesched.errors import BadInput
 
 
 def cache_folder() -> Path:
-    """Return the folder `$MOESCHED_CACHE`, or by default one in the user's cache. It may not exist yet.
+    """Return the cache folder: `$MOESCHED_CACHE`, or by default `moesched` in the user's cache. It may not exist yet.
 
     Raises:
-        BadInput: no folder can have that name.
+        BadInput: the folder's name is too long for the file system.
     """
     folder = Path(os.environ.get("MOESCHED_CACHE") or _users_cache() / "moesched")
     try:

@@ -1,4 +1,4 @@
-"""Cells of notebooks: one line of progress in the cell that runs, and values that show themselves as HTML."""
+"""Output in the cells of notebooks: a line of progress, and the HTML of values."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ SECONDS_BETWEEN = 0.25
 """Least time between two updates of a line."""
 
 PATIENCE_SECONDS = 1.0
-"""Time in which most predictions are made, without a word."""
+"""Seconds before a line of progress appears; most predictions end earlier and show none."""
 
 DRAWINGS = "moesched.report.cell_drawings"
 """The module that draws values of layers below it, loaded when the first one is shown."""
 
 
 def html_of(value: object) -> str:
-    """Return the HTML that a notebook shows for a value, drawn by a module of a higher layer."""
+    """Return the HTML with which a notebook shows a value, as the module `DRAWINGS` draws it."""
     drawn: str = import_module(DRAWINGS).drawn(value)
     return drawn
 
@@ -33,7 +33,11 @@ def in_a_notebook() -> bool:
 
 
 def counted_in_cell(what: str) -> Callable[[float, float], object] | None:
-    """Return a progress callback (done, total) that shows some work in the cell of a notebook; None elsewhere."""
+    """Return a function of (done, total) that shows the progress of some work in a notebook's cell; None elsewhere.
+
+    Args:
+        what: name of the work, shown beside the progress bar.
+    """
     if not in_a_notebook():
         return None
     line = CellLine(PATIENCE_SECONDS)
@@ -41,12 +45,12 @@ def counted_in_cell(what: str) -> Callable[[float, float], object] | None:
 
 
 def named_in_cell() -> Callable[[str], object] | None:
-    """Return a progress callback that shows the name of a stage in the cell of a notebook; None elsewhere."""
+    """Return a function of a stage's name that shows the name in a notebook's cell; None elsewhere."""
     return CellLine(PATIENCE_SECONDS).show if in_a_notebook() else None
 
 
 class CellLine:
-    """A line in the cell of a notebook that shows the progress of some work. Callable from any thread.
+    """A line in a notebook's cell that shows the progress of some work; its methods may be called from any thread.
 
     Args:
         patience: seconds before the line appears.
@@ -58,7 +62,15 @@ class CellLine:
         self._lock = threading.Lock()
 
     def show(self, what: str, done: float = 0, total: float | None = None) -> None:
-        """Show the name of the work, and the share that is done if `total` is known; most calls return at once."""
+        """Show the work's name, with a progress bar if `total` is given.
+
+        A call soon after one that was shown has no effect.
+
+        Args:
+            what: name of the work.
+            done: amount that is done, in the unit of `total`.
+            total: amount of the whole work; None if it is not known.
+        """
         now = time.monotonic()
         if now < self._next or not self._lock.acquire(blocking=False):
             return
@@ -70,7 +82,7 @@ class CellLine:
             self._lock.release()
 
     def end(self, what: str) -> None:
-        """Replace the line by a last one, `what`, if the line was shown."""
+        """Replace the line's text by `what`, and show nothing more; a line that has not appeared stays hidden."""
         with self._lock:
             if self._handle is not None:
                 self._write(escape(what))

@@ -23,16 +23,17 @@ _PR_SET_PDEATHSIG = 1
 def tied_child(
     command: Sequence[str], stderr: IO[bytes] | None = None, *, stdout: int = subprocess.DEVNULL
 ) -> subprocess.Popen[bytes]:
-    """Start a process that ends with this one; its program calls `end_with_parent`. It has a session of its own.
+    """Start a child process that ends when this one does; the child's program has to call `end_with_parent`.
 
-    Ctrl-C on the terminal does not reach it. The calling thread must outlive it.
+    The child has a session of its own, so that Ctrl-C on the terminal does not reach it. The calling thread must live
+    as long as the child.
 
     Args:
-        stderr: its standard error; this process's own by default.
-        stdout: its standard output, such as `subprocess.PIPE`; dropped by default.
+        stderr: the child's standard error; None for that of this process.
+        stdout: the child's standard output, such as `subprocess.PIPE`; dropped by default.
 
     Raises:
-        OSError: it cannot be started.
+        OSError: the child cannot be started.
     """
     return subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=stdout, stderr=stderr, start_new_session=True

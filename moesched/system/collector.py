@@ -1,4 +1,4 @@
-"""Python's garbage collector, set for a program that imports torch: its modules are 300,000 objects, and all stay."""
+"""Settings of Python's garbage collector for programs that import torch, whose 300,000 objects all stay."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The control groups of Linux that this process is in."""
+"""Paths and files of the Linux control groups that this process is in."""
 
 from __future__ import annotations
 
@@ -9,10 +9,14 @@ ROOT = Path("/")
 
 
 def groups_of(controller: str, root: Path = ROOT) -> Iterator[Path]:
-    """Yield the folders of this process's group for a controller, such as "cpu", and of each group around it.
+    """Yield the folder of this process's control group for a controller, then the folder of each enclosing group.
 
-    Version 1 has a tree of groups for each controller, version 2 one for all. In a container the tree may begin at the
-    process's own group, whose path outside does not exist here.
+    Control groups of version 1 have a tree for each controller, those of version 2 one tree for all. In a container the
+    tree may begin at the process's own group, whose path in the host's tree does not exist there.
+
+    Args:
+        controller: name of the controller, such as "cpu".
+        root: folder in which /sys and /proc are looked for.
     """
     mounted = root / "sys/fs/cgroup"
     for line in lines_of(root / "proc/self/cgroup"):
@@ -30,7 +34,7 @@ def groups_of(controller: str, root: Path = ROOT) -> Iterator[Path]:
 
 
 def lines_of(file: Path) -> list[str]:
-    """Return the lines of a file; none where it cannot be read."""
+    """Return the lines of a file; an empty list if the file cannot be read."""
     try:
         return file.read_text().splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""The cores that this process may use: those of its affinity, within the CPU quota of its group; and their division."""
+"""The processor cores that this process may use, by its affinity and CPU quota, and their division among threads."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def usable_cores() -> int:
 
 
 class CorePlan(NamedTuple):
-    """Numbers of threads and cores on the host, by purpose.
+    """Division of the host's cores in a run with a GPU.
 
     Attributes:
-        kernels: threads that compute attention and experts.
-        copies: threads that copy weights into page-locked memory, in bursts, on all cores but one.
-        issuing: cores that kernels leave to threads that issue tasks to a GPU and wait for it.
+        kernels: number of threads that compute attention and experts.
+        copies: number of threads that copy weights into page-locked memory, in bursts; kernels' cores are used, too.
+        issuing: number of cores left free for threads that issue tasks to a GPU and wait for it.
     """
 
     kernels: int
@@ -46,7 +46,11 @@ class CorePlan(NamedTuple):
 
 @runtime_checkable
 class DividesCores(Protocol):
-    """A device with a division of the host's cores, `core_plan`; None if kernels use all of them."""
+    """A device that divides the host's cores.
+
+    Attributes:
+        core_plan: the division; None if kernels use all cores.
+    """
 
     core_plan: CorePlan | None
 
@@ -55,7 +59,8 @@ def divided_cores(cores: int, threads: int | None = None) -> CorePlan:
     """Divide the host's cores for a run with a GPU.
 
     Args:
-        threads: threads for attention and experts; by default all cores but those for issuing.
+        cores: number of cores.
+        threads: number of threads for attention and experts; None for all cores but those for issuing.
     """
     issuing = min(MOST_ISSUING, max(1, cores // 4))
     kernels = threads or max(1, cores - issuing)
@@ -63,10 +68,10 @@ def divided_cores(cores: int, threads: int | None = None) -> CorePlan:
 
 
 def require_threads(threads: int) -> None:
-    """Check a number of threads that a user gives.
+    """Check that a user's number of threads is within the cores that this process may use.
 
     Raises:
-        BadInput: it is less than 1, or more than there are cores.
+        BadInput: the number is less than 1, or more than there are cores.
     """
     cores = usable_cores()
     if not 1 <= threads <= cores:
@@ -77,7 +82,11 @@ def require_threads(threads: int) -> None:
 
 @cache
 def cpu_quota(root: Path = ROOT) -> int:
-    """Return the cores whose time the control groups of this process allow, rounded up; 2**31 without a limit."""
+    """Return the number of cores whose time the control groups allow this process, rounded up; 2**31 without a limit.
+
+    Args:
+        root: folder in which /sys and /proc are looked for.
+    """
     return min((cores for group in groups_of("cpu", root) for cores in _limit(group)), default=2**31)
 
 

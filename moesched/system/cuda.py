@@ -1,4 +1,4 @@
-"""Facts about CUDA from torch and the driver, and the reasons why torch cannot use it. Sizes are in bytes."""
+"""Facts about CUDA as torch and the driver tell them, and the reasons why torch cannot use CUDA. Sizes are in bytes."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ FIRST_WITH_BFLOAT16 = (8, 0)
 
 
 class GpuFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """Facts about a CUDA GPU; sizes are bytes.
+    """Facts about a CUDA GPU.
 
     Attributes:
         capability: compute capability, such as (8, 0).
+        total, free: bytes of the GPU's memory, and those that no process has allocated.
         own: bytes that this process has allocated.
     """
 
@@ -54,14 +55,19 @@ class CudaFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Trouble(NamedTuple):
-    """A reason for which something does not work, in a line, and what to do about it."""
+    """A fault of the system's set-up.
+
+    Attributes:
+        says: what does not work and why, in a line.
+        remedy: what the user can do about it.
+    """
 
     says: str
     remedy: str
 
 
 def trouble_of_driver(cuda: CudaFacts) -> Trouble | None:
-    """Return the reason why torch sees no GPU; None where it sees one, and the driver fits."""
+    """Return why torch can use no GPU, or why the driver does not fit torch; None if neither is so."""
     if not cuda.driver:
         return Trouble(
             "there is no NVIDIA driver", "install the driver (in a container: start it with --gpus all)"
@@ -86,7 +92,7 @@ def trouble_of_driver(cuda: CudaFacts) -> Trouble | None:
 
 
 def trouble_of_gpu(gpu: GpuFacts, cuda: CudaFacts) -> Trouble | None:
-    """Return the reason why torch cannot use a GPU that it sees; None where it can."""
+    """Return why torch has no kernels for a GPU that it sees; None if it has."""
     major, minor = gpu.capability
     if has_kernels(gpu.capability, cuda.kernels_for):
         return None
@@ -98,10 +104,15 @@ def trouble_of_gpu(gpu: GpuFacts, cuda: CudaFacts) -> Trouble | None:
 
 
 def has_kernels(capability: tuple[int, int], kernels_for: list[str]) -> bool:
-    """Test whether kernels that were built for these architectures run on a GPU.
+    """Test whether any of a library's kernels can run on a GPU.
 
-    Binaries ("sm_80") run on GPUs of the same major version and the same or a later minor one; those with a letter
-    ("sm_90a") only on exactly that one. Code that the driver compiles ("compute_80") runs on all later ones.
+    Binaries ("sm_80") run on GPUs of the same major version and the same or a later minor one; binaries with a letter
+    ("sm_90a") only on GPUs of exactly this version. Code that the driver compiles ("compute_80") runs on all later
+    GPUs.
+
+    Args:
+        capability: the GPU's compute capability, such as (8, 0).
+        kernels_for: architectures for which the kernels were built.
     """
     for each in kernels_for:
         found = re.fullmatch(r"(sm|compute)_(\d+)(\d)([a-z]?)", each)
@@ -116,6 +127,6 @@ def has_kernels(capability: tuple[int, int], kernels_for: list[str]) -> bool:
 
 
 def major_version(version: str) -> int:
-    """Return the first number of a version; 0 if it begins with none."""
+    """Return the number with which a version's text begins, such as 12 for "12.4"; 0 without one."""
     found = re.match(r"\d+", version)
     return int(found[0]) if found else 0

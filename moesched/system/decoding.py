@@ -1,4 +1,4 @@
-"""JSON, TOML and MessagePack from outside: typed, of limited size, and any fault is one line."""
+"""Decoding of JSON, TOML and MessagePack from outside to typed values, with limits of size and one-line errors."""
 
 from __future__ import annotations
 
@@ -36,15 +36,16 @@ def decode_json(data: bytes | msgspec.Raw, kind: Any, where: str, remedy: str, *
 def decode_json(
     data: bytes | msgspec.Raw, kind: Any, where: str, remedy: str, *, most: int = 1_000_000
 ) -> Any:
-    """Decode JSON to a type.
+    """Decode JSON to a value of a given type.
 
     Args:
-        where: names the file in messages, perhaps with its expected kind, such as "a.json is not a trace".
-        remedy: ends the message.
+        kind: the type.
+        where: begins error messages: the file, perhaps with its expected kind, such as "a.json is not a trace".
+        remedy: ends error messages.
         most: the most values that the JSON may contain, above what any real file has.
 
     Raises:
-        BadInput: it is not JSON, is not of that type, is nested too deep, or has more values.
+        BadInput: the data are not JSON, are not of that type, are nested too deep, or have more values.
     """
     text = bytes(data)
     require_few_values(text, most, where, remedy)
@@ -55,7 +56,15 @@ def decode_json(
 
 
 def require_few_values(text: bytes, most: int, where: str, remedy: str) -> None:
-    """Raise BadInput for JSON that may have more than `most` values, before it is decoded."""
+    """Check, without decoding JSON, that it has no more than about `most` values.
+
+    Args:
+        where: begins the error message.
+        remedy: ends the error message.
+
+    Raises:
+        BadInput: the JSON may have more values.
+    """
     # Never less than their number, as each follows a comma or a bracket.
     values = text.count(b",") + text.count(b"[") + text.count(b"{")
     if values > most:
@@ -63,10 +72,13 @@ def require_few_values(text: bytes, most: int, where: str, remedy: str) -> None:
 
 
 def decode_toml(text: bytes, where: str) -> dict[str, Any]:
-    """Decode TOML to its tables.
+    """Decode TOML, and return its top-level table.
+
+    Args:
+        where: begins error messages, such as the file's path.
 
     Raises:
-        BadInput: it is not TOML, is nested too deep, or has an integer of more than 64 bits.
+        BadInput: the text is not TOML, is nested too deep, or has an integer of more than 64 bits.
     """
     if _LONG_KEY.search(text):
         raise BadInput(f"{where}: it has a key of more than {MOST_PARTS} parts, which no real one has")
@@ -79,7 +91,11 @@ def decode_toml(text: bytes, where: str) -> dict[str, Any]:
 
 
 def _given_twice(text: bytes, error: str) -> str:
-    """Describe the line and the key that a TOML file gives twice; empty if the parser's `error` is another one."""
+    """Return a message about the key that a TOML file gives twice, with its line.
+
+    Args:
+        error: the parser's message; if it is about anything else, an empty text is returned.
+    """
     twice = _TWICE.match(error)
     if twice is None:
         return ""
@@ -90,10 +106,15 @@ def _given_twice(text: bytes, error: str) -> str:
 
 
 def convert_value(raw: Any, kind: type[T], where: str, remedy: str) -> T:
-    """Convert decoded values to a type.
+    """Convert decoded lists, mappings and scalars to a value of a given type.
+
+    Args:
+        kind: the type.
+        where: begins the error message.
+        remedy: ends the error message.
 
     Raises:
-        BadInput: they are not of that type; the message begins with `where` and ends with `remedy`.
+        BadInput: the values are not of that type.
     """
     try:
         return msgspec.convert(raw, kind)
@@ -102,7 +123,7 @@ def convert_value(raw: Any, kind: type[T], where: str, remedy: str) -> T:
 
 
 def reason(error: BaseException) -> str:
-    """Describe the fault that a decoder found, in few words."""
+    """Return a decoder's error message, in simpler words for some errors."""
     if isinstance(error, RecursionError):
         return "it is nested too deep"
     if "integer string conversion" in str(error):

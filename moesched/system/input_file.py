@@ -1,4 +1,4 @@
-"""Files that others wrote: read up to a limit, and only where reading ends."""
+"""Safe reading of files that users give: up to a limit of size, and no devices, whose reading may never end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from moesched.errors import BadInput
 
 WRITER_MILLISECONDS = 500
-"""Time for somebody to begin to write to a pipe."""
+"""Milliseconds in which some process has to begin to write to a pipe."""
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 GIT_LFS = b"version https://git-lfs"
@@ -23,7 +23,7 @@ _PIECE = 1 << 20  # of a file that does not tell its size
 
 
 def read_input(path: Path, what: str, most: int, *, remedy: str = "check its path and permissions") -> bytes:
-    """Read a whole file, or a pipe to its end, without a byte order mark of UTF-8.
+    """Return all bytes of a file, or of a pipe to its end, without a byte order mark of UTF-8.
 
     Args:
         what: kind of file, for messages, such as "machine".
@@ -31,7 +31,7 @@ def read_input(path: Path, what: str, most: int, *, remedy: str = "check its pat
         remedy: advice for a file that cannot be read.
 
     Raises:
-        BadInput: it cannot be read, is a folder or a device, or has more bytes.
+        BadInput: the file cannot be read, is a folder or a device, or has more bytes.
     """
     with open_input(path, what, remedy=remedy, pipes=True) as file:
         pieces, left = [], most + 1
@@ -53,11 +53,12 @@ def read_input(path: Path, what: str, most: int, *, remedy: str = "check its pat
 def open_input(
     path: Path, what: str, *, remedy: str = "check its path and permissions", pipes: bool = False
 ) -> Iterator[FileIO]:
-    """Open a regular file, unbuffered; errors while the block reads it become BadInput, too.
+    """Open a regular file without a buffer; errors while the `with` block reads the file become BadInput, too.
 
     Args:
         what: kind of file, for messages.
-        pipes: whether to accept a pipe, whose reads return None while its writer has nothing.
+        remedy: advice for a file that cannot be read.
+        pipes: whether to accept a pipe; its reads return None while its writer has written nothing new.
 
     Raises:
         BadInput: the file cannot be read, or is no regular file.
@@ -94,7 +95,10 @@ def _mode(path: Path) -> int:
 
 
 def _without_waiting(path: str, flags: int) -> int:
-    """Open a file without waiting for the writer of a pipe; an opener for `open`."""
+    """Open a file and return its descriptor; a pipe is opened without waiting for its writer.
+
+    The function serves as the `opener` of `FileIO`.
+    """
     return os.open(path, flags | os.O_NONBLOCK)
 
 

@@ -1,4 +1,4 @@
-"""Names of a package that are loaded when they are first used; its stub, `__init__.pyi`, lists them."""
+"""Lazy import of a package's public names at their first use; the package's stub, `__init__.pyi`, lists the names."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NAME = re.compile(r"(\w+) as (\w+)")
 
 @cache
 def homes_of(package: str) -> dict[str, tuple[str, str]]:
-    """Return, for each public name of a package, the module that defines it, and its name there."""
+    """Return, for each public name of a package, the module that defines the object, and the object's name there."""
     stub = Path(str(sys.modules[package].__file__)).with_suffix(".pyi").read_text(encoding="utf-8")
     return {
         name: (module, original)
@@ -25,7 +25,7 @@ def homes_of(package: str) -> dict[str, tuple[str, str]]:
 
 
 def load(package: str, name: str) -> Any:
-    """Import the value of a package's public name, or list all such names for `__all__`.
+    """Import and return the object of a package's public name; for "__all__", return the sorted list of names.
 
     Raises:
         AttributeError: the package has no such name.

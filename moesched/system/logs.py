@@ -1,7 +1,7 @@
-"""Log lines: to wherever the application sends them with structlog; otherwise warnings go to standard error.
+"""Logging by structlog: lines go where the application sends them; if it has no set-up, warnings go to standard error.
 
-structlog by itself prints to standard output, where the results of an application are. It is imported for the first
-line that is shown, since it imports a lot: most commands show none.
+structlog by itself prints to standard output, which belongs to the application's results. Its import is slow, and most
+commands log no line that is shown, so it is imported at the first line that is shown.
 """
 
 from __future__ import annotations
@@ -20,14 +20,24 @@ INFO, WARNING = 20, 30
 
 
 class _Choice:
-    """The level and the set-up of the lines that are shown where the application did not configure structlog."""
+    """Log settings for an application that does not configure structlog itself.
+
+    Attributes:
+        least: the lowest level of lines that are shown.
+        configure: configures structlog when it is imported; None for warnings on standard error.
+    """
 
     least = WARNING
     configure: Callable[[], object] | None = None
 
 
 def show_lines(least: int, configure: Callable[[], object]) -> None:
-    """Show lines from a level on. `configure` sets up structlog, once that is imported."""
+    """Show log lines of at least a level.
+
+    Args:
+        least: the lowest level that is shown, such as `INFO`.
+        configure: configures structlog; called when structlog is imported.
+    """
     _Choice.least, _Choice.configure = least, configure
     if "structlog" in sys.modules:
         configure()
@@ -44,12 +54,12 @@ class Log:
         self._name = name
 
     def info(self, event: str, **facts: Any) -> None:
-        """Log an event that is normal, with facts about it."""
+        """Log an event of normal work; `facts` are its values by name."""
         if _is_shown(INFO):
             _logger(self._name).info(event, **facts)
 
     def warning(self, event: str, **facts: Any) -> None:
-        """Log an event that needs attention, although the run continues."""
+        """Log an event that needs the user's attention, although the run continues; `facts` are its values by name."""
         if _is_shown(WARNING):
             _logger(self._name).warning(event, **facts)
 
@@ -82,7 +92,7 @@ def _unconfigured() -> Any:
 
 
 class StandardError(io.TextIOBase):
-    """A stream that writes to the present `sys.stderr`; drops lines that cannot be written, as on a full disk."""
+    """A text stream that writes to what `sys.stderr` is at each write; text that cannot be written is dropped."""
 
     def write(self, text: str) -> int:
         with suppress(OSError):

@@ -1,4 +1,4 @@
-"""Facts that macOS tells by programs, where Linux has files: the processor's name, and the memory that is free."""
+"""Facts about a Mac from programs of macOS, which has no /proc: the processor's name, free memory, wired memory."""
 
 from __future__ import annotations
 
@@ -24,12 +24,20 @@ def output_of(command: Sequence[str]) -> str:
 
 
 def chip(ask: Ask = output_of) -> str:
-    """Return the processor's name, such as "Apple M2 Ultra"; empty where it is not known."""
+    """Return the processor's name, such as "Apple M2 Ultra"; empty if the name is not known.
+
+    Args:
+        ask: runs a command and returns its output.
+    """
     return ask(["sysctl", "-n", "machdep.cpu.brand_string"]).strip()
 
 
 def free_memory(ask: Ask = output_of) -> int | None:
-    """Return the bytes of memory that are free or can be freed; None where they are not known."""
+    """Return the bytes of the machine's memory that are free or can be freed; None if they are not known.
+
+    Args:
+        ask: runs a command and returns its output.
+    """
     said = ask(["vm_stat"])
     size = re.search(r"page size of (\d+) bytes", said)
     counts = [re.search(rf"^Pages {kind}:\s+(\d+)\.", said, re.MULTILINE) for kind in FREE_PAGES]

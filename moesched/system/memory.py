@@ -1,4 +1,4 @@
-"""The memory of this machine, of the control groups that limit it, and of this process."""
+"""Sizes of memory in bytes: of this machine, of the control groups that limit it, and of this process."""
 
 from __future__ import annotations
 
@@ -24,26 +24,40 @@ LEAST_ADDRESS_SPACE = 760_000_000
 
 
 class GroupMemory(NamedTuple):
-    """A control group's limit, and the bytes of it that are in use and cannot be freed."""
+    """Memory of a control group.
+
+    Attributes:
+        limit: the most bytes that the group's processes may have.
+        used: bytes in use that cannot be freed.
+    """
 
     limit: int
     used: int
 
 
 def total_memory(root: Path = ROOT) -> int:
-    """Return the bytes of memory that processes here can have: the machine's, or a control group's smaller limit."""
+    """Return the bytes of memory that processes here can have: the machine's, or a control group's smaller limit.
+
+    Args:
+        root: folder in which /sys and /proc are looked for.
+    """
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min([_meminfo("MemTotal", root) or physical, *(group.limit for group in control_groups(root))])
 
 
 def available_memory(root: Path = ROOT, ask: Ask = output_of) -> int:
-    """Return the bytes of memory that are free or can be freed, on the machine and in each control group."""
+    """Return the bytes of memory that a new allocation could get, on the machine and within each control group's limit.
+
+    Args:
+        root: folder in which /sys and /proc are looked for.
+        ask: runs a command of macOS and returns its output.
+    """
     free = _meminfo("MemAvailable", root) or free_memory(ask) or total_memory(root)
     return min([free, *(max(0, group.limit - group.used) for group in control_groups(root))])
 
 
 def resident_bytes() -> int:
-    """Return the resident bytes of this process; on macOS, which tells no others, the most that it ever had."""
+    """Return the resident bytes of this process; on macOS, which does not tell them, the most that it ever had."""
     return _kilobytes(Path("/proc/self/status"), "VmRSS") or peak_resident_bytes()
 
 
@@ -71,7 +85,11 @@ def require_address_space() -> None:
 
 
 def control_groups(root: Path = ROOT) -> Iterator[GroupMemory]:
-    """Yield the memory of this process's control group, and of each group around it, where it has a limit."""
+    """Yield the limit and use of memory of this process's control group and of each enclosing one, if it has a limit.
+
+    Args:
+        root: folder in which /sys and /proc are looked for.
+    """
     for group in groups_of("memory", root):
         for limit, usage, freeable in COUNTS:
             most = _number(group / limit)
@@ -85,7 +103,7 @@ def control_groups(root: Path = ROOT) -> Iterator[GroupMemory]:
 
 
 def _number(file: Path) -> int | None:
-    """Return the number in a file; None where there is none, as in "max"."""
+    """Return the integer that a file consists of; None if the file has anything else, such as "max"."""
     text = "".join(lines_of(file)).strip()
     return int(text) if text.isdigit() else None
 
@@ -95,7 +113,7 @@ def _meminfo(name: str, root: Path) -> int | None:
 
 
 def _kilobytes(file: Path, name: str) -> int | None:
-    """Return the bytes that the line "name: N kB" of a file in /proc says; None without that line."""
+    """Return the value of a line "name: N kB" in a file of /proc, converted to bytes; None without that line."""
     for line in lines_of(file):
         key, _, value = line.partition(":")
         if key == name:

@@ -1,7 +1,7 @@
-"""Memory that is allocated before it is needed, while the program imports libraries.
+"""Allocation of memory for weights by a thread, while the program still imports libraries.
 
 The system clears memory before it gives it: 1.6 GB in huge pages take 0.2 s, and 2 s on a virtual machine whose host
-has to find them first. An import keeps one core busy.
+has to find them first. An import keeps only one core busy.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ from typing import Protocol, runtime_checkable
 
 
 class MemoryAhead:
-    """Pieces of zeroed memory in huge pages, which a thread allocates one by one; a context manager that frees them.
+    """Blocks of zeroed memory in huge pages, which a thread allocates one after the other.
+
+    At the end of a `with` block, blocks that were not used are freed.
 
     Attributes:
-        used: number of pieces that were used.
+        used: number of blocks that were used.
     """
 
     def __init__(self) -> None:
@@ -36,12 +38,12 @@ class MemoryAhead:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the pieces that are not used."""
+        """Bytes of the blocks that are allocated and not used yet."""
         with self._lock:
             return sum(map(len, self._ready))
 
     def begin(self, sizes: Sequence[int]) -> None:
-        """Start a thread that allocates these sizes in bytes; does nothing off Linux. Called at most once."""
+        """Start the thread that allocates a block of each size, in bytes; no effect off Linux. Call it at most once."""
         if sizes and sys.platform == "linux":
             self._thread = threading.Thread(
                 target=self._take, args=(sizes,), name="memory ahead", daemon=True
@@ -49,13 +51,16 @@ class MemoryAhead:
             self._thread.start()
 
     def stop(self) -> None:
-        """Allocate no more pieces; waits for the one under way."""
+        """Allocate no more blocks; return once the block under way is complete."""
         self._stopped.set()
         if self._thread is not None:
             self._thread.join()
 
     def use(self, nbytes: int) -> mmap.mmap | None:
-        """Take a piece, cut to `nbytes` in whole pages; None if none is large enough, or only much larger ones are."""
+        """Take a block of at least `nbytes` bytes, and shorten it to whole pages.
+
+        Return None if every block is smaller, or more than an eighth larger.
+        """
         with self._lock:
             fitting = [piece for piece in self._ready if nbytes <= len(piece) <= nbytes + nbytes // 8]
             if not fitting:
@@ -69,7 +74,7 @@ class MemoryAhead:
         return piece
 
     def give_back(self) -> None:
-        """Free all pieces that are not used, and allocate no more."""
+        """Free all blocks that are not used, and allocate no more."""
         self.stop()
         with self._lock:
             self._ready.clear()
@@ -90,18 +95,18 @@ class MemoryAhead:
 
 @runtime_checkable
 class UsesMemoryAhead(Protocol):
-    """A device that keeps weights in this process's memory, some of which was allocated while libraries were imported.
+    """A device that keeps weights in this process's memory, and can take blocks that were allocated ahead.
 
     Attributes:
-        memory_ahead: memory for resident weights; assigned before the first batch. The device frees the rest once they
-            are loaded.
+        memory_ahead: blocks for resident weights, assigned before the first batch. The device frees the blocks that are
+            left when the weights are loaded.
     """
 
     memory_ahead: MemoryAhead
 
 
 def new_memory(nbytes: int) -> mmap.mmap:
-    """Map private memory, which the system allocates when it is first written to, in huge pages where there are any."""
+    """Map `nbytes` bytes of private memory, in huge pages if possible; the system allocates it at the first write."""
     memory = mmap.mmap(-1, max(1, nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if sys.platform == "linux":
         memory.madvise(mmap.MADV_HUGEPAGE)

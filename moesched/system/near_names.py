@@ -1,4 +1,4 @@
-"""Search for the known name that is most like a mistaken one."""
+"""Search for the known name that is most similar to a misspelt one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ def nearest_of(name: str, known: Iterable[str]) -> str | None:
 
 
 def with_nearest(name: str, known: Iterable[str], remedy: str) -> str:
-    """Return the remedy for an unknown name; if a known one is like it, ask first whether that was meant."""
+    """Return the remedy for an unknown name, after the question "did you mean …?" if a known name is similar.
+
+    Args:
+        remedy: the remedy without a similar name.
+    """
     near = nearest_of(name, known)
     return remedy if near is None else f"did you mean {near}? Otherwise {remedy}"
 

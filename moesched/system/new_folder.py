@@ -18,7 +18,15 @@ from moesched.system.scratch import scratch_beside
 
 @contextmanager
 def new_folder(target: Path, needed: int, smaller: str) -> Iterator[Path]:
-    """Yield a folder to fill, as `new_path` does."""
+    """Yield a new folder to fill; it is renamed to `target` on exit, and removed if an error is raised.
+
+    Args:
+        needed: bytes that will be written.
+        smaller: the remedy if the disk has too little space, such as "ask for fewer layers".
+
+    Raises:
+        BadInput: the target is in use or cannot be created, or the disk has too little space.
+    """
     with new_path(target, needed, smaller) as partial:
         partial.mkdir()
         yield partial
@@ -26,7 +34,7 @@ def new_folder(target: Path, needed: int, smaller: str) -> Iterator[Path]:
 
 @contextmanager
 def new_path(target: Path, needed: int, smaller: str) -> Iterator[Path]:
-    """Yield a path for a file or folder; it is renamed to `target` on exit, and removed if an error is raised.
+    """Yield a path at which to make a file or folder; it is renamed to `target` on exit, and removed after an error.
 
     Args:
         needed: bytes that will be written.
@@ -47,12 +55,16 @@ def new_path(target: Path, needed: int, smaller: str) -> Iterator[Path]:
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write an indented JSON file."""
+    """Write a mapping as indented JSON with sorted keys."""
     path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def write_at(descriptor: int, data: memoryview, offset: int) -> int:
-    """Write all of the data to an open file, from `offset` on; returns the number of bytes."""
+    """Write all of the data to an open file, beginning at `offset` in bytes; return the number of bytes.
+
+    Args:
+        descriptor: the file's descriptor.
+    """
     done = 0
     while done < len(data):
         done += os.pwrite(descriptor, data[done:], offset + done)
@@ -60,7 +72,11 @@ def write_at(descriptor: int, data: memoryview, offset: int) -> int:
 
 
 def reserve(descriptor: int, nbytes: int) -> None:
-    """Allocate a file's space, so that a full disk is noticed at once and the file is contiguous."""
+    """Allocate disk space for an open file, so that a full disk is noticed at once and the file is contiguous.
+
+    Args:
+        descriptor: the file's descriptor.
+    """
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(descriptor, 0, nbytes)
 

@@ -1,4 +1,4 @@
-"""Checks of output files before the work: writable, and neither an input nor another output."""
+"""Checks of output files before a command's work: that they can be written, and replace no input or other output."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from moesched.system.whole_file import require_writable
 
 
 class Output(NamedTuple):
-    """A file that a command writes.
+    """An output file of a command.
 
     Attributes:
-        kind: for messages, such as "trace".
-        path: None where the file was not asked for.
-        numbered: whether later batches write `numbered` files beside it.
+        kind: kind of file, for messages, such as "trace".
+        path: the file; None if the user did not ask for it.
+        numbered: whether batches after the first write files of their own beside it, with the names of `numbered()`.
     """
 
     kind: str
@@ -31,12 +31,17 @@ class Output(NamedTuple):
 
 
 def is_html(path: Path | str | None) -> bool:
-    """Test whether a report with this file name is to be an HTML page instead of JSON."""
+    """Test whether a report's path ends in .html, so that the report is an HTML page and not JSON."""
     return path is not None and Path(path).suffix.lower() == ".html"
 
 
 def numbered(path: Path | str, number: int) -> Path:
-    """Return the output file of a batch, counted from 0: `path` for the first, a numbered name for later ones."""
+    """Return the path of a batch's output file: `path` for batch 0, otherwise a name with the batch's number.
+
+    Args:
+        path: the first batch's file.
+        number: index of the batch, from 0.
+    """
     path = Path(path)
     if number == 0:
         return path
@@ -47,10 +52,10 @@ def numbered(path: Path | str, number: int) -> Path:
 def require_outputs(
     *outputs: Output, model: Path | str | None = None, inputs: Iterable[Path | str | None] = ()
 ) -> None:
-    """Require that outputs can be written, and that none replaces an input or another output, by whatever name.
+    """Check that output files can be written, and that none replaces an input or another output.
 
-    Files are compared after resolving links, and hard links count as the same file. Numbered outputs that exist are
-    checked, too.
+    Links are resolved before paths are compared, and hard links of a file count as the same file. Existing files of
+    later batches are checked, too.
 
     Args:
         model: the model's folder, where nothing may be written; a name that is no folder is ignored.
@@ -86,7 +91,7 @@ def _refusal(output: Output, path: Path, why: str) -> BadInput:
 
 
 def _files(output: Output) -> Iterator[Path]:
-    """Yield the output's path, and the paths of its numbered files that exist."""
+    """Yield an output's path, and the paths of existing files of its later batches."""
     assert output.path is not None
     path = Path(output.path)
     yield path
@@ -96,7 +101,7 @@ def _files(output: Output) -> Iterator[Path]:
 
 
 def _is_numbered(output: Output, *, of: Output) -> bool:
-    """Test whether an output has a name that later batches of another output, `of`, would write to."""
+    """Test whether an output's path is one that a later batch of another output, `of`, would write to."""
     path, base = Path(output.path or ""), Path(of.path or "")
     return of.numbered and any(
         _real(each.parent) == _real(base.parent) and _number_pattern(base).fullmatch(each.name)
@@ -105,13 +110,13 @@ def _is_numbered(output: Output, *, of: Output) -> bool:
 
 
 def _number_pattern(path: Path) -> re.Pattern[str]:
-    """Return a pattern for the names of the numbered files beside a path."""
+    """Return a regular expression for the names of later batches' files, given the first batch's path."""
     before, after = (re.escape(part) for part in numbered(path, 1).name.split(".batch2", 1))
     return re.compile(rf"{before}\.batch\d+{after}")
 
 
 def _belongs_to(path: Path, model: Path) -> bool:
-    """Test whether a file is in a model's folder, or a link from there leads to it."""
+    """Test whether a file is in a model's folder, or is the target of a link in this folder."""
     if not is_folder(model) or _is_special(path):
         return False
     if _real(model) in (_real(path.parent), _real(path).parent):

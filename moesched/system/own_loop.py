@@ -1,7 +1,7 @@
-"""Running of coroutines from synchronous functions, also where the caller's event loop runs, as in a notebook.
+"""Running of coroutines from synchronous functions, even if an event loop already runs, as in a notebook.
 
-A thread has one event loop at a time. A coroutine that is called from inside of one runs on a loop and a thread of its
-own; the calling thread waits, and passes Ctrl-C on.
+A thread can run only one event loop at a time. If the calling thread runs one, the coroutine runs in a new loop on a
+new thread; the calling thread waits, and passes Ctrl-C on.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ T = TypeVar("T")
 
 
 def run_on_own_loop(function: Callable[[], Awaitable[T]]) -> T:
-    """Run a coroutine function on a new event loop and return its result.
+    """Call a coroutine function, run its coroutine on a new event loop, and return the result.
 
     Raises:
-        KeyboardInterrupt: Ctrl-C cancelled it.
+        KeyboardInterrupt: Ctrl-C cancelled the coroutine.
     """
     return _OtherThread(function).result() if _a_loop_runs() else _run(function)
 
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Have Ctrl-C raise KeyboardInterrupt at once, even where an event loop runs, which would defer it."""
+    """Make Ctrl-C raise KeyboardInterrupt at once until the context ends, even while an event loop runs."""
     if not _on_main_thread() or not _a_loop_runs():
         yield
         return
@@ -50,10 +50,12 @@ class _OtherThread(Generic[T]):
         self._thread = threading.Thread(target=self._work, name="moesched loop", daemon=True)
 
     def result(self) -> T:
-        """Wait for the function's result; the first Ctrl-C cancels it, a later one is raised in its code.
+        """Start the thread, and wait for the function's result.
+
+        The first Ctrl-C cancels the coroutine; a later one raises KeyboardInterrupt in the coroutine's code.
 
         Raises:
-            KeyboardInterrupt: it was cancelled.
+            KeyboardInterrupt: Ctrl-C cancelled the coroutine.
         """
         if _on_main_thread() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             with _at_ctrl_c(lambda number, frame: self._interrupt()):

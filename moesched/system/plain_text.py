@@ -1,4 +1,4 @@
-"""Text for terminals: control characters are shown as escapes, so that no text can act on the terminal."""
+"""Text that is safe to print on terminals: control characters are replaced by escapes such as \\x1b."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def plain_text(text: str) -> str:
 
 
 def shown(value: object) -> str:
-    """Return a value as Python writes it, shortened in the middle if it is long or nested deep."""
+    """Return the `repr` of a value, shortened if the value is long or nested deep."""
     return _SHORT.repr(value)
 
 

@@ -1,8 +1,8 @@
-"""Temporary files and folders, which are removed in the end, or at the next start if this process is killed.
+"""Temporary files and folders, which are removed at the end; after a kill, at the next start of moesched.
 
-Each process lists what it creates in a ledger of its own, a file in the cache folder that it keeps locked while it
-lives. A ledger that nobody holds belongs to a dead process: `sweep` removes what it lists. A process that cannot write
-to the cache folder keeps no ledger; what it leaves when it is killed stays.
+Each process lists its temporary paths in a ledger, a file in the cache folder that it keeps locked while it lives. A
+ledger that is not locked belongs to a dead process: `sweep` removes the paths in it. A process that cannot write to the
+cache folder keeps no ledger; its files stay if it is killed.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ PREFIX = "moesched-"
 PARTIAL = ".partial"
 _LEDGERS = "scratch"
 LONGEST_NAME = 50
-"""Characters of a file's name in that of its temporary file, which a file system limits to 255 bytes."""
+"""Characters of a file's name that the name of its temporary file repeats; file systems limit names to 255 bytes."""
 
 
 def new_scratch_folder(inside: Path | None = None) -> Path:
-    """Create a folder that only this user can read; pass it to `remove` in the end.
+    """Create a temporary folder that only this user can read; the caller passes it to `remove` in the end.
 
     Args:
-        inside: where it is created, by default the system's folder for temporary files.
+        inside: the folder in which to create it; None for the system's folder for temporary files.
 
     Raises:
-        OSError: it cannot be created.
+        OSError: the folder cannot be created.
     """
     parent = Path(tempfile.gettempdir() if inside is None else inside).absolute()
     parent.mkdir(parents=True, exist_ok=True)
@@ -47,7 +47,11 @@ def new_scratch_folder(inside: Path | None = None) -> Path:
 
 @contextmanager
 def scratch_folder(inside: Path | None = None) -> Iterator[Path]:
-    """Yield a new folder, which is removed when the context ends."""
+    """Yield a new temporary folder, which is removed when the context ends.
+
+    Args:
+        inside: the folder in which to create it; None for the system's folder for temporary files.
+    """
     folder = new_scratch_folder(inside)
     try:
         yield folder
@@ -57,7 +61,10 @@ def scratch_folder(inside: Path | None = None) -> Iterator[Path]:
 
 @contextmanager
 def scratch_beside(target: Path) -> Iterator[Path]:
-    """Yield an unused path beside `target`, to be renamed to it; removed at the end if it still exists."""
+    """Yield a path beside `target` at which nothing exists, for a file or folder that the caller renames to `target`.
+
+    Whatever is still at this path when the context ends is removed.
+    """
     name = target.name[:LONGEST_NAME]
     path = target.absolute().with_name(f".{name}.{secrets.token_hex(4)}{PARTIAL}")
     _ledger.add(path)
@@ -74,7 +81,7 @@ def remove(path: Path) -> None:
 
 
 def remove_all() -> None:
-    """Remove all temporary files and folders of this process, before it ends at once."""
+    """Remove all temporary files and folders of this process; for a process that is about to end without cleanup."""
     for path in _ledger.paths:
         _remove(path)
     _ledger.close()
@@ -88,7 +95,14 @@ def sweep() -> None:
 
 
 def _sweep(file: Path) -> None:
-    """Remove all paths that a ledger lists, and the ledger, unless the process that locks it lives."""
+    """Remove all paths that a ledger lists, and then the ledger.
+
+    Args:
+        file: the ledger.
+
+    Raises:
+        OSError: the ledger's process lives and holds the lock, or the ledger cannot be read.
+    """
     with file.open("rb") as ledger:
         fcntl.flock(ledger, fcntl.LOCK_EX | fcntl.LOCK_NB)
         for line in ledger.read().split(b"\0"):
@@ -111,7 +125,7 @@ def _ledger_folder() -> Path:
 
 
 class _Ledger:
-    """The list of this process's paths, in a file that it keeps locked."""
+    """The list of this process's temporary paths, also kept in a file that the process locks while it lives."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # a signal may end the process while it is held
@@ -122,11 +136,11 @@ class _Ledger:
 
     @property
     def paths(self) -> list[Path]:
-        """A copy of the list; empty in a process that was forked from the one that owns the paths."""
+        """A copy of the list of paths; empty in a forked process, since the paths belong to its parent."""
         return self._paths[:] if self._process == os.getpid() else []
 
     def add(self, path: Path) -> None:
-        """Record a path for removal, before it is created."""
+        """Add a path to the list and to the ledger's file; to be called before the path is created."""
         with self._lock:
             if self._process != os.getpid():
                 self._begin()
@@ -135,7 +149,7 @@ class _Ledger:
                 os.write(self._descriptor, os.fsencode(path) + b"\0")
 
     def drop(self, path: Path) -> None:
-        """Remove a path from the list; if it was the last one, remove the ledger's file."""
+        """Remove a path from the list, and the ledger's file with the last path."""
         with self._lock:
             if path in self._paths:
                 self._paths.remove(path)
@@ -153,7 +167,7 @@ class _Ledger:
             os.close(descriptor)
 
     def _begin(self) -> None:
-        """Create a new ledger's file: for the first path, or in a process that was forked."""
+        """Create and lock the ledger's file, at the first path of a process, also of a forked one."""
         self._paths, self._descriptor, self._process = [], -1, os.getpid()
         name = f"{platform.node()}-{os.getpid()}-{secrets.token_hex(4)}"
         with suppress(OSError):

@@ -1,4 +1,4 @@
-"""Test whether a signal's handler raised an exception, or the interrupted code itself."""
+"""Test of whether an exception comes from a signal's handler or from the code that the signal interrupted."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ RAISE = dis.opmap["RAISE_VARARGS"]
 
 
 def came_from_a_signal(error: BaseException) -> bool:
-    """Test whether a signal's handler raised an exception, rather than the code that it interrupted.
+    """Test whether an exception was raised by a signal's handler, rather than by the code that the signal interrupted.
 
     Handlers written in Python have a frame in the traceback. Python's own handler of Ctrl-C has none: it raises between
-    two instructions, so that the innermost frame is at no `raise` statement.
+    two instructions, so that the innermost frame does not stand at a `raise` statement.
     """
     if isinstance(error, Stopped):
         return True

@@ -1,8 +1,8 @@
 """Orderly end of a program at a signal: SIGINT (Ctrl-C), SIGTERM, or SIGHUP (its terminal was closed).
 
-The first signal raises `Stopped`, which passes through every `finally` on its way to the program's end. Where a part of
-the program has a way of its own to stop, `stopped_by` names it; `signals_held` delays the signal while files are
-finished. A second signal ends the process at once; temporary files are removed even then.
+The first signal raises `Stopped`, so that every `finally` runs on the way to the program's end. A part of the program
+that has its own way to stop registers it with `stopped_by`; `signals_held` delays the signal while files are finished.
+A second signal ends the process at once; temporary files are removed even then.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Stopped(KeyboardInterrupt):
 
 
 class _Signals:
-    """The signals that this process has received, and what they are to do."""
+    """State of this process's signals: the first one that came, and the functions to call for it."""
 
     def __init__(self) -> None:
         self.in_use = False
@@ -46,7 +46,12 @@ class _Signals:
         self._since = 0.0
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        """Stop the program at the first signal; end the process at the second."""
+        """Handle a signal: stop the program at the first one, end the process at the second one.
+
+        Args:
+            number: the signal.
+            frame: the frame that the signal interrupted.
+        """
         now = time.monotonic()
         if self.first is None:
             self.first, self._since, self._pending = number, now, True
@@ -55,7 +60,13 @@ class _Signals:
             end_at_once()
 
     def deliver(self, frame: FrameType | None) -> None:
-        """Stop the program because of the first signal, unless it is delayed; a module's import is finished before."""
+        """Stop the program because of the first signal; no effect if there was none or it is delayed.
+
+        During a module's import, delivery is tried again a little later.
+
+        Args:
+            frame: the frame that is interrupted; None if this is a normal call.
+        """
         if self.held or self.waits_for_results or not self._pending:
             return
         if self.stop is None and _is_importing(frame):
@@ -74,7 +85,11 @@ class _Signals:
         signal.setitimer(signal.ITIMER_REAL, 0)
 
     def lost(self, told: Any) -> None:
-        """Raise `Stopped` again if Python ignored it, as in a finalizer; `told` is what Python reports of that."""
+        """Deliver the signal again if Python ignored its `Stopped`, as it does in finalizers.
+
+        Args:
+            told: the argument that Python passes to `sys.unraisablehook`.
+        """
         if isinstance(told.exc_value, Stopped):
             self._pending = True
             self._retry()
@@ -100,10 +115,10 @@ _signals = _Signals()
 
 @contextmanager
 def ends_in_order() -> Iterator[None]:
-    """Stop at SIGINT, SIGTERM and SIGHUP; use it once, around a whole program, on its main thread.
+    """Handle SIGINT, SIGTERM and SIGHUP until the context ends; for a whole program, on its main thread.
 
-    A signal that was ignored when the program began, as under nohup, stays ignored. At the program's end all are
-    ignored, so that they do not disturb the end of the interpreter.
+    A signal that was ignored when the program began, as under nohup, stays ignored. After the context all three signals
+    are ignored, so that they do not disturb the end of the interpreter.
     """
     _signals.in_use = True
     sys.unraisablehook = _signals.lost
@@ -139,12 +154,12 @@ def interruption() -> str:
 
 @contextmanager
 def stopped_by(stop: Callable[[], object], insist: Callable[[], object] | None = None) -> Iterator[None]:
-    """Call `stop` at the first signal, on the main thread, instead of raising `Stopped`.
+    """Until the context ends, have the first signal call `stop` on the main thread instead of raising `Stopped`.
 
-    It has no effect on other threads, and where `ends_in_order` is not in use.
+    The context has no effect on other threads, or if the program does not use `ends_in_order`.
 
     Args:
-        insist: called each second after `stop`, until the context ends; it may raise `Stopped`.
+        insist: called each second after `stop`, until the context ends; it may raise `Stopped`. None for nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -160,7 +175,7 @@ def stopped_by(stop: Callable[[], object], insist: Callable[[], object] | None =
 
 @contextmanager
 def ctrl_c_interrupts() -> Iterator[None]:
-    """Have each Ctrl-C raise KeyboardInterrupt until the context ends, so that a conversation outlives it."""
+    """Make every Ctrl-C raise KeyboardInterrupt until the context ends, so that none ends the whole program."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield
@@ -186,19 +201,19 @@ def signals_held() -> Iterator[None]:
 
 
 def hold_signals() -> None:
-    """Delay the first signal until `release_signals`, so that results can be written before."""
+    """Delay the first signal until `release_signals`, so that results can be written first."""
     _signals.waits_for_results = _signals.in_use
 
 
 def release_signals() -> None:
-    """Deliver the first signal, if it came after `hold_signals`."""
+    """End the delay that `hold_signals` began, and deliver the signal that came meanwhile."""
     _signals.waits_for_results = False
     _signals.deliver(None)
 
 
 @contextmanager
 def _interrupt_held() -> Iterator[None]:
-    """Delay Ctrl-C in a program that does not use `ends_in_order`: KeyboardInterrupt is raised at the context's end."""
+    """Delay Ctrl-C until the context ends, and then raise KeyboardInterrupt; for programs without `ends_in_order`."""
     came = False
 
     def remember(*_: object) -> None:
@@ -215,7 +230,7 @@ def _interrupt_held() -> Iterator[None]:
 
 
 def end_at_once() -> None:
-    """End this process now: it removes temporary files and does nothing else. Tied children end, too."""
+    """Remove temporary files and end this process, without any other cleanup; its tied children end, too."""
     remove_all()
     if sys.stderr.isatty():
         os.write(sys.stderr.fileno(), _SHOW_CURSOR.encode())  # a progress bar hides it

@@ -1,4 +1,4 @@
-"""Standard output and error without the messages of libraries that write there themselves."""
+"""Suppression of messages that libraries write to standard output or standard error themselves."""
 
 from __future__ import annotations
 
@@ -17,9 +17,12 @@ _kept: dict[int, int] = {}
 
 @contextmanager
 def silent(descriptor: int) -> Iterator[None]:
-    """Drop everything that the process writes to the descriptor `STDOUT` or `STDERR`, C libraries included.
+    """Drop everything that the process writes to a descriptor until the context ends, also from C libraries.
 
-    For short calls. Several threads may be silent at once: the last one of them ends the silence.
+    The context is for short calls. Threads may use it at the same time: output returns when the last one leaves it.
+
+    Args:
+        descriptor: `STDOUT` or `STDERR`.
     """
     with _lock:
         _silences[descriptor] += 1

@@ -1,4 +1,4 @@
-"""Search for lines of code outside the framework, such as a policy's, that call it or raise an error."""
+"""Search for the line of a user's code, such as a policy's, that calls the framework or raised an error."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def calling_line() -> str:
 
 
 def raising_line(error: BaseException) -> str:
-    """Return the innermost line of an error's traceback outside the framework and libraries; empty without one."""
+    """Return the innermost traceback line outside the framework and libraries, as file:line; empty without one."""
     line = ""
     for frame, number in walk_tb(error.__traceback__):
         file = frame.f_code.co_filename
@@ -34,21 +34,21 @@ def raising_line(error: BaseException) -> str:
 
 
 def is_ours(module: str) -> bool:
-    """Test whether a module belongs to the framework; shipped policies do not."""
+    """Test whether a module, given by its full name, belongs to the framework; False for shipped policies."""
     return f"{module}.".startswith("moesched.") and not module.startswith("moesched.policies")
 
 
 def is_our_file(file: str) -> bool:
-    """Test whether a file belongs to the framework; shipped policies do not."""
+    """Test whether a source file, given by its path, belongs to the framework; False for shipped policies."""
     path = Path(file)
     return path.is_relative_to(_PACKAGE) and not path.is_relative_to(_PACKAGE / "policies")
 
 
 def is_pythons(file: str) -> bool:
-    """Test whether a file belongs to Python itself."""
+    """Test whether a source file, given by its path, belongs to Python itself."""
     return file.startswith((_STANDARD_LIBRARY, "<frozen")) and "site-packages" not in file
 
 
 def is_a_librarys(file: str) -> bool:
-    """Test whether a file belongs to Python or to an installed package."""
+    """Test whether a source file, given by its path, belongs to Python or to an installed package."""
     return is_pythons(file) or "site-packages" in file

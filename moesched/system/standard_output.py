@@ -1,5 +1,7 @@
-"""Standard output, which belongs to the command: all else that prints, C libraries and children too, goes to
-standard error."""
+"""Reservation of standard output for a command's results.
+
+Everything else that is printed, also by C libraries and children, goes to standard error.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +23,9 @@ _reserved: list[TextIO] = []
 
 
 def reserve_stdout() -> Callable[[], None]:
-    """Reserve standard output for `command_output`; all else that the process writes there goes to standard error.
+    """Reserve standard output for `command_output`; return a function that undoes the reservation.
 
-    A closed standard output stays closed. Returns a function that undoes the reservation.
+    All else that the process writes to standard output goes to standard error. A closed standard output stays closed.
     """
     if sys.stderr is None:  # it is closed; libraries write to it all the same
         _open_null(STDERR)
@@ -50,12 +52,15 @@ def reserve_stdout() -> Callable[[], None]:
 
 
 def command_output() -> TextIO:
-    """Return the stream of the command's results: standard output."""
+    """Return the stream for a command's results.
+
+    It writes to standard output even while `reserve_stdout` sends everything else to standard error.
+    """
     return _reserved[-1] if _reserved else sys.stdout
 
 
 def is_stdout(path: Path) -> bool:
-    """Test whether writing to a path writes to standard output; False if that is /dev/null."""
+    """Test whether a path stands for this process's standard output; False if standard output is /dev/null."""
     if str(path) == "-" or _descriptor(path) == STDOUT:
         return True
     try:
@@ -66,7 +71,7 @@ def is_stdout(path: Path) -> bool:
 
 
 def _descriptor(path: Path) -> int | None:
-    """Return the number of this process's descriptor that a path leads to, such as 1 for /dev/stdout; None for none."""
+    """Return the file descriptor of this process that a path stands for, 1 for /dev/stdout; None if it is none."""
     for _ in range(MOST_LINKS):
         folder = os.path.realpath(path.parent)
         if path.name.isdecimal() and _FOLDER_OF_DESCRIPTORS.fullmatch(

@@ -1,4 +1,4 @@
-"""Atomic creation of files."""
+"""Atomic writing of files: a file is complete, or is not there at all."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _REMEDIES = {
 
 
 def path_refusal(error: OSError) -> str | None:
-    """Return a line with an error's path, fault and remedy; None if the error is not about a path."""
+    """Return a line with the path, fault and remedy of an operating system's error; None if it is not about a path."""
     remedy = _REMEDIES.get(error.errno or 0)
     if remedy is None or error.filename is None:
         return None
@@ -39,7 +39,7 @@ def path_refusal(error: OSError) -> str | None:
 
 @contextmanager
 def whole_file(path: Path, what: str) -> Iterator[BinaryIO]:
-    """Open a temporary file beside `path` that replaces it once it is complete.
+    """Yield a temporary file beside `path`, opened for writing; at the context's end it replaces the file at `path`.
 
     Devices, pipes and other special files are written to directly.
 
@@ -65,7 +65,10 @@ def whole_file(path: Path, what: str) -> Iterator[BinaryIO]:
 
 
 def write_json(path: Path, what: str, content: Any) -> None:
-    """Write a value as indented JSON.
+    """Write a value as indented JSON, atomically.
+
+    Args:
+        what: kind of file, for the error message.
 
     Raises:
         BadInput: the file cannot be written; nothing is left of it.
@@ -75,10 +78,14 @@ def write_json(path: Path, what: str, content: Any) -> None:
 
 
 def require_writable(path: Path | str | None, what: str) -> None:
-    """Require that a file can be written, before a long run.
+    """Check that a file can be written, before a long run whose result goes there.
+
+    Args:
+        path: the file; None for no file.
+        what: kind of file, for the error message.
 
     Raises:
-        BadInput: it cannot be written.
+        BadInput: the file cannot be written.
     """
     if path is None:
         return

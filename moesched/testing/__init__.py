@@ -1,6 +1,6 @@
 """Conformance suites for plug-ins: they check that a policy, device, transport or eviction rule keeps its promises.
 
-Call them in tests of your own:
+Call the suites in tests of your own:
 
     from moesched.testing import check_policy
 

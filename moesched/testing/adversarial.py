@@ -1,6 +1,6 @@
-"""A policy that finds faults by random legal choices of order, processor and time, reproducible from a seed.
+"""A test policy that makes random legal choices of order, processor and time, to find faults of engine and devices.
 
-Its tokens must equal those of every other policy.
+Choices follow from a seed. The policy's tokens must equal those of every other policy.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PRIORITIES: tuple[Priority, ...] = get_args(Priority)
 
 
 class Adversarial:
-    """Submit random legal verbs of random micro-batches at random priorities; fetch, evict and await at random times.
+    """Submit verbs in random legal order, with random priorities; fetch, evict and await at random times.
 
     Settings:
         seed: seed of all random choices.
@@ -54,7 +54,10 @@ class Adversarial:
         self.held: list[Page] = []
 
     async def prefill(self, step: Step) -> None:
-        """Advance a random micro-batch by a few verbs until all are sampled; chunks of a prompt run in order."""
+        """Submit all verbs of the step, a few at a time, each time for a random micro-batch.
+
+        Chunks of the same prompts run one after the other.
+        """
         chains: list[list[int]] = []
         for j in step.micro_batches:
             if step.goes_on(j):
@@ -84,7 +87,10 @@ class Adversarial:
             yield from self._micro_batch(step, j)
 
     def _micro_batch(self, step: Step, j: int) -> Generator[Task, dict[int, int], None]:
-        """Submit all verbs of one micro-batch, in an order that its data dependencies allow; yields what it awaits."""
+        """Submit all verbs of one micro-batch in an order that data dependencies allow, and yield each submitted task.
+
+        The caller sends back the value of a `route` task: the number of rows by expert.
+        """
         choose = self.random
         yield step.embed(j)
         for i in step.layers:
@@ -112,7 +118,7 @@ class Adversarial:
         yield step.sample(j)
 
     def _place_kv(self, plan: Plan, j: int) -> None:
-        """Place a micro-batch's KV cache in one memory, or by layers in both."""
+        """Place a micro-batch's KV cache in one memory for all layers, or in a random memory for each layer."""
         choose = self.random
         if plan.batch.beams == 1 and choose.random() < 0.3:
             on_host = {i for i in plan.layers if choose.random() < 0.5}
@@ -124,7 +130,13 @@ class Adversarial:
     def _run_experts(
         self, step: Step, i: int, j: int, experts: Sequence[int]
     ) -> Generator[Task, dict[int, int], None]:
-        """Run experts in this order, some of them on the host."""
+        """Run experts in the given order, a random part of them on the host; yield the submitted tasks.
+
+        Args:
+            i: the layer.
+            j: the micro-batch.
+            experts: numbers of the experts.
+        """
         choose = self.random
         there = [expert for expert in experts if self.experts_on_host and choose.random() < 0.5]
         if there or (self.experts_on_host and choose.random() < 0.1):
@@ -137,7 +149,12 @@ class Adversarial:
                 yield step.load_routed(i, j)
 
     def _attend(self, step: Step, i: int, j: int) -> Generator[Task, dict[int, int], None]:
-        """Run attention on a processor that the placement of the KV cache allows."""
+        """Run attention on a processor that can read the KV cache; yield the submitted tasks.
+
+        Args:
+            i: the layer.
+            j: the micro-batch.
+        """
         kv_on_host = not step.kv_on_accelerator(j, i)
         on_host = kv_on_host and (step.phase(j) == "decode" or step.chunked or self.random.random() < 0.5)
         if on_host or (self.unified and self.random.random() < 0.5):
@@ -150,7 +167,14 @@ class Adversarial:
                 yield step.offload_kv(i, j)
 
     def _takes_slot(self, step: Step, i: int, j: int) -> bool:
-        """Choose the accelerator or the host for the KV cache and attention; takes a KV buffer for the former."""
+        """Decide at random whether to copy a KV cache from the host to the accelerator, and if so take a buffer.
+
+        Return False in prefill, if the cache is on the accelerator, or if no buffer is free.
+
+        Args:
+            i: the layer.
+            j: the micro-batch.
+        """
         loads = step.phase(j) == "decode" and not step.kv_on_accelerator(j, i)
         taken = loads and self.kv_slots > 0 and self.random.random() < 0.5
         self.kv_slots -= taken
@@ -159,7 +183,13 @@ class Adversarial:
     def _attend_loaded(
         self, step: Step, i: int, j: int, early: bool
     ) -> Generator[Task, dict[int, int], None]:
-        """Run decode attention on the accelerator, with the KV cache on the host."""
+        """Run decode attention on the accelerator with a copy of the host's KV cache; yield the submitted tasks.
+
+        Args:
+            i: the layer.
+            j: the micro-batch.
+            early: whether the copy has been submitted already.
+        """
         if not early:
             yield step.load_kv(i, j)
         yield step.attention(i, j)
@@ -167,7 +197,10 @@ class Adversarial:
         yield step.offload_kv(i, j)
 
     def _hold(self, step: Step, needed: Sequence[Page]) -> None:
-        """Fetch the needed pages in random order and portions, evicting others; sometimes fetch further pages."""
+        """Fetch the needed pages that the pool lacks, in random order and portions, and sometimes another page.
+
+        Random pages that are not needed are evicted as far as room is lacking.
+        """
         choose = self.random
         if choose.random() < 0.1:
             self._start_for_nothing(step, needed)
@@ -187,7 +220,7 @@ class Adversarial:
             step.fetch(portion, self.pool, urgent=choose.random() < 0.5)
 
     def _start_for_nothing(self, step: Step, needed: Sequence[Page]) -> None:
-        """Fetch a page that is not needed, and perhaps promote, cancel or evict it."""
+        """Fetch a random page that is not needed, and at random promote the fetch, cancel it, or evict the page."""
         choose = self.random
         page = choose.choice(step.pages(choose.choice(step.layers)))
         if page in self.pool or page in needed or not self.pool.empty_slots:

@@ -1,4 +1,4 @@
-"""The condition of checks that are assert statements: a Python that carries them out."""
+"""Test of whether Python runs assert statements, for checks that consist of them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from moesched.errors import BadInput
 
 
 def require_asserts(check: str) -> None:
-    """Require that assert statements are carried out.
+    """Check that Python runs assert statements.
+
+    Args:
+        check: name of the function that needs them, for the error message.
 
     Raises:
         BadInput: Python was started with -O or -OO.

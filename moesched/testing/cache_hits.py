@@ -1,4 +1,4 @@
-"""Hits of an eviction rule in a small cache of experts, over sequences of choices as routers make them."""
+"""Simulation of an eviction rule in a small cache of experts, which counts hits over random choices of routers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Choices = Callable[[Random], Iterator[list[Layer]]]
 
 
 def popular(random: Random) -> Iterator[list[Layer]]:
-    """Yield steps in which each layer chooses some experts more often than others."""
+    """Yield the layers' choices of experts for each step; each layer prefers some experts to others."""
     ranks = [random.sample(range(EXPERTS), EXPERTS) for _ in range(LAYERS)]
     for _ in range(STEPS):
         yield [
@@ -35,7 +35,7 @@ def popular(random: Random) -> Iterator[list[Layer]]:
 
 
 def recurring(random: Random) -> Iterator[list[Layer]]:
-    """Yield steps in which a layer often chooses the experts of the step before."""
+    """Yield the layers' choices of experts for each step; each layer often repeats its experts of the last step."""
     before: list[set[int]] = [set() for _ in range(LAYERS)]
     for _ in range(STEPS):
         stay = [{expert for expert in each if random.random() < 0.8} for each in before]
@@ -50,17 +50,20 @@ class _Randomly:
         self._random = Random(1)
 
     def used(self, page: Page, step: int, tokens: int) -> None:
-        """Ignore uses."""
+        """Ignore that a page was used."""
 
     def choose(self, pages: Mapping[int, Page]) -> Page:
         return self._random.choice(list(pages.values()))
 
 
 def hit_rate(make: Callable[[], Eviction], choices: Choices, *, ahead: bool) -> float:
-    """Return the share of uses that find their page in the cache; each sequence of choices gets a new rule.
+    """Return the share of an expert's uses, from 0 to 1, that find its page in the cache.
+
+    Several random sequences of steps are simulated, each with a new rule.
 
     Args:
         make: creates the rule.
+        choices: yields the layers' choices of experts for each step.
         ahead: whether to fetch the experts of the next layer before it is reached.
     """
     caches = [_Cache(make()) for _ in range(SEQUENCES)]
@@ -77,12 +80,19 @@ def hit_rate(make: Callable[[], Eviction], choices: Choices, *, ahead: bool) -> 
 
 @cache
 def random_hit_rate(choices: Choices, *, ahead: bool) -> float:
-    """Return the hit rate of a rule that evicts random pages."""
+    """Return the hit rate of a rule that evicts random pages, with arguments as for `hit_rate`."""
     return hit_rate(_Randomly, choices, ahead=ahead)
 
 
 class _Cache:
-    """A cache of experts of one page each; a layer's experts that are in the cache run before its others."""
+    """A simulated cache of experts, each of one page; experts of a layer that are in the cache run before the others.
+
+    Args:
+        rule: chooses the pages to evict.
+
+    Attributes:
+        hits: number of uses that found their page in the cache.
+    """
 
     def __init__(self, rule: Eviction) -> None:
         self._rule = rule
@@ -90,7 +100,13 @@ class _Cache:
         self.hits = 0
 
     def tell(self, number: int, layer: Layer, following: Layer) -> None:
-        """Tell the rule a layer's scores and the next layer's experts, if it has methods for them."""
+        """Give the rule a layer's scores and a preview of the next layer's experts, if it has methods for them.
+
+        Args:
+            number: index of the layer.
+            layer: number of tokens by expert that the layer's router chose.
+            following: number of tokens by expert for the next layer; empty after the last layer.
+        """
         if isinstance(self._rule, TakesScores):
             tokens = sum(layer.values())
             self._rule.scored(number, [layer.get(expert, 0) / tokens for expert in range(EXPERTS)])
@@ -98,7 +114,12 @@ class _Cache:
             self._rule.previewed(number + 1, following)
 
     def run(self, step: int, number: int, layer: Layer) -> None:
-        """Use a layer's experts."""
+        """Use the chosen experts of a layer: count hits, and fetch the experts that are not in the cache.
+
+        Args:
+            number: index of the layer.
+            layer: number of tokens by expert that the layer's router chose.
+        """
         pages = PAGES[number]
         for expert in sorted(layer, key=lambda expert: pages[expert].id not in self._held):
             page = pages[expert]
@@ -107,7 +128,11 @@ class _Cache:
             self._rule.used(page, step, layer[expert])
 
     def fetch(self, step: int, number: int, experts: Iterable[int]) -> None:
-        """Fetch the experts that are not in the cache."""
+        """Put experts into the cache that are not in it; if the cache is full, the rule chooses a page to evict.
+
+        Args:
+            number: index of the experts' layer.
+        """
         for page in (PAGES[number][expert] for expert in experts):
             if page.id in self._held:
                 continue
@@ -118,7 +143,11 @@ class _Cache:
 
 
 def _drawn(random: Random, chosen: set[int], weights: list[float]) -> set[int]:
-    """Add experts drawn by weight to `chosen`, until there are as many as a token chooses."""
+    """Add random experts to the set `chosen` until it has `CHOSEN` of them; return the set.
+
+    Args:
+        weights: relative probability of each expert.
+    """
     while len(chosen) < CHOSEN:
         chosen.update(random.choices(range(EXPERTS), weights))
     return chosen

@@ -46,11 +46,13 @@ POLICIES = (
 
 
 def check_device(make: Make, machine: Machine, policies: Iterable[str] = ()) -> list[list[int]]:
-    """Check the promises of every device on a small random model; returns its tokens, which equal those of `torch`.
+    """Check the promises of every device by runs of a small random model.
+
+    Return the tokens by request, which equal those of the device `torch`.
 
     Args:
         make: creates the device, such as its class.
-        machine: a machine that the device can run as.
+        machine: the machine to plan for; the device must accept plans for it.
         policies: names of policies; by default four that keep and stream different weights, and one that has tasks of
             experts with some of a micro-batch's rows, or with those of several micro-batches.
 
@@ -90,7 +92,7 @@ def check_device(make: Make, machine: Machine, policies: Iterable[str] = ()) -> 
 
 
 def write_decisive_model(config: ModelConfig, folder: Path) -> Checkpoint:
-    """Write a random model in float32 whose weights are large enough that its tokens depend on all of them."""
+    """Write a random float32 model to a folder, and open it; its weights are large, so that tokens depend on all."""
     for stored in open_checkpoint(write_random_model(config, folder, dtype="float32")).tensors.values():
         if len(stored.shape) > 1:
             matrix = np.memmap(stored.file, np.float32, "r+", stored.offset, stored.shape)
@@ -100,7 +102,7 @@ def write_decisive_model(config: ModelConfig, folder: Path) -> Checkpoint:
 
 
 def _check_unused(device: Device) -> None:
-    """Check that a device can be closed before its first batch, as when a plan does not fit."""
+    """Check that a device's slots hold its pages, and that the device can be closed without a batch."""
     for page in device.layout.pages:
         size = device.slot_bytes(page)
         assert size >= page.nbytes, f"a slot of {size} bytes does not hold page {page.id} of {page.nbytes}"
@@ -122,7 +124,11 @@ def _check_bad_prompts(device: Device, machine: Machine) -> None:
 def _tokens(
     device: Device, machine: Machine, name: str | None, sampling: Sampling = LIKELIEST
 ) -> list[list[int]]:
-    """Run a policy, `_Scoring` if `name` is None, on two equal batches; check both, and return their tokens."""
+    """Run a policy on two equal batches, check both runs, and return the tokens by request.
+
+    Args:
+        name: name of the policy; None for `_Scoring`.
+    """
     unknown = set(device.kinds.values()) - set(get_args(LaneKind))
     assert not unknown, f"lanes are of unknown kinds: {unknown}"
     batch = split_batch([len(prompt) for prompt in PROMPTS], NEW_TOKENS, 2)
@@ -155,7 +161,11 @@ def _tokens(
 
 
 class _Values:
-    """Collects the values of `route`, `preview_route`, `post_attention` and `sample` tasks."""
+    """Observer that collects the tasks of a run, and checks the values of routers, previews and sampling.
+
+    Args:
+        scored: whether the policy requested router scores.
+    """
 
     def __init__(self, config: ModelConfig, batch: Batch, *, scored: bool) -> None:
         self._config = config
@@ -164,11 +174,11 @@ class _Values:
         self._tasks: list[Task] = []
 
     def ended(self, task: Task) -> None:
-        """Keep a finished task."""
+        """Keep a finished task for `check`."""
         self._tasks.append(task)
 
     def check(self) -> None:
-        """Check that each token has one row per chosen expert, and that each sequence gets one token."""
+        """Check that routers give top-k rows to each token, and that each sequence gets one token."""
         for task in self._tasks:
             requests = self._batch.micro_batches[task.micro_batch] if task.micro_batch >= 0 else ()
             if task.verb in ("route", "preview_route", "post_attention"):
@@ -220,7 +230,11 @@ class _Scoring:
 
 
 def _check_lanes(name: str, recording: Recording) -> None:
-    """Check that each lane ran one task at a time."""
+    """Check that no two tasks of one lane ran at the same time.
+
+    Args:
+        name: name of the policy, for messages.
+    """
     ends: dict[LaneName, int] = {}
     for each in sorted(recording.slices, key=lambda each: each.start):
         before = ends.get(each.lane, 0)

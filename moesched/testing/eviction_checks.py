@@ -1,4 +1,4 @@
-"""The conformance suite of eviction rules: random uses and arrivals, as pools make them, and hits in a small cache."""
+"""The conformance suite of eviction rules: random uses and arrivals of pages, and counts of hits in a small cache."""
 
 from __future__ import annotations
 
@@ -16,22 +16,23 @@ LAYERS, EXPERTS = 3, 5
 
 
 def check_eviction(make: Callable[[], Eviction], *, rounds: int = 25) -> None:
-    """Check that an eviction rule names one of the given pages, makes equal choices again, and finds enough hits.
+    """Check that an eviction rule chooses a page that it was given, repeats its decisions, and gets enough hits.
 
-    The pages are dense ones and experts'. Some leave without the rule having named them, some that it named come back
-    at once, and sometimes there is only one. Rules that take scores and previews get some of these, too.
+    Pages of dense weights and of experts come, are used and leave at random. Some leave although the rule did not
+    choose them, some come back at once after it chose them, and sometimes there is only one page. Rules that have
+    methods for router scores and previews get some.
 
-    A small cache then counts hits. Of popular experts that are fetched a layer ahead, a rule has to find about as many
-    as a random choice does; of experts that recur from step to step, 60 % of that. A rule that finds fewer evicts pages
-    that are about to be used.
+    Then the hits in a small cache are counted, and compared with those of random evictions. The rule has to get 95 % of
+    their hits with popular experts that are fetched a layer ahead, and 60 % with experts that recur from step to step.
+    A rule with fewer hits evicts pages that are about to be used.
 
     Args:
-        make: creates the rule, once per round.
+        make: creates the rule, once per sequence.
         rounds: number of random sequences.
 
     Raises:
-        AssertionError: the rule named another page, changed the pages, decided otherwise the second time, or found
-            fewer pages.
+        AssertionError: the rule chose a page that it was not given, changed the pages, decided otherwise in the
+            repetition, or got too few hits.
     """
     require_asserts("check_eviction")
     for seed in range(rounds):
@@ -44,7 +45,14 @@ def check_eviction(make: Callable[[], Eviction], *, rounds: int = 25) -> None:
 def _require_hits(
     make: Callable[[], Eviction], experts: str, choices: Choices, *, least: float, ahead: bool = False
 ) -> None:
-    """Check that a rule finds at least `least` times the share of pages that random choices find."""
+    """Check that a rule's hit rate is at least `least` times that of random evictions.
+
+    Args:
+        make: creates the rule.
+        experts: name of the kind of choices, for the error message.
+        choices: yields the layers' choices of experts for each step.
+        ahead: whether to fetch the experts of the next layer before it is reached.
+    """
     found, at_random = hit_rate(make, choices, ahead=ahead), random_hit_rate(choices, ahead=ahead)
     assert found >= least * at_random, (
         f"of {experts}, {found:.0%} are in a cache of this rule and {at_random:.0%} in one that evicts at random: "
@@ -53,7 +61,7 @@ def _require_hits(
 
 
 def _choices(rule: Eviction, seed: int) -> list[int]:
-    """Return the ids of the pages that a rule names in one random sequence."""
+    """Give a rule one random sequence of uses, and return the ids of the pages that it chose to evict, in order."""
     random = Random(seed)
     pages = [
         Page(number, number // (EXPERTS + 1), number % (EXPERTS + 1) - 1, 0, (), 10)
@@ -85,7 +93,7 @@ def _come(rule: Eviction, held: dict[int, Page], page: Page, step: int) -> None:
 
 
 def _tell_experts(rule: Eviction, layer: int, random: Random) -> None:
-    """Give a rule random scores and previews of a layer, if it has methods for them."""
+    """Give a rule random scores and a random preview of a layer's experts, if the rule has methods for them."""
     experts = random.sample(range(EXPERTS), random.randint(0, EXPERTS))
     if isinstance(rule, TakesScores) and random.random() < 0.5:
         rule.scored(layer, [random.random() if expert in experts else 0.0 for expert in range(EXPERTS)])

@@ -1,4 +1,4 @@
-"""The conformance suite of policies: runs on symbols instead of tensors, on several machines, models and batches.
+"""The conformance suite of policies: runs on several machines, models and batches, on a device that computes hashes.
 
 A policy is run on the virtual clock and on real threads, with every transition of the engine checked. It must either
 refuse a plan that does not fit, or end with exactly the tokens of the model.
@@ -41,15 +41,18 @@ from moesched.testing.symbolic import SymbolicDevice, expected_tokens
 
 Clock = Literal["virtual", "shared", "real"]
 CLOCKS: tuple[Clock, ...] = ("virtual", "shared", "real")
-"""The virtual clock, the virtual clock with tasks slowing each other down, and real threads."""
+"""Clocks of a check: "virtual"; "shared", on which concurrent tasks slow each other down; "real" for real threads."""
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True):
-    """One situation that a policy must cope with.
+    """A machine, a small model and a batch with which a policy is checked.
 
     Attributes:
+        prompts: numbers of tokens of the prompts.
+        new_tokens: number of tokens to generate for each.
+        micro_batch_size: number of requests in a micro-batch.
         weights: the share of the weights that fits into fast memory beside all else; above 1 there is room to spare.
-        pages_per_expert: smallest number of pages of each expert.
+        pages_per_expert: least number of pages into which an expert's weights are divided.
         nodes: number of such machines that share the experts.
         ends_early: whether the sequences of the first micro-batch end with their second token, so that later steps
             leave that micro-batch out.
@@ -69,20 +72,24 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     ends_early: bool = False
 
     def layout(self) -> WeightLayout:
-        """Cut the weights of the case's model into pages."""
+        """Return the division of the model's weights into pages."""
         whole = weight_layout(self.config())
         expert = sum(page.nbytes for page in whole.expert(0, 0))
         return weight_layout(whole.config, page_bytes=max(1024, expert // self.pages_per_expert))
 
     @property
     def capacity(self) -> Capacity:
-        """The capacity for requests that join and leave, with as many places as the batch has micro-batches."""
+        """The capacity of a run in which requests join and leave: a place in it for each micro-batch of the case."""
         places = -(-len(self.prompts) // self.micro_batch_size)
         size = self.micro_batch_size
         return Capacity(places, size, 2 * KV_BLOCK_TOKENS * size, max(self.prompts), 2 * KV_BLOCK_TOKENS)
 
     def plan(self, policy: Policy, node: int = 0, batch: Batch | None = None) -> Plan:
-        """Plan the case's batch, or another one, by a policy for one of the nodes.
+        """Return a policy's plan for one of the nodes, with room for the share `weights` of all weights.
+
+        Args:
+            node: index of the node.
+            batch: the batch to plan; None for that of the case.
 
         Raises:
             BadInput: the policy's plan does not fit.
@@ -99,7 +106,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
         return plan_run(self.machine, layout, batch, policy, budgets, nodes=self.nodes, node=node)
 
     def config(self) -> ModelConfig:
-        """Make the shape of the case's model."""
+        """Return the shape of the case's model."""
         return SHAPES["mixtral-0.8b"].varied(
             self.layers,
             name=self.name,
@@ -117,7 +124,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def policy_cases() -> list[Case]:
-    """Return cases for every policy; each varies something that schedules may depend on."""
+    """Return the cases in which every policy is checked; they differ in all that schedules may depend on."""
     gpu = load_machine("t4")
     unified = unified_machine(
         "unified",
@@ -169,7 +176,7 @@ def policy_cases() -> list[Case]:
 
 
 def node_cases() -> list[Case]:
-    """Return cases for a policy that shares experts among nodes."""
+    """Return further cases for a policy that shares experts among nodes."""
     roomy = {case.name: case for case in policy_cases()}
     gpu, unified = roomy["roomy GPU"].machine, roomy["roomy unified memory"].machine
     network = load_network("10gbe")
@@ -193,7 +200,14 @@ def node_cases() -> list[Case]:
 
 
 class Ended(msgspec.Struct):
-    """Results of a finished run on symbols, with the expected tokens; of several nodes, the first one's."""
+    """Results of a finished run on a device that computes hashes; of several nodes, the first one's.
+
+    Attributes:
+        tokens: the generated tokens, by request.
+        expected: the tokens that are right.
+        tasks: all tasks that were submitted.
+        nanoseconds: duration of the run.
+    """
 
     plan: Plan
     tokens: list[list[int]]
@@ -213,11 +227,13 @@ def run_on_symbols(
     cost: CostModel | None = None,
     stop_tokens: Collection[int] = (),
 ) -> Ended:
-    """Run a plan on symbols, with the engine checked.
+    """Run a plan on a device that computes hashes instead of tensors, with every transition of the engine checked.
 
     Args:
+        clock: "virtual"; "shared", on which concurrent tasks slow each other down; or "real" for real threads.
+        device: the first node's device; None for a new one.
         peers: plans and policies of the other nodes, if several share the model.
-        cost: durations on a virtual clock; by default the machine's own.
+        cost: gives durations on a virtual clock; None for the machine's own.
         stop_tokens: each of them ends its request.
 
     Raises:
@@ -243,7 +259,7 @@ def run_on_symbols(
 
 
 def _until(stop_tokens: Collection[int], tokens: Sequence[int]) -> list[int]:
-    """Return the tokens up to the first stop token, which is kept."""
+    """Return the tokens up to and with the first stop token."""
     end = next((place for place, token in enumerate(tokens, 1) if token in stop_tokens), len(tokens))
     return list(tokens[:end])
 
@@ -251,12 +267,13 @@ def _until(stop_tokens: Collection[int], tokens: Sequence[int]) -> list[int]:
 def check_policy(
     make: Callable[[], Policy], cases: Iterable[Case] = (), clocks: Iterable[Clock] = CLOCKS
 ) -> int:
-    """Run a policy in every case; returns the number of cases that its plan fits.
+    """Run a policy in every case; return the number of cases in which its plan fits.
 
     Args:
         make: creates the policy, once per run; one that keeps state then runs a second batch.
         cases: by default `policy_cases()`, and `node_cases()` for a policy that shares experts among nodes.
-        clocks: by default the virtual clock, without and with tasks slowing each other down, and real threads.
+        clocks: by default all three: "virtual"; "shared", a virtual clock on which concurrent tasks slow each other
+            down; and "real" for real threads.
 
     Raises:
         AssertionError: the policy generated wrong tokens or exceeded a budget, or its plan fits in no case.
@@ -294,7 +311,13 @@ def check_policy(
 
 
 def _check_served(policies: Sequence[Policy], case: Case) -> None:
-    """Serve random requests; in every other case their prompts are cut over steps, if the plan lets them be."""
+    """Serve random requests that join and leave in a case, and check their tokens.
+
+    In about half of the cases, prompts are divided over several steps, if the plan allows it.
+
+    Args:
+        policies: a policy for each node.
+    """
     capacity, seed, longest = case.capacity, len(case.name), max(case.prompts)
     requests = random_requests(seed, longest, 2 * case.new_tokens)
     fullest = capacity.fullest()
@@ -305,7 +328,7 @@ def _check_served(policies: Sequence[Policy], case: Case) -> None:
 
 
 def _plans(case: Case, policies: Sequence[Policy]) -> list[Plan]:
-    """Plan a case on all of its nodes."""
+    """Return a plan of the case for each node, made by the policy at its index."""
     return [case.plan(policy, node) for node, policy in enumerate(policies)]
 
 
@@ -318,10 +341,13 @@ def check_plans(
     *,
     ends_early: bool = False,
 ) -> None:
-    """Run the plans of all nodes, and check their tokens and their use of memory.
+    """Run the plans of all nodes, and check the tokens and the use of memory.
 
     Args:
+        plans, policies: a plan and its policy for each node.
+        clock: "virtual", "shared" or "real", as for `run_on_symbols`.
         where: names the case in messages.
+        cost: gives durations on a virtual clock; None for the machine's own.
         ends_early: whether sequences of the first micro-batch end early, as in `Case`.
 
     Raises:
@@ -350,7 +376,15 @@ def _run_virtual(
     *,
     sharing: bool,
 ) -> tuple[list[list[list[int]]], list[Task], int]:
-    """Run on the virtual clock; returns each rank's tokens, the first rank's tasks, and the run's nanoseconds."""
+    """Run all ranks on the virtual clock.
+
+    Args:
+        cost: gives durations; None for the machine's own.
+        sharing: whether concurrent tasks slow each other down.
+
+    Returns:
+        Each rank's tokens by request, the first rank's tasks, and the run's nanoseconds.
+    """
     engines: list[CheckedEngine] = []
 
     def make_engine(lanes: Iterable[Lane]) -> CheckedEngine:
@@ -366,7 +400,11 @@ def _run_virtual(
 def _run_in_real_time(
     ranks: Sequence[Rank], observers: Sequence[Observer], handling: TokenHandling
 ) -> tuple[list[list[list[int]]], list[Task], int]:
-    """Run on real threads; returns each rank's tokens, the first rank's tasks, and the run's nanoseconds."""
+    """Run all ranks on real threads.
+
+    Returns:
+        Each rank's tokens by request, the first rank's tasks, and the run's nanoseconds.
+    """
     rank_runs = [assemble(rank, CheckedSharedEngine, tokens=handling) for rank in ranks]
     execute = OnDevices(ranks, [each.lanes.values() for each in rank_runs]).execute
     driver = RealtimeDriver([each.engine for each in rank_runs], execute, observers=observers)

@@ -1,6 +1,6 @@
-"""A policy that cuts and joins the tasks of experts at random, reproducible from a seed.
+"""A test policy that divides and joins the tasks of experts at random, to find faults of engine and devices.
 
-Its tokens must equal those of every other policy.
+Choices follow from a seed. The policy's tokens must equal those of every other policy.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from moesched.steps.step import Step
 
 
 class RandomRows(LayerByLayer):
-    """Run each expert in random tasks, in random order: ranges of a micro-batch's rows, or several micro-batches.
+    """Run each expert in several random tasks, each for some rows of one micro-batch or for all rows of several.
 
-    All weights stay on the accelerator. Random tasks run on the host where it has all experts, too.
+    All weights stay on the accelerator. If the host has all experts, too, it runs random tasks.
 
     Settings:
         seed: seed of all random choices.
@@ -55,7 +55,14 @@ class RandomRows(LayerByLayer):
     def _tasks(
         self, routed: Routed, expert: int, users: Sequence[int]
     ) -> Iterator[tuple[list[int], range | None]]:
-        """Yield random tasks that together run every row of an expert once, as pairs of micro-batches and rows."""
+        """Yield random tasks of an expert that together run each of its rows once.
+
+        A task is a list of micro-batches and, for a single micro-batch, the range of rows; None stands for all rows.
+
+        Args:
+            routed: by micro-batch, the number of rows of each expert.
+            users: the micro-batches that chose the expert.
+        """
         choose = self.random
         left = choose.sample(users, len(users))
         while left:

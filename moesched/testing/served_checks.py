@@ -1,4 +1,4 @@
-"""Checks of policies on requests that join and leave: steps of prompts and of tokens, in any order."""
+"""Checks of policies on requests that join and leave a run, with prompts and decode steps in any order."""
 
 from __future__ import annotations
 
@@ -19,15 +19,20 @@ from moesched.testing.symbolic import SymbolicDevice
 from moesched.testing.symbolic.served import expected_served
 
 REQUESTS = 8
-"""Requests of a check."""
+"""Number of requests in a check."""
 APART = 2_000_000
 """Mean nanoseconds between two arrivals: a few steps of a small model."""
 
 
 def random_requests(seed: int, longest_prompt: int, most_new: int, count: int = REQUESTS) -> list[Request]:
-    """Make requests that arrive at random times, with random lengths; reproducible from the seed.
+    """Return requests that arrive at random times, with random lengths; equal for equal seeds.
 
-    Every other one asks for the log probabilities of its prompt.
+    Every other request asks for the log probabilities of its prompt.
+
+    Args:
+        longest_prompt: the most tokens of a prompt.
+        most_new: the most tokens to generate.
+        count: number of requests.
     """
     draw, arrives, requests = random.Random(seed), 0, []
     scored = WantedLogprobs(0, prompt=True)
@@ -48,7 +53,7 @@ def random_requests(seed: int, longest_prompt: int, most_new: int, count: int = 
 
 
 def random_departures(seed: int, requests: Sequence[Request]) -> list[tuple[int, int]]:
-    """Draw some requests, and a time for each from which nobody waits for it; reproducible from the seed.
+    """Choose some requests at random, and for each a time at which its client leaves; equal for equal seeds.
 
     Returns:
         Pairs of a request's number and the time in nanoseconds.
@@ -67,12 +72,13 @@ def check_served(
     seed: int = 0,
     peers: Sequence[tuple[Plan, Policy]] = (),
 ) -> None:
-    """Serve requests on symbols, with the engine checked.
+    """Serve requests that join and leave, on a device that computes hashes; check tokens and use of memory.
 
     Args:
         plan: the policy's plan of the capacity's fullest batch.
+        capacity: the most requests and tokens in the run at once.
+        seed: seed of the choice of requests whose clients leave before they have all tokens.
         peers: plans and policies of the other nodes, if several share the model.
-        seed: seed of the choice of requests that leave before they have all of their tokens.
 
     Raises:
         AssertionError: a request got other tokens than its rows give, or not all of them, a node had other rows than

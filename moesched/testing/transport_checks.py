@@ -1,4 +1,4 @@
-"""The conformance suite of transports, between ranks that are threads of this process."""
+"""The conformance suite of transports: runs exchanges between ranks that are threads of this process."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ WAITING = {"all_reduce": (0, 1), "broadcast": (1,), "gather": (0,)}
 
 
 def check_transport(make: Callable[[int], Sequence[Transport]]) -> None:
-    """Check the promises of every transport.
+    """Check the promises of every transport, with one, two and three ranks.
 
     Args:
-        make: creates the transports for a number of ranks, in the order of ranks; they may be the same object.
+        make: takes a number of ranks, and returns a transport for each of them, in order; they may be the same object.
 
     Raises:
         AssertionError: a promise is broken.
@@ -50,7 +50,7 @@ def check_transport(make: Callable[[int], Sequence[Transport]]) -> None:
 
 
 def _check_all_reduce(transports: Sequence[Transport]) -> None:
-    """Check that sums are added in the order of ranks, with values whose sum has other bits in any other order."""
+    """Check that all_reduce adds the ranks' parts in the order of ranks; any other order would give other bits."""
     random = np.random.default_rng(0)
     for ticket, rows in enumerate((1, 3, 400, 1)):
         scale = 10.0 ** random.integers(-6, 6, size=(len(transports), rows, 96))
@@ -140,7 +140,7 @@ def _check_an_abandoned_exchange_ends(transports: Sequence[Transport]) -> None:
 
 
 def _at_once(calls: Sequence[Callable[[], T]]) -> list[T]:
-    """Make the ranks' calls concurrently, the last rank's first; returns their results."""
+    """Make the ranks' calls on concurrent threads, the last rank's first; return the results in the order of ranks."""
     with ThreadPoolExecutor(len(calls)) as threads:
         running = [threads.submit(call) for call in reversed(calls)]
         return [each.result() for each in reversed(running)]

@@ -1,4 +1,4 @@
-"""Traces of runs: tasks, their lanes, times, dependencies and rates; the same for both drivers."""
+"""Traces of runs, predicted or measured: tasks with their lanes, times, dependencies and costs."""
 
 from __future__ import annotations
 

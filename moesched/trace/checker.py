@@ -39,7 +39,13 @@ class _Point(NamedTuple):
 
 
 class _Task(NamedTuple):
-    """A task's slice; `first` and `last` are its first and its last nanosecond."""
+    """A task of the trace.
+
+    Attributes:
+        event: the task's slice.
+        args: the decoded args of the slice.
+        first, last: the first and the last nanosecond of the slice.
+    """
 
     event: Event
     args: SliceArgs
@@ -52,7 +58,7 @@ class _Task(NamedTuple):
 
 @interruptible()
 def check_trace(path: Path | str) -> list[str]:
-    """Find the problems of a trace file, in words; returns an empty list for a valid one.
+    """Return the problems of a trace file, as sentences; an empty list for a valid trace.
 
     The first few violations of each rule are listed and the others counted.
     """
@@ -66,7 +72,7 @@ def check_trace(path: Path | str) -> list[str]:
 
 
 def _problems(file: TraceFile) -> list[str]:
-    """Apply all rules except those about times; they return problems in words."""
+    """Return the violations of all rules except those about the format of times, as sentences."""
     events = file.trace_events
     slices = [event for event in events if event.ph == "X"]
     tasks = [event for event in slices if event.pid != CRITICAL_PID]
@@ -107,7 +113,7 @@ def _times(events: list[Event]) -> Iterator[str]:
 
 
 def _names(events: list[Event], slices: list[Event]) -> Iterator[str]:
-    """Check that every track has a name and a sort index, and that tids are in the order of sort indices."""
+    """Yield problems of tracks that lack a name or a sort index, or whose tids are not in the order of sort indices."""
     metadata = {(event.name, event.pid, event.tid) for event in events if event.ph == "M"}
     for pid in sorted({event.pid for event in slices}):
         if ("process_name", pid, -1) not in metadata:
@@ -137,7 +143,7 @@ def _overlaps(slices: list[Event]) -> Iterator[str]:
 
 
 def _read(tasks: list[Event]) -> tuple[list[_Task], list[str]]:
-    """Decode the args of the tasks; returns the tasks, and the problems of those that cannot be decoded."""
+    """Decode the args of all task slices; return the tasks, and a sentence for each slice that cannot be decoded."""
     decode = msgspec.json.Decoder(SliceArgs).decode
     read, unread = [], []
     for event in tasks:
@@ -159,7 +165,11 @@ def _numbers(tasks: list[_Task]) -> Iterator[str]:
 
 
 def _dependencies(tasks: list[_Task], numbered: Mapping[tuple[int, int], int]) -> Iterator[str]:
-    """Check that every task depends only on tasks of its process that ended before it starts, on each once."""
+    """Yield problems of dependencies: twice on one task, on a task without a slice, or on one that ends too late.
+
+    Args:
+        numbered: index in `tasks` by (pid, number of the task).
+    """
     for task in tasks:
         for number, count in Counter(task.args.depends_on).items():
             place = numbered.get((task.event.pid, number))
@@ -172,7 +182,7 @@ def _dependencies(tasks: list[_Task], numbered: Mapping[tuple[int, int], int]) -
 
 
 def _flows(events: list[Event]) -> Iterator[str]:
-    """Check that every flow has a start and an end that viewers draw."""
+    """Yield problems of flows (arrows) without exactly one start and one end, or whose end viewers do not draw."""
     starts = Counter(event.id for event in events if event.ph == "s")
     ends = Counter(event.id for event in events if event.ph == "f")
     for number in sorted(starts.keys() | ends.keys()):
@@ -186,7 +196,13 @@ def _flows(events: list[Event]) -> Iterator[str]:
 def _arrows(
     events: list[Event], tasks: list[_Task], numbered: Mapping[tuple[int, int], int]
 ) -> Iterator[str]:
-    """Check arrows: to each task leads one from the last task of each lane that it depends on, and no other one."""
+    """Yield problems of arrows that are missing, doubled, or not expected.
+
+    Expected is one arrow to each task from the last task of each lane among the tasks that it depends on.
+
+    Args:
+        numbered: index in `tasks` by (pid, number of the task).
+    """
     expected: set[tuple[_Point, _Point]] = set()
     for task in tasks:
         places = [numbered.get((task.event.pid, number)) for number in task.args.depends_on]
@@ -224,14 +240,21 @@ def _counts(file: TraceFile, tasks: list[Event], read: list[_Task]) -> Iterator[
 
 
 def _joins(tasks: list[_Task]) -> Iterator[str]:
-    """Check that there are no joins: they take no time, and dependencies through them replace them."""
+    """Yield a problem for each task that is a join: traces replace joins by the dependencies that pass through them."""
     for task in tasks:
         if task.args.type == "Join":
             yield f"{task} is a join that was not expanded"
 
 
 def _critical(path: list[Event], tasks: list[Event]) -> Iterator[str]:
-    """Check that the critical path consists of slices of tasks, each whole or without its overlap with the last one."""
+    """Yield problems of slices of the critical path that are not the whole or the last part of a task's slice.
+
+    A slice of the critical path may lack the part in which it overlaps the previous one.
+
+    Args:
+        path: the slices of the critical path.
+        tasks: the slices of all tasks.
+    """
     spans = Counter((event.name, bytes(event.ts), bytes(event.dur)) for event in tasks)
     for event in path:
         whole = spans[event.name, bytes(event.ts), bytes(event.dur)]

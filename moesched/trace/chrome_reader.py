@@ -43,7 +43,7 @@ from moesched.trace.recording import (
 )
 
 MOST_BYTES = 1_000_000_000
-"""Limit of a trace, unpacked; one of 500,000 tasks has about half of that."""
+"""The most bytes of a decompressed trace; a trace of 500,000 tasks has about half of that."""
 
 MOST_RANKS = 1024
 
@@ -53,7 +53,7 @@ _NOTHING = msgspec.Raw(b"")
 
 
 class Event(msgspec.Struct, gc=False):
-    """An event of the file; `ts`, `dur` and `args` are left undecoded."""
+    """An event of a trace file; the JSON of `ts`, `dur` and `args` is not decoded."""
 
     ph: str
     name: str = ""
@@ -74,7 +74,11 @@ class SliceArgs(
     kw_only=True,
     rename={"dispatch": "dispatch_ns", "launching": "launching_ns", "submit_delay": "submit_delay_ns"},
 ):
-    """The args of a slice: fields of its `TaskInfo` but label and verb, the tasks it depends on, fields of `Slice`."""
+    """The args of a task's slice in a trace file.
+
+    They are the fields of `TaskInfo` without label and verb, the numbers of the tasks that the task depends on, and
+    fields of `Slice`.
+    """
 
     task: int
     step: int = -1
@@ -93,7 +97,7 @@ _OF_TASK = len(TaskInfo.__struct_fields__)
 
 
 class CostEntry(NamedTuple):
-    """A work and its demand: the fields of `WorkKey`, then those of `Demand`."""
+    """A work and its demand as a list in a trace file: the fields of `WorkKey`, followed by those of `Demand`."""
 
     kind: str
     resource: str
@@ -108,7 +112,7 @@ class CostEntry(NamedTuple):
 
 
 class PredictionEntry(NamedTuple):
-    """A work and its predicted seconds: the fields of `WorkKey`, then the time."""
+    """A work and its predicted seconds as a list in a trace file: the fields of `WorkKey`, followed by the time."""
 
     kind: str
     resource: str
@@ -118,7 +122,7 @@ class PredictionEntry(NamedTuple):
 
 
 class AboutData(msgspec.Struct, kw_only=True):
-    """The part of a trace's metadata that becomes its `About`; absent in a file with several runs."""
+    """The keys of a trace file's metadata that are read as an `About`; a file with several runs has none of them."""
 
     driver: str = ""
     policy: str = ""
@@ -130,7 +134,13 @@ class AboutData(msgspec.Struct, kw_only=True):
 
 
 class OtherData(AboutData, kw_only=True):
-    """Metadata in the header of a trace."""
+    """The metadata of a trace file, its key `otherData`.
+
+    Attributes:
+        format: name and version of the file's format.
+        tasks, edges, joins, cancelled: numbers of tasks, of dependencies, of replaced joins and of cancelled tasks.
+        trimmed: whether earlier steps are left out.
+    """
 
     format: str
     tasks: int
@@ -143,14 +153,18 @@ class OtherData(AboutData, kw_only=True):
 
 
 class TraceFile(msgspec.Struct):
-    """A decoded trace file, not checked any further."""
+    """The decoded JSON of a trace file; whether events are consistent has not been checked."""
 
     trace_events: list[Event] = msgspec.field(name="traceEvents")
     other_data: OtherData = msgspec.field(name="otherData")
 
 
 class NameArgs(msgspec.Struct):
-    """The args of the name of a process or lane."""
+    """The args of the event that names a process or a lane.
+
+    Attributes:
+        in_order: whether the lane runs tasks in order of submission.
+    """
 
     name: str
     in_order: bool = False
@@ -162,7 +176,7 @@ class _CounterArgs(msgspec.Struct, rename={"reserved": "reserved_bytes", "pages"
 
 
 class _PoolArgs(msgspec.Struct):
-    """The counts of a pool, in the order of `Counted`."""
+    """The args of a pool's counter event, in the order of the fields of `Counted`."""
 
     fetched: int
     hits: int
@@ -206,10 +220,10 @@ def read_trace(path: Path | str) -> Trace:
 
 
 def read_bytes(path: Path) -> bytes:
-    """Read a file, decompressing it if it is gzipped.
+    """Return the bytes of a trace file, decompressed if the file is gzipped.
 
     Raises:
-        BadInput: it cannot be read or decompressed.
+        BadInput: the file cannot be read or decompressed.
     """
     remedy = "name a file that --trace or --report wrote"
     data = read_input(path, "run", MOST_BYTES, remedy=remedy)
@@ -225,7 +239,10 @@ def read_bytes(path: Path) -> bytes:
 
 
 def decode_trace(data: bytes, path: Path) -> TraceFile:
-    """Decode the events of a trace file.
+    """Decode the JSON of a trace file, and check its format.
+
+    Args:
+        path: the file, for messages.
 
     Raises:
         BadInput: the bytes are not JSON, or not a trace that this version of moesched writes.
@@ -240,10 +257,10 @@ def decode_trace(data: bytes, path: Path) -> TraceFile:
 
 
 def nanoseconds(text: msgspec.Raw) -> int:
-    """Convert a time of the file, microseconds with three decimals, to nanoseconds.
+    """Convert a time in a trace file, microseconds with three decimals, to nanoseconds.
 
     Raises:
-        ValueError: it is not a number with three decimals.
+        ValueError: the text is not a number with exactly three decimals.
     """
     digits = bytes(text)
     if not _THREE_DECIMALS.fullmatch(digits):
@@ -254,7 +271,12 @@ def nanoseconds(text: msgspec.Raw) -> int:
 
 
 def trace_of(file: TraceFile) -> Trace:
-    """Convert a decoded file; raises LookupError or ValueError if it is damaged."""
+    """Convert a decoded trace file to a recording with its metadata.
+
+    Raises:
+        LookupError: the file is damaged.
+        ValueError: the file is damaged.
+    """
     events = file.trace_events
     named = [
         (event, msgspec.json.decode(event.args, type=NameArgs))
@@ -297,7 +319,12 @@ def _rank(event: Event) -> int:
 
 
 def _slices(tasks: list[Event], lanes: dict[int, LaneName]) -> tuple[list[Slice], list[tuple[int, ...]]]:
-    """Return the slices, and the numbers of the tasks that each of them depends on."""
+    """Return a slice for each event, and for each slice the numbers of the tasks that it depends on.
+
+    Args:
+        tasks: events of tasks.
+        lanes: the lane of each track, by tid.
+    """
     decode = msgspec.json.Decoder(SliceArgs).decode
     known: dict[tuple[Any, ...], TaskInfo] = {}
     slices, depends_on = [], []
@@ -328,7 +355,14 @@ def _cancelled(events: list[Event], lanes: dict[int, LaneName]) -> list[Cancelle
 
 
 def _producers(slices: list[Slice], depends_on: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """Convert the numbers of the tasks that each slice depends on, which count by rank, to indices of slices."""
+    """Return, for each slice, the indices in `slices` of the slices that it depends on.
+
+    Args:
+        depends_on: for each slice, the numbers of the tasks that it depends on; each rank counts its own tasks.
+
+    Raises:
+        ValueError: a number has no slice, has several, or is not smaller than that of the slice.
+    """
     ranks: dict[int, dict[int, int]] = {}
     for index, each in enumerate(slices):
         if ranks.setdefault(each.lane.rank, {}).setdefault(each.id, index) != index:

@@ -36,15 +36,15 @@ _EVENTS_PER_WRITE = 10_000
 
 
 class _Shown(NamedTuple):
-    """A run and its position in the file.
+    """A run, and the numbers of its tracks in the trace file.
 
     Attributes:
-        title: prefix of the names of its tracks; empty for a single run.
-        shift: nanoseconds that are added to its times.
-        pid: pid of its first rank.
-        critical_tid: tid of its critical path.
-        lane_tid: tid of its first lane.
-        flow: number of edges of the runs before it.
+        title: prefix of the names of the run's tracks; empty for a single run.
+        shift: nanoseconds that are added to all times.
+        pid: pid of the run's first rank.
+        critical_tid: tid of the run's critical path.
+        lane_tid: tid of the run's first lane.
+        flow: number of arrows of the runs before this one.
     """
 
     recording: Recording
@@ -58,7 +58,7 @@ class _Shown(NamedTuple):
 
     @property
     def tracks(self) -> dict[LaneName, str]:
-        """The JSON text with the pid and tid of each lane."""
+        """The JSON text `"pid":…,"tid":…` of each lane, by lane."""
         return {
             lane: f'"pid":{self.pid + lane.rank},"tid":{self.lane_tid + index}'
             for index, lane in enumerate(self.recording.lanes)
@@ -66,7 +66,7 @@ class _Shown(NamedTuple):
 
 
 class TitledRun(NamedTuple):
-    """A run, with the title that distinguishes it from others in the same trace."""
+    """A recorded run, with a title that distinguishes it from other runs in one trace file."""
 
     title: str
     recording: Recording
@@ -74,7 +74,7 @@ class TitledRun(NamedTuple):
 
 
 def write_trace(path: Path | str, recording: Recording, about: About) -> None:
-    """Write a trace, gzipped if the name ends in .gz.
+    """Write a recording with its metadata as a trace file, gzipped if the name ends in .gz.
 
     Raises:
         BadInput: the file cannot be written; nothing is left of it.
@@ -92,9 +92,9 @@ def write_trace(path: Path | str, recording: Recording, about: About) -> None:
 
 
 def write_side_by_side(path: Path | str, runs: Sequence[TitledRun]) -> None:
-    """Write several runs as one trace, each as a process, shifted so that decode starts at the same time.
+    """Write several runs to one trace file, each as processes of its own, with times shifted for comparison.
 
-    Without a common decode step, the first common step starts at the same time.
+    The first decode step that all runs have starts at the same time in each; without one, the first step that all have.
 
     Raises:
         BadInput: the file cannot be written; nothing is left of it.
@@ -112,9 +112,10 @@ def write_side_by_side(path: Path | str, runs: Sequence[TitledRun]) -> None:
 
 
 def common_shifts(runs: Sequence[TitledRun]) -> list[int]:
-    """Nanoseconds by which to shift each run, so that the first common decode step starts at the same time in all.
+    """Return nanoseconds to add to each run's times, so that a step starts at the same time in all runs.
 
-    The first step of a trimmed run may be incomplete and is ignored.
+    The step is the first decode step that all runs have; without one, the first step that all have. The first step of a
+    trimmed run may be incomplete and is ignored. Without any common step, all shifts are 0.
     """
     starts = []
     for run in runs:
@@ -274,12 +275,12 @@ def _expert_rows(experts: Mapping[int, int]) -> str:
 
 
 def _plain(number: float) -> float:
-    """Convert whole numbers to int, so that files do not say 4096.0 bytes."""
+    """Convert a float without a fraction to int, so that trace files do not say 4096.0 bytes."""
     return int(number) if number == int(number) else number
 
 
 def _cancelled(run: _Shown) -> Iterator[str]:
-    """Yield an instant event for each cancelled task, which has no slice."""
+    """Yield the JSON of an instant event for each cancelled task, since a task that never ran has no slice."""
     tracks = run.tracks
     for each in run.recording.cancelled:
         task = each.task
@@ -292,9 +293,9 @@ def _cancelled(run: _Shown) -> Iterator[str]:
 
 
 def _flows(run: _Shown) -> Iterator[str]:
-    """Yield the arrows into each slice: from each lane, the one from the last task there that it depends on.
+    """Yield the JSON of arrows: one to each slice from the last slice of each lane that it depends on.
 
-    An arrow starts in the last nanosecond of that task, as its end belongs to the next slice.
+    An arrow starts in the last nanosecond of a slice, as the end of the slice belongs to the next one.
     """
     recording, tracks, shift = run.recording, run.tracks, run.shift
     begins = []
@@ -352,7 +353,7 @@ def _counters(run: _Shown) -> Iterable[str]:
 
 
 def _requests(run: _Shown) -> Iterator[str]:
-    """Yield each request as an asynchronous span, with its parts in it."""
+    """Yield the JSON of an asynchronous span for each request, and of spans for the request's parts."""
     for each in run.recording.requests:
         track = f'"cat":"{REQUEST}","id":{each.request},"pid":{run.pid},"tid":0'
         args = json.dumps(msgspec.to_builtins(each), separators=(",", ":"))

@@ -1,4 +1,4 @@
-"""The critical path: the chain of tasks that determined the end of a run; and the least time that the tasks need."""
+"""The critical path (the chain of tasks that determined a run's end), and the least time of a run's tasks."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from moesched.trace.waits import Wait, waits_of
 
 
 class Hop(NamedTuple):
-    """One task of the critical path, and its wait for the previous one."""
+    """One task of the critical path, and the task's wait for the previous one."""
 
     slice: Slice
     wait: Wait
 
     @property
     def gap(self) -> int:
-        """Nanoseconds since the end of the previous hop, spent in the policy or the driver."""
+        """Nanoseconds from the end of the previous task to the start of this one; the policy or the driver ran then."""
         return self.wait.policy + self.wait.host
 
 
 def critical_path(recording: Recording, waits: Sequence[Wait] | None = None) -> list[Hop]:
-    """Return the chain of tasks, each of which waited for the one before, up to the task that ended last.
+    """Return the chain of tasks that ends with the last task of the run; each task waited for the one before it.
 
     Args:
-        waits: the waits of the recording (`waits_of`), if they are known.
+        waits: the result of `waits_of` for the recording; None to compute it.
     """
     slices = recording.slices
     if not slices:
@@ -40,10 +40,13 @@ def critical_path(recording: Recording, waits: Sequence[Wait] | None = None) -> 
 
 
 def least_nanoseconds(recording: Recording, start: int, end: int) -> int:
-    """Return the least nanoseconds that the tasks between two times need on the same lanes, in any order.
+    """Return a lower bound of the time that tasks need on the same lanes, in any order, in nanoseconds.
 
-    That is the busy time of the busiest lane, or the longest chain of tasks of which each depends on the one before,
-    whichever is longer. Of each task, the part between the times counts.
+    The bound is the larger of two: the busy time of the busiest lane, and the longest chain of tasks of which each
+    depends on the one before. Of each task, only the part between `start` and `end` counts.
+
+    Args:
+        start, end: times since the start of the run, in nanoseconds.
     """
     busy = dict.fromkeys(recording.lanes, 0)
     chains: list[int] = []

@@ -1,4 +1,4 @@
-"""Descriptions of tasks for traces: labels, works, rows, pages, and lines of the policy."""
+"""Conversion of tasks to the descriptions that traces contain: labels, works, rows, pages, and lines of the policy."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def title_of(pool: Pool) -> str:
 
 
 class Descriptions:
-    """Makes descriptions of tasks, and finds the policy's lines that submitted them; equal tasks share both."""
+    """Makes the descriptions of tasks, and finds the policy's lines that submitted tasks; results are cached."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[object, ...], TaskInfo] = {}
         self._lines: dict[tuple[int, int], str] = {}
 
     def of(self, task: Task) -> TaskInfo:
-        """Return the description of a task."""
+        """Return the description of a task; tasks that are alike share one object."""
         moved = _moved(task) if isinstance(task, PageTransfer) else _NOTHING
         numbers = (task.layer, task.micro_batch, task.expert, task.ranges)
         priority_class = class_of(task)
@@ -45,7 +45,12 @@ class Descriptions:
 
 
 class _Moved(NamedTuple):
-    """The pages that a transfer moves, and the title and the slots of the pool that they go to."""
+    """The pages that a transfer moves, and the pool that they go to.
+
+    Attributes:
+        pool: the pool's name with its memory; empty if the pages go to fixed slots.
+        slots: number of pages that the pool has room for.
+    """
 
     pages: Sequence[Page]
     pool: str = ""

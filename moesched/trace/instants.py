@@ -1,4 +1,4 @@
-"""Lengthening of tasks that took no time to a nanosecond, since viewers lose the arrows of a slice without length."""
+"""Lengthening of tasks that took no time to one nanosecond, since viewers draw no arrows at slices without length."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from moesched.trace.recording import LaneName, Slice
 
 
 def lengthen(slices: Sequence[Slice], producers: Sequence[Sequence[int]]) -> None:
-    """Make slices of zero length a nanosecond long, and move slices that begin where these end.
+    """Make slices of zero length one nanosecond long, and delay slices that would then begin before these end.
 
-    Slices that overlap, or that begin before the end of those they depend on, still do, so that checks find faults of
-    a clock.
+    Faults of the clock stay visible to checks: slices that overlapped before, or began before the end of a slice that
+    they depend on, still do.
 
     Args:
         slices: slices of all lanes, in any order; changed in place.
@@ -30,5 +30,5 @@ def lengthen(slices: Sequence[Slice], producers: Sequence[Sequence[int]]) -> Non
 
 
 def _in_time(each: Slice) -> tuple[int, int, int]:
-    """The sort key of a slice: start, end, then program order, in which slices follow those they depend on."""
+    """Return the sort key of a slice: start, end, and number, so that slices with equal times stay in program order."""
     return each.start, each.end, each.id

@@ -1,4 +1,4 @@
-"""Merges the recordings of several nodes on a common clock."""
+"""Merging of several nodes' recordings to one, with all times on a common clock."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from moesched.trace.recording import LaneName, Recording
 def merge_recordings(
     recordings: Mapping[int, Recording], ahead: Mapping[int, Callable[[int], int]]
 ) -> Recording:
-    """Merge recordings, each lane under its node's rank; time 0 is the earliest start.
+    """Merge the recordings of all nodes; lanes have the ranks of their nodes, and time 0 is the earliest start.
 
     Args:
         recordings: recordings by rank, each of one engine; `origin` is the start of each on its node's clock.
-        ahead: by rank, a function from a time on the node's clock to the nanoseconds by which that clock is ahead of
-            the common one; 0 for ranks without one.
+        ahead: by rank, a function that takes a time on the node's clock, and returns the nanoseconds by which this
+            clock is ahead of the common one; a rank without a function has the common clock.
     """
     first = min(_common(each.origin, ahead.get(rank)) for rank, each in recordings.items())
 
@@ -69,5 +69,9 @@ def merge_recordings(
 
 
 def _common(time: int, ahead: Callable[[int], int] | None) -> int:
-    """Convert a time on a node's clock to the common clock, in nanoseconds."""
+    """Convert a time on a node's clock to the common clock, in nanoseconds.
+
+    Args:
+        ahead: takes the time and returns the nanoseconds by which the node's clock is ahead; None for 0.
+    """
     return time if ahead is None else time - ahead(time)

@@ -1,4 +1,4 @@
-"""Making of recordings, from the tasks that ran and the data that recorders keep for each rank."""
+"""Conversion of tasks that ran to a recording, with the data that recorders collect for each rank."""
 
 from __future__ import annotations
 
@@ -41,19 +41,23 @@ by_id = attrgetter("id")
 
 
 class HasPeak(Protocol):
-    """The part of a memory's ledger that traces need."""
+    """Anything that knows the peak of a memory, such as a memory's ledger."""
 
     @property
     def peak(self) -> int:
-        """The most bytes that were reserved at a time."""
+        """The most bytes that were reserved in the memory at once."""
 
 
 class RankRecord:
-    """Data of one rank: lanes, joins, awaited tasks, submit delays, cancelled tasks, memories, filled slots.
+    """Data of one rank that its engine and pools collect during the run, apart from the finished tasks.
 
     Attributes:
+        awaits: pairs of an awaited task's id and the number of tasks that the policy had submitted by then.
+        submit_delays: pairs of a task's id and its delay in nanoseconds, as in `Slice.submit_delay`.
+        cancels: pairs of a cancelled task and the time.
+        memories: ledgers by the memory's name.
         filled: slots that were filled by tasks which the recorder has dropped.
-        counts: by pool, a log of (number of the task that was submitted next, the pool's counts).
+        counts: for each pool, a list of (number of the next submitted task, the pool's counts).
     """
 
     def __init__(self, engine: Engine, memories: Mapping[str, HasPeak], pools: Iterable[Pool]) -> None:
@@ -76,10 +80,11 @@ class RankRecord:
         engine.cancels = self.cancels
 
     def trim(self, task: int, step: int) -> None:
-        """Drop the data from before a step.
+        """Drop the data of all steps before one.
 
         Args:
-            task: the number of the step's first task.
+            task: the id of the step's first task on this rank.
+            step: the number of the first step to keep.
         """
         del self.joins[: bisect_left(self.joins, task, key=by_id)]  # they depend on no later task
         for pairs in (self.awaits, self.submit_delays):
@@ -89,7 +94,7 @@ class RankRecord:
             del log[: max(0, bisect_right(log, task, key=itemgetter(0)) - 1)]
 
     def stop(self) -> None:
-        """Keep the data collected so far, and have the engine collect no more."""
+        """Make the engine collect no more data; the data so far are kept."""
         engine = self._engine
         engine.joined = engine.awaits = engine.submit_delays = engine.cancels = None
 
@@ -98,8 +103,9 @@ def record(tasks: Sequence[Task], ranks: Sequence[RankRecord], origin: int, *, t
     """Make the recording of tasks that ran.
 
     Args:
+        tasks: the finished tasks of all ranks, in any order.
         ranks: data of the ranks that ran the tasks.
-        origin: time of the driver's clock at time 0, in nanoseconds.
+        origin: the time on the driver's clock that is time 0 of the recording, in nanoseconds.
         trimmed: whether earlier tasks are left out.
     """
     joins: list[Sequence[Join]] = [rank.joins for rank in ranks]
@@ -167,7 +173,11 @@ def _cancelled(
 
 
 def costs_of(tasks: Iterable[Task], *, sharing: bool) -> dict[WorkKey, Demand]:
-    """Return the demand of each work that a cost model gave one; shares of resources are left out unless `sharing`."""
+    """Return the demand of each different work among the tasks; works without a demand are left out.
+
+    Args:
+        sharing: whether demands keep their shares of resources, by which concurrent tasks slow each other down.
+    """
     works = {id(task.work): task.work for task in tasks if task.work.demand is not None}
     costs = {}
     for work in works.values():
@@ -177,7 +187,10 @@ def costs_of(tasks: Iterable[Task], *, sharing: bool) -> dict[WorkKey, Demand]:
 
 
 def predictions_of(tasks: Iterable[Task], cost: CostModel) -> dict[WorkKey, float]:
-    """Return the predicted seconds of each work, alone on the machine; works without a known cost are left out."""
+    """Return the seconds that each different work among the tasks takes alone on the machine, by the cost model.
+
+    Works of unknown cost are left out.
+    """
     predictions = {}
     for work in {id(task.work): task.work for task in tasks}.values():
         with suppress(BadInput):
@@ -190,7 +203,7 @@ def _key(work: Work) -> WorkKey:
 
 
 class _Numbers:
-    """Indices of the recorded tasks of one rank by task id; a join maps to the tasks that it depends on."""
+    """Indices of one rank's recorded tasks by task id; a join's id stands for the tasks that the join depends on."""
 
     def __init__(self) -> None:
         self._tasks: dict[int, int] = {}
@@ -200,11 +213,11 @@ class _Numbers:
         self._tasks[task.id] = index
 
     def join(self, join: Join) -> None:
-        """Add a join; joins are added in program order, so that a join of joins follows them."""
+        """Add a join. Joins must be added in program order, so that a join of other joins finds these."""
         self._joins[join.id] = self.of(join.deps)
 
     def of(self, ids: Sequence[int]) -> tuple[int, ...]:
-        """Return the indices of tasks by their ids, without duplicates; a join is replaced by the tasks before it."""
+        """Return the indices of the tasks with these ids, without duplicates; joins are replaced by their tasks."""
         tasks = self._tasks
         try:
             return tuple(dict.fromkeys([tasks[each] for each in ids]))
@@ -222,7 +235,11 @@ class _Numbers:
 def _numbers(
     tasks: Sequence[Task], lanes: Mapping[Lane, LaneName], joins: Sequence[Sequence[Join]]
 ) -> list[_Numbers]:
-    """Number the tasks of each rank."""
+    """Return a table of each rank's tasks and joins, which gives the indices in `tasks` by task id.
+
+    Args:
+        joins: the joins of each rank, in program order.
+    """
     numbers = [_Numbers() for _ in joins]
     for index, task in enumerate(tasks):
         numbers[lanes[task.lane].rank].add(task, index)
@@ -245,7 +262,11 @@ def _note_policies(slices: Sequence[Slice], ranks: Sequence[RankRecord], numbers
 def _memory(
     tasks: Sequence[Task], lanes: Mapping[Lane, LaneName], ranks: Sequence[RankRecord], start: int, end: int
 ) -> list[MemorySample]:
-    """Sample every memory at the start, at the start of each transfer into an empty slot, and at the end."""
+    """Return samples of every memory: at the start, whenever a transfer into an empty slot starts, and at the end.
+
+    Args:
+        start, end: times of the recording in nanoseconds.
+    """
     filled = [set(rank.filled) for rank in ranks]
     held = [dict.fromkeys(rank.memories, 0) for rank in ranks]
     for totals, slots in zip(held, filled, strict=True):
@@ -277,7 +298,7 @@ def _memory(
 
 
 def _pools(recording: Recording, ranks: Sequence[RankRecord]) -> list[PoolSample]:
-    """Sample each logged count of the pools at the start of the task that was submitted next, and at the end."""
+    """Return samples of the pools' counts, at the start of each task before which they changed, and at the end."""
     samples = []
     for rank, each in enumerate(ranks):
         if not each.pools:

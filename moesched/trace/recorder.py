@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 
 class _RankRecorder:
-    """Base of recorders: collects the data of the ranks that it watches.
+    """Base class of recorders: collects the data of the ranks that it watches.
 
     Attributes:
-        origin: time of the driver's clock at time 0, in nanoseconds.
-        sharing: whether concurrent tasks of a modelled run slow each other down.
-        cost: predicts the works of a measured run; None to predict nothing.
+        origin: the time on the driver's clock that is time 0 of the recording, in nanoseconds.
+        sharing: whether concurrent tasks slow each other down in this simulated run.
+        cost: the cost model that predicts the times of a measured run's works; None to predict nothing.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,12 @@ class _RankRecorder:
     def watch(
         self, engine: Engine, memories: Mapping[str, HasPeak] | None = None, pools: Iterable[Pool] = ()
     ) -> None:
-        """Record one more rank, with its lanes, joins, memories and pools. Call it before the engine runs."""
+        """Record one more rank. Call it before the rank's engine runs; ranks are numbered in the order of calls.
+
+        Args:
+            memories: ledgers of the rank's memories, by name; None for none.
+            pools: the rank's pools.
+        """
         self._rank_of.update(dict.fromkeys(engine.lanes, len(self._ranks)))
         self._ranks.append(RankRecord(engine, memories or {}, pools))
 
@@ -52,7 +57,7 @@ class _RankRecorder:
 
 
 class Recorder(_RankRecorder):
-    """Keeps every task that ran.
+    """Observer that keeps every task that ran.
 
     Call `watch` with the engine of every rank, and pass the recorder to the driver as an observer.
     """
@@ -65,7 +70,7 @@ class Recorder(_RankRecorder):
 
     @property
     def ended(self) -> Callable[[Task], None]:
-        """The callback for finished tasks: the append method of a list."""
+        """The function that drivers call with each finished task: the `append` of a list."""
         return self._append
 
     def replayed(self, timeline: Timeline) -> None:
@@ -79,13 +84,13 @@ class Recorder(_RankRecorder):
 
 
 class FirstSteps(Recorder):
-    """Keeps the tasks of loading and of the first steps, as a replay needs them.
+    """Observer that keeps the tasks of loading and of the first steps only, as a replay needs them.
 
-    It is used like `Recorder`.
+    Use it like `Recorder`. Steps are kept until both numbers are reached.
 
     Args:
-        steps: number of steps that are kept in any case, the prefill included.
-        tasks: number of tasks; once that many are kept, the step that runs is the last one to be kept.
+        steps: the least number of steps to keep, the prefill included.
+        tasks: the least number of tasks to keep; the step in which this number is reached is kept whole.
     """
 
     def __init__(self, steps: int, tasks: int = 0) -> None:
@@ -98,7 +103,7 @@ class FirstSteps(Recorder):
 
     @property
     def ended(self) -> Callable[[Task], None]:
-        """The callback for finished tasks, which keeps those of the first steps."""
+        """The function that drivers call with each finished task; it keeps those of the first steps."""
         return self._keep
 
     def replayed(self, timeline: Timeline) -> None:
@@ -131,9 +136,10 @@ class FirstSteps(Recorder):
 
 
 class LastSteps(_RankRecorder):
-    """Keeps the tasks of the last `steps` steps, for long runs; loading counts as a step.
+    """Observer that keeps the tasks of the last steps only, for long runs. Use it like `Recorder`.
 
-    It is used like `Recorder`.
+    Args:
+        steps: number of steps to keep, at least 1; loading counts as a step.
     """
 
     def __init__(self, steps: int) -> None:
@@ -146,7 +152,7 @@ class LastSteps(_RankRecorder):
         self._dropped = 0
 
     def ended(self, task: Task) -> None:
-        """Keep a finished task."""
+        """Keep a finished task, and drop those of the earliest step if there are too many steps."""
         tasks = self._steps.get(task.step)
         if tasks is not None:
             tasks.append(task)
@@ -182,7 +188,7 @@ class LastSteps(_RankRecorder):
                 rank.trim(min(ids), self._first)
 
     def _forget(self, tasks: Iterable[Task]) -> None:
-        """Drop tasks, and keep only the slots that they filled."""
+        """Drop tasks, but remember the slots that they filled."""
         for task in tasks:
             if isinstance(task, PageTransfer) and task.slots:
                 self._ranks[self._rank_of[task.lane]].filled.update(task.slots)

@@ -1,6 +1,6 @@
-"""Recordings: the tasks of a run as plain values, their dependencies, and the contents of memories.
+"""Recordings: the tasks of a run as plain values, the dependencies between them, and the contents of memories.
 
-Recorders build them from tasks and the reader from a file; the writer and all analysis take them as input.
+Recorders make recordings of tasks, and the reader makes them of a file; the writer and all analysis take recordings.
 """
 
 from __future__ import annotations
@@ -17,26 +17,28 @@ from moesched.tasks import Phase, phase_after
 
 
 class LaneName(NamedTuple):
-    """A lane of one rank."""
+    """The name of a lane, and the rank that it belongs to."""
 
     rank: int
     name: str
 
 
 class TaskInfo(msgspec.Struct, frozen=True, gc=False, rename={"nbytes": "bytes", "flops": "FLOP"}):
-    """Description of a task; equal tasks of different steps may share one.
+    """Description of a task, without its times; tasks that are alike may share one.
 
     Attributes:
+        label: the task's name in viewers.
         type: the class of the task, such as "PageTransfer".
         kind: the kind of operation, as cost tables name it.
-        resource: the processor or link that it uses.
+        resource: the processor or link that the task uses.
         layer, micro_batch, expert: -1 for none.
-        pages: the number of weight pages that it moves.
-        priority_class: its class on a ready-first lane; lower classes go first.
-        pool: the pool that it brings pages to, with its memory, such as "experts in gpu".
+        flops, nbytes: FLOPs and bytes of the task.
+        pages: the number of weight pages that the task moves.
+        priority_class: the task's class on a lane that runs the first ready task; lower classes go first.
+        pool: the pool that the task brings pages to, with its memory, such as "experts in gpu".
         pool_slots: the number of pages that this pool has room for.
-        rows: the rows (tokens) that it works on; 0 for transfers.
-        page_names: the weight pages that it moves, in words.
+        rows: the number of rows (tokens) that the task works on; 0 for transfers.
+        page_names: the weight pages that the task moves, in words.
     """
 
     label: str = ""
@@ -58,7 +60,7 @@ class TaskInfo(msgspec.Struct, frozen=True, gc=False, rename={"nbytes": "bytes",
 
     @property
     def work(self) -> WorkKey:
-        """The key of the task's work."""
+        """The fields that identify the task's work: tasks with equal ones have the same cost on a machine."""
         return WorkKey(self.kind, self.resource, self.flops, self.nbytes)
 
 
@@ -76,17 +78,18 @@ class Slice(msgspec.Struct, gc=False):
 
     Attributes:
         id: number of the task on its rank, in program order.
-        step: number of its step: -1 for loading, 0 for the prefill, then 1, 2, ...
+        task: description of the task.
+        step: number of the task's step: -1 for loading, 0 for the prefill, then 1, 2, ...
         state: "done" or "failed".
-        ticket: number of the collective that it is a part of, -1 if none.
-        line: the line of the policy that submitted it, as file:line.
+        ticket: number of the collective that the task is a part of, -1 if none.
+        line: the line of the policy that submitted the task, as file:line.
         awaited_at: number of tasks submitted before the policy had to wait for this one; -1 if it never had to.
         dispatch: time from the lane's receipt of the task to its start, in which the thread of the lane wakes up.
         launching: time from the start of a stream's task until the host had launched its last kernel, in which the
             stream may have waited for the host.
         submit_delay: time in which the lane was idle until the policy submitted the task, counted from the end of the
             task that the policy awaited last, or from the previous such submission; -1 if the lane was not idle.
-        experts: the experts that a router or a preview chose, with the number of rows of each; None for other tasks.
+        experts: numbers of rows by expert, for the experts that a router or a preview chose; None for other tasks.
     """
 
     id: int
@@ -106,12 +109,12 @@ class Slice(msgspec.Struct, gc=False):
 
     @property
     def phase(self) -> Phase | None:
-        """The phase of the task's step; None for loading."""
+        """The phase of the task's step, "prefill" or "decode"; None for loading."""
         return phase_of(self.step)
 
 
 def phase_of(step: int) -> Phase | None:
-    """The phase of a recorded step, by its number; None for loading."""
+    """Return the phase of a step, "prefill" or "decode", by the step's number; None for loading (-1)."""
     return None if step < 0 else phase_after(step)
 
 
@@ -132,7 +135,13 @@ class Cancelled(msgspec.Struct, frozen=True):
 
 
 class MemorySample(NamedTuple):
-    """A memory at one time: the bytes that the plan has reserved, and the bytes of these that hold pages."""
+    """The use of a memory at one time.
+
+    Attributes:
+        time: nanoseconds since the start of the run.
+        reserved: bytes that the plan has reserved.
+        pages: bytes among these that hold pages of weights.
+    """
 
     rank: int
     memory: str
@@ -142,9 +151,13 @@ class MemorySample(NamedTuple):
 
 
 class PoolSample(NamedTuple):
-    """The counts of one pool at one time, since the start of the run.
+    """The counts of one pool at one time, added up since the start of the run.
 
-    They follow program order: the counts at the start of a task are those at the time the policy submitted it.
+    Counts at the start of a task are those at the time when the policy submitted the task.
+
+    Attributes:
+        pool: the pool's name with its memory, such as "experts in gpu".
+        time: nanoseconds since the start of the run.
     """
 
     rank: int
@@ -154,15 +167,15 @@ class PoolSample(NamedTuple):
 
 
 class RequestSpan(msgspec.Struct, frozen=True):
-    """A request that joined and left a run; times are nanoseconds from the start of the run, -1 where there is none.
+    """A request that joined and left a run; times are nanoseconds since the start of the run, -1 if there is none.
 
     Attributes:
-        request: its number.
-        arrived: its arrival.
-        entered: when it got a place.
-        first_token: when it had its first token.
-        ended: when it had its last one, or left.
-        tokens: the number of its tokens.
+        request: number of the request.
+        arrived: time of its arrival.
+        entered: time at which it got a place in a micro-batch.
+        first_token: time at which it had its first token.
+        ended: time at which it had its last token, or left.
+        tokens: number of tokens that it got.
     """
 
     request: int
@@ -174,7 +187,7 @@ class RequestSpan(msgspec.Struct, frozen=True):
 
     @property
     def parts(self) -> list[tuple[str, int, int]]:
-        """Parts of the span as (name, start, end): its wait, its prompt and its tokens, without empty ones."""
+        """The request's wait, prompt and tokens as (name, start, end) in nanoseconds, without empty parts."""
         ends = [("waits", self.entered), ("prompt", self.first_token), ("tokens", self.ended)]
         parts, start = [], self.arrived
         for name, end in ends:
@@ -186,18 +199,21 @@ class RequestSpan(msgspec.Struct, frozen=True):
 
 
 class Recording(msgspec.Struct):
-    """The tasks of a run, in order of their ends.
+    """The tasks of a run, and all that is known about them.
 
     Attributes:
         lanes: all lanes in order of display, including idle ones.
-        producers: for each slice, the indices of the slices of its rank that its task depends on; joins are expanded.
+        slices: the tasks that ran, in order of their ends.
+        producers: for each slice, the indices of the slices of its rank that its task depends on; a join is replaced by
+            the slices before it.
+        memory: samples of the memories' use.
         trimmed: whether earlier steps were dropped.
-        joins: number of joins that were expanded.
+        joins: number of joins that were replaced.
         in_order: lanes that run tasks in order of submission; all others run whichever task is ready.
-        origin: time of the driver's clock at time 0, in nanoseconds.
-        pools: the counts of pools over time.
-        costs: the works' demands on the machine, where a cost model gave them.
-        predictions: the seconds that the works of a measured run should take, each alone on the machine.
+        origin: the time on the driver's clock that is time 0 of the recording, in nanoseconds.
+        pools: samples of the pools' counts.
+        costs: the demand of each work on the machine, where a cost model gave one.
+        predictions: for a measured run, the predicted seconds of each work, alone on the machine.
         cancelled: tasks that the policy cancelled, in order of time.
         requests: requests that joined and left, in order of arrival; empty for a batch.
     """
@@ -220,10 +236,11 @@ class Recording(msgspec.Struct):
         return f"<Recording: {len(self.slices):,} tasks on {len(self.lanes)} lanes, {self.end / 1e9:.3g} s>"
 
     def part(self, kept: Sequence[int], **changed: object) -> Recording:
-        """Return the recording of the slices at these indices, and of the dependencies between them.
+        """Return a recording with only the slices at some indices, and the dependencies between them.
 
         Args:
-            changed: new values of other fields.
+            kept: the indices, in the order of the new slices.
+            changed: new values of other fields, by name.
         """
         places = {index: place for place, index in enumerate(kept)}
         return msgspec.structs.replace(
@@ -237,13 +254,13 @@ class Recording(msgspec.Struct):
 
     @property
     def titles(self) -> dict[LaneName, str]:
-        """The names of its lanes, with their ranks if there are several."""
+        """The name to show for each lane; it includes the rank if the recording has several ranks."""
         several = len({lane.rank for lane in self.lanes}) > 1
         return {lane: f"rank {lane.rank} {lane.name}" if several else lane.name for lane in self.lanes}
 
     @property
     def durations(self) -> list[int]:
-        """The nanoseconds of each slice."""
+        """The duration of each slice in nanoseconds."""
         return [each.end - each.start for each in self.slices]
 
     @property
@@ -253,19 +270,24 @@ class Recording(msgspec.Struct):
 
     @property
     def start(self) -> int:
-        """Start of the run in nanoseconds; for a trimmed recording, start of its first slice."""
+        """The start of the first slice in a trimmed recording, in nanoseconds; otherwise 0, the start of the run."""
         if not self.trimmed or not self.slices:
             return 0
         return min(each.start for each in self.slices)
 
     @property
     def end(self) -> int:
-        """Latest end of a task, in nanoseconds."""
+        """The latest end of a slice, in nanoseconds since the start of the run."""
         return max((each.end for each in self.slices), default=0)
 
 
 class Clock(msgspec.Struct, frozen=True, kw_only=True, rename={"ahead": "ahead_ns", "error": "error_ns"}):
-    """Correction of one node's clock, in nanoseconds: its lead, which was subtracted, and the error bound."""
+    """Correction of one node's clock.
+
+    Attributes:
+        ahead: nanoseconds by which the node's clock was ahead; they were subtracted from its times.
+        error: bound of the correction's error, in nanoseconds.
+    """
 
     ahead: int
     error: int
@@ -277,7 +299,12 @@ class Roof(
     kw_only=True,
     rename={"flops": "flops_per_second", "bandwidth": "bytes_per_second"},
 ):
-    """Limits of a processor: FLOP/s in the run's dtype, and bytes per second of the memory that it computes from."""
+    """Limits of a processor's speed.
+
+    Attributes:
+        flops: FLOP/s in the dtype of the run.
+        bandwidth: bytes per second of the memory from which the processor reads.
+    """
 
     flops: Annotated[float, Meta(gt=0)]
     bandwidth: Annotated[float, Meta(gt=0)]
@@ -287,8 +314,9 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
     """Metadata of a recording.
 
     Attributes:
-        driver: "virtual" predicts, "realtime" measures.
-        plan: sizes that the policy chose, as JSON values.
+        driver: "virtual" for a predicted run, "realtime" for a measured one.
+        policy, model, machine: names.
+        plan: sizes that the policy chose, as JSON values by name.
         clocks: corrections of the clocks of several nodes, by rank.
         roofs: limits of the machine's processors, by name; empty where they are not known.
     """

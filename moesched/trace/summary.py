@@ -8,7 +8,13 @@ from moesched.trace.recording import Recording, Slice
 
 
 class LaneUse(msgspec.Struct, frozen=True, kw_only=True):
-    """Use of one lane after loading; `utilization` is the share of the time after loading in which it was busy."""
+    """The use of one lane after loading.
+
+    Attributes:
+        tasks: number of tasks.
+        utilization: share of the time after loading in which the lane was busy, from 0 to 1.
+        nbytes, flops: bytes and FLOPs of all tasks.
+    """
 
     rank: int
     lane: str
@@ -20,7 +26,14 @@ class LaneUse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KindUse(msgspec.Struct, frozen=True, kw_only=True):
-    """All tasks of one verb on lanes of one name, including loading; rates are per busy second."""
+    """Totals of the tasks with one verb on all lanes with one name, including loading.
+
+    Attributes:
+        kind: the verb.
+        tasks: number of tasks.
+        seconds: total duration of the tasks.
+        gigabytes_per_second, gigaflops_per_second: bytes and FLOPs of the tasks over their total duration.
+    """
 
     kind: str
     lane: str
@@ -33,9 +46,12 @@ class KindUse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepTime(msgspec.Struct, frozen=True, kw_only=True):
-    """Time of one step, from the end of the previous one to its last sample, in seconds since the run's start.
+    """The times of one step, in seconds since the run's start.
 
-    Step -1 is loading, 0 the prefill.
+    Attributes:
+        step: -1 for loading, 0 for the prefill, then 1, 2, ...
+        start: the end of the previous step.
+        end: the end of the step's last `sample` task, or of its last task if none samples.
     """
 
     step: int
@@ -44,12 +60,19 @@ class StepTime(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def seconds(self) -> float:
-        """Duration of the step."""
+        """Duration of the step in seconds."""
         return self.end - self.start
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """Totals of a recording; `seconds` lasts from its start to the end of its last task."""
+    """Totals of a recording.
+
+    Attributes:
+        seconds: time from the recording's start to the end of its last task.
+        tasks, edges, failed, cancelled: numbers of tasks, of dependencies, of failed tasks and of cancelled tasks.
+        nbytes_moved: bytes of all transfers of pages.
+        peak_bytes: the most bytes that any rank's plan reserves, by memory.
+    """
 
     seconds: float
     tasks: int
@@ -64,7 +87,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def summarize(recording: Recording) -> Summary:
-    """Summarise a recording."""
+    """Return the totals of a recording, also by lane, by kind of task and by step."""
     steps = _steps(recording)
     return Summary(
         seconds=(recording.end - recording.start) / 1e9,
@@ -99,7 +122,7 @@ class _Sum:
 
 
 def _lanes(recording: Recording, steps: list[StepTime]) -> list[LaneUse]:
-    """Use of each lane after loading; with loading if the recording has nothing else."""
+    """Return the use of each lane after loading; if the recording has only loading, the use during loading."""
     only_loading = all(each.step < 0 for each in recording.slices)
     loaded = next((step.end for step in steps if step.step < 0 and not only_loading), recording.start / 1e9)
     window = recording.end / 1e9 - loaded
@@ -144,7 +167,7 @@ def _kinds(recording: Recording) -> list[KindUse]:
 
 
 def _steps(recording: Recording) -> list[StepTime]:
-    """Times of steps: each ends with its last sample, though transfers for the next one may end later."""
+    """Return the times of all steps; a step ends with its last `sample` task, although transfers may still run."""
     first: dict[int, int] = {}
     last: dict[int, int] = {}
     sampled: dict[int, int] = {}

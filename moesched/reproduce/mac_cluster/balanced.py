@@ -1,4 +1,4 @@
-"""`ep_balanced` beside the cluster paper's best version, on the same nodes."""
+"""Comparison of our policy `ep_balanced` with the best version of the Apple silicon cluster paper."""
 
 from __future__ import annotations
 

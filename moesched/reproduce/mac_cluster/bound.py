@@ -1,4 +1,4 @@
-"""Table 6 and Fig. 8 of the Apple silicon cluster paper: its bound, by `moesched plan --nodes`."""
+"""Table 6 and Fig. 8 of the Apple silicon cluster paper: its bound of the speed, by `moesched plan --nodes`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ NETWORKS = ("10gbe", "rocev2", "infiniband")
 
 
 def table_6(paper: MacPaper) -> Section:
-    """Make the section of Table 6: the values of Eq. 1, cell by cell, in the form in which they are printed."""
+    """Make the section of Table 6, which compares our values of the paper's Eq. 1 with the printed ones, cell by cell.
+
+    Values agree if they are equal in the printed number of digits.
+    """
     rows: list[dict[str, Value]] = []
     for nodes, printed in paper.table_6.items():
         bound = plan_cluster(paper.model, machine="m2-ultra", nodes=int(nodes), network=paper.network).bound
@@ -40,7 +43,7 @@ def table_6(paper: MacPaper) -> Section:
 
 
 def figure_8(paper: MacPaper, realised: Mapping[int, float]) -> Section:
-    """Make the section of Fig. 8: Eq. 1 with other network cards.
+    """Make the section of Fig. 8: the bound of Eq. 1 for several network cards and numbers of nodes.
 
     Args:
         realised: simulated seconds per token, by number of nodes.

@@ -10,7 +10,13 @@ PARTS = ("moe", "comm", "misc")
 
 
 class Latency(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Seconds of an exchange: in centralised versions; in others between two nodes, and more for each further node."""
+    """Seconds that one exchange of the nodes takes before its bytes.
+
+    Attributes:
+        centralised: with attention on the first node only.
+        decentralised: with attention on every node, between two nodes.
+        each_further_node: seconds to add to `decentralised` for each node beyond two.
+    """
 
     centralised: float
     decentralised: float
@@ -18,12 +24,16 @@ class Latency(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class PrintedSystem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A row of Tables 3 and 4, and how we run it.
+    """A row of Tables 3 and 4: the printed figures of one version on some nodes, and the policy that we run for it.
 
     Attributes:
-        seconds, moe, comm, misc: seconds per token, and its parts.
+        tables: titles of the tables with this row.
+        method: the paper's name of the version.
+        policy: name of our policy, which gets `settings`.
+        seconds: printed seconds per token.
+        moe, comm, misc: seconds of these for experts, for communication, and for the rest.
         prestacked, standby: how weights are packed and kept wired (see `WiredMemory` in `moesched.machines`).
-        fitted: the cells to which a rate was fitted.
+        fitted: the cells to which a rate of the machine was fitted.
     """
 
     tables: list[str]
@@ -48,7 +58,13 @@ class PrintedSystem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class Solution(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A row of Table 5; the price is of one node."""
+    """A row of Table 5: one way to run the model, with its throughput and price.
+
+    Attributes:
+        nodes: number of nodes.
+        price_usd: price of one node, in dollars.
+        per_usd: printed tokens per second for each dollar of all nodes.
+    """
 
     name: str
     nodes: int
@@ -58,7 +74,13 @@ class Solution(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class Calibrated(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A rate that was fitted to the paper: its name, a format of its value, and the figure that sets it."""
+    """A rate of the simulated machine that was fitted to the paper.
+
+    Attributes:
+        rate: the rate, in words.
+        value: format string for its value, such as "{reading:.0f} GB/s".
+        set_by: the printed figure to which the rate was fitted, in words.
+    """
 
     rate: str
     value: str
@@ -66,7 +88,14 @@ class Calibrated(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class MacPaper(PrintedPaper, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The reproduced figures of the paper."""
+    """The printed figures of the paper that are reproduced, with our names of its model, machine and network.
+
+    Attributes:
+        prompt, new_tokens: numbers of tokens of the request in Tables 3 and 4.
+        systems: rows of Tables 3 and 4.
+        solutions: rows of Table 5.
+        table_6: printed cells of Table 6, by number of nodes.
+    """
 
     model: str
     machine: str
@@ -81,5 +110,5 @@ class MacPaper(PrintedPaper, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 def mac_paper() -> MacPaper:
-    """Read the paper's Tables 3 to 6, the prompts' rates, and the latencies of the cluster's exchanges."""
+    """Read the paper's Tables 3 to 6, the speeds of prompts, and the latencies of the cluster's exchanges."""
     return read_paper(MacPaper, __package__)

@@ -1,4 +1,4 @@
-"""`moesched reproduce mac-cluster`: its tables beside our schedules on simulated Macs."""
+"""`moesched reproduce mac-cluster`: makes the sections that compare the paper's tables with our simulated Macs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,11 @@ from moesched.reproduce.report import Section, Value
 
 @contextmanager
 def mac_cluster_made(on_progress: Callable[[str], None]) -> Iterator[Made]:
-    """Yield the paper's sections; a row of a table is simulated once for all sections that need it."""
+    """Yield functions that make the paper's sections; a row that several sections need is simulated only once.
+
+    Args:
+        on_progress: called with a description of each simulation.
+    """
     paper = mac_paper()
     tables = Tables(paper, on_progress)
     beside = cache(partial(balanced, paper, on_progress))
@@ -46,7 +50,11 @@ def mac_cluster_made(on_progress: Callable[[str], None]) -> Iterator[Made]:
 
 
 def goals(paper: MacPaper, tables: Tables, beside: Section) -> Section:
-    """Make the section of this project's goals on the paper's cluster, with whether they are met."""
+    """Make the section of this project's goals on the paper's cluster, and whether each goal is met.
+
+    Args:
+        beside: the section that `balanced` makes.
+    """
     both = [row for table in ("Table 3", "Table 4") for row in tables.breakdown(table).rows]
     cells = [row for row in both if not row["fitted"]]
     errors = {
@@ -89,7 +97,7 @@ def _goal(goal: str, bar: str, ours: str, met: bool) -> dict[str, Value]:
 
 
 def _calibration(paper: MacPaper) -> list[dict[str, Value]]:
-    """Return the rates that no data sheet gives, and the figures to which they were fitted."""
+    """Return a row for each rate of the simulated Macs that was fitted to a figure of the paper."""
     machine, latency = at_peak(load_machine(paper.machine)), paper.latency
     wired_memory = machine.wired_memory
     assert wired_memory is not None

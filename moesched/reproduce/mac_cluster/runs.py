@@ -1,4 +1,4 @@
-"""A cluster of simulated Macs: the time of a token, divided into experts, communication and the rest."""
+"""Simulation of one request on a cluster of Macs: a token's time, divided into experts, communication and the rest."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from moesched.tasks import Task
 
 
 class TokenTime(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds of one token, as the first node sees it.
+    """Seconds in which the first node generates one token, divided by their use.
 
     Attributes:
         moe: experts.
@@ -45,10 +45,10 @@ class TokenTime(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Simulated(msgspec.Struct, frozen=True, kw_only=True):
-    """A request on a simulated cluster.
+    """Times of a request on a simulated cluster.
 
     Attributes:
-        token: the mean over all decode steps.
+        token: time of a token, on average over all decode steps.
         prompt_seconds: seconds of the prefill.
     """
 
@@ -57,7 +57,11 @@ class Simulated(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Breakdown:
-    """Observer that divides the nanoseconds of the first node's decode steps into parts."""
+    """Observer that adds up the time of the first node's decode tasks, in nanoseconds, as `moe`, `misc` and `ends`.
+
+    Args:
+        handover: seconds in which the node hands one result over to the network.
+    """
 
     def __init__(self, handover: float) -> None:
         self.moe = self.misc = self.ends = 0
@@ -89,10 +93,13 @@ def run_system(
     new_tokens: int,
     chunk: int | None = None,
 ) -> Simulated:
-    """Simulate one request on the cluster of a row, from its prompt to the last token.
+    """Simulate one request on the cluster of a table's row, and return the times of its prompt and of a token.
 
     Args:
-        chunk: prompt tokens that pass a layer together; by default all.
+        system: the row.
+        prompt: number of prompt tokens.
+        new_tokens: number of tokens to generate.
+        chunk: number of prompt tokens that pass a layer together; None for all.
     """
     machine = mac_of(paper, system)
     return run_request(
@@ -101,7 +108,7 @@ def run_system(
 
 
 def mac_of(paper: MacPaper, system: PrintedSystem) -> Machine:
-    """Return a node of a row's cluster, with the packing of its weights and the latency of its exchanges."""
+    """Return the machine that each node of a row's cluster is: packing and latency are those of the row."""
     machine = at_peak(load_machine(paper.machine))
     assert machine.wired_memory is not None
     latency = paper.latency.decentralised + paper.latency.each_further_node * (system.nodes - 2)
@@ -124,7 +131,16 @@ def run_request(
     new_tokens: int,
     chunk: int | None = None,
 ) -> Simulated:
-    """Simulate one request on `nodes` machines; experts are drawn uniformly, with seed 0."""
+    """Simulate one request on a cluster of equal machines; its experts are chosen uniformly at random.
+
+    Args:
+        machine: each node.
+        policy: name of the policy, which gets the settings.
+        nodes: number of nodes.
+        prompt: number of prompt tokens.
+        new_tokens: number of tokens to generate.
+        chunk: number of prompt tokens that pass a layer together; None for all.
+    """
     layout = weight_layout(SHAPES[paper.model])
     batch = replace(split_batch([prompt], new_tokens, 1), prefill_chunk=chunk)
     first, *peers = _ranks(machine, layout, batch, policy, settings, nodes)

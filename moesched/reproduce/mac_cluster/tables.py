@@ -1,4 +1,4 @@
-"""Tables 3 to 5 of the Apple silicon cluster paper, and its prompts: each row simulated, cell by cell."""
+"""Sections of the Apple silicon cluster paper's Tables 3 to 5 and of its prompts, with simulated values."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SHORT, LONG = 6.1, 5.9
 
 
 class Tables:
-    """Sections that need simulations of the tables' rows; each row is simulated once."""
+    """Makes the sections that need simulations of table rows; each row is simulated once."""
 
     def __init__(self, paper: MacPaper, on_progress: Callable[[str], None]) -> None:
         self.paper = paper
@@ -22,13 +22,17 @@ class Tables:
         self.run = cache(self._run)
 
     def _run(self, index: int) -> Simulated:
-        """Simulate a row with the workload of Tables 3 and 4."""
+        """Simulate the row at an index of `paper.systems`, with the request of Tables 3 and 4."""
         system = self.paper.systems[index]
         self.on_progress(f"{system.method} on {system.nodes} nodes")
         return run_system(self.paper, system, self.paper.prompt, self.paper.new_tokens)
 
     def rows(self, table: str) -> list[tuple[PrintedSystem, Simulated]]:
-        """Return the rows of a table, as printed and as simulated."""
+        """Return each row of a table as a pair: as printed, and as simulated.
+
+        Args:
+            table: "Table 3" or "Table 4".
+        """
         return [
             (system, self.run(index))
             for index, system in enumerate(self.paper.systems)
@@ -36,7 +40,11 @@ class Tables:
         ]
 
     def breakdown(self, table: str) -> Section:
-        """Make the section of Table 3 or 4, cell by cell."""
+        """Make the section of Table 3 or 4: each printed cell beside the simulated value.
+
+        Args:
+            table: "Table 3" or "Table 4".
+        """
         rows = [row for system, found in self.rows(table) for row in _cells(system, found)]
         ends = ", ".join(
             f"{found.token.ends * 1e3:.3g} ms ({system.method}, {system.nodes} nodes)"
@@ -46,7 +54,7 @@ class Tables:
         return self.paper.section(table.lower().replace(" ", "-"), rows, notes=notes)
 
     def prompts(self) -> Section:
-        """Make the section of footnotes 3 and 4: the tokens per second of prompts."""
+        """Make the section of footnotes 3 and 4: the prompt tokens per second that each system takes in."""
         rows: list[dict[str, Value]] = []
         for index, system in enumerate(self.paper.systems):
             self.on_progress(f"prompt of {system.method} on {system.nodes} nodes, token by token")
@@ -65,7 +73,7 @@ class Tables:
         return self.paper.section("prompts", rows)
 
     def cost(self) -> Section:
-        """Make the section of Table 5: the throughput of systems, and their price."""
+        """Make the section of Table 5: the throughput and the price of each product."""
         index, system = next(
             (i, each) for i, each in enumerate(self.paper.systems) if "Table 4" in each.tables
         )

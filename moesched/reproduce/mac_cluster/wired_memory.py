@@ -1,4 +1,4 @@
-"""Cost of wiring on the device model of a Mac: the paper's packing benchmark (Algorithms 1 and 2), and tokens."""
+"""Cost of wiring memory on a simulated Mac: the paper's packing benchmark, and the time of tokens."""
 
 from __future__ import annotations
 
@@ -22,11 +22,13 @@ BANDWIDTH = 800e9
 
 
 def sample_seconds(wired_memory: WiredMemory, wait: float, *, prestacked: bool) -> float:
-    """Return the seconds of one sample, without its waits: 40 layers of three products, with a wait after each layer.
+    """Simulate the paper's packing benchmark, and return the seconds of one sample, without its waits.
+
+    A sample has 40 layers of three matrix products, with a wait after each layer.
 
     Args:
         wait: seconds of each wait.
-        prestacked: whether all matrices are one array, instead of one each.
+        prestacked: True if all matrices are parts of one array, False if each matrix is an array.
     """
     memory = WiredPages(wired_memory)
     product = round(MATRIX_BYTES / BANDWIDTH * 1e9)
@@ -48,7 +50,7 @@ def sample_seconds(wired_memory: WiredMemory, wait: float, *, prestacked: bool) 
 
 
 def packing(paper: MacPaper) -> Section:
-    """Make the section of Fig. 4, by the model of wired memory, with the paper's two findings."""
+    """Make the section of Fig. 4: the packing benchmark by our model of wired memory, and the paper's findings."""
     wired_memory = at_peak(load_machine(paper.machine)).wired_memory
     assert wired_memory is not None
     rows: list[dict[str, Value]] = []
@@ -79,7 +81,7 @@ def packing(paper: MacPaper) -> Section:
 
 
 def wired_memory(tables: Tables) -> Section:
-    """Make the section of a token's times with weights that stay wired, and with weights that do not."""
+    """Make the section that compares the time of a token with weights that stay wired and with weights that do not."""
     naive, busy, aided = range(3)
     alone = replace(tables.paper.systems[naive], prestacked=True)
     tables.on_progress("prestacking alone")

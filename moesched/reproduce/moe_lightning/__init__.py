@@ -1,1 +1,1 @@
-"""MoE-Lightning (Cao et al., ASPLOS 2025): its tables and figures, simulated."""
+"""Reproduction of MoE-Lightning (Cao et al., ASPLOS 2025): the paper's tables and figures, simulated."""

@@ -1,4 +1,4 @@
-"""Runs that the authors' artifact lists, at the sustained rates of the profiles."""
+"""Comparison of the runs that the authors' artifact lists with predictions at the sustained rates of our profiles."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moesched.reproduce.report import Section, Value, rounded
 
 
 def artifact_section(paper: Paper, on_progress: Callable[[str], None]) -> Section:
-    """Make the section of all runs, with prefill and decode times that follow from pairs of them."""
+    """Make the section of all runs in the artifact, with the prefill and decode times that pairs of runs imply."""
     rows: list[dict[str, Value]] = []
     notes = []
     for each in paper.artifact:
@@ -51,7 +51,13 @@ def _row(of: ArtifactRuns, run: ArtifactRun, predicted: Predicted) -> dict[str, 
 
 
 def _parts(of: ArtifactRuns, one: tuple[ArtifactRun, Predicted], other: tuple[ArtifactRun, Predicted]) -> str:
-    """Describe the prefill and the decode step that follow from two runs of the same requests, beside ours."""
+    """Describe the prefill and decode times that two runs of the same requests imply, beside our predictions.
+
+    Args:
+        of: the system and workload of the runs.
+        one: the run with fewer generated tokens, and its prediction.
+        other: the run with more generated tokens, and its prediction.
+    """
     (short, predicted), (long, _) = one, other
     step = (long.seconds - short.seconds) / (long.new_tokens - short.new_tokens)
     prefill = short.seconds - (short.new_tokens - 1) * step

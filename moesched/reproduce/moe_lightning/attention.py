@@ -1,4 +1,4 @@
-"""Fig. 9 of MoE-Lightning: attention on the CPU, moving the KV cache instead, and the experts, for one layer."""
+"""Fig. 9 of MoE-Lightning: for one layer, times of attention on the CPU, of KV cache copies, and of experts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NEARLY_SAME = 1.25
 
 
 def attention_section(paper: Paper, rates: Rates) -> Section:
-    """Make the section of Fig. 9: times of one layer by micro-batch and context."""
+    """Make the section of Fig. 9: the times of one layer for several micro-batch sizes and context lengths."""
     where = paper.settings["S2"]
     layout = weight_layout(find_shape(where.model))
     machine = machine_at(where.described(), rates)

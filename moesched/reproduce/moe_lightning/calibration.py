@@ -1,4 +1,4 @@
-"""Fits each unknown rate to the cell of the paper's tables that names it."""
+"""Calibration of the rates that the paper does not give: each is fitted to one cell of the paper's tables."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OF = {
 }
 ORDER = ("link", "kernels", "flexgen_attention")
 START = Rates(link=0.97, kernels=0.26, flexgen_attention=0.027)
-"""Start of the search; its result does not depend on it."""
+"""Rates at which the search begins; its result does not depend on them."""
 ROUNDS = 6
 CLOSE = 1e-4
 LEAST, MOST = 1e-3, 10.0
@@ -32,7 +32,13 @@ LEAST, MOST = 1e-3, 10.0
 def predict_cell(
     paper: Paper, column: Column, row: Row, rates: Rates | None, system: System | None = None
 ) -> Predicted:
-    """Predict a cell of the paper's tables with its printed sizes; `system` replaces the one of its row."""
+    """Predict the throughput of one cell of the paper's tables, with the sizes that the paper prints for it.
+
+    Args:
+        column, row: the cell.
+        rates: shares of the rates that the machine's profile states; None for the profile's sustained rates.
+        system: our schedule to predict; None for the one of the row's system.
+    """
     setting = cell_setting(paper, column, row, rates, system)
     return predict(setting, row.micro_batches, row.micro_batch_size)
 
@@ -40,7 +46,13 @@ def predict_cell(
 def cell_setting(
     paper: Paper, column: Column, row: Row, rates: Rates | None, system: System | None = None
 ) -> Setting:
-    """Return a cell's setting: machine, model and requests; the machine has its sustained rates if `rates` is None."""
+    """Return the machine, model and requests of one cell of the paper's tables, as the planner takes them.
+
+    Args:
+        column, row: the cell.
+        rates: shares of the rates that the machine's profile states; None for the profile's sustained rates.
+        system: our schedule to predict; None for the one of the row's system.
+    """
     return setting_of(
         system or SYSTEMS[row.system],
         paper.settings[column.setting],
@@ -52,10 +64,10 @@ def cell_setting(
 
 
 def calibrate(paper: Paper, on_progress: Callable[[str], None] = lambda what: None) -> Rates:
-    """Fit the rates to their cells in turn, until no fit changes the others.
+    """Fit each rate in turn to the cell that names it, and repeat this until the rates hardly change.
 
     Raises:
-        BadInput: a cell cannot be met.
+        BadInput: a rate cannot be fitted to its cell.
     """
     cells = {row.fit: (column, row) for column in paper.cells for row in column.rows if row.fit}
     rates = START
@@ -71,7 +83,7 @@ def calibrate(paper: Paper, on_progress: Callable[[str], None] = lambda what: No
 
 
 def calibration_rows(paper: Paper, rates: Rates) -> list[dict[str, Value]]:
-    """Return a row for each rate: the cell to which it was fitted, its share of the profile's rate, and its value."""
+    """Return a row for each fitted rate: its share of the profile's rate, its GB/s, and the cell that set it."""
     rows: list[dict[str, Value]] = []
     for column in paper.cells:
         for row in column.rows:
@@ -91,7 +103,11 @@ def calibration_rows(paper: Paper, rates: Rates) -> list[dict[str, Value]]:
 
 
 def _bandwidth(machine: Machine, rate: str) -> float:
-    """Return the profile's bytes per second of which a fitted rate is a share."""
+    """Return the bytes per second that a machine's profile states for a link or memory.
+
+    Args:
+        rate: the field of `Rates` that multiplies this bandwidth.
+    """
     fast, slow = machine.accelerator.memory, machine.host.memory
     if rate == "link":
         return machine.link(slow, fast).bandwidth
@@ -99,7 +115,14 @@ def _bandwidth(machine: Machine, rate: str) -> float:
 
 
 def _meet(paper: Paper, column: Column, row: Row, rates: Rates, name: str) -> float:
-    """Fit a rate to a cell by the secant method on a logarithmic scale."""
+    """Return the value of one rate with which the prediction of a cell equals the printed throughput.
+
+    The secant method finds the rate, on a logarithmic scale.
+
+    Args:
+        rates: all rates; the search begins at its value of the rate `name`.
+        name: the field of `Rates` to fit.
+    """
 
     def miss(share: float) -> float:
         predicted = predict_cell(paper, column, row, replace(rates, **{name: share}))

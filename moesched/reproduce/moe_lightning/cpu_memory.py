@@ -1,4 +1,4 @@
-"""Fig. 1 of MoE-Lightning: the host memory that a system needs to approach its upper bound."""
+"""Fig. 1 of MoE-Lightning: the host memory that each system needs to come close to its largest possible throughput."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CLAIMED = 0.9
 
 
 def memory_section(paper: Paper, rates: Rates, on_progress: Callable[[str], None]) -> Section:
-    """Make the section of Fig. 1: host memory by system and share of the bound."""
+    """Make the section of Fig. 1: host memory that systems need for several shares of their largest throughput."""
     rows: list[dict[str, Value]] = []
     needed: dict[str, int] = {}
     for system in ("MoE-Lightning(p)", "FlexGen"):
@@ -47,7 +47,11 @@ def memory_section(paper: Paper, rates: Rates, on_progress: Callable[[str], None
 def _by_batch(
     paper: Paper, rates: Rates, system: str, on_progress: Callable[[str], None]
 ) -> Callable[[int], Predicted]:
-    """Return a function that predicts a system by its number of micro-batches."""
+    """Return a function that takes a number of micro-batches, and predicts the system's throughput with them.
+
+    Args:
+        system: a name in `SYSTEMS`.
+    """
 
     @cache
     def reached(micro_batches: int) -> Predicted:
@@ -62,14 +66,24 @@ def _by_batch(
 
 
 def _smallest(reached: Callable[[int], Predicted], tokens_per_second: float) -> Predicted:
-    """Return the prediction of the smallest batch that reaches this throughput."""
+    """Return the prediction with the fewest micro-batches that reaches a throughput.
+
+    Args:
+        reached: predicts the throughput by number of micro-batches.
+    """
     counts = range(1, MOST)
     place = bisect_left(counts, tokens_per_second, key=lambda count: reached(count).tokens_per_second)
     return reached(counts[place])
 
 
 def _bound(many: Predicted, more: Predicted) -> float:
-    """Return the bound of the throughput: tokens per second of the larger batch's additional requests."""
+    """Return the throughput that ever larger batches approach, in tokens per second.
+
+    This is the difference of two batches in tokens, divided by their difference in seconds.
+
+    Args:
+        many, more: predictions of two large batches, the second one larger.
+    """
     requests = more.batch_size - many.batch_size
     seconds = _seconds(more) - _seconds(many)
     return requests * NEW_TOKENS / seconds

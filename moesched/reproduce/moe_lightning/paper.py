@@ -10,9 +10,10 @@ from moesched.reproduce.printed import PrintedPaper, read_paper
 
 
 class PaperSetting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A model on a machine, by our names, with the bytes of its pinned memory.
+    """A setting of the paper: a model on a machine, both by the names of our profiles.
 
     Attributes:
+        pinned: size of the host's page-locked memory, such as "16GB".
         wide_vectors: whether the host's CPU has AVX-512.
     """
 
@@ -22,17 +23,20 @@ class PaperSetting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     wide_vectors: bool
 
     def described(self) -> Machine:
-        """Return the machine as the paper's systems use it: weights are staged, and other copies are pageable."""
+        """Return the setting's machine, changed so that data are copied as in the paper's systems.
+
+        Weights pass through page-locked memory, and all other copies use pageable memory.
+        """
         return staged(load_machine(self.machine), self.pinned, ring=False)
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Measurement of one system.
+    """A printed throughput of one system, with the sizes of its batch.
 
     Attributes:
-        variant: distinguishes rows of the same system.
-        micro_batches: number of micro-batches of `micro_batch_size` requests.
-        fit: the rate that is fitted to this figure; None if the figure is predicted.
+        variant: distinguishes rows of the same system; empty for the only one.
+        micro_batch_size: number of requests in a micro-batch.
+        fit: field of `Rates` that is fitted to this throughput; None if the throughput is predicted.
     """
 
     system: str
@@ -44,12 +48,12 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     @property
     def name(self) -> str:
-        """The system and its variant."""
+        """The name of the system, followed by the variant if there is one."""
         return f"{self.system}, {self.variant}" if self.variant else self.system
 
 
 class Column(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The cells of one table that belong to one workload and setting."""
+    """The cells of one table that have the same workload and setting, one row for each system."""
 
     table: str
     workload: str
@@ -62,8 +66,9 @@ class ArtifactRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """A run that the authors' artifact lists.
 
     Attributes:
-        seconds: of the whole run, its prefill included.
-        fit: whether it sets a rate of the machine.
+        seconds: duration of the whole run, its prefill included.
+        micro_batch_size: number of requests in a micro-batch.
+        fit: whether a rate in our profiles was fitted to this run.
     """
 
     new_tokens: int
@@ -74,7 +79,7 @@ class ArtifactRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def requests(self) -> int:
-        """The number of requests."""
+        """The number of requests in all micro-batches."""
         return self.micro_batches * self.micro_batch_size
 
 
@@ -88,7 +93,13 @@ class ArtifactRuns(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class PrintedRatios(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Speedups of a system over others of its column, as the text states them."""
+    """Speedups that the paper's text states, of one system over others in the same column of a table.
+
+    Attributes:
+        where: section of the paper.
+        over: the faster system.
+        ratios: its printed speedup over each other system, by name.
+    """
 
     where: str
     table: str
@@ -99,7 +110,12 @@ class PrintedRatios(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class Paper(PrintedPaper, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The reproduced figures of the paper."""
+    """The printed figures of the paper that are reproduced.
+
+    Attributes:
+        settings: pairs of model and machine, by the paper's name, such as "S1".
+        cells: the columns of Tables 4 and 5.
+    """
 
     settings: dict[str, PaperSetting]
     cells: list[Column]

@@ -1,4 +1,4 @@
-"""Fig. 10 of MoE-Lightning: placement of weights, KV cache and attention, by the link's and the CPU's rates.
+"""Fig. 10 of MoE-Lightning: the best placement of weights, KV cache and attention for various links and CPUs.
 
 As in the paper, the performance model of decode (Eqs. 12 to 14) is optimised; nothing is simulated.
 """
@@ -30,7 +30,7 @@ AS_GOOD = 0.999
 
 
 def policy_map(paper: Paper, on_progress: Callable[[str], None]) -> Section:
-    """Make the section of Fig. 10: the best placement for each pair of rates."""
+    """Make the section of Fig. 10: the best placement for each pair of a link's bandwidth and a CPU's rate."""
     machine = at_peak(load_machine(MACHINE))
     layout = weight_layout(find_shape(MODEL))
     base = hierarchy_of(machine, layout.dtype)
@@ -47,7 +47,12 @@ def policy_map(paper: Paper, on_progress: Callable[[str], None]) -> Section:
 
 
 def _best(hierarchy: Hierarchy, layout: WeightLayout, fast: int, slow: int) -> tuple[float, Split]:
-    """Return the most tokens per second, and the split of work and weights that reaches them."""
+    """Return the largest throughput in tokens per second, and the split of work and weights with this throughput.
+
+    Args:
+        fast: bytes of memory of all GPUs.
+        slow: bytes of the host's memory.
+    """
     operations = Operations(layout.config, layout.dtype)
     context = PROMPT + NEW_TOKENS // 2
     rates = {}
@@ -61,7 +66,14 @@ def _best(hierarchy: Hierarchy, layout: WeightLayout, fast: int, slow: int) -> t
 
 
 def _splits(layout: WeightLayout, operations: Operations, fast: int, slow: int) -> Iterator[Split]:
-    """Yield all splits of the grid, each with as many requests as fit."""
+    """Yield all combinations of processors, shares of weights and shares of KV cache that fit in memory.
+
+    Each split has as many requests as fit.
+
+    Args:
+        fast: bytes of memory of all GPUs.
+        slow: bytes of the host's memory.
+    """
     weights = sum(page.nbytes for page in layout.pages)
     layer = weights / layout.config.layers
     request = (PROMPT + NEW_TOKENS) * layout.config.layers * operations.kv_bytes

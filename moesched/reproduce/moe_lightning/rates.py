@@ -1,4 +1,4 @@
-"""Rates that the paper does not give, as shares of those in the machine profiles."""
+"""Rates that the paper does not give, each as a share of the rate that the machine's profile states."""
 
 from __future__ import annotations
 
@@ -27,12 +27,13 @@ of MKL, which converts them first. Such products are slow where a CPU has none o
 
 
 class Rates(msgspec.Struct, frozen=True, kw_only=True):
-    """Shares of the rates in a machine's profile.
+    """Factors by which rates that a machine's profile states are multiplied; 1 leaves a rate as it is.
 
     Attributes:
-        link: of the bandwidth of all links to and from the accelerator.
-        kernels: of the accelerator's FLOP/s and of its memory's bandwidth.
-        flexgen_attention: of the host's FLOP/s and bandwidth, where FlexGen attends on the CPU.
+        link: factor of the bandwidth of all links to and from the accelerator.
+        kernels: factor of the accelerator's FLOP/s and of its memory's bandwidth.
+        flexgen_attention: factor of the host's FLOP/s and memory bandwidth, for systems in which FlexGen's kernel
+            computes attention on the CPU.
     """
 
     link: float = 1.0
@@ -41,7 +42,12 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def machine_at(machine: Machine, rates: Rates, *, attends_as_flexgen: bool = False) -> Machine:
-    """Return the machine with these shares of the rates that its profile states, and without further losses."""
+    """Return a machine with its stated rates multiplied by `rates`, and without the losses of its profile.
+
+    Args:
+        attends_as_flexgen: whether FlexGen's kernel computes attention on the CPU; otherwise the host's rates stay as
+            they are stated.
+    """
     machine = at_peak(machine)
     fast, slow = machine.accelerator.memory, machine.host.memory
     attention = rates.flexgen_attention if attends_as_flexgen else 1.0
@@ -60,7 +66,7 @@ def machine_at(machine: Machine, rates: Rates, *, attends_as_flexgen: bool = Fal
 
 
 def copying_caches(machine: Machine) -> Machine:
-    """Return the machine with sustained rates, whose host attends as FlexGen's published code does.
+    """Return a machine at sustained rates, whose host computes attention as slowly as FlexGen's published code.
 
     `mha_gen` in pytorch_backend.py converts the cache to float32, and multiplies transposed views of it. For every two
     bytes of cache, two are read and four written to convert them, four read and four written to make the transposed
@@ -81,7 +87,7 @@ def copying_caches(machine: Machine) -> Machine:
 
 
 def multiplying_in_half(machine: Machine) -> Machine:
-    """Return the machine with sustained rates, whose host attends as MoE-Lightning's published code does with AVX2."""
+    """Return a machine at sustained rates, whose host attends as slowly as MoE-Lightning's code without AVX-512."""
     host = machine.host
     bandwidth = machine.memories[host.memory].bandwidth
     share = Estimate(

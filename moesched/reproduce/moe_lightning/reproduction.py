@@ -1,4 +1,4 @@
-"""`moesched reproduce moe-lightning`: its tables and figures beside our schedules on the virtual clock."""
+"""`moesched reproduce moe-lightning`: makes the sections that compare the paper's figures with our predictions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from moesched.reproduce.report import Accuracy, Section
 
 @contextmanager
 def moe_lightning_made(on_progress: Callable[[str], None]) -> Iterator[Made]:
-    """Fit the rates, and yield the paper's sections at these rates."""
+    """Fit the rates that the paper does not give, and yield functions that make sections with these rates."""
     paper = moe_lightning()
     rates = calibrate(paper, on_progress)
     cells: list[Cell] = []

@@ -1,4 +1,4 @@
-"""Section 5.3 of MoE-Lightning: from two T4 to four, with tensor parallelism, and FlexGen beside it."""
+"""Section 5.3 of MoE-Lightning: speedups from two GPUs to four with tensor parallelism, and FlexGen's."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ COMPARED = (
     ("FlexGen", ("S6", "S7")),
     ("MoE-Lightning", ("S8", "S9")),
 )
-"""Systems, and their settings with two T4 and with four."""
+"""Pairs of a system and its two settings, with two T4 and with four."""
 POLICIES = {"MoE-Lightning(p)": "cgopipe", "FlexGen": "flexgen_pipeline", "MoE-Lightning": "cgopipe"}
 
 
@@ -70,7 +70,12 @@ def scaling(paper: Paper, rates: Rates, on_progress: Callable[[str], None]) -> S
 
 
 def _growth(rows: Rows, system: str, settings: Sequence[str]) -> list[float]:
-    """Return the speedup from the additional GPUs at each generation length."""
+    """Return a system's throughput in the second setting over that in the first, for each generation length.
+
+    Args:
+        rows: rows of the section.
+        settings: names of two settings, the one with fewer GPUs first.
+    """
     few, many = settings
     return [
         rate_of(rows, many, new_tokens, system, PLANNER) / rate_of(rows, few, new_tokens, system, PLANNER)

@@ -1,4 +1,4 @@
-"""Fig. 7 of MoE-Lightning: MTBench at several generation lengths, every system with its own sizes.
+"""Fig. 7 of MoE-Lightning: the throughput of every system on MTBench at several generation lengths.
 
 The figure's values are not in the text, but section 5.2 gives ratios of them.
 """
@@ -20,9 +20,12 @@ GENERATIONS = (32, 64, 128, 256)
 WORKLOAD = "mtbench"
 SETTINGS = ("S1", "S2")
 MOE_LIGHTNING = {"S1": (14, 36)}
-"""Its own micro-batches and their size (Table 5); on S2 it is not printed."""
+"""Number and size of the micro-batches that MoE-Lightning chose itself, by setting (Table 5); not printed for S2."""
 FLEXGEN_MICRO_BATCH = {"S1": 8, "S2": 16}
-"""FlexGen's own µ: Table 5 for S1; assumed to be twice that on S2, as it is in Table 4."""
+"""Micro-batch size that FlexGen chose itself, by setting: of Table 5 for S1; assumed to be twice that for S2.
+
+In Table 4, it is twice as large on S2.
+"""
 FLEXGEN_TOKENS = 1112 * (418 + 128)
 """Tokens that FlexGen's own batch holds at the end (Table 5); those of Table 4 hold 0.93 to 1.06 times as many."""
 LEAST_FALL = 0.001
@@ -38,13 +41,13 @@ COMPARED = (
     ("FlexGen(c)", PLANNER),
     ("DeepSpeed", ONE),
 )
-"""Systems, and who chooses their sizes."""
+"""Pairs of a system and the source of its batch sizes."""
 
 Rows = list[dict[str, Value]]
 
 
 def speedups(paper: Paper, rates: Rates, on_progress: Callable[[str], None]) -> Section:
-    """Make the section of Fig. 7: every system on S1 and S2, and by how much MoE-Lightning is faster."""
+    """Make the section of Fig. 7: throughput of every system on S1 and S2, and MoE-Lightning's speedups."""
     rows: Rows = []
     for name in SETTINGS:
         for new_tokens in GENERATIONS:
@@ -80,7 +83,15 @@ def speedups(paper: Paper, rates: Rates, on_progress: Callable[[str], None]) -> 
 
 
 def _sized(setting: Setting, name: str, system: str, sizes_by: str) -> Predicted:
-    """Predict a system with sizes by the planner, by its own search, or with one micro-batch, as `sizes_by` says."""
+    """Predict a system's throughput with the sizes of its batch chosen as `sizes_by` says.
+
+    Args:
+        setting: machine, model and requests.
+        name: the paper's name of the setting.
+        system: a name in `SYSTEMS`.
+        sizes_by: `PLANNER` for our planner, `ONE` for the largest single micro-batch, otherwise the system's own
+            search.
+    """
     if sizes_by == PLANNER:
         return planned(setting, SYSTEMS[system].policy)
     if sizes_by == ONE:
@@ -91,7 +102,15 @@ def _sized(setting: Setting, name: str, system: str, sizes_by: str) -> Predicted
 
 
 def generation_claims(paper: Paper, rows: Rows, setting: str, flexgen_sizes_by: str) -> list[Claim]:
-    """Return section 5.2's claims on longer generations: FlexGen falls in the end, MoE-Lightning(p) does not."""
+    """Return two claims of section 5.2 with our results.
+
+    The throughput of FlexGen falls at the longest generation, and that of MoE-Lightning(p) does not.
+
+    Args:
+        rows: rows of predictions.
+        setting: the paper's name of the setting.
+        flexgen_sizes_by: source of FlexGen's sizes, as in the rows.
+    """
     claims = []
     for system, sizes_by, claim in (
         ("FlexGen", flexgen_sizes_by, "falls"),
@@ -106,7 +125,7 @@ def generation_claims(paper: Paper, rows: Rows, setting: str, flexgen_sizes_by: 
 
 
 def planned(setting: Setting, policy: str) -> Predicted:
-    """Predict with the sizes that our planner finds."""
+    """Predict a policy's throughput with the batch sizes that our planner finds."""
     seen = Candidate(policy, setting).search()
     bound_by = max(seen.trial_run.utilization, key=seen.trial_run.utilization.__getitem__)
     return Predicted(
@@ -124,13 +143,13 @@ def planned(setting: Setting, policy: str) -> Predicted:
 
 
 def as_flexgen(setting: Setting, micro_batch_size: int) -> Predicted:
-    """Predict with the sizes that FlexGen's own search found."""
+    """Predict the throughput with as many requests as FlexGen's own search chose, in micro-batches of a given size."""
     requests = FLEXGEN_TOKENS // (max(setting.lengths) + setting.new_tokens)
     return predict(setting, requests // micro_batch_size, micro_batch_size)
 
 
 def one_micro_batch(setting: Setting) -> Predicted:
-    """Predict with a single micro-batch, the largest that fits."""
+    """Predict the throughput with a single micro-batch, as large as fits in memory."""
 
     def too_many(requests: int) -> bool:
         try:
@@ -143,7 +162,7 @@ def one_micro_batch(setting: Setting) -> Predicted:
 
 
 def rate_of(rows: Rows, setting: str, new_tokens: int, system: str, sizes_by: str) -> float:
-    """Return the tokens per second of one row."""
+    """Return the tokens per second of the row for a setting, generation length, system and source of sizes."""
     wanted = {"setting": setting, "new_tokens": new_tokens, "system": system, "sizes_by": sizes_by}
     found = next(row["tokens_per_second"] for row in rows if wanted.items() <= row.items())
     assert isinstance(found, float)
@@ -153,7 +172,11 @@ def rate_of(rows: Rows, setting: str, new_tokens: int, system: str, sizes_by: st
 def _most_over(
     rows: Rows, faster: tuple[str, str], slower: tuple[str, str], settings: Sequence[str]
 ) -> float:
-    """Return the largest speedup of one system over another; each is named with the source of its sizes."""
+    """Return the largest ratio of two systems' throughputs, over all settings and generation lengths.
+
+    Args:
+        faster, slower: each a system's name and the source of its sizes, as in the rows.
+    """
     return max(
         rate_of(rows, setting, new_tokens, *faster) / rate_of(rows, setting, new_tokens, *slower)
         for setting in settings
@@ -162,7 +185,13 @@ def _most_over(
 
 
 def row_of(setting: str, new_tokens: int, system: str, sizes_by: str, found: Predicted) -> dict[str, Value]:
-    """Make the row of one system at one generation length."""
+    """Make the row of one prediction: a system in a setting at one generation length.
+
+    Args:
+        setting: the paper's name of the setting.
+        sizes_by: who chose the sizes of the batch.
+        found: the prediction.
+    """
     return {
         "setting": setting,
         "new_tokens": new_tokens,

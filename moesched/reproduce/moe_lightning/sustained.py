@@ -1,4 +1,4 @@
-"""Tables 4 and 5 of MoE-Lightning at the sustained rates of the profiles, none of which a cell of the paper set."""
+"""Predictions of Tables 4 and 5 of MoE-Lightning at our profiles' sustained rates, without a fit to the paper."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ THROUGHPUT = "throughput_tokens_per_second"
 
 
 def sustained_section(paper: Paper, on_progress: Callable[[str], None]) -> tuple[Section, Accuracy]:
-    """Make the section of all cells at sustained rates, and return it with their accuracy."""
+    """Predict all cells of Tables 4 and 5 at sustained rates; return their section, and the predictions' errors."""
     rows: list[dict[str, Value]] = []
     judged = []
     for column in paper.cells:

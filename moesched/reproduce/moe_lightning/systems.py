@@ -1,4 +1,4 @@
-"""The systems that the paper compares, as our policies, and their predictions on the virtual clock."""
+"""The systems of MoE-Lightning's paper, each run by one of our policies, and predictions of their throughput."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ MOST_REQUESTS = 4096
 
 
 class System(msgspec.Struct, frozen=True):
-    """Schedule of a system of the paper.
+    """The way in which we simulate one system of the paper.
 
     Attributes:
-        policy: our policy.
+        policy: name of our policy with the system's schedule.
         padded: whether every prompt counts as the longest of the workload.
-        attends_as_flexgen: whether FlexGen's kernel attends on the CPU.
-        attends_in_half: whether the CPU attends by products of 16-bit numbers.
+        attends_as_flexgen: whether attention is on the CPU, with FlexGen's kernel.
+        attends_in_half: whether attention is on the CPU, with products of 16-bit numbers.
     """
 
     policy: str
@@ -52,11 +52,14 @@ AS_DRAWN = System("flexgen")
 
 
 class Predicted(msgspec.Struct, frozen=True, kw_only=True):
-    """Prediction for one schedule.
+    """The predicted throughput of a system with one size of batch, and the figures behind it.
 
     Attributes:
+        batch_size: number of requests.
+        prefill_seconds: seconds of the prefill.
         step_seconds: seconds of a decode step in the middle of the generation.
         bound_by, busy: the busiest lane in such a step, and the share of the step for which it is busy.
+        weights_on_gpu: share of the weights' bytes that stay on the accelerator.
         gpu_budget: factor by which the accelerator's memory was enlarged to fit the paper's sizes.
         host_bytes: bytes used of the host's memory.
     """
@@ -82,9 +85,12 @@ def setting_of(
     *,
     requests: int = MOST_REQUESTS,
 ) -> Setting:
-    """Return the planner's setting for a system in a setting of the paper.
+    """Return the machine, model, policy and requests for a system of the paper, as the planner takes them.
 
     Args:
+        where: the paper's model and machine.
+        workload: name of the workload that gives the prompts' lengths.
+        new_tokens: number of tokens to generate for each request.
         rates: shares of the rates that the machine's profile states; None for the profile's sustained rates.
         requests: number of requests of the workload.
     """
@@ -114,8 +120,12 @@ def setting_of(
 def predict(setting: Setting, micro_batches: int, micro_batch_size: int) -> Predicted:
     """Predict the throughput from the prefill and a few decode steps in the middle of the generation.
 
-    If the sizes do not fit the accelerator's memory by our account, it is enlarged in steps of 5 %, since the measured
+    If the plan does not fit in the accelerator's memory, this memory is enlarged in steps of 5 %, since the measured
     systems ran with these sizes.
+
+    Args:
+        micro_batches: number of micro-batches.
+        micro_batch_size: number of requests in each.
 
     Raises:
         BadInput: the host's memory is too small.
@@ -142,7 +152,11 @@ def predict(setting: Setting, micro_batches: int, micro_batch_size: int) -> Pred
 
 
 def fitting(setting: Setting, micro_batches: int, micro_batch_size: int) -> tuple[Plan, Policy, float]:
-    """Plan these sizes; return plan, policy, and the factor by which the accelerator's memory was enlarged for them."""
+    """Plan a batch of these sizes, with the accelerator's memory enlarged until the plan fits.
+
+    Returns:
+        The plan, the policy, and the factor by which the accelerator's memory was enlarged, at least 1.
+    """
     batch = setting.batch(micro_batches, micro_batch_size)
     gpu = setting.machine.accelerator.memory
     capacity = setting.capacity(gpu)

@@ -1,4 +1,4 @@
-"""Tables 4 and 5 of MoE-Lightning, cell by cell, with the sizes that they print."""
+"""Sections of MoE-Lightning's Tables 4 and 5: each cell predicted with the batch sizes that the paper prints."""
 
 from __future__ import annotations
 
@@ -17,7 +17,12 @@ from moesched.reproduce.report import NEAR, Accuracy, Section, Value, rounded
 
 
 class Cell(msgspec.Struct, frozen=True, kw_only=True):
-    """A cell of a table and its prediction; `as_drawn` has FlexGen's schedule of Fig. 6."""
+    """A cell of the paper's tables, with our predictions.
+
+    Attributes:
+        predicted: the prediction with the system's published schedule.
+        as_drawn: for FlexGen, the prediction with the schedule of the paper's Fig. 6; otherwise equal to `predicted`.
+    """
 
     column: Column
     row: Row
@@ -26,18 +31,23 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def error(self) -> float:
-        """Relative error of the prediction."""
+        """Relative error of the predicted throughput: 0 is exact, 0.1 is 10 % too fast."""
         return self.predicted.tokens_per_second / self.row.tokens_per_second - 1
 
     @property
     def name(self) -> str:
-        """The cell in words."""
+        """The cell's table, workload, setting and system as text."""
         column = self.column
         return f"{column.table}, {column.workload}, {column.setting}, {self.row.name}"
 
 
 def cells_of(paper: Paper, table: str, rates: Rates, on_progress: Callable[[str], None]) -> list[Cell]:
-    """Predict all cells of a table."""
+    """Predict all cells of a table.
+
+    Args:
+        table: the table's name, such as "Table 4".
+        on_progress: called with a description of each prediction.
+    """
     found = []
     for column in paper.cells:
         for row in column.rows if column.table == table else ():
@@ -55,10 +65,10 @@ def table_section(paper: Paper, table: str, cells: Sequence[Cell]) -> Section:
 
 
 def accuracy(cells: Sequence[Cell], *, as_drawn: bool = False) -> Accuracy:
-    """Return the errors of the predicted cells, and the pairs of a column that come in the wrong order.
+    """Return the errors of the predicted cells, and the pairs of systems that the predictions put in the wrong order.
 
     Args:
-        as_drawn: whether FlexGen's schedule is that of Fig. 6.
+        as_drawn: whether to take FlexGen's predictions with the schedule of the paper's Fig. 6.
     """
 
     def ours(cell: Cell) -> float:
@@ -68,7 +78,12 @@ def accuracy(cells: Sequence[Cell], *, as_drawn: bool = False) -> Accuracy:
 
 
 class Judged(NamedTuple):
-    """A cell of the paper, our tokens per second, and whether its error counts."""
+    """A cell of the paper's tables with our throughput.
+
+    Attributes:
+        ours: predicted tokens per second.
+        counts: whether the cell's error counts; False if a rate was fitted to the cell.
+    """
 
     column: Column
     row: Row
@@ -77,7 +92,10 @@ class Judged(NamedTuple):
 
 
 def accuracy_of(cells: Sequence[Judged]) -> Accuracy:
-    """Return the median error of the cells that count, and the pairs of a column whose order is not the paper's."""
+    """Return the median error of the cells that count, and the pairs of systems in the wrong order.
+
+    Pairs are of one column, with throughputs that are more than 20 % apart in the paper.
+    """
     errors = [abs(each.ours / each.row.tokens_per_second - 1) for each in cells if each.counts]
     pairs = [pair for pair in combinations(cells, 2) if _comparable(*pair)]
     wrong = [

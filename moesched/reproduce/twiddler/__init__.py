@@ -1,1 +1,1 @@
-"""Twiddler, also known as Fiddler (Kamahori et al., ICLR 2025): its figures, simulated."""
+"""Reproduction of Twiddler, also known as Fiddler (Kamahori et al., ICLR 2025): the paper's figures, simulated."""

@@ -1,4 +1,4 @@
-"""Twiddler's Figs. 4 to 6 on the virtual clock: one request, experts on the GPU, on the CPU or fetched."""
+"""Twiddler's Figs. 4 to 6: predictions for one request, with experts on the GPU, on the CPU, or copied to the GPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NEVER_SLOWER = 0.99
 
 
 def generation(benches: Sequence[Bench], paper: TwiddlerPaper, on_progress: Progress) -> Section:
-    """Make the section of Fig. 4: tokens per second by input and output."""
+    """Make the section of Fig. 4: tokens per second of each system, by numbers of input and output tokens."""
     rows: Rows = []
     for bench in benches:
         for prompt in paper.grid.inputs:
@@ -55,7 +55,7 @@ def generation(benches: Sequence[Bench], paper: TwiddlerPaper, on_progress: Prog
 
 
 def prefill(benches: Sequence[Bench], paper: TwiddlerPaper, on_progress: Progress) -> Section:
-    """Make the section of Fig. 5: time to the first token."""
+    """Make the section of Fig. 5: the time to the first token of each system, by number of prompt tokens."""
     rows: Rows = []
     for bench in benches:
         for prompt in paper.grid.prefills:
@@ -84,7 +84,7 @@ def prefill(benches: Sequence[Bench], paper: TwiddlerPaper, on_progress: Progres
 
 
 def beams(benches: Sequence[Bench], paper: TwiddlerPaper, on_progress: Progress) -> Section:
-    """Make the section of Fig. 6: tokens per second of beam search."""
+    """Make the section of Fig. 6: tokens per second of each system in beam search, by number of beams."""
     prompt, output = paper.grid.beam_input, paper.grid.beam_output
     rows: Rows = []
     for bench in benches:
@@ -119,13 +119,19 @@ def beams(benches: Sequence[Bench], paper: TwiddlerPaper, on_progress: Progress)
 
 
 def beam_by_beam(bench: Bench, prompt: int, width: int, output: int) -> float:
-    """Return the seconds of a `layer_split` that gives each beam its own step."""
+    """Predict the seconds of a beam search by `layer_split`, with a separate decode step for each beam.
+
+    Args:
+        prompt: number of prompt tokens.
+        width: number of beams.
+        output: number of tokens to generate in each beam.
+    """
     one = bench.generate("layer_split", prompt)
     return one.prefill_seconds + (output - 1) * width * one.step_seconds
 
 
 def measured(benches: Sequence[Bench], paper: TwiddlerPaper, on_progress: Progress) -> Section:
-    """Make the section of absolute times that the authors published, beside ours."""
+    """Make the section that compares the seconds that the authors published with our predictions."""
     by_name = {bench.environment.name: bench for bench in benches}
     rows: Rows = []
     for each in paper.measured:
@@ -141,7 +147,11 @@ def measured(benches: Sequence[Bench], paper: TwiddlerPaper, on_progress: Progre
 
 
 def goals(paper: TwiddlerPaper, generated: Section, first: Section, searched: Section) -> Section:
-    """Make the section of this project's goals on these environments, from the sections of Figs. 4 to 6."""
+    """Make the section of this project's goals in the paper's environments, and whether each goal is met.
+
+    Args:
+        generated, first, searched: the sections of Figs. 4, 5 and 6.
+    """
     single, long, wide = generated.rows, first.rows, searched.rows
     both = [
         *_ratios(long, "tokens_per_second", "twiddler_makespan", "twiddler"),
@@ -175,7 +185,14 @@ def goals(paper: TwiddlerPaper, generated: Section, first: Section, searched: Se
 
 
 def mean_ratio(rows: Rows, key: str, ours: str, rival: str, bench: Bench | None = None) -> float:
-    """Return the mean ratio of a figure of ours to the rival's, over all configurations, or over those of a bench."""
+    """Return our policy's figure over the rival's, averaged over environments, lengths and numbers of beams.
+
+    Args:
+        rows: rows of a section.
+        key: key of the figure in the rows.
+        ours, rival: names of two policies.
+        bench: the only environment to count; None for all.
+    """
     chosen = [row for row in rows if bench is None or row["environment"] == bench.environment.name]
     return fmean(_ratios(chosen, key, ours, rival))
 
@@ -193,7 +210,11 @@ def _over_best(rows: Rows, ours: str) -> list[float]:
 
 
 def _by_configuration(rows: Rows, key: str) -> list[dict[str, float]]:
-    """Return a figure of each policy, by policy, for each configuration (the row's other keys)."""
+    """Return a figure of every policy, by its name, for each configuration of environment, lengths and beams.
+
+    Args:
+        key: key of the figure in the rows.
+    """
     found: dict[tuple[Value, ...], dict[str, float]] = {}
     for row in rows:
         where = tuple(row[name] for name in ("environment", "input", "output", "width") if name in row)

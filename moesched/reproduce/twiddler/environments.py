@@ -1,4 +1,4 @@
-"""Twiddler's environments on the virtual clock: its machines as it measured them, its systems as our policies."""
+"""Simulation of Twiddler's environments: machines with the rates that its authors measured, systems as our policies."""
 
 from __future__ import annotations
 
@@ -36,7 +36,12 @@ Machines = Callable[[Machine], Machine]
 
 
 class Ran(msgspec.Struct, frozen=True):
-    """Prediction for a system: seconds to the first token, and of a decode step on average."""
+    """Predicted seconds of a system for one request.
+
+    Attributes:
+        prefill_seconds: seconds to the first token.
+        step_seconds: seconds of a decode step, on average.
+    """
 
     prefill_seconds: float
     step_seconds: float
@@ -47,7 +52,7 @@ class Ran(msgspec.Struct, frozen=True):
 
 
 class Bench:
-    """One environment, with every system on it; simulations are cached.
+    """Simulates every system in one environment; results are cached.
 
     Args:
         popularity: file of the routing profile by which Twiddler chooses the experts to keep on the GPU.
@@ -79,16 +84,27 @@ class Bench:
         self.run = cache(self._run)
 
     def first_token(self, system: str, prompt: int) -> float:
-        """Predict the seconds to the first token."""
+        """Predict the seconds to the first token of a prompt.
+
+        Args:
+            system: name of the system.
+            prompt: number of prompt tokens.
+        """
         return self.run(system, prompt, 1, 1).prefill_seconds
 
     def generate(self, system: str, prompt: int, beams: int = 1) -> Ran:
-        """Predict a prompt, and the decode steps after it."""
+        """Predict the seconds of a prompt, and of a decode step after it.
+
+        Args:
+            system: name of the system.
+            prompt: number of prompt tokens.
+            beams: number of beams, which are decoded together.
+        """
         return self.run(system, prompt, 1 + self.looked_at, beams)
 
     @property
     def dense_bytes(self) -> int:
-        """Bytes of the dense weights in the layers that llama.cpp has on the CPU."""
+        """Bytes of the weights other than experts, in the layers that llama.cpp keeps on the CPU."""
         on_cpu = range(self.environment.gpu_layers, self.config.layers)
         return sum(page.nbytes for layer in on_cpu for page in self.layout.dense(layer))
 
@@ -110,7 +126,10 @@ class Bench:
         return Ran(prefill, fmean(steps) if steps else 0.0)
 
     def _machine_of(self, system: str) -> Machine:
-        """Return the machine; for `layer_split`, its GPU has room for dense weights that llama.cpp has on the CPU."""
+        """Return the machine on which to simulate a system.
+
+        For `layer_split`, the GPU's memory is enlarged by the dense weights that llama.cpp keeps on the CPU.
+        """
         if system != "layer_split":
             return self.machine
         gpu = self.machine.accelerator.memory
@@ -120,7 +139,10 @@ class Bench:
 
 
 def as_measured(paper: TwiddlerPaper) -> Machines:
-    """Return a change of profiles that makes the CPU's time proportional to tokens, as in the authors' code."""
+    """Return a function that changes a machine such that an expert on the CPU takes time in proportion to its tokens.
+
+    The authors' code assumes this, with the rate that they measured.
+    """
     config = find_shape(paper.model)
     rate = 6.0 * config.hidden * config.routed.intermediate / paper.cpu.seconds_per_token
 
@@ -133,9 +155,11 @@ def as_measured(paper: TwiddlerPaper) -> Machines:
 
 
 def copies_over_compute(ratio: float | None) -> Machines:
-    """Return a change of profiles that sets the GPU's rate such that copying an expert takes `ratio` times its compute.
+    """Return a function that changes a machine's GPU so that copying an expert takes `ratio` times computing it.
 
-    For None, the GPU reads weights at the rate of its memory.
+    Args:
+        ratio: time of the copy over time of the computation; None for a GPU that reads weights at its memory's
+            bandwidth.
     """
 
     def changed(machine: Machine) -> Machine:
@@ -152,7 +176,12 @@ def copies_over_compute(ratio: float | None) -> Machines:
 def benches(
     paper: TwiddlerPaper, change: Machines | None = None, looked_at: int = LOOKED_AT
 ) -> Iterator[list[Bench]]:
-    """Yield all environments, with machines as the authors measured them, or with another `change` of profiles."""
+    """Yield a `Bench` for each environment of the paper.
+
+    Args:
+        change: changes each machine; None for `as_measured`.
+        looked_at: number of simulated decode steps.
+    """
     change = change or as_measured(paper)
     config = find_shape(paper.model)
     with scratch_folder() as folder:

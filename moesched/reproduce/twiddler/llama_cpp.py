@@ -7,8 +7,8 @@
 * Beam search (llama_beam_search) decodes one beam after the other, and in each step decodes again all tokens of a beam
   after the prefix that all beams share: the KV cache holds only that prefix, which grows when all beams agree.
 
-How far beams diverge depends on the text. Here every beam continues a random beam of the previous step (the neutral
-model of Wright and Fisher).
+The text decides after how many tokens beams diverge. Here every beam continues a random beam of the previous step (the
+neutral model of Wright and Fisher).
 """
 
 from __future__ import annotations
@@ -54,13 +54,25 @@ def pass_seconds(bench: Bench, tokens: int) -> float:
 
 
 def search(bench: Bench, prompt: int, width: int, new_tokens: int) -> float:
-    """Predict the seconds of a beam search."""
+    """Predict the seconds of a beam search, its prompt included.
+
+    Args:
+        prompt: number of prompt tokens.
+        width: number of beams.
+        new_tokens: number of tokens to generate in each beam.
+    """
     passes = {length: pass_seconds(bench, length) for length in PREFIXES}
     return first_token(bench, prompt) + search_seconds(width, new_tokens, passes)
 
 
 def _dense_on_host(bench: Bench, tokens: int) -> float:
-    """Predict the additional seconds of projections and routers on the CPU, in all layers that are not on the GPU."""
+    """Predict how much longer projections and routers take on the CPU than on the GPU, in seconds.
+
+    All layers that are not on the GPU count.
+
+    Args:
+        tokens: number of tokens that pass the layers together.
+    """
     operations, machine = Operations(bench.config, bench.layout.dtype), bench.machine
     cost = cost_model(machine, bench.layout.dtype)
 
@@ -74,7 +86,15 @@ def _dense_on_host(bench: Bench, tokens: int) -> float:
 
 
 def decoded_lengths(width: int, new_tokens: int, chance: random.Random) -> Iterator[list[int]]:
-    """Yield, for each step, the tokens of each call of the model; the first step has no call."""
+    """Simulate a beam search by llama.cpp, and yield for each step the number of tokens of each call of the model.
+
+    The list of the first step is empty, since it has no call.
+
+    Args:
+        width: number of beams.
+        new_tokens: number of steps.
+        chance: chooses the beam that each beam continues.
+    """
     beams: list[tuple[int, ...]] = [()]
     for step in range(new_tokens):
         shared = sum(1 for _ in takewhile(lambda tokens: len(set(tokens)) == 1, zip(*beams, strict=False)))
@@ -85,9 +105,11 @@ def decoded_lengths(width: int, new_tokens: int, chance: random.Random) -> Itera
 
 
 def search_seconds(width: int, new_tokens: int, seconds_of: Mapping[int, float]) -> float:
-    """Return the mean seconds of all steps of a search after the prompt.
+    """Return the seconds of a beam search after its prompt, averaged over several simulated searches.
 
     Args:
+        width: number of beams.
+        new_tokens: number of steps.
         seconds_of: seconds of a call by its number of tokens; times between them are interpolated.
     """
     chance = random.Random(0)
@@ -99,7 +121,13 @@ def search_seconds(width: int, new_tokens: int, seconds_of: Mapping[int, float])
 
 
 def interpolated(seconds_of: Mapping[int, float], tokens: int) -> float:
-    """Interpolate the seconds for a number of tokens linearly, or extrapolate from the nearest two points."""
+    """Return the seconds of a call with a number of tokens, interpolated linearly between the nearest known numbers.
+
+    Outside of the known numbers, the line through the nearest two is extended.
+
+    Args:
+        seconds_of: known seconds, by number of tokens.
+    """
     known = sorted(seconds_of)
     right = min(max(1, bisect_left(known, tokens)), len(known) - 1)
     low, high = known[right - 1], known[right]

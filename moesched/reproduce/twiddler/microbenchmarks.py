@@ -1,4 +1,4 @@
-"""Fig. 7 of Twiddler's Appendix A: latency of moving an expert, and of running it on each processor."""
+"""Fig. 7 of Twiddler's Appendix A: the times of copying an expert, and of computing it on the GPU and on the CPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ NEGLIGIBLE = 0.01
 
 
 def microbenchmarks(benches: Sequence[Bench], paper: TwiddlerPaper) -> Section:
-    """Make the section of Fig. 7: milliseconds of an expert by its tokens, of copying its weights and an activation."""
+    """Make the section of Fig. 7: milliseconds of copying an expert, and of computing it by number of tokens.
+
+    The section also has the milliseconds in which a token's activation is copied.
+    """
     rows: list[dict[str, Value]] = []
     for bench in benches:
         copy, activation = _copies(bench)
@@ -45,7 +48,7 @@ def microbenchmarks(benches: Sequence[Bench], paper: TwiddlerPaper) -> Section:
 
 
 def _copies(bench: Bench) -> tuple[float, float]:
-    """Return the seconds of copying an expert's weights to the GPU, and of copying one activation from there."""
+    """Return the seconds of copying an expert's weights to the GPU, and of copying one activation to the host."""
     cost, machine = cost_model(bench.machine, bench.layout.dtype), bench.machine
     fast, slow = machine.accelerator.memory, machine.host.memory
     weights = sum(page.nbytes for page in bench.layout.an_expert)

@@ -1,4 +1,4 @@
-"""Figures that Twiddler prints or its authors published, read from the TOML file beside this module."""
+"""Figures that the Twiddler paper prints or its authors published, read from the TOML file beside this module."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from moesched.reproduce.printed import PrintedPaper, read_paper
 
 
 class Environment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """An environment of Table 1.
+    """An environment of Table 1: a machine, and the settings of each system on it.
 
     Attributes:
-        machine: name of our profile.
+        machine: name of our machine profile.
         experts: number of experts that Twiddler keeps on the GPU.
-        offload_per_layer: setting of Mixtral-Offloading.
-        gpu_layers: setting of llama.cpp (ngl).
+        offload_per_layer: Mixtral-Offloading's setting: experts of each layer that are not on the GPU.
+        gpu_layers: llama.cpp's setting `ngl`: number of layers on the GPU.
     """
 
     name: str
@@ -25,7 +25,14 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class Grid(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The sizes that were measured, in tokens: of generation, of long prefill, of beam search."""
+    """The numbers of tokens and beams for which the paper has measurements.
+
+    Attributes:
+        inputs, outputs: prompt tokens and generated tokens, in Fig. 4.
+        prefills: prompt tokens, in Fig. 5.
+        widths: numbers of beams, in Fig. 6.
+        beam_input, beam_output: prompt tokens and generated tokens, in Fig. 6.
+    """
 
     inputs: list[int]
     outputs: list[int]
@@ -36,18 +43,20 @@ class Grid(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class HostRate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Time of an expert on the CPU for each token."""
+    """The time that an expert takes on the CPU, in seconds per token, and the source of this figure."""
 
     seconds_per_token: float
     source: str
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Measurements of a system by the authors.
+    """The authors' measurements of one system in one environment.
 
     Attributes:
+        policy: name of our policy for the system.
         seconds: seconds to the first token, by prompt length in tokens.
         step_seconds: seconds of a decode step after a prompt of 32 tokens.
+        source: the file with the measurements, in words.
     """
 
     environment: str
@@ -58,7 +67,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class TwiddlerPaper(PrintedPaper, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The reproduced figures of the paper."""
+    """The printed figures of the paper that are reproduced, with our names of its model and routing profile."""
 
     model: str
     routing: str
@@ -69,5 +78,5 @@ class TwiddlerPaper(PrintedPaper, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 def twiddler_paper() -> TwiddlerPaper:
-    """Read Table 1, the grid, the claims of the text, and the authors' raw measurements."""
+    """Read the paper's Table 1, the sizes of its measurements, the claims of its text, and raw measurements."""
     return read_paper(TwiddlerPaper, __package__)

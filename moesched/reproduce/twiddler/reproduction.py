@@ -1,4 +1,4 @@
-"""`moesched reproduce twiddler`: its figures beside our schedules on the virtual clock."""
+"""`moesched reproduce twiddler`: makes the sections that compare the paper's figures with our predictions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from moesched.reproduce.twiddler.variants import variants
 
 @contextmanager
 def twiddler_made(on_progress: Progress) -> Iterator[Made]:
-    """Yield the paper's sections; those of figures are made once, for the goals as well."""
+    """Yield functions that make the paper's sections; those of Figs. 4 to 6 are computed once, also for the goals."""
     paper = twiddler_paper()
     with benches(paper) as both:
         fourth, fifth, sixth = (
@@ -38,7 +38,7 @@ def twiddler_made(on_progress: Progress) -> Iterator[Made]:
 
 
 def _calibration(bench: Bench, paper: TwiddlerPaper) -> list[dict[str, Value]]:
-    """Return the rates of an environment that no data sheet gives, and the source of each."""
+    """Return the rates of an environment that no data sheet gives, a row each, with the source of each rate."""
     machine = bench.machine
     link = machine.link(machine.roles.weights, machine.accelerator.memory).bandwidth
     reading = machine.accelerator.expert_bandwidth or machine.memories[machine.accelerator.memory].bandwidth

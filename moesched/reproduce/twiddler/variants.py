@@ -1,4 +1,4 @@
-"""Twiddler's ratios under other assumptions about the machines."""
+"""Ratios of Twiddler's throughput to its rivals' under other assumptions about the machines."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ INPUT, OUTPUT, PREFILL, WIDTH = 64, 128, 1024, 8
 
 
 def variants(paper: TwiddlerPaper, on_progress: Progress) -> Section:
-    """Make the section with a row for each environment under each of several assumptions."""
+    """Make the section of the paper's ratios under several assumptions about the machines, for each environment."""
     measured = as_measured(paper)
 
     def with_ratio(ratio: float | None) -> Machines:

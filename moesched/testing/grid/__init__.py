@@ -1,8 +1,8 @@
 """Checks of a policy over a grid of cases on the virtual clock, as `moesched check` runs them.
 
-First small models with tight memory and uneven durations on symbols, which find faults; then models and machines as
-they are sold, which tell how the policy compares with others. All of it runs in a process of its own, so that a policy
-that never ends is ended.
+First come small models on a device that computes hashes ("on symbols"), with tight memory and uneven durations, to find
+faults; then real models and machines, to compare the policy with others. All cases run in a child process, so that a
+policy that never ends can be killed.
 """
 
 from __future__ import annotations

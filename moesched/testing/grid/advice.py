@@ -1,4 +1,4 @@
-"""Advice about pages that nothing read, work done twice, and lanes that were never used, from tasks and counts."""
+"""Advice about a policy's waste in a run: pages that nothing read, repeated copies, free memory, and unused lanes."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from moesched.trace import Recording
 from moesched.units import format_bytes
 
 LEAST_WASTE = 0.01
-"""Share of a pool's fetched pages that may be wasted without a word."""
+"""Share of a pool's fetched pages that may be wasted without advice."""
 
 LEAST_FREE = 0.1
-"""Share of a memory that may stay free without a word."""
+"""Share of a memory that may stay free without advice."""
 
 
 class Transfers:
-    """An observer that keeps the tasks that move pages."""
+    """Observer that keeps the tasks of a run that move pages, apart from those of loading."""
 
     def __init__(self) -> None:
         self.all: list[PageTransfer] = []
@@ -34,23 +34,30 @@ class Transfers:
 
 
 def advice_of(case: str, plan: Plan, transfers: Sequence[PageTransfer]) -> list[Advice]:
-    """Return advice on unused slots, free memory and repeated copies of a finished run."""
+    """Return advice on unused slots, free memory and repeated copies in a finished run.
+
+    Args:
+        case: name of the case.
+        plan: the run's plan, with the counts of its pools.
+        transfers: the tasks that moved pages in steps.
+    """
     found = [_of_pool(case, pool) for pool in plan.weights.pools if pool.slots]
     found += [_of_free_memory(case, memory, transfers) for memory in plan.accelerators]
     return [*(each for each in found if each is not None), *_of_repeats(case, transfers)]
 
 
 def used_lanes(recording: Recording) -> dict[str, bool]:
-    """Return, for each lane of a recording, whether a step submitted a task to it."""
+    """Return, for each lane by name, whether any step submitted a task to the lane."""
     used = {each.lane.name for each in recording.slices if each.step >= 0}
     return {lane.name: lane.name in used for lane in recording.lanes}
 
 
 def advice_of_lanes(cells: Iterable[tuple[str, Mapping[str, bool]]]) -> Iterator[Advice]:
-    """Yield advice on lanes that were used in no cell.
+    """Yield advice on each lane that was used in no cell.
 
     Args:
-        cells: for each cell that the policy ran in, its name and whether each lane was used.
+        cells: for each cell that the policy ran in, the cell's name, and whether each lane was used, by the lane's
+            name.
     """
     cells = list(cells)
     for lane in dict.fromkeys(lane for _, lanes in cells for lane in lanes):
@@ -93,7 +100,11 @@ def _of_free_memory(case: str, memory: Memory, transfers: Sequence[PageTransfer]
 
 
 def _of_repeats(case: str, transfers: Sequence[PageTransfer]) -> Iterator[Advice]:
-    """Yield advice for each line of the policy that moves pages which the same decode step had moved there before."""
+    """Yield advice for each line of the policy that moves a page to a memory for a second time in one decode step.
+
+    Args:
+        case: name of the case.
+    """
     seen: set[tuple[int, str, int]] = set()
     repeated: Counter[str] = Counter()
     first: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""Cells of the grid: one model on one machine with one batch size, which policies are compared in."""
+"""Cells of the grid, each a model, a machine and a batch size, and the simulation of policies in a cell."""
 
 from __future__ import annotations
 
@@ -39,7 +39,12 @@ MICRO_BATCHES = 4
 
 
 class Cell(msgspec.Struct, frozen=True):
-    """A model, a machine and a batch size."""
+    """A cell of the grid.
+
+    Attributes:
+        model, machine: names or files.
+        batch_size: number of requests.
+    """
 
     model: str
     machine: str
@@ -51,7 +56,11 @@ class Cell(msgspec.Struct, frozen=True):
         return f"{self.model} on {self.machine}, batch of {self.batch_size}"
 
     def plan(self, name: str, settings: dict[str, Any]) -> tuple[Plan, Policy]:
-        """Make a policy and its plan for this cell.
+        """Make a policy, and plan the cell's batch with it.
+
+        Args:
+            name: the policy's name, or file.py:Class.
+            settings: the policy's settings by name.
 
         Raises:
             BadInput: the plan does not fit.
@@ -84,14 +93,14 @@ class Cell(msgspec.Struct, frozen=True):
 
 
 class Simulated(NamedTuple):
-    """A policy's run in a cell."""
+    """The simulation of a policy in a cell: its plan, and the figures of the run."""
 
     plan: Plan
     run: TrialFigures
 
     @property
     def seconds(self) -> float:
-        """The predicted time of the whole batch, from the end of loading."""
+        """The predicted time of the whole batch, from the end of loading, in seconds."""
         return self.run.seconds(self.plan.batch)
 
 
@@ -103,7 +112,12 @@ def simulate_cell(
     observers: Sequence[Observer] = (),
     recorder: Recorder | None = None,
 ) -> Simulated:
-    """Simulate a policy in a cell: the prefill and a few decode steps.
+    """Simulate the prefill and a few decode steps of a policy in a cell.
+
+    Args:
+        name: the policy's name, or file.py:Class.
+        settings: the policy's settings by name.
+        recorder: records the run; None for no recording.
 
     Raises:
         BadInput: the plan does not fit.
@@ -115,7 +129,11 @@ def simulate_cell(
 def cells_of(
     models: Sequence[str] = (), machines: Sequence[str] = (), batch_sizes: Sequence[int] = ()
 ) -> list[Cell]:
-    """Return the cells of all combinations; an empty argument stands for the default grid's values.
+    """Return a cell for each combination of model, machine and batch size; an empty argument stands for default values.
+
+    Args:
+        models, machines: names or files.
+        batch_sizes: numbers of requests.
 
     Raises:
         BadInput: a model or a machine is unknown.

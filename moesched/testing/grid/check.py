@@ -1,4 +1,4 @@
-"""`check_on_grid`: has a child process run all items, and puts their outcomes together."""
+"""`check_on_grid`: starts a child process that runs all items of a check, and makes a report of their outcomes."""
 
 from __future__ import annotations
 
@@ -39,13 +39,15 @@ def check_on_grid(
 ) -> GridReport:
     """Look for a policy's faults in small cases, and compare it with the shipped policies in cells of a grid.
 
-    The cases run in a process of their own. It is killed when a case does not end, or at the time limit.
+    The cases run in a child process, which is killed if a case does not end, or at the time limit.
 
     Args:
         policy: a name of `moesched list policies`, or file.py:Class, or module:Class.
-        cells: by default those of `cells_of()`.
+        settings: the policy's settings by name; None for the defaults.
+        cells: the cells of the grid; None for those of `cells_of()`.
         limit: seconds after which the check ends, and the report names the other cases as unchecked.
         whole_traceback: whether faults have all frames of their tracebacks.
+        on_progress: called with (items done, all items, name of the item that begins).
 
     Raises:
         BadInput: the policy cannot be loaded, or does not take the settings.
@@ -59,10 +61,11 @@ def check_on_grid(
 
 
 class ChildRun:
-    """The run of a child process, and the outcomes that it reported so far.
+    """Runs a check's child process, and collects the outcomes of items that the child reports.
 
     Args:
-        on_progress: called as each item begins.
+        order: the work of the child.
+        on_progress: called with (items done, all items, name of the item that begins).
     """
 
     def __init__(self, order: Order, on_progress: Progress = lambda done, total, what: None) -> None:
@@ -76,10 +79,10 @@ class ChildRun:
         self._reason = f"the limit of {order.limit:g} s was over"
 
     def wait(self) -> None:
-        """Start a child process for the order, and wait until it ends.
+        """Start the child process, collect its outcomes, and return when it has ended.
 
         Raises:
-            BadInput: it refuses the policy.
+            BadInput: the child cannot load the policy, or the policy does not take the settings.
         """
         with tied_child(command(self._order), stdout=subprocess.PIPE) as child:
             assert child.stdout is not None, "it has a pipe"
@@ -92,7 +95,11 @@ class ChildRun:
             self._ended_early(busy_at, code)
 
     def report(self, seconds: float) -> GridReport:
-        """Join the outcomes of all items in a report; `seconds` is the duration of the check."""
+        """Return the report of all outcomes.
+
+        Args:
+            seconds: duration of the check.
+        """
         count = len(self._names) - len(self._order.cells)
         unchecked = [name for number, name in enumerate(self._names) if number not in self._outcomes]
         own = [each for number, each in sorted(self._outcomes.items()) if number < count and not each.skipped]
@@ -114,7 +121,14 @@ class ChildRun:
         )
 
     def _read(self, lines: Iterable[bytes]) -> str | None:
-        """Handle the child's messages; returns the policy's line at which an item takes too long, if one does."""
+        """Handle the child's messages until they end or an item takes too long.
+
+        Args:
+            lines: lines that the child writes.
+
+        Returns:
+            The line of the policy, as file:line, that ran when an item took too long; None if no item did.
+        """
         traceback: list[str] = []
         for line in lines:
             message = message_in(line)
@@ -144,7 +158,7 @@ class ChildRun:
             self._begun = None
 
     def _ended_early(self, busy_at: str | None, code: int) -> None:
-        """Note why the child's last item did not end.
+        """Record the reason why the child's last item did not end, and a fault of the policy if it is one.
 
         Args:
             busy_at: the policy's line at which the item took too long; None if the process ended by itself.
@@ -167,7 +181,11 @@ class ChildRun:
             self._fatal.append(Fault(line=busy_at, message=message, case=case))
 
     def _cell_results(self, first: int) -> Iterator[CellResult]:
-        """Yield the results of all cells, with the policy's ranks; `first` is the index of the first cell's item."""
+        """Yield the result of each cell, with the policy's rank among the shipped policies.
+
+        Args:
+            first: index of the first cell's item among all items.
+        """
         cells = self._order.cells
         for number, cell in enumerate(cells, first):
             outcome = self._outcomes.get(number)

@@ -1,7 +1,7 @@
-"""The process that runs a check's items, and its messages to the process that started it, one JSON value per line.
+"""The child process that runs a check's items, and its messages to the parent, one JSON value per line.
 
-When an item takes too long, `faulthandler` writes a traceback among the messages, even within a loop in C or one that
-catches every exception, and goes on writing them until the process is ended. Whatever the policy prints is dropped.
+When an item takes too long, `faulthandler` writes a traceback between the messages, even from a loop in C or one that
+catches every exception, and again and again until the process is killed. Output of the policy is dropped.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from moesched.testing.grid.faults import home_of
 from moesched.testing.grid.items import Outcome, Subject, items_of
 
 LEAST_SECONDS = 0.05
-"""Time left below which no item begins."""
+"""Seconds that must be left for another item to begin."""
 BETWEEN_TRACEBACKS = 0.01
 """Seconds from one traceback of an item that takes too long to the next."""
 
@@ -34,8 +34,10 @@ class Order(msgspec.Struct, frozen=True):
     """The work of a child process.
 
     Attributes:
+        subject: the policy to check.
+        cells: the cells in which to run the policy.
         patience: seconds that a small case may take.
-        limit: seconds for all items.
+        limit: seconds that all items together may take.
     """
 
     subject: Subject
@@ -50,20 +52,31 @@ class Order(msgspec.Struct, frozen=True):
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """Message: the policy cannot be loaded, or does not take the settings; `why` is the reason."""
+    """Message that the policy cannot be loaded, or does not take the settings; `why` is the reason."""
 
     why: str
 
 
 class Opened(msgspec.Struct, frozen=True, tag=True):
-    """Message: the policy is loaded; `home` is the line of its class, `names` are those of all items."""
+    """Message that the policy is loaded.
+
+    Attributes:
+        home: the first line of the policy's class, as file:line.
+        names: names of all items, in the order in which they run.
+    """
 
     home: str
     names: list[str]
 
 
 class Began(msgspec.Struct, frozen=True, tag=True):
-    """Message: an item begins; it may take `seconds`, and taking longer is a fault of the policy if `quick`."""
+    """Message that an item begins.
+
+    Attributes:
+        item: index of the item.
+        seconds: time that the item may take.
+        quick: whether taking longer is a fault of the policy, and not of the time limit.
+    """
 
     item: int
     seconds: float
@@ -71,7 +84,7 @@ class Began(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ended(msgspec.Struct, frozen=True, tag=True):
-    """Message: an item is over."""
+    """Message that an item has ended, with the item's index and outcome."""
 
     item: int
     outcome: Outcome
@@ -83,7 +96,7 @@ _MESSAGES: msgspec.json.Decoder[Message] = msgspec.json.Decoder(Message)
 
 
 def main() -> None:
-    """Carry out the order that is the last command-line argument."""
+    """Run the child process: carry out the order in the last command-line argument, and write messages to stdout."""
     end_with_parent()
     sent = os.fdopen(os.dup(sys.stdout.fileno()), "wb", buffering=0)
     null = os.open(os.devnull, os.O_WRONLY)
@@ -94,10 +107,10 @@ def main() -> None:
 
 
 def carry_out(order: Order, alarm: BinaryIO) -> Iterator[Message]:
-    """Run the items; yields messages about them.
+    """Load the policy and run all items; yield messages at their begin and end.
 
     Args:
-        alarm: receives the tracebacks of an item that takes too long.
+        alarm: the file to which the traceback of an item that takes too long is written.
     """
     faulthandler.register(signal.SIGALRM, file=alarm, all_threads=False)
     signal.setitimer(signal.ITIMER_REAL, order.loading, BETWEEN_TRACEBACKS)
@@ -130,13 +143,13 @@ def carry_out(order: Order, alarm: BinaryIO) -> Iterator[Message]:
 
 
 def command(order: Order) -> list[str]:
-    """Return the command that starts a child for an order; the child finds the modules that this process finds."""
+    """Return the command that starts a child process for an order, with the import path of this process."""
     code = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import main; main()"
     return [sys.executable, "-P", "-c", code, msgspec.json.encode(order).decode()]
 
 
 def message_in(line: bytes) -> Message | None:
-    """Decode the message in a line that a child wrote; None for a line of a traceback."""
+    """Decode a line that the child wrote; None if it is not a message but a line of a traceback."""
     try:
         return _MESSAGES.decode(line)
     except msgspec.DecodeError:

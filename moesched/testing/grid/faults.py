@@ -1,4 +1,4 @@
-"""Errors of a policy as faults: its own line, the message, and the case."""
+"""Conversion of a policy's errors to faults, each with the policy's line, the message and the case."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ UNKNOWN = "the policy"
 
 
 def home_of(policy: type[Policy]) -> str:
-    """Return the first line of a policy's class, as file:line, for faults that no other line of it caused."""
+    """Return the first line of a policy's class, as file:line; it is named for faults without another line."""
     with suppress(OSError, TypeError):
         return f"{inspect.getsourcefile(policy)}:{inspect.getsourcelines(policy)[1]}"
     return UNKNOWN
@@ -28,13 +28,14 @@ def faults_of(run: Callable[[], object], case: str, home: str, *, whole: bool = 
     """Call `run`, and return the policy's faults: the error that ended it, or a coroutine that was not awaited.
 
     Args:
+        run: runs the policy.
         case: name of the case.
-        home: the line of the policy's class.
+        home: the first line of the policy's class, as file:line.
         whole: whether faults have the whole traceback.
 
     Raises:
-        BadInput: as `run` raises it: the policy does not fit.
-        Exception: an error that is not the policy's.
+        BadInput: `run` raised it, since the policy's plan does not fit.
+        Exception: `run` raised an error that is not the policy's.
     """
     failure: Exception | None = None
     with forgotten_awaits() as forgotten:
@@ -55,7 +56,13 @@ def faults_of(run: Callable[[], object], case: str, home: str, *, whole: bool = 
 
 
 def unfit_fault(error: BadInput, case: str, home: str) -> Fault:
-    """Make the fault of a policy whose plan fits in no case."""
+    """Return the fault to report for a policy whose plan fits in no case.
+
+    Args:
+        error: the error of the first plan.
+        case: name of the first case.
+        home: the first line of the policy's class, as file:line.
+    """
     cause = error.__cause__
     line = cause.line if isinstance(cause, PolicyError) else ""
     if not line and cause is not None:
@@ -64,7 +71,7 @@ def unfit_fault(error: BadInput, case: str, home: str) -> Fault:
 
 
 def reason_of(error: BadInput) -> str:
-    """Return the reason why a plan does not fit, without the policy's line."""
+    """Return the message of an error about a plan that does not fit, without the policy's line."""
     return str(error.__cause__ if isinstance(error.__cause__, PolicyError) else error)
 
 
@@ -74,11 +81,13 @@ def begins_traceback(line: str) -> bool:
 
 
 def endless_line(traceback: Sequence[str], home: str) -> str | None:
-    """Return the policy's innermost line in a traceback, `home` without one; None if the line's number is unknown.
+    """Return the policy's innermost line in a traceback, as file:line; `home` if the policy is not in it.
+
+    Return None if the line's number is unknown.
 
     Args:
         traceback: lines as `faulthandler` writes them, the innermost frame first.
-        home: the line of the policy's class.
+        home: the first line of the policy's class, as file:line.
     """
     for line in traceback:
         file, found, rest = line.strip().removeprefix('File "').partition('", line ')

@@ -1,4 +1,4 @@
-"""The items of a check: trials, cells, and the shipped policies in each cell; each runs by itself."""
+"""Items, the parts of a check that run one by one: small cases, cells, and the shipped policies in each cell."""
 
 from __future__ import annotations
 
@@ -23,10 +23,12 @@ CODE_OF_CHILD = "<string>:1"
 
 
 class Subject(msgspec.Struct, frozen=True):
-    """The policy under test.
+    """The policy that is checked.
 
     Attributes:
-        home: the line of its class, as file:line.
+        name: the policy's name, or file.py:Class, or module:Class.
+        settings: the policy's settings by name.
+        home: the first line of the policy's class, as file:line; empty until the class is loaded.
         whole: whether faults have the whole traceback.
     """
 
@@ -37,13 +39,15 @@ class Subject(msgspec.Struct, frozen=True):
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """The outcome of an item.
+    """The results of one item.
 
     Attributes:
-        skipped: whether it did not run, since earlier items made it needless.
-        unfit: the fault to report if the policy fits in no item; None if its plan fits in this one.
-        lanes: whether each lane was used.
+        unfit: if the policy's plan does not fit in this item, the fault to report should it fit in none; otherwise
+            None.
+        cell: the policy's result in a cell; None for other items.
+        lanes: whether each lane was used, by the lane's name.
         rivals: the seconds of the shipped policies, by name.
+        skipped: whether the item was not run, since the earlier ones made it needless.
     """
 
     faults: list[Fault] = []
@@ -56,13 +60,13 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Item(NamedTuple):
-    """A part of the check.
+    """A part of a check that runs by itself.
 
     Attributes:
         name: the case as text.
-        run: runs the policy, and collects what was found.
-        is_needed: tests whether the item can find more than the items before it.
-        small: whether it is a case on symbols, which takes milliseconds.
+        run: runs the policy, and returns the results.
+        is_needed: takes the outcomes of earlier items, and returns whether this item can find anything new.
+        small: whether the item is a small case, which takes milliseconds.
     """
 
     name: str
@@ -72,9 +76,9 @@ class Item(NamedTuple):
 
 
 def trial_item(trial: Trial) -> Item:
-    """Make the item of a small case on symbols, which looks for faults.
+    """Make the item that runs the policy in a small case, to find faults.
 
-    It is not needed after a fault in the same case with the machine's own durations.
+    The item is not needed if the same case with the machine's own durations had a fault.
     """
 
     def is_needed(earlier: Iterable[Outcome]) -> bool:
@@ -93,7 +97,7 @@ def trial_item(trial: Trial) -> Item:
 
 
 def cell_item(cell: Cell) -> Item:
-    """Make the item that runs the policy in a cell: for its time, a lower bound of that, and advice."""
+    """Make the item that simulates the policy in a cell, for its predicted time, a lower bound, and advice."""
 
     def run(subject: Subject) -> Outcome:
         outcome = Outcome()
@@ -116,7 +120,10 @@ def cell_item(cell: Cell) -> Item:
 
 
 def rivals_item(cell: Cell) -> Item:
-    """Make the item that times the shipped policies in a cell; not needed if the policy has no time there."""
+    """Make the item that predicts the times of the shipped policies in a cell.
+
+    The item is not needed if the policy has no time in this cell.
+    """
 
     def is_needed(earlier: Iterable[Outcome]) -> bool:
         return any(each.of(cell) and each.seconds for outcome in earlier if (each := outcome.cell))
@@ -145,5 +152,5 @@ def _in_cell(cell: Cell, subject: Subject) -> Outcome:
 
 
 def _with_line(advice: Advice, subject: Subject) -> Advice:
-    """Return the advice, with the line of the policy's class if it has none, as in installed packages."""
+    """Return the advice; if it has no line of the policy, with the line of the policy's class."""
     return structs.replace(advice, line=subject.home) if advice.line in ("", CODE_OF_CHILD) else advice

@@ -1,4 +1,4 @@
-"""Results of checks over a grid: faults, advice, and the figures of each cell."""
+"""Results of a check over a grid: the policy's faults, advice to it, and the figures of each cell."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         line: the policy's line, as file:line.
         message: the error's type and text.
-        case: the first case in which it was found.
+        case: the first case in which the fault was found.
         cases: number of cases in which this line had a fault of this type.
-        more: further lines for people: the policy's own frames, and a hint.
+        more: further lines of text: the policy's own frames, and a hint.
     """
 
     line: str
@@ -34,16 +34,19 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def key(self) -> tuple[str, str]:
-        """The key of a fault, equal in all cases in which it occurs, although messages may name other pages."""
+        """The line and type of the fault; faults with equal keys are reported once, although their texts may differ."""
         return self.line, self.message.partition(":")[0]
 
 
 class Advice(msgspec.Struct, frozen=True, kw_only=True):
-    """A finding that costs time or memory and is no fault.
+    """A finding about a policy that is no fault, but costs time or memory.
 
     Attributes:
-        line: the policy's line, as file:line; empty where there is none.
-        kind: groups the same advice of several cases.
+        line: the policy's line, as file:line; empty if there is none.
+        kind: a short text that is equal for the same advice in several cases.
+        message: the finding as text.
+        case: the first case of the finding.
+        cases: number of cases with this finding.
     """
 
     line: str
@@ -54,15 +57,15 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def key(self) -> tuple[str, str]:
-        """The key of an advice, equal in all cases in which it occurs."""
+        """The line and the kind of the advice; findings with equal keys are reported once."""
         return self.line, self.kind
 
 
 class CellResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The policy in one cell of the grid.
+    """Figures of the policy in one cell of the grid; None stands for a figure that is not known.
 
     Attributes:
-        seconds: predicted time of the batch, from the end of loading to the last token; None without figures.
+        seconds: predicted time of the batch, from the end of loading to the last token.
         lower_bound_seconds: that time if the same tasks ran in the best order; see `least_nanoseconds`.
         rank: 1 for the fastest of all policies that fit; policies within 0.1 % share a rank.
         fitting: number of policies that fit, this one included.
@@ -82,15 +85,16 @@ class CellResult(msgspec.Struct, frozen=True, kw_only=True):
     problem: str = ""
 
     def of(self, cell: Cell) -> bool:
-        """Test whether the result is that of a cell."""
+        """Test whether this is the result of a given cell."""
         return (self.model, self.machine, self.batch_size) == (cell.model, cell.machine, cell.batch_size)
 
 
 class GridReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that was found about a policy.
+    """Everything that a check found about a policy.
 
     Attributes:
-        trials: number of small cases that were run; in `unfit` of them the plan did not fit.
+        trials: number of small cases that were run.
+        unfit: number of small cases in which the policy's plan did not fit.
         cases: the results of the grid's cells.
         unchecked: names of the cases that were not checked.
         reason: why they were not checked; empty if all were.
@@ -112,7 +116,7 @@ Found = TypeVar("Found", Fault, Advice)
 
 
 def merged(found: Iterable[Found]) -> list[Found]:
-    """Join equal findings; each has the number of its cases. They stay in the order in which they were found."""
+    """Join findings with equal keys to one, whose number of cases is their sum; the order is kept."""
     first: dict[tuple[str, str], Found] = {}
     for each in found:
         known = first.get(each.key)

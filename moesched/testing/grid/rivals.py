@@ -1,4 +1,4 @@
-"""The times of the shipped policies in a cell, kept in the cache folder for as long as the code stays the same."""
+"""Predicted times of the shipped policies in a cell, cached in a file until the code of the framework changes."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from moesched.system.whole_file import whole_file
 from moesched.testing.grid.cells import Cell, simulate_cell
 
 MOST_BYTES = 1_000_000
-"""Limit of the file of times."""
+"""The most bytes that the cache file may have."""
 
 
 class _Kept(msgspec.Struct):
-    """The content of the file in the cache folder.
+    """The content of the cache file.
 
     Attributes:
         code: hash of the code with which the times were predicted.
-        cells: the seconds of each policy that fits, by the cell's name.
+        cells: by the cell's name, the seconds of each policy that fits, by the policy's name.
     """
 
     code: str
@@ -37,7 +37,7 @@ class _Kept(msgspec.Struct):
 
 
 def rivals_in(cell: Cell) -> dict[str, float]:
-    """Return the predicted seconds of each shipped policy that fits a cell.
+    """Return the predicted seconds of each shipped policy that fits in a cell, by name.
 
     Times are cached for models and machines that are known by name; not for those in files, which may change.
     """

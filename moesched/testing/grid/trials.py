@@ -1,4 +1,7 @@
-"""Small cases on symbols that find faults: tight memory, random shapes, and durations unlike any machine's."""
+"""Small cases that find a policy's faults: tight memory, random shapes, and durations unlike any machine's.
+
+They run on a device that computes hashes instead of tensors ("on symbols").
+"""
 
 from __future__ import annotations
 
@@ -24,9 +27,10 @@ MOST_UNEVEN = 5
 
 
 class Trial(msgspec.Struct, frozen=True):
-    """One small case, run on symbols instead of tensors.
+    """A small case with a clock and durations, run on a device that computes hashes instead of tensors.
 
     Attributes:
+        clock: "virtual"; or "shared", on which concurrent tasks slow each other down.
         uneven: the seed of random durations; None for the machine's own durations.
     """
 
@@ -36,17 +40,21 @@ class Trial(msgspec.Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        """The case, its clock and its durations as text."""
+        """The case, the clock and the kind of durations as text."""
         if self.uneven is not None:
             return f"{self.case.name}, uneven durations {self.uneven}"
         return f"{self.case.name}, lanes that slow each other" if self.clock == "shared" else self.case.name
 
     def run(self, policy: str, settings: dict[str, object]) -> None:
-        """Plan and run a policy, and check its tokens.
+        """Plan the case with a policy, run it, and check the tokens.
+
+        Args:
+            policy: the policy's name, or file.py:Class, or module:Class.
+            settings: the policy's settings by name.
 
         Raises:
-            BadInput: its plan does not fit.
-            Exception: it has a fault.
+            BadInput: the policy's plan does not fit.
+            Exception: the policy has a fault.
         """
         policies: list[Policy] = [make_policy(policy, settings) for _ in range(self.case.nodes)]
         plans = [self.case.plan(each, node) for node, each in enumerate(policies)]
@@ -62,9 +70,13 @@ class Trial(msgspec.Struct, frozen=True):
 
 
 class UnevenTimes:
-    """A cost model with a machine's durations times random factors, the same factor for equal work.
+    """A cost model that multiplies a machine's durations by random factors; works that are equal have equal factors.
 
     Tasks then end in orders that no real machine would give.
+
+    Args:
+        cost: the cost model of the machine.
+        seed: seed of the factors.
     """
 
     def __init__(self, cost: CostModel, seed: int) -> None:
@@ -81,7 +93,7 @@ class UnevenTimes:
 
 
 def trials_of(policy: type[Policy]) -> list[Trial]:
-    """Return the trials for a policy, those that find most faults first."""
+    """Return the small cases for a policy, those that find most faults first."""
     known = policy_cases()
     ample = [replace(case, name=f"{case.name}, eight times the weights", weights=8.0) for case in known[:2]]
     cases = known + ample + (node_cases() if is_expert_parallel(policy) else [])

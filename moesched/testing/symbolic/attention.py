@@ -1,4 +1,4 @@
-"""The verbs of the first half of a layer, with the embedding before it, and the copies of its data."""
+"""The symbolic device's verbs of the first half of a layer, of the embedding, and of copies between the memories."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from moesched.testing.symbolic.model import append, attend, embed, positions, pr
 
 
 class Attention:
-    """Verbs from tokens to the output of attention, on either processor."""
+    """Verbs from the tokens to the output of attention, on the accelerator or the host."""
 
     def __init__(self, batch: SymbolicBatch) -> None:
         self._batch = batch
 
     def embed(self, task: Task, data: Access) -> None:
-        """Look up the tokens of a step, or of a chunk of the prompts."""
+        """Compute the hidden state of a step's tokens, or of a chunk of the prompts, and their positions."""
         j = task.micro_batch
         tokens = "tokens" if task.phase == "decode" else "prompt"
         data.write(self._batch.hidden(task), embed(data.read((tokens, j))))
@@ -32,7 +32,7 @@ class Attention:
         data.write(("qkv", task.micro_batch), project(task.layer, hidden, data.weights(task.operands)))
 
     def attention(self, task: Task, data: Access) -> None:
-        """Run attention on the accelerator, over its own cache or a copy of the host's."""
+        """Run attention on the accelerator, over a KV cache there or a copy of the host's."""
         batch, j = self._batch, task.micro_batch
         key, held = self._cache(task), None
         if batch.kv_on_host(task):
@@ -48,12 +48,12 @@ class Attention:
         data.write((f"attention{where}", j), output)
 
     def load_kv(self, task: Task, data: Access) -> None:
-        """Copy a layer's cache from the host to a buffer on the accelerator."""
+        """Copy a layer's KV cache from the host to a buffer on the accelerator."""
         data.read(("positions", task.micro_batch))
         data.write(("kv slot", task.operands), data.read(self._cache(task)))
 
     def offload_kv(self, task: Task, data: Access) -> None:
-        """Append the new keys and values to the cache on the host."""
+        """Append the new keys and values to the KV cache on the host."""
         self._append(task, data, data.read(("qkv", task.micro_batch)), self._cache(task))
 
     def offload_qkv(self, task: Task, data: Access) -> None:
@@ -70,7 +70,13 @@ class Attention:
         return "kv", task.layer, self._batch.whole(task)
 
     def _attend(self, task: Task, data: Access, source: Key, key: Key, held: int | None = None) -> int:
-        """Append keys and values at `source` to the cache at `key`, or to its value `held`, and attend over it."""
+        """Append new keys and values to a KV cache, and return the symbol of attention over this cache.
+
+        Args:
+            source: key of the queries, keys and values.
+            key: key of the cache.
+            held: the symbol of the cache before; None to read it at `key`.
+        """
         qkv = data.read(source)
         return attend(task.layer, qkv, self._append(task, data, qkv, key, held))
 

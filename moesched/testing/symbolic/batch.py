@@ -1,4 +1,4 @@
-"""The micro-batches of a batch, as the verbs of a symbolic device need them."""
+"""The sizes and data of a batch's micro-batches, as the verbs of the symbolic device need them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moesched.testing.symbolic.model import first_tokens
 
 
 class SymbolicBatch:
-    """Data and sizes of a task's micro-batch: one of decode, or a chunk in prefill.
+    """Gives verbs the sizes and the data of a task's micro-batch; in prefill, each chunk of prompts is one.
 
     Attributes:
         on_host: suffix of the names of data in host memory; empty if the machine has one memory.
@@ -30,7 +30,7 @@ class SymbolicBatch:
         }
 
     def prompts(self) -> dict[Key, int]:
-        """Return the data that exists before the first task, apart from weights: the prompts' symbols by key."""
+        """Return the symbols of the prompts' tokens, by key: the data before the first task, apart from weights."""
         tokens: dict[Key, int] = {
             ("tokens", index): first_tokens(requests) for index, requests in enumerate(self._micro_batches)
         }
@@ -39,33 +39,33 @@ class SymbolicBatch:
         return tokens
 
     def hidden(self, task: Task) -> Key:
-        """Return the key of the hidden state in the memory of the accelerator that a task's kernel runs on."""
+        """Return the key of a micro-batch's hidden state in the memory of the accelerator on which a task runs."""
         return "hidden", task.micro_batch, self._memory_of[task.lane.name]
 
     def tokens(self, task: Task) -> int:
-        """Return the number of tokens of a task's micro-batch that pass a layer together."""
+        """Return the number of a micro-batch's tokens that pass a layer in this task."""
         chunk = self._chunk(task)
         return len(self._micro_batches[task.micro_batch]) if chunk is None else sum(chunk.tokens)
 
     def starts(self, task: Task) -> tuple[int, ...]:
-        """Return the number of tokens of each request in earlier chunks, for a prefill task; empty for others."""
+        """Return, for a prefill task, the number of tokens of each request in earlier chunks; empty for decode."""
         chunk = self._chunk(task)
         return () if chunk is None else chunk.starts
 
     def continues(self, task: Task) -> bool:
-        """Test whether a task's micro-batch has keys and values of an earlier step or chunk."""
+        """Test whether the KV cache of a task's micro-batch has entries of an earlier step or chunk."""
         chunk = self._chunk(task)
         return chunk is None or chunk.before >= 0
 
     def whole(self, task: Task) -> int:
-        """Return the number of the decode micro-batch that a task's micro-batch is, or is a chunk of."""
+        """Return the number of a task's micro-batch; for a prefill task, of the one that its chunk is a part of."""
         chunk = self._chunk(task)
         return task.micro_batch if chunk is None else chunk.micro_batch
 
     def _chunk(self, task: Task) -> Chunk | None:
-        """Return the chunk of prompts that a task's micro-batch takes through prefill; None if it decodes."""
+        """Return the chunk of prompts that a prefill task computes; None for a decode task."""
         return None if task.phase == "decode" else self._chunks[task.micro_batch]
 
     def kv_on_host(self, task: Task) -> bool:
-        """Test whether the KV cache of a task's layer is in a host memory apart from the accelerator's."""
+        """Test whether a layer's KV cache is in host memory; False on machines with a single memory."""
         return self._kv_roles is not None and self._kv_roles[self.whole(task)][task.layer] == "host"

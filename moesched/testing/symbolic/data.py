@@ -1,4 +1,4 @@
-"""The data of a symbolic device, and the check that no task touches what another one is changing."""
+"""The data of the symbolic device, with a check that no task uses data which another task is changing."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ Key = Hashable
 
 
 class Clash(AssertionError):
-    """A task read or wrote data while another task was changing it."""
+    """Raised if a task read or wrote data while another task was changing it."""
 
 
 class Access:
-    """The reads and writes of one task.
+    """Reads and writes data for one task, and notes the keys.
 
     Attributes:
         start: the time at which the task began.
-        reads: keys of the data that it read.
+        reads: keys of the data that the task read.
         writes: the values to write when the task ends, by key.
     """
 
@@ -35,16 +35,16 @@ class Access:
         self.writes: dict[Key, int] = {}
 
     def read(self, key: Key) -> int:
-        """Read the present value of some data; 0 if nothing was written yet."""
+        """Return the present symbol of a piece of data; 0 if nothing was written to it yet."""
         self.reads.add(key)
         return self._values.get(key, 0)
 
     def write(self, key: Key, value: int) -> None:
-        """Set the value that some data gets when the task ends."""
+        """Set the symbol that a piece of data gets when the task ends."""
         self.writes[key] = value
 
     def weights(self, view: View[Any]) -> dict[int, int]:
-        """Read the pages of a view; returns a symbol for each expert's pages, with -1 for the dense part."""
+        """Read the pages of a view; return the symbol of each expert's weights, with -1 for the dense ones."""
         held: dict[int, list[int]] = {}
         for page, slot in zip(view.pages, view.slots, strict=True):
             held.setdefault(page.expert, []).append(self.read(slot))
@@ -52,9 +52,9 @@ class Access:
 
 
 class Data:
-    """Values by key, with the times of the last read and the last write of each.
+    """Symbols of all data by key, with the time at which each was last read and written.
 
-    The virtual driver executes a task when its start and end are known. On threads, times are counts of events.
+    On the virtual clock, times are the tasks' starts and ends. On threads, times are counts of events.
     """
 
     def __init__(self) -> None:
@@ -65,14 +65,14 @@ class Data:
         self._lock = threading.Lock()
 
     def begin(self, task: Task) -> Access:
-        """Note the start of a task, and return an object for its reads and writes."""
+        """Return an object for the reads and writes of a task that begins."""
         return Access(self.values, task.start if task.end >= 0 else next(self._ticks))
 
     def end(self, task: Task, access: Access) -> None:
-        """Write what a task computed.
+        """Store the symbols that a task wrote, and check its reads and writes.
 
         Raises:
-            Clash: while it ran, another task changed data that it used, or used data that it changed.
+            Clash: while the task ran, another task changed data that it used, or used data that it changed.
         """
         reads, writes = access.reads, access.writes
         with self._lock:

@@ -1,4 +1,4 @@
-"""The symbolic device: runs each task by the table of verbs, and checks the data that it touches."""
+"""The symbolic device: calls the function of each task's verb, and checks the data that the task uses."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from moesched.testing.symbolic.verbs import Verb, verbs_of
 
 
 class SymbolicDevice:
-    """Runs a batch of one model on symbols.
+    """A device that computes hashes instead of tensors; see the package's description.
 
     Args:
-        fails: returns whether a task should fail; by default none does.
+        fails: takes a task and returns whether it should fail; None if none should.
 
     Attributes:
-        places: after `serve`, the rows of each place, step by step.
+        places: after `serve`, the micro-batches whose requests join and leave, with the rows of each step.
     """
 
     def __init__(self, fails: Callable[[Task], bool] | None = None) -> None:
@@ -38,37 +38,37 @@ class SymbolicDevice:
         self._verbs: dict[str, Verb] = {}
 
     def join(self, rank: int, transport: Transport | None, first: Device) -> None:
-        """Become one of several nodes in this process, which exchange data through the first node's device."""
+        """Make this device one of several nodes in a process, which exchange data through the first one's device."""
         assert isinstance(first, SymbolicDevice)
         self._board = first._board
 
     @property
     def layout(self) -> WeightLayout:
-        """The layout of the batch's plan."""
+        """The division of the model's weights into pages, from the present plan."""
         return self._plan.layout
 
     @property
     def streams(self) -> None:
-        """None, since this device has no streams."""
+        """None, since no lane of this device is a stream."""
 
     @property
     def kinds(self) -> Mapping[str, LaneKind]:
-        """Empty, since all lanes are worker threads."""
+        """Kinds of lanes other than worker threads, by name; empty, since this device has none."""
         return {}
 
     def slot_bytes(self, page: Page) -> int:
-        """Return the bytes that a page takes in a slot."""
+        """Return the bytes that a slot needs for a page."""
         return page.nbytes
 
     def begin(
         self, plan: Plan, prompts: Sequence[Sequence[int]] = (), sampling: Sampling | None = None
     ) -> None:
-        """Forget the previous batch, and prepare this one. The prompts' token ids have no effect."""
+        """Forget the previous batch, and prepare a new one; token ids and sampling have no effect."""
         batch = SymbolicBatch(plan)
         self._open(plan, batch, Attention(batch))
 
     def serve(self, plan: Plan) -> None:
-        """Prepare for requests that join and leave; their token ids have no effect."""
+        """Prepare for a run in which requests join and leave; their token ids have no effect."""
         self.places = ServedBatch(plan)
         self._open(plan, self.places, ServedAttention(self.places))
 
@@ -81,10 +81,11 @@ class SymbolicDevice:
         self._verbs = verbs_of(plan, attention, Experts(batch), self._board)
 
     def execute(self, task: Task) -> Any:
-        """Run one task and return its value; its writes become visible when it ends.
+        """Run one task and return its value; the data that it writes change when it ends.
 
         Raises:
             NotImplementedError: the device has no such verb.
+            Clash: the task used data that another task was changing.
         """
         if task.verb not in self._verbs:
             raise NotImplementedError(f"{task.label}: the symbolic device has no verb {task.verb}")

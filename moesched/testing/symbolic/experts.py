@@ -1,4 +1,4 @@
-"""The verbs of the second half of a layer, and sampling, on one machine."""
+"""The symbolic device's verbs of the second half of a layer, and of sampling, on one machine."""
 
 from __future__ import annotations
 
@@ -20,41 +20,44 @@ from moesched.testing.symbolic.model import (
 
 
 class Experts:
-    """Verbs from the output of attention to the next layer's input or to tokens, with experts on either processor."""
+    """Verbs from the output of attention to the layer's output or to tokens; experts run on either processor."""
 
     def __init__(self, batch: SymbolicBatch) -> None:
         self._batch = batch
 
     def post_attention(self, task: Task, data: Access) -> None:
-        """Run router, experts and combine as one kernel."""
+        """Run the router, all chosen experts, and the sum of their outputs as one task."""
         weights = data.weights(task.operands)
         hidden = self._project_output(task, data, weights)
         outputs = [expert(task.layer, e, hidden, weights[e]) for e in self._choose(task, hidden)]
         data.write(self._batch.hidden(task), combine(hidden, outputs))
 
     def route(self, task: Task, data: Access) -> Mapping[int, int]:
-        """Choose experts; the scores are their shares of the choices."""
+        """Return the number of rows of each expert that the router chooses, and write the rows that experts read.
+
+        If the plan requests scores, an expert's score is its share of all choices.
+        """
         hidden = self._project_output(task, data, data.weights(task.operands))
         data.write(self._batch.hidden(task), hidden)
         data.write(("normed", task.micro_batch), hidden)
         return self._with_scores(self._choose(task, hidden))
 
     def chosen(self, task: Task, data: Access) -> dict[int, int]:
-        """Read the experts that the first node chose, on a node without attention."""
+        """Return, on a node without attention, the number of rows of each expert that the first node's router chose."""
         return self._choose(task, data.read(("normed", task.micro_batch)))
 
     def preview_route(self, task: Task, data: Access) -> Mapping[int, int]:
-        """Guess a later layer's experts."""
+        """Return a guess at a later layer's experts, with the number of rows of each."""
         hidden, weights = data.read(self._batch.hidden(task)), data.weights(task.operands)[-1]
         return self._with_scores(self._choose(task, symbol("preview", task.layer, hidden, weights)))
 
     def offload_routed(self, task: Task, data: Access) -> None:
-        """Copy routed rows to the host."""
+        """Copy the rows that experts read to the host."""
         j = task.micro_batch
         data.write((f"normed{self._batch.on_host}", j), data.read(("normed", j)))
 
     def run_expert(self, task: Task, data: Access) -> None:
-        """Run one expert."""
+        """Compute an expert's output rows, for the rows of the task."""
         where = self._batch.on_host if isinstance(task, HostKernel) else ""
         weights = data.weights(task.operands)[task.expert]
         for j, start, stop in task.expert_rows:
@@ -63,18 +66,18 @@ class Experts:
                 data.write((f"output{where}", task.expert, j, row), output)
 
     def warm_expert(self, task: Task, data: Access) -> None:
-        """Read an expert's weights."""
+        """Read an expert's weights and do nothing else, as a task does that keeps the weights wired."""
         data.weights(task.operands)
 
     def load_routed(self, task: Task, data: Access) -> None:
-        """Copy the rows of outputs that were computed on the host to the accelerator."""
+        """Copy output rows of experts that ran on the host to the accelerator."""
         j = task.micro_batch
         for e, rows in task.operands:
             for row in rows:
                 data.write(("output", e, j, row), data.read((f"output{self._batch.on_host}", e, j, row)))
 
     def combine(self, task: Task, data: Access) -> None:
-        """Combine the outputs of the chosen experts with the residual."""
+        """Add the outputs of the chosen experts to the hidden state."""
         hidden = data.read(self._batch.hidden(task))
         outputs = [
             joined(data.read(key) for key in output_rows(e, task.micro_batch, tokens))
@@ -83,14 +86,18 @@ class Experts:
         data.write(self._batch.hidden(task), combine(hidden, outputs))
 
     def sample(self, task: Task, data: Access) -> list[int]:
-        """Choose the next tokens."""
+        """Return the next token id of each request."""
         key = ("tokens", self._batch.whole(task))
         tokens = sample(data.read(self._batch.hidden(task)), task.operands)
         data.write(key, symbol("tokens", data.read(key), *tokens))
         return tokens
 
     def outputs_of(self, experts: Iterable[int], task: Task, data: Access) -> dict[Key, int]:
-        """Read the output rows of some of a micro-batch's experts; returns their symbols by key."""
+        """Return the output rows of some experts for a task's micro-batch: symbols by key.
+
+        Args:
+            experts: numbers of the experts.
+        """
         tokens = self._choose(task, data.read(("normed", task.micro_batch)))
         keys = (key for e in experts for key in output_rows(e, task.micro_batch, tokens[e]))
         return {key: data.read(key) for key in keys}
@@ -107,5 +114,10 @@ class Experts:
 
 
 def output_rows(e: int, micro_batch: int, tokens: int) -> Iterator[Key]:
-    """Yield the keys of an expert's output rows on the accelerator."""
+    """Yield the key of each output row of an expert on the accelerator.
+
+    Args:
+        e: the expert.
+        tokens: the number of rows.
+    """
     return (("output", e, micro_batch, row) for row in range(tokens))

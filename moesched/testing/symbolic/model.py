@@ -1,4 +1,4 @@
-"""The model on symbols: its operations, and the tokens that they give without a schedule."""
+"""The model that the symbolic device computes: operations on hashes ("symbols"), and the tokens that are right."""
 
 from __future__ import annotations
 
@@ -14,47 +14,83 @@ VOCABULARY = 50_000
 
 
 def symbol(*parts: int | str) -> int:
-    """Hash the parts, in their order, to a number."""
+    """Return a hash of the parts in their order, as a number of 56 bits."""
     return int.from_bytes(blake2b(repr(parts).encode(), digest_size=7).digest())
 
 
 def first_tokens(requests: Iterable[int], starts: Iterable[int] = ()) -> int:
-    """Return the symbol of a micro-batch's prompt tokens, or of those of a chunk, which begin at `starts`."""
+    """Return the symbol of a micro-batch's prompt tokens.
+
+    Args:
+        requests: the requests of the micro-batch.
+        starts: for a chunk of the prompts, the position in each prompt at which the chunk begins.
+    """
     return symbol("prompts", *requests, "from", *starts)
 
 
 def embed(tokens: int) -> int:
-    """The symbol of the hidden state for tokens."""
+    """Return the symbol of the hidden state before the first layer.
+
+    Args:
+        tokens: the symbol of the tokens.
+    """
     return symbol("embed", tokens)
 
 
 def project(layer: int, hidden: int, weights: Mapping[int, int]) -> int:
-    """The symbol of queries, keys and values for a hidden state."""
+    """Return the symbol of queries, keys and values.
+
+    Args:
+        hidden: the symbol of the hidden state.
+        weights: symbols of the layer's weights, with -1 for the dense ones.
+    """
     return symbol("qkv", layer, hidden, weights[-1])
 
 
 def positions(step: int, starts: Iterable[int] = ()) -> int:
-    """The symbol of the positions of a step's tokens in the cache; in prefill each prompt continues at its start."""
+    """Return the symbol of the positions of a step's tokens in the KV cache.
+
+    Args:
+        step: number of the step.
+        starts: in prefill, the position in each prompt at which the chunk begins.
+    """
     return symbol("positions", step, *starts)
 
 
 def append(cache: int, qkv: int, where: int) -> int:
-    """The symbol of a cache after keys and values were appended at positions `where`."""
+    """Return the symbol of a KV cache after an append.
+
+    Args:
+        cache: the symbol of the cache before.
+        qkv: the symbol of the new keys and values.
+        where: the symbol of their positions.
+    """
     return symbol("cache", cache, qkv, where)
 
 
 def attend(layer: int, qkv: int, cache: int) -> int:
-    """The symbol of attention over a cache."""
+    """Return the symbol of attention's output, given the symbols of the queries and of the KV cache."""
     return symbol("attention", layer, qkv, cache)
 
 
 def project_output(layer: int, attention: int, hidden: int, weights: int) -> int:
-    """The symbol of attention's output projection with the residual."""
+    """Return the symbol of the hidden state after attention: its output projection, added to the residual.
+
+    Args:
+        attention, hidden, weights: symbols of attention's output, of the hidden state and of the dense weights.
+    """
     return symbol("output", layer, attention, hidden, weights)
 
 
 def choose_experts(config: ModelConfig, hidden: int, tokens: int) -> dict[int, int]:
-    """Choose experts for a number of tokens; return each chosen one's number of tokens, by expert, ascending."""
+    """Choose experts at random for each token, with the hidden state as seed.
+
+    Return the number of tokens of each chosen expert, by expert, ascending.
+
+    Args:
+        hidden: the symbol of the hidden state.
+        tokens: number of tokens.
+    """
     random = Random(hidden)
     counts = [0] * config.routed.experts
     for _ in range(tokens):
@@ -64,23 +100,31 @@ def choose_experts(config: ModelConfig, hidden: int, tokens: int) -> dict[int, i
 
 
 def expert(layer: int, number: int, hidden: int, weights: int) -> int:
-    """The symbol of one expert's output."""
+    """Return the symbol of the output of the expert `number` in a layer.
+
+    Args:
+        hidden, weights: symbols of the expert's input and weights.
+    """
     return symbol("expert", layer, number, hidden, weights)
 
 
 def joined(rows: Iterable[int]) -> int:
-    """Return the symbol of an expert's output: the one that all of its rows have, or that of a torn output."""
+    """Return the symbol of an expert's output from the symbols of its rows.
+
+    Equal rows give their own symbol. Different rows, which tasks computed from different data, give a symbol that no
+    right output has.
+    """
     first, *others = dict.fromkeys(rows)
     return symbol("torn", first, *others) if others else first
 
 
 def combine(hidden: int, outputs: Sequence[int]) -> int:
-    """The symbol of the experts' outputs, in their order, with the residual."""
+    """Return the symbol of the sum of the hidden state and the experts' outputs, which are added in their order."""
     return symbol("combine", hidden, *outputs)
 
 
 def sample(hidden: int, requests: Iterable[int]) -> list[int]:
-    """Return a token id for each request."""
+    """Return a token id for each request, given the symbol of the hidden state."""
     return [symbol("token", hidden, request) % VOCABULARY for request in requests]
 
 
@@ -97,12 +141,14 @@ def expected_tokens(plan: Plan) -> list[list[int]]:
 def through_layers(
     layout: WeightLayout, hidden: int, cache: dict[int, int], where: int, tokens: int, *, alone: bool
 ) -> int:
-    """Return the symbol of the hidden state after all layers, and append to each layer's cache.
+    """Return the symbol of the hidden state after all layers, and append to each layer's KV cache.
 
     Args:
-        cache: the symbol of each layer's cache; changed in place.
+        hidden: the symbol of the hidden state before the first layer.
+        cache: the symbol of the KV cache, by layer; changed in place.
         where: the symbol of the tokens' positions.
-        alone: whether to attend over the new keys and values only, as prompts do in a place where others decode.
+        tokens: number of tokens.
+        alone: whether to attend over the new keys and values only, as undivided prompts that join a micro-batch do.
     """
     for i in cache:
         dense = symbol("weights", *(page.id for page in layout.dense(i)))

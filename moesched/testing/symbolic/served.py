@@ -1,4 +1,4 @@
-"""Places on symbols: micro-batches whose requests join and leave, and the tokens that their rows must give."""
+"""The symbolic device's places (micro-batches whose requests join and leave), and the tokens that are right."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from moesched.testing.symbolic.model import (
 
 
 class ServedBatch(SymbolicBatch):
-    """The places of a run, as the verbs of a symbolic device need them.
+    """Gives verbs the sizes and the data of a task's place: a micro-batch whose requests join and leave.
 
     Attributes:
-        history: the rows of each place, step by step.
+        history: for each place, the rows of every step so far.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -36,23 +36,26 @@ class ServedBatch(SymbolicBatch):
         self.history: defaultdict[int, list[Rows]] = defaultdict(list)
 
     def prompts(self) -> dict[Key, int]:
-        """Return no data, since no request is there yet."""
+        """Return no data, since there are no requests at the start."""
         return {}
 
     def tokens(self, task: Task) -> int:
-        """Return the number of tokens of a task's place in its step."""
+        """Return the number of tokens in the rows of a task's place."""
         return sum(row.tokens for row in self._rows(task)) if self._attends else task.work.tokens
 
     def starts(self, task: Task) -> tuple[int, ...]:
-        """Return the number of tokens of each request before the step."""
+        """Return, for each row of a task's place, the number of tokens of its request in earlier steps."""
         return tuple(row.start for row in self._rows(task))
 
     def continues(self, task: Task) -> bool:
-        """Test whether a task's place decodes; prompts continue none, as they are whole with a cache on the host."""
+        """Test whether the KV cache has entries of earlier steps for a task's rows, as in decode.
+
+        Prompts have none: with a KV cache on the host they are not divided over steps.
+        """
         return task.phase == "decode"
 
     def whole(self, task: Task) -> int:
-        """Return the number of the place."""
+        """Return the number of a task's place."""
         return task.micro_batch
 
     def _rows(self, task: Task) -> Sequence[Row]:
@@ -60,21 +63,29 @@ class ServedBatch(SymbolicBatch):
 
 
 class ServedAttention(Attention):
-    """The verbs from tokens to attention's output, where a step of a place has rows of its own."""
+    """Verbs from the tokens to the output of attention, for places, whose rows may differ from step to step."""
 
     def __init__(self, batch: ServedBatch) -> None:
         super().__init__(batch)
         self._served = batch
 
     def embed(self, task: Task, data: Access) -> None:
-        """Note the rows of a step, and look up their tokens."""
+        """Record the rows of a step in the place's history, and compute the hidden state of their tokens."""
         j, rows = task.micro_batch, task.operands
         self._served.history[j].append(rows)
         data.write(self._batch.hidden(task), embedded(rows, data.read(("tokens", j))))
         data.write(("positions", j), positions(task.generated, self._batch.starts(task)))
 
     def _attend(self, task: Task, data: Access, source: Key, key: Key, held: int | None = None) -> int:
-        """Append keys and values to the cache, and attend: whole prompts over their own, others over the cache."""
+        """Append new keys and values to a KV cache, and return the symbol of attention.
+
+        Undivided prompts attend only over their own keys and values, all other rows over the cache.
+
+        Args:
+            source: key of the queries, keys and values.
+            key: key of the cache.
+            held: the symbol of the cache before; None to read it at `key`.
+        """
         qkv = data.read(source)
         cache = self._append(task, data, qkv, key, held)
         if task.phase == "prefill" and not any(self._batch.starts(task)):
@@ -83,7 +94,11 @@ class ServedAttention(Attention):
 
 
 def embedded(rows: Rows, held: int) -> int:
-    """Return the symbol of a step's first hidden state, given the symbol of the place's tokens."""
+    """Return the symbol of the hidden state before the first layer, for the rows of a step.
+
+    Args:
+        held: the symbol of the place's tokens so far.
+    """
     requests = [row.request for row in rows.rows]
     if rows.phase == "prefill":
         return embed(first_tokens(requests, [row.start for row in rows.rows]))
@@ -91,7 +106,11 @@ def embedded(rows: Rows, held: int) -> int:
 
 
 def expected_served(plan: Plan, history: Sequence[Rows]) -> dict[int, list[int]]:
-    """Compute the tokens of each request that a place's rows must give, by request, without a schedule."""
+    """Compute, without a schedule, the tokens that each request in a place must get, by request.
+
+    Args:
+        history: the rows of the place in each step.
+    """
     cache, held = dict.fromkeys(plan.layers, 0), 0
     tokens: defaultdict[int, list[int]] = defaultdict(list)
     for step in history:

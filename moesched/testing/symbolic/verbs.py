@@ -1,4 +1,4 @@
-"""The table of verbs of a symbolic device, and the verbs that move pages of weights."""
+"""The symbolic device's table of verbs, and the verbs that move pages of weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Verb = Callable[[Any, Access], Any]
 
 
 def verbs_of(plan: Plan, attention: Attention, experts: Experts, board: Board) -> dict[str, Verb]:
-    """Return the function of every verb of a run, by the verb's name."""
+    """Return the function that computes each verb of a run, by the verb's name."""
     verbs: dict[str, Verb] = {"load": _load, "fetch": _fetch, "copy_to_pinned": _fetch}
     for part in (attention, experts):
         verbs |= {name: verb for name, verb in getmembers(part, ismethod) if not name.startswith("_")}
@@ -28,7 +28,7 @@ def verbs_of(plan: Plan, attention: Attention, experts: Experts, board: Board) -
 
 
 def verbs_of_nodes(plan: Plan, experts: Experts, board: Board) -> dict[str, Verb]:
-    """Return the functions of verbs that are added or replaced where several nodes share the experts."""
+    """Return the functions of verbs that are new or different if several nodes share the experts, by name."""
     exchanges = Exchanges(plan.nodes, experts, board)
     verbs: dict[str, Verb] = {"partial_sum": exchanges.partial_sum}
     if not plan.nodes.centralised:
@@ -40,13 +40,13 @@ def verbs_of_nodes(plan: Plan, experts: Experts, board: Board) -> dict[str, Verb
 
 
 def _load(task: PageTransfer, data: Access) -> None:
-    """Read pages from the checkpoint."""
+    """Write pages to their slots, as if they were read from the checkpoint."""
     for page, slot in zip(task.pages, task.slots, strict=True):
         data.write(slot, page.id)
 
 
 def _fetch(task: PageTransfer, data: Access) -> None:
-    """Copy pages from other slots, or from where the weights live."""
+    """Copy pages to their slots from other slots; without a source, as if from the checkpoint."""
     sources: Sequence[Slot | None] = task.operands or [None] * len(task.pages)
     for page, slot, source in zip(task.pages, task.slots, sources, strict=True):
         data.write(slot, page.id if source is None else data.read(source))
