@@ -144,7 +144,7 @@ class Turn:
         )  # fmt: skip
 
     def _waiting(self) -> Frame:
-        """The frame that describes this rank's exchange, without elements."""
+        """Return the frame that describes this rank's exchange, without elements."""
         return self._frame(Kind.WAITING, NOTHING if self._part is None else self._part.reshape(-1)[:0])
 
     def _send(self, ranks: Iterable[int], data: bytes | memoryview) -> None:

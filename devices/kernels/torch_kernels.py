@@ -51,19 +51,19 @@ class TorchKernels(Binder):
 
     Args:
         device: device of the accelerator's tensors.
-        choice: `auto`, `torch`, or an instruction set of the native kernels.
+        choice: kernels for few rows on the CPU: `auto`, `torch`, or an instruction set of the native kernels.
         own: kernels from outside the tree: classes, or names as for `moesched.plugins.find`.
         cores: number of cores for kernels on the CPU.
         pin, left: as for `NativeKernels`.
-        use_cores_for: sets torch's number of cores for a product, given its numbers of rows and weights.
+        use_cores_for: function of a product's number of rows and number of weights that sets torch's number of cores.
 
     Attributes:
-        table: the kernels; empty until `start`.
-        threads: the native kernels, with their threads; None until `start`, and if torch computes everything.
-        front: kernels of this device, which go before those that ship for every device.
-        team: divides experts and blocks of the LM head among the cores; None if products run one after the other,
-            each on all cores.
-        fused_attention: whether the accelerator has a kernel for attention that stores no scores.
+        table: the kernel table; empty until `start`.
+        threads: the native kernels; None until `start`, and if torch computes everything.
+        front: classes of this device's own kernels, which go before the kernels for every device.
+        team: divides experts and blocks of the LM head among the cores; None if products run one after the other, each
+            on all cores.
+        fused_attention: True if the accelerator has a kernel for attention that stores no scores.
 
     Raises:
         BadInput: this machine lacks the chosen kernel.

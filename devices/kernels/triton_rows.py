@@ -222,11 +222,11 @@ class TritonMoELayer(TritonKernel):
 
     def bind(self, case: Case, weights: Weights, memory: Memory) -> Bound:
         """Return the function that computes a layer after attention: (attended_TX, hidden_TD) -> hidden_TD, experts_Tk,
-        None.
+        gated_nI.
 
         The function projects attention's output, adds the residual hidden_TD, and runs router, experts and their
-        weighted sum. experts_Tk: each token's experts. The last result is None, as the host does not know the experts'
-        numbers of rows.
+        weighted sum. experts_Tk: each token's experts. gated_nI: the experts' activations in `TritonObservedLayer`,
+        otherwise None.
         """
         assert case.layer is not None, "it is in a layer"
         network = case.layer.feed_forward

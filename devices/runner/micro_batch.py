@@ -77,7 +77,9 @@ class MicroBatchState:
         self.new = [self.new[place] for place in places]
 
     def begin(self, operands: Any) -> None:
-        """Begin a step with the operands of `embed`: the requests that have not ended; empty in a warm-up."""
+        """Begin a step with the operands of `embed`: the numbers of the requests that have not ended; empty in a
+        warm-up.
+        """
         if operands and len(operands) < len(self.requests):
             self.keep(operands)
 

@@ -307,7 +307,7 @@ def _whole_rows(stored: StoredTensor) -> int:
 
 
 def _wanted(raw: torch.Tensor, stored: StoredTensor) -> torch.Tensor:
-    """Cut the wanted columns of a tensor out of whole rows as they were read; 1-D."""
+    """Return, as a 1-D tensor, the wanted columns of whole rows that were read from a file."""
     if stored.columns is None:
         return raw
     first, count = (stored.format.row_bytes(each) for each in (stored.columns.first, stored.shape[1]))
