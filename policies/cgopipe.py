@@ -120,7 +120,7 @@ class CGOPipe:
             self._fill(step, self.staging)
 
     def _fill(self, step: Step, staging: Pool) -> None:
-        """Copy the next waiting pages to free slots of pinned memory."""
+        """Copy the next pages that wait to free slots of pinned memory."""
         free = len(staging.slots) - len(self.pinned)
         pages, self.waiting = self.waiting[:free], self.waiting[free:]
         if pages:

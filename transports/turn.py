@@ -159,7 +159,7 @@ class Turn:
                     self._accept(message)
 
     def _accept(self, message: Message) -> None:
-        """Take in a message of any kind."""
+        """Handle a message that arrived: keep the frame in it if the frame belongs to this exchange."""
         side = self._side
         frame = side.inbox.accept(message)
         if frame is not None and not self._keep(frame):

@@ -240,7 +240,12 @@ def route(
     weights_Tk: Tensor,
     logits_TE: Tensor,
 ) -> None:
-    """Normalise tokens, compute the router's logits, and choose each token's experts, ascending, with their weights."""
+    """Normalise tokens, compute the router's logits, choose each token's k experts, and write all results to the last
+    four arguments.
+
+    layer_norm: True to normalise by mean and variance, False by the root mean square. sum_to_one: True if the weights
+    of a token's chosen experts add up to 1. Experts are ascending.
+    """
     norm(hidden_TD, norm_D, eps, layer_norm, x_TD)
     logits_TE.copy_(_product(x_TD, torch.cat(blocks)))
     network = FeedForward(top_k=experts_Tk.shape[1], router=Router(normalised=sum_to_one))
@@ -328,7 +333,7 @@ def _product(x_TD: Tensor, matrix_ND: Tensor) -> Tensor:
 
 
 def _matrices(blocks: list[Tensor], table: Tensor, rows: int) -> Iterator[Tensor]:
-    """Yield the matrices of a stack, of `rows` rows each."""
+    """Yield the matrices of a stack, each joined from its row blocks and cut to `rows` rows."""
     count = table.shape[1]
     for start in range(0, len(blocks), count):
         yield torch.cat(blocks[start : start + count])[:rows]

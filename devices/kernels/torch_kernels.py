@@ -140,7 +140,7 @@ class TorchKernels(Binder):
         fill(self.table, resources)
 
     def rows_apart(self, rows: int) -> bool:
-        """Test whether no row's bits depend on another row, in decode steps of up to `rows` rows."""
+        """Return True if no row's bits depend on another row, in decode steps of up to `rows` rows."""
         coded = frozenset(self._config.coded_formats)
         cases = (
             Case(name, count, plain and plain | coded, self.dtype, self._device, layer, name == "attention")
@@ -170,7 +170,9 @@ class TorchKernels(Binder):
         return self._packs or self._device != "cpu"
 
     def arranged(self, name: str, tensor: Block, device: torch.device) -> Block:
-        """Copy a resident tensor to a device; pack it for oneDNN where that makes products faster."""
+        """Copy a resident tensor to a device, packed for oneDNN where that makes products faster; `name` is the
+        tensor's name.
+        """
         if isinstance(tensor, Coded):
             return tensor.copied(device)
         if self._packs and tensor.dim() == 2 and not name.endswith(COMPUTED_IN_FLOAT32):
@@ -216,7 +218,9 @@ def kernel_rows() -> list[KernelRow]:
 
 
 def fill(table: KernelTable, resources: Resources) -> None:
-    """Add the shipped kernels to a table: the native library's if its threads run, those for coded weights, torch's."""
+    """Add the shipped kernels to a table: native ones if the resources have their threads, those for coded weights,
+    torch's.
+    """
     native = (*NATIVE, *NATIVE_ATTENTION) if resources.threads else ()
     for row in (*native, *CODED_ROWS, *TORCH_ROWS, ExpertOfProducts):
         table.add(row(resources))
@@ -238,9 +242,9 @@ def rows_for_native(choice: str, dtype: str, shape: Shape, packed: bool) -> int:
 def open_native(
     choice: str, rows: int, *, cores: int, pin: bool = False, left: int = 0
 ) -> NativeKernels | None:
-    """Start the native kernels' threads, for up to `rows` rows; None if torch computes everything.
+    """Start the native kernels' threads for products of up to `rows` rows; returns None if torch computes everything.
 
-    cores, pin, left: as for `NativeKernels`.
+    choice: `auto`, `torch`, or an instruction set. cores: number of threads. pin, left: as for `NativeKernels`.
     """
     if choice == TORCH or not instruction_sets():
         return None

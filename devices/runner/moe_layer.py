@@ -105,7 +105,7 @@ class MoELayer:
         return self._library.value(task, read, experts_Tk, gated_nI)
 
     def run_all(self, task: Task) -> dict[int, int]:
-        """Run router, experts and combine; returns the number of rows of each expert that has any."""
+        """Run router, experts and combine for a task; returns the number of rows of each expert that has any."""
         counts, weights = self.group(task, self.route(task)), self._weights(task.operands)
         self._experts.run_shared(task, weights)
         self._experts.run_all(task, counts, weights)
@@ -193,4 +193,4 @@ def _read(
 
 
 def _ignore(experts_Tk: Choices) -> None:
-    """Report choices to nobody."""
+    """Do nothing with a router's choices, as nobody observes them."""

@@ -25,7 +25,7 @@ FIRST = 0
 
 
 def exchange_of(task: Collective) -> Exchange:
-    """Make the `Exchange` that describes a collective task to a transport."""
+    """Return the `Exchange` that describes a collective task to a transport."""
     return Exchange(task.ticket, task.signature, task.step, task.layer)
 
 
