@@ -13,7 +13,8 @@ from moesched.steps.step import Step
 
 
 class EpRouterAided(NodeExperts):
-    """Runs the chosen experts, then the least recently used ones until this node has run as many as the busiest node.
+    """Runs the chosen experts, then warms the least recently used ones until this node has run as many as the busiest
+    node.
 
     Thus no weights are idle for long, at no cost to the busiest node.
 

@@ -83,7 +83,7 @@ def _sum_of_products(x_TD: Tensor, blocks: Blocks) -> Tensor:
 
 
 def expert_ffn(x_nD: Tensor, gate: Blocks, up: Blocks, down: Blocks) -> Tensor:
-    """Run one expert on its rows: down @ (silu(gate @ x) * (up @ x)), (n, D)."""
+    """Run one expert on n rows: down @ (silu(gate @ x) * (up @ x)); returns (n, D)."""
     return linear(gated(x_nD, gate).mul_(linear(x_nD, up)), down)
 
 

@@ -130,7 +130,7 @@ def pack(weight_ND: torch.Tensor) -> torch.Tensor:
 
 
 def packed_bytes(packed: torch.Tensor) -> int:
-    """The bytes of a packed matrix: a little more than those of the plain one where its sizes are odd."""
+    """Return the bytes of a packed matrix: a little more than the bytes of the plain matrix where its sizes are odd."""
     return int(torch.ops.mkldnn._nbytes(packed))
 
 

@@ -1,4 +1,4 @@
-"""A team of threads for the independent jobs of one task, and the number of cores that torch uses on each thread."""
+"""A team of threads for independent jobs of one task; and functions to set the number of cores that torch uses."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Team:
             self._free.release()
 
     def close(self) -> None:
-        """End the helpers' threads."""
+        """End the team's threads."""
         for helper in self._helpers:
             helper.close()
         self._helpers = []

@@ -174,9 +174,10 @@ def wholes_of(
 def chunks_of(
     chunks: Mapping[int, Chunk], wholes: Sequence[MicroBatchState], prompts: Sequence[Sequence[int]]
 ) -> list[MicroBatchState]:
-    """Make the states of prefill's chunks, in order; each shares the caches of the micro-batch that it is a part of.
+    """Make the states of prefill's chunks, in order; each chunk shares the KV caches of its micro-batch.
 
-    chunks: the chunks by their number. wholes: the micro-batches, by number. prompts: each request's tokens.
+    chunks: the chunks by their number. wholes: the states of the micro-batches, by number. prompts: each request's
+    tokens.
     """
     states: dict[int, MicroBatchState] = {}
     for number, chunk in chunks.items():
