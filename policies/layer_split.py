@@ -6,8 +6,7 @@ chosen experts of each physical batch, after the router and before the products,
 `--prefill-chunk 512` cuts prompts as llama.cpp's default does.
 
 llama.cpp also computes the other layers' attention and projections on the CPU. Here attention and projections stay on
-the GPU, which favours this policy: they are a tenth of the weights that a token of Mixtral
-reads.
+the GPU, which favours this policy: they are a tenth of the weights that a token of Mixtral reads.
 """
 
 from __future__ import annotations

@@ -127,7 +127,8 @@ class TritonRoute(TritonKernel):
     def refusal(self, case: Case) -> str:
         """Return the reason why a case is refused; empty if the kernel takes the case.
 
-        Refused are a layer without a router, sigmoid scores, groups of experts, and all that `TritonKernel` refuses.
+        Refused are a layer with fewer than two experts, sigmoid scores, corrected scores, groups of experts, and all
+        that `TritonKernel` refuses.
         """
         assert case.layer is not None, "it is in a layer"
         network = case.layer.feed_forward
