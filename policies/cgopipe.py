@@ -50,7 +50,9 @@ class CGOPipe:
         return plan.pool("pinned", "staging", max(1, min(len(self.buffer.slots), fit)), pages)
 
     async def prefill(self, step: Step) -> None:
-        """Run everything on the accelerator, layer by layer; keys and values go to the host's KV cache (§4)."""
+        """Run everything on the accelerator, layer by layer; new keys and values go to the host's KV cache (§4 of the
+        paper).
+        """
         self._divide(step)
         first = [page for page in self.streamed[0] if page not in self.buffer]
         self._pin(step, first)
@@ -118,7 +120,7 @@ class CGOPipe:
             self._fill(step, self.staging)
 
     def _fill(self, step: Step, staging: Pool) -> None:
-        """Copy the next waiting pages to free slots of pinned memory."""
+        """Copy the next pages that wait to free slots of pinned memory."""
         free = len(staging.slots) - len(self.pinned)
         pages, self.waiting = self.waiting[:free], self.waiting[free:]
         if pages:

@@ -1,4 +1,4 @@
-"""The MoE FFN on the CPU: F_g = 0 in MoE-Lightning's search (section 4.2), with attention where the KV cache is.
+"""The MoE FFN on the CPU: F_g = 0 in MoE-Lightning's search (section 4.2); attention runs where the KV cache is.
 
 No expert's weights move in decode: hidden states go to the CPU and come back. Prompts have enough rows to make the
 transfer of weights pay, so in prefill experts stream to the GPU.

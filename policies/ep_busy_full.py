@@ -1,4 +1,6 @@
-"""Busy full loading: every expert runs in every layer (P-L_B of the Apple silicon cluster paper, section 4.2)."""
+"""Busy full loading: every node runs all its experts in every layer (P-L_B of the Apple silicon cluster paper, section
+4.2).
+"""
 
 from __future__ import annotations
 

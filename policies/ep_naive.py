@@ -1,4 +1,6 @@
-"""Experts on several nodes, each run where it is held (naive, in the Apple silicon cluster paper, section 3.2)."""
+"""Experts on several nodes; each expert runs on the node that holds it (naive, Apple silicon cluster paper, section
+3.2).
+"""
 
 from __future__ import annotations
 

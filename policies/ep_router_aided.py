@@ -13,13 +13,14 @@ from moesched.steps.step import Step
 
 
 class EpRouterAided(NodeExperts):
-    """Warm the least recently used experts until this node has run as many as the busiest one.
+    """Runs the chosen experts, then warms the least recently used ones until this node has run as many as the busiest
+    node.
 
     Thus no weights are idle for long, at no cost to the busiest node.
 
     Settings:
-        decentralised: have every node attend, route and add up, and exchange once a layer; otherwise the first node
-            does all that, and exchanges twice.
+        decentralised: True to have every node attend, route and add up, and exchange once a layer; False to have the
+            first node do all that, and exchange twice.
     """
 
     def plan(self, plan: Plan) -> None:

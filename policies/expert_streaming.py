@@ -19,7 +19,7 @@ from moesched.steps.step import Step
 
 
 class ExpertStreaming:
-    """Moves a few experts in one transfer while those of the previous transfer compute.
+    """Moves a few experts in one transfer while the experts of the previous transfer compute.
 
     An expert is moved even if no token will be routed to it, since its transfer starts before the router has run.
 
@@ -82,7 +82,7 @@ class ExpertStreaming:
         plan.place_kv("accelerator")
 
     def run_expert(self, step: Step, i: int, expert: int, users: Sequence[int]) -> None:
-        """Run an expert on the tokens of the micro-batches that chose it."""
+        """Run a layer's expert on the tokens of the micro-batches in `users`, which chose the expert."""
         for j in users:
             step.run_expert(i, expert, j)
 

@@ -54,7 +54,9 @@ class FlexGenPipeline:
             self._pass(step, group, last=step.last and group is groups[-1])
 
     def _pass(self, step: Step, group: Sequence[int], *, last: bool) -> None:
-        """Run one group through all layers; after the last group, a stage's first layer is not fetched again."""
+        """Run one group of micro-batches through all layers; after the last group, a stage's first layer is not fetched
+        again.
+        """
         order = [(i, j) for i in step.layers for j in group]
         loads = order if step.kind == "decode" else []
         for j in group:

@@ -1,12 +1,12 @@
-"""llama.cpp's -ngl: the experts of the first layers run on the GPU, those of the others where their weights are.
+"""llama.cpp's -ngl: experts of the first layers run on the GPU, experts of the other layers where their weights are.
 
 llama.cpp computes products of 32 tokens and more on the GPU, though their weights stay on the host: it copies the
 chosen experts of each physical batch, after the router and before the products, so that copies and kernels take turns
 (`offload_op` of ggml-cuda.cu, `compute_splits` of ggml-backend.cpp). A physical batch is a micro-batch here;
 `--prefill-chunk 512` cuts prompts as llama.cpp's default does.
 
-llama.cpp also computes the other layers' attention and projections on the CPU. Here these stay on the GPU, which
-favours it: they are a tenth of the weights that a token of Mixtral reads.
+llama.cpp also computes the other layers' attention and projections on the CPU. Here attention and projections stay on
+the GPU, which favours this policy: they are a tenth of the weights that a token of Mixtral reads.
 """
 
 from __future__ import annotations

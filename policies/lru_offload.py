@@ -83,7 +83,7 @@ class LruOffload(LayerByLayer):
         return max(1, experts - room)
 
     def run_experts(self, step: Step, i: int, routed: Routed) -> None:
-        """Run cached experts first; fetch each missing one once for all micro-batches."""
+        """Run a layer's cached experts first; fetch each missing expert once for all micro-batches, and run it."""
         cache, users = self.cached[i], users_of(routed)
         hits = cache.hits(i, tokens_of(routed), step.index)
         for expert in hits:

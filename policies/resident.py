@@ -7,7 +7,7 @@ from moesched.steps.step import Step
 
 
 class Resident:
-    """All weights and the KV cache stay in the accelerator's memory."""
+    """Keeps all weights and the KV cache in the accelerator's memory."""
 
     def plan(self, plan: Plan) -> None:
         plan.limit_in_flight(2)

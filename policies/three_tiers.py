@@ -15,11 +15,11 @@ from .cgopipe import CGOPipe
 
 
 class ThreeTiers(CGOPipe):
-    """CGOPipe whose pages come from host memory or from the disk.
+    """CGOPipe with pages that come from host memory or from the disk.
 
     Settings:
         ahead: number of micro-batches that CPU attention runs ahead of the accelerator.
-        kv_on_gpu: share of the KV cache that stays on the GPU, which attends to that part (r_c).
+        kv_on_gpu: share (0 to 1) of the KV cache that stays on the GPU, where attention to this share runs (r_c).
     """
 
     def plan(self, plan: Plan) -> None:

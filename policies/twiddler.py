@@ -76,7 +76,7 @@ class Twiddler(LayerByLayer):
         self.held = leave_on_host(plan, self.at_gpu) if self.has_host else None
 
     def run_experts(self, step: Step, i: int, routed: Routed) -> None:
-        """Run Algorithm 1; an expert's latencies are the sums over all micro-batches."""
+        """Run Algorithm 1 for the experts of a layer; an expert's latencies are summed over all micro-batches."""
         users_by_expert = users_of(routed)
         cpu_lat = seconds_of(self.cpu_lat, routed, users_by_expert)
         gpu_lat = seconds_of(self.gpu_lat, routed, users_by_expert)

@@ -15,10 +15,11 @@ from .twiddler import VISITORS, Twiddler
 
 
 class TwiddlerMakespan(Twiddler):
-    """Popular experts stay, as in `twiddler`; the processors of the others are decided for a layer as a whole.
+    """Keeps popular experts on the accelerator, as `twiddler`; for the others, CPU or GPU is decided for a layer as a
+    whole.
 
     Fetches, kernels and CPU experts overlap, and share the host's memory. A resident expert may also run on the CPU, if
-    the host's memory has its weights. Settings are those of `twiddler`.
+    the host's memory has its weights. The settings are those of `twiddler`.
     """
 
     def plan(self, plan: Plan) -> None:

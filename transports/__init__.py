@@ -1,1 +1,1 @@
-"""Transports: they carry out collectives (all-reduce, broadcast, gather) between ranks."""
+"""Transports: each carries out collectives (all-reduce, broadcast, gather) between the ranks of a run."""

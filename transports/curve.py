@@ -12,7 +12,7 @@ from moesched.errors import BadInput
 
 
 class Keys(NamedTuple):
-    """The keys that a rank needs; each is 40 characters of Z85.
+    """The CURVE keys that a rank needs; each key is 40 characters of Z85.
 
     Attributes:
         secret: the rank's own secret key.

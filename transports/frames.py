@@ -141,7 +141,7 @@ class Frame(msgspec.Struct, frozen=True, gc=False):
         return alike or self.operation is not Kind.ALL_REDUCE
 
     def describe(self) -> str:
-        """Describe the frame's exchange in words."""
+        """Return a description of the frame's exchange in words, for messages."""
         what = f"{NAMES[self.operation]} #{self.ticket}"
         if self.operation is Kind.ALL_REDUCE:
             what += f" of {self.values.dtype} {self.shape}"

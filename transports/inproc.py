@@ -1,4 +1,4 @@
-"""Collectives between ranks that are threads of one process."""
+"""Collectives between ranks that are threads of one process, in memory."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class InprocTransport:
             self._break(self._come(rank, exchange, "exchange"), f"rank {rank} gave up: {reason}")
 
     async def aclose(self) -> None:
-        """Close the transport; waiting ranks get an error."""
+        """Close the transport; ranks that wait in an exchange get an error."""
         with self._changed:
             self._closed = True
             for meeting in self._meetings.values():

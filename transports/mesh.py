@@ -42,14 +42,14 @@ class Mesh:
     """The connections of one rank to all others.
 
     Args:
-        addresses: one for each rank: `tcp://HOST:PORT` or `ipc://PATH`.
-        rank: the number of this rank.
-        epoch: the number of the ranks' start; frames of other starts are refused.
-        keys: None is allowed only where all addresses are on this machine.
-        listen: the address to bind, if not the rank's own, such as `tcp://*:PORT` where HOST is a name.
-        lost_after_seconds: silence after which a machine counts as lost. The end of a process is noticed at once,
-            since its connection ends.
-        max_bytes: the largest frame that is accepted.
+        addresses: one address for each rank: `tcp://HOST:PORT` or `ipc://PATH`.
+        rank: number of this rank.
+        epoch: number of the ranks' start; frames of other starts are refused.
+        keys: the CURVE keys; None is allowed only if all addresses are on this machine.
+        listen: the address to bind, such as `tcp://*:PORT` where HOST is a name; None for the rank's own address.
+        lost_after_seconds: silence after which a machine counts as lost. The end of a process is noticed at once, since
+            its connection ends.
+        max_bytes: size of the largest frame that is accepted.
 
     Raises:
         BadInput: the rank does not exist, an address cannot be used, or keys are missing or do not fit.
@@ -124,7 +124,7 @@ class Mesh:
         return True
 
     def receive(self) -> Message | None:
-        """Receive the next message; returns None if none comes within SLICE_MILLISECONDS."""
+        """Receive the next message; returns None if no message comes within SLICE_MILLISECONDS."""
         if self._kept:
             return self._kept.popleft()
         if self._only is None:
@@ -156,7 +156,7 @@ class Mesh:
         return message.peer is None and _metadata(message, "User-Id") == str(rank)
 
     def poll(self, milliseconds: int) -> bool:
-        """Wait up to some milliseconds for a message; returns whether there is one."""
+        """Wait up to `milliseconds` for a message; returns True if there is one."""
         return bool(self._kept or self._poller.poll(milliseconds))
 
     def lost(self, rank: int) -> bool:
@@ -168,7 +168,7 @@ class Mesh:
         return rank in self._gone
 
     def trouble(self, rank: int) -> str:
-        """The likely reason why a rank is not connected; empty if none is known."""
+        """Return the likely reason why a rank is not connected; empty if no reason is known."""
         return (
             self.watch.refusal if rank in self._listener.unmet.values() else self.watch.trouble.get(rank, "")
         )
@@ -189,7 +189,7 @@ class Mesh:
         self.watch.refuse("a frame", why, _metadata(message, "Peer-Address") or "this machine")
 
     def _next(self, milliseconds: int) -> Message | None:
-        """Receive the next message of any socket; returns None if none comes in time."""
+        """Receive the next message of any socket; returns None if no message comes in time."""
         if not self._ready:
             self._ready.extend(each for each, _ in self._poller.poll(milliseconds))
         if not self._ready:

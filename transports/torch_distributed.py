@@ -67,7 +67,7 @@ class TorchDistributedTransport(GatheringTransport):
         return [each.cpu().numpy() for each in found]
 
     def free(self) -> None:
-        """Abort the running call of the library; the other ranks notice the end of this rank's connections."""
+        """Abort the running call of the library, which the other ranks notice."""
         with suppress(RuntimeError):
             self._group.abort()
 

@@ -144,7 +144,7 @@ class Turn:
         )  # fmt: skip
 
     def _waiting(self) -> Frame:
-        """The frame that describes this rank's exchange, without elements."""
+        """Return the frame that describes this rank's exchange, without elements."""
         return self._frame(Kind.WAITING, NOTHING if self._part is None else self._part.reshape(-1)[:0])
 
     def _send(self, ranks: Iterable[int], data: bytes | memoryview) -> None:
@@ -159,7 +159,7 @@ class Turn:
                     self._accept(message)
 
     def _accept(self, message: Message) -> None:
-        """Take in a message of any kind."""
+        """Handle a message that arrived: keep the frame in it if the frame belongs to this exchange."""
         side = self._side
         frame = side.inbox.accept(message)
         if frame is not None and not self._keep(frame):

@@ -44,11 +44,13 @@ def check_waiting(side: Side, missing: set[int], sequence: int, until: float) ->
     """Check that the missing ranks can still come to an exchange.
 
     Args:
-        sequence: the number of the exchange.
-        until: the end of the timeout, on the monotonic clock.
+        side: the state of this rank's transport.
+        missing: numbers of the ranks that have not come.
+        sequence: number of the exchange.
+        until: the end of the timeout, in seconds of the monotonic clock.
 
     Raises:
-        RankLost: one of them is lost.
+        RankLost: one of the missing ranks is lost.
         TransportError: one of them went on to another exchange, the timeout is over, or the transport was closed.
     """
     if side.closed:

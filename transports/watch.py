@@ -40,11 +40,11 @@ class Watch:
 
     Args:
         context: the context of the sockets; ZeroMQ asks about keys once for each context.
-        public: the ranks' public keys; None to admit everybody.
+        public: the ranks' public keys; None to admit every peer.
 
     Attributes:
-        connected: the lower ranks to which there is a connection; those are the ones that this rank connects to.
-        lost: the lower ranks whose connection has ended once.
+        connected: the lower ranks that this rank is connected to.
+        lost: the lower ranks whose connection has ended at least once.
         trouble: the reason why the last attempt to connect to a rank failed, by rank.
         refusal: the last refusal of a connection, in words; empty if none was refused.
         ended: the time at which an accepted connection ended last, on the monotonic clock.

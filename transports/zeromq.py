@@ -143,7 +143,7 @@ class ZeroMqTransport:
             turn.abandon(reason)
 
     async def aclose(self) -> None:
-        """Wake a waiting call, tell the others, and free all sockets."""
+        """Close the transport: a call that waits gets an error, the other ranks are told, and all sockets are freed."""
         await asyncio.to_thread(self._close)
 
     def _sum(self, parts: Mapping[int, Array]) -> Array:

@@ -15,14 +15,14 @@ from .table import KernelTable
 
 
 class Binder:
-    """Finds the kernels of a table for the operations of a model, and binds them.
+    """Finds the kernels of a table for the operations of a model, and binds them to weights and memory.
 
     Args:
         device: device of the accelerator's tensors, such as "cuda".
 
     Attributes:
-        table: the kernels.
-        dtype: dtype of weights and hidden states.
+        table: the kernel table.
+        dtype: name of the dtype of weights and hidden states.
         beside_attention: small tensors that attention reads, such as sinks, by layer and device. They are always
             loaded, so that attention needs no page.
     """

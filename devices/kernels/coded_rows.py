@@ -16,7 +16,7 @@ from .torch_rows import TorchEmbed, TorchKernel
 
 
 class CodedKernel(TorchKernel):
-    """A kernel for matrices of which all or some blocks are coded."""
+    """The base of kernels for matrices in which at least one row block is in a coded format."""
 
     name = "coded"
     takes = f"weights in {', '.join(sorted(CODED))}"

@@ -1,11 +1,12 @@
-"""The operations of a MoE transformer in torch, as pure functions of tensors on one device: norms, ends, tiles.
+"""The operations of a MoE transformer in torch, as pure functions of tensors on one device: norms, embeddings, logits.
 
 Queries, keys and values are in `qkv_functions.py`, attention in `attention_functions.py`, router and experts in
 `expert_functions.py`.
 
-Shapes in names: T tokens of all sequences together, D hidden size, H heads, K key-value heads, G heads that
-share one of those, d head size, S sequences, L tokens in the cache, E experts, k experts per token, n rows of
-experts, V vocabulary, N outputs of a matrix, X anything else.
+The letters at the end of a tensor's name are its dimensions: T tokens of all sequences together, D hidden size, H
+heads, K key-value heads, G heads that share one key-value head, d head size, S sequences, L tokens in the cache, E
+experts, k experts per token, n rows of experts, I inner size of an expert, V vocabulary, N outputs of a matrix, X
+anything else.
 
 A weight matrix (N, D) arrives as row blocks, top to bottom: a page may hold only a part of its rows. A model whose
 files hold the transpose has column blocks, left to right, instead. A block is (N, D), its columns contiguous where it
@@ -28,7 +29,7 @@ from ..products.linear import Blocks, Tensor, linear
 
 
 def norm(x_TD: Tensor, weight_D: Tensor, eps: float, kind: NormKind = "rms") -> Tensor:
-    """Each token normalised, times the weight: (T, D), rounded once.
+    """Normalise each token and multiply by the weight; returns (T, D), rounded once to the dtype of x.
 
     kind: "rms" divides by the root mean square, "layer" normalises by mean and variance.
     """
@@ -77,7 +78,7 @@ def output_projection(
 
 
 def plus(residual_TD: Tensor, x_TD: Tensor, factor: float) -> Tensor:
-    """The residual plus x times a factor."""
+    """Return residual + factor * x, elementwise."""
     return residual_TD + (x_TD if factor == 1 else x_TD * factor)
 
 
@@ -105,7 +106,7 @@ def lm_head(
 
 
 def likeliest(logits_SV: Tensor) -> Tensor:
-    """The likeliest token of each row (S), the first of equal ones; -1 if the largest logit is not finite."""
+    """Return the likeliest token of each row (S), the first of equal ones; -1 where the largest logit is not finite."""
     largest_S1 = logits_SV.amax(dim=-1, keepdim=True)
     numbers_V = torch.arange(logits_SV.shape[1], device=logits_SV.device)
     first_S = numbers_V.where(logits_SV == largest_S1, logits_SV.shape[1]).amin(dim=-1)

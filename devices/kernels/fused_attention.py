@@ -22,7 +22,7 @@ def has_fused_attention(dtype: torch.dtype, head_dim: int, capability: tuple[int
 
 
 def prefer_kernels_without_plans() -> None:
-    """Have torch not use cuDNN's attention, which may plan anew for each length of the KV cache."""
+    """Turn off cuDNN's attention in torch, which may make a new execution plan for each length of the KV cache."""
     torch.backends.cuda.enable_cudnn_sdp(enabled=False)
 
 

@@ -31,7 +31,7 @@ class Guarded(Kernel):
         self.uses_memory = kernel.uses_memory
 
     def refusal(self, case: Case) -> str:
-        """The wrapped kernel's reason why it does not take a case; empty if it does.
+        """Return the wrapped kernel's reason for not taking a case; an empty text if it takes the case.
 
         Raises:
             KernelFailed: the kernel raised, or returned something else than a text.

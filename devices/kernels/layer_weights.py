@@ -44,7 +44,7 @@ class Weights(KernelWeights[Any]):
         return known
 
     def places(self) -> Hashable:
-        """The address and shape of each block, by name."""
+        """The address and shape of each block, by name; equal values mean equal places in memory."""
         return tuple(
             (name, rows.data_ptr(), rows.shape)
             for name, blocks in self.items()

@@ -83,7 +83,9 @@ class Memory:
         return found
 
     def keep(self, key: Hashable, bound: Bound) -> None:
-        """Keep a bound kernel under a key for the next steps, if this memory is kept itself."""
+        """Keep a bound kernel under a key for the next steps, if a micro-batch keeps this memory;
+        otherwise do nothing.
+        """
         if self.kept:
             if len(self._bound) >= MOST_BOUND:
                 self._bound.clear()

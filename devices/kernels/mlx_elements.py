@@ -36,7 +36,7 @@ def on_elements(function: Kernel) -> Kernel:
 
 @on_elements
 def swiglu(gate: Array, up: Array) -> Array:
-    """silu(gate) * up."""
+    """Return silu(gate) * up, elementwise."""
     return gate * mx.sigmoid(gate) * up
 
 
@@ -54,7 +54,7 @@ def clipped(x: Array, limit: float) -> Array:
 
 @on_elements
 def weighted(x: Array, weights: Array) -> Array:
-    """x times weights, float32."""
+    """Return x * weights, elementwise, in float32."""
     return x.astype(mx.float32) * weights
 
 

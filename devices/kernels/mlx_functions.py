@@ -1,8 +1,9 @@
 """The operations of a MoE transformer on MLX, as pure functions of arrays, which are lazy: the caller evaluates them.
 
-Shapes in names are those of `functions.py`. A weight matrix (N, D) arrives as blocks (D, some of N) of its
-transpose, left to right, and experts' matrices in stacks: one array for several experts, (E, D, some of N), or
-(E, some of D, N) where the files hold the transpose. Operations that decide accuracy are computed in float32.
+The letters at the end of an array's name are its dimensions, as in `functions.py`. A weight matrix (N, D) arrives as
+blocks (D, some of N) of its transpose, left to right, and experts' matrices in stacks: one array for several experts,
+(E, D, some of N), or (E, some of D, N) where the files hold the transpose. Operations that decide accuracy are computed
+in float32.
 """
 
 from __future__ import annotations

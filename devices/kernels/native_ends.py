@@ -151,7 +151,7 @@ class HeadCall:
         self._run = threads.bound(library().moesched_logits, head)
 
     def __call__(self, hidden_TD: Tensor) -> list[int]:
-        """Compute the logits; returns the likeliest token of each row, -1 if its logits are not finite."""
+        """Compute the logits; returns the likeliest token of each row, -1 where the row's logits are not finite."""
         if hidden_TD is not self._hidden_TD:
             self._hidden_TD, self._head.x = hidden_TD, hidden_TD.data_ptr()
         check(self._run())

@@ -129,7 +129,7 @@ class NativeCombine(NativeMemoryKernel):
 
         y: the outputs, a row for each pair of a token and one of its k experts. rows: the row of y for each pair.
         weights: the router's weight of each pair. The result is the weighted sum of each token's outputs plus the
-        residual.
+        residual; it may overwrite the residual.
         """
         return partial(_combine, hidden_states(memory, self._config))
 

@@ -102,12 +102,13 @@ def attention_inputs(
     k_TKd: Tensor,
     v_TKd: Tensor,
 ) -> None:
-    """Project normalised tokens to queries, keys and values, and rotate queries and keys.
+    """Project normalised tokens to queries, keys and values, rotate queries and keys, and write all three.
 
     Args:
         head_norms: weights of the norms of query heads and of key heads; empty if the layer has none.
-        interleaved: whether the matrix has the two rows of a rotated pair side by side; in q and k one is in each half.
-        clip: limit of the numbers before rotation; None for none.
+        interleaved: True if rows 2i and 2i + 1 of a head's matrix make a rotated pair, False for rows i and i + d/2. In
+            q and k the pair is at i and i + d/2 in both cases.
+        clip: numbers are limited to -clip .. clip before rotation; None for no limit.
     """
     x_TX = _product(x_TD, torch.cat(blocks))
     out = q_THd, k_TKd, v_TKd
@@ -239,7 +240,12 @@ def route(
     weights_Tk: Tensor,
     logits_TE: Tensor,
 ) -> None:
-    """Normalise tokens, compute the router's logits, and choose each token's experts, ascending, with their weights."""
+    """Normalise tokens, compute the router's logits, choose each token's k experts, and write all results to the last
+    four arguments.
+
+    layer_norm: True to normalise by mean and variance, False by the root mean square. sum_to_one: True if the weights
+    of a token's chosen experts add up to 1. Experts are ascending.
+    """
     norm(hidden_TD, norm_D, eps, layer_norm, x_TD)
     logits_TE.copy_(_product(x_TD, torch.cat(blocks)))
     network = FeedForward(top_k=experts_Tk.shape[1], router=Router(normalised=sum_to_one))
@@ -275,11 +281,11 @@ def gate_and_up(
     inner_nI: Tensor,
     gated_nI: Tensor | None,
 ) -> None:
-    """Compute silu(gate x) * up x of all experts, each on its rows.
+    """Compute silu(gate x) * up x for all experts, each on its rows, and write the results to inner_nI.
 
     Args:
-        pairs_n, starts_E: as by `sort_rows`; without pairs, the rows of x are sorted by expert already.
-        gated_nI: becomes silu(gate x), float32, for an observer; None without one.
+        pairs_n, starts_E: as written by `sort_rows`; pairs_n is None if the rows of x are sorted by expert already.
+        gated_nI: receives silu(gate x), float32, for an observer; None to drop it.
     """
     choices = len(inner_nI) // len(x_TD)
     x_nD = x_TD if pairs_n is None else x_TD[pairs_n // choices]
@@ -305,7 +311,7 @@ def down(inner_nI: Tensor, starts_E: Tensor, table: Tensor, blocks: list[Tensor]
 
 @_operator("out_TD")
 def combine(y_nD: Tensor, rows_Tk: Tensor, weights_Tk: Tensor, residual_TD: Tensor, out_TD: Tensor) -> None:
-    """Add the weighted sum of each token's expert outputs to the residual."""
+    """Add the weighted sum of each token's expert outputs to the residual, and write the result to out_TD."""
     out_TD.copy_(expert_functions.sum_experts(y_nD.double(), rows_Tk, weights_Tk.double()).add_(residual_TD))
 
 
@@ -327,7 +333,7 @@ def _product(x_TD: Tensor, matrix_ND: Tensor) -> Tensor:
 
 
 def _matrices(blocks: list[Tensor], table: Tensor, rows: int) -> Iterator[Tensor]:
-    """Yield the matrices of a stack, of `rows` rows each."""
+    """Yield the matrices of a stack, each joined from its row blocks and cut to `rows` rows."""
     count = table.shape[1]
     for start in range(0, len(blocks), count):
         yield torch.cat(blocks[start : start + count])[:rows]

@@ -50,18 +50,19 @@ class Sample(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """The way that matrices are cut into row blocks.
+    """The number and storage format of the row blocks that a matrix is cut into.
 
     Attributes:
-        blocks: the number of blocks.
-        coded: the coded format of the blocks; None for plain ones. Routers and matrices that it does not fit are plain.
+        blocks: number of row blocks.
+        coded: coded format of the blocks; None for plain ones. Routers, and matrices that the format does not fit, are
+            plain.
     """
 
     blocks: int
     coded: StoredFormat | None = None
 
     def of(self, name: str, matrix: Tensor) -> list[Block]:
-        """Cut a matrix into row blocks of uneven sizes, each in memory of its own; `name` is the matrix's."""
+        """Cut a matrix into row blocks of uneven sizes, each in memory of its own; `name` is the matrix's name."""
         parts = matrix.split(len(matrix) // self.blocks + 1)
         if self.coded is None or not self.coded.fits(tuple(matrix.shape)) or name == "router":
             return [part.clone() for part in parts]

@@ -95,7 +95,7 @@ class KernelTable:
 
 
 def listed(rows: Iterable[type[Kernel]]) -> list[KernelRow]:
-    """Describe these classes of kernels for `moesched list kernels`, by operation in the order of a step."""
+    """Describe classes of kernels for `moesched list kernels`, sorted by operation in the order of a step."""
     given = list(rows)
     return [
         KernelRow(name, row.name, row.takes, row.problem())

@@ -51,19 +51,19 @@ class TorchKernels(Binder):
 
     Args:
         device: device of the accelerator's tensors.
-        choice: `auto`, `torch`, or an instruction set of the native kernels.
+        choice: kernels for few rows on the CPU: `auto`, `torch`, or an instruction set of the native kernels.
         own: kernels from outside the tree: classes, or names as for `moesched.plugins.find`.
         cores: number of cores for kernels on the CPU.
         pin, left: as for `NativeKernels`.
-        use_cores_for: sets torch's number of cores for a product, given its numbers of rows and weights.
+        use_cores_for: function of a product's number of rows and number of weights that sets torch's number of cores.
 
     Attributes:
-        table: the kernels; empty until `start`.
-        threads: the native kernels, with their threads; None until `start`, and if torch computes everything.
-        front: kernels of this device, which go before those that ship for every device.
-        team: divides experts and blocks of the LM head among the cores; None if products run one after the other,
-            each on all cores.
-        fused_attention: whether the accelerator has a kernel for attention that stores no scores.
+        table: the kernel table; empty until `start`.
+        threads: the native kernels; None until `start`, and if torch computes everything.
+        front: classes of this device's own kernels, which go before the kernels for every device.
+        team: divides experts and blocks of the LM head among the cores; None if products run one after the other, each
+            on all cores.
+        fused_attention: True if the accelerator has a kernel for attention that stores no scores.
 
     Raises:
         BadInput: this machine lacks the chosen kernel.
@@ -140,7 +140,7 @@ class TorchKernels(Binder):
         fill(self.table, resources)
 
     def rows_apart(self, rows: int) -> bool:
-        """Test whether no row's bits depend on another row, in decode steps of up to `rows` rows."""
+        """Return True if no row's bits depend on another row, in decode steps of up to `rows` rows."""
         coded = frozenset(self._config.coded_formats)
         cases = (
             Case(name, count, plain and plain | coded, self.dtype, self._device, layer, name == "attention")
@@ -170,7 +170,9 @@ class TorchKernels(Binder):
         return self._packs or self._device != "cpu"
 
     def arranged(self, name: str, tensor: Block, device: torch.device) -> Block:
-        """Copy a resident tensor to a device; pack it for oneDNN where that makes products faster."""
+        """Copy a resident tensor to a device, packed for oneDNN where that makes products faster; `name` is the
+        tensor's name.
+        """
         if isinstance(tensor, Coded):
             return tensor.copied(device)
         if self._packs and tensor.dim() == 2 and not name.endswith(COMPUTED_IN_FLOAT32):
@@ -216,7 +218,9 @@ def kernel_rows() -> list[KernelRow]:
 
 
 def fill(table: KernelTable, resources: Resources) -> None:
-    """Add the shipped kernels to a table: the native library's if its threads run, those for coded weights, torch's."""
+    """Add the shipped kernels to a table: native ones if the resources have their threads, those for coded weights,
+    torch's.
+    """
     native = (*NATIVE, *NATIVE_ATTENTION) if resources.threads else ()
     for row in (*native, *CODED_ROWS, *TORCH_ROWS, ExpertOfProducts):
         table.add(row(resources))
@@ -238,9 +242,9 @@ def rows_for_native(choice: str, dtype: str, shape: Shape, packed: bool) -> int:
 def open_native(
     choice: str, rows: int, *, cores: int, pin: bool = False, left: int = 0
 ) -> NativeKernels | None:
-    """Start the native kernels' threads, for up to `rows` rows; None if torch computes everything.
+    """Start the native kernels' threads for products of up to `rows` rows; returns None if torch computes everything.
 
-    cores, pin, left: as for `NativeKernels`.
+    choice: `auto`, `torch`, or an instruction set. cores: number of threads. pin, left: as for `NativeKernels`.
     """
     if choice == TORCH or not instruction_sets():
         return None

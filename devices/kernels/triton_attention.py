@@ -46,8 +46,8 @@ def attention_inputs(
     OUTPUTS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Project some tokens to some pairs of numbers of one head, rotate the pairs, and store the head's part of q, k or
-    v.
+    """Project some tokens to some pairs of numbers of one head, rotate pairs of queries and keys, and store them in q,
+    k or v.
 
     Rows i and i + d/2 of the head's matrix make a pair; with INTERLEAVED rows 2i and 2i + 1.
     """

@@ -147,7 +147,9 @@ class TritonAttention(TritonKernel):
 
 
 def parts_of(step: Any) -> int:
-    """The number of parts that attention cuts the longest sequence of a step into, rounded up to a power of two."""
+    """Return the number of parts that attention cuts the longest sequence of a step into, rounded up to a
+    power of two.
+    """
     return power_of_two(-(-max(step.in_blocks.lengths) // PART_TOKENS))
 
 

@@ -54,8 +54,8 @@ class TritonKernel(Kernel):
     def refusal(self, case: Case) -> str:
         """Return the reason why a case is refused; empty if the kernel takes the case.
 
-        Refused are the CPU, storage formats but plain row blocks, rows that are not multiples of 16 bytes, and rare
-        features of models, such as attention sinks.
+        Refused are the CPU, storage formats but plain row blocks, dtypes but bfloat16, float16 and float32, rows that
+        are not multiples of 16 bytes, and rare features of models, such as attention sinks and factors.
         """
         if case.device == "cpu":
             return "it is for GPUs"

@@ -60,7 +60,7 @@ def embed(
 
 @on_gpu
 def norm(hidden_TD: Tensor, norm_D: Tensor, eps: float, layer_norm: bool, x_TD: Tensor) -> None:
-    """Launch the norm of tokens."""
+    """Launch the kernel that normalises tokens."""
     tokens, width = hidden_TD.shape
     attention.norm[(tokens,)](
         hidden_TD, norm_D, x_TD, width, eps, LAYER=layer_norm, WIDTH=triton.next_power_of_2(width)
@@ -165,7 +165,7 @@ def attend_prompts(
     values_NKd: Tensor,
     out_TX: Tensor,
 ) -> None:
-    """Launch the attention of all new tokens of sequences."""
+    """Launch the kernel that attends from all new tokens of sequences over the KV cache."""
     heads, head_dim = q_THd.shape[1:]
     sequences = len(starts_S) - 1
     attention.attend_prompts[heads, tiles](
@@ -333,7 +333,7 @@ def down(inner_nI: Tensor, starts_E: Tensor, table: Tensor, blocks: list[Tensor]
 
 @on_gpu
 def combine(y_nD: Tensor, rows_Tk: Tensor, weights_Tk: Tensor, residual_TD: Tensor, out_TD: Tensor) -> None:
-    """Launch the weighted sum of the experts' outputs plus the residual."""
+    """Launch the kernel that adds each token's weighted expert outputs and the residual."""
     tokens, width = out_TD.shape
     experts.combine[tokens, triton.cdiv(width, COPIED_AT_ONCE)](
         y_nD,

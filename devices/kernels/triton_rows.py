@@ -127,7 +127,8 @@ class TritonRoute(TritonKernel):
     def refusal(self, case: Case) -> str:
         """Return the reason why a case is refused; empty if the kernel takes the case.
 
-        Refused are a layer without a router, sigmoid scores, groups of experts, and all that `TritonKernel` refuses.
+        Refused are a layer with fewer than two experts, sigmoid scores, corrected scores, groups of experts, and all
+        that `TritonKernel` refuses.
         """
         assert case.layer is not None, "it is in a layer"
         network = case.layer.feed_forward
@@ -222,11 +223,11 @@ class TritonMoELayer(TritonKernel):
 
     def bind(self, case: Case, weights: Weights, memory: Memory) -> Bound:
         """Return the function that computes a layer after attention: (attended_TX, hidden_TD) -> hidden_TD, experts_Tk,
-        None.
+        gated_nI.
 
         The function projects attention's output, adds the residual hidden_TD, and runs router, experts and their
-        weighted sum. experts_Tk: each token's experts. The last result is None, as the host does not know the experts'
-        numbers of rows.
+        weighted sum. experts_Tk: each token's experts. gated_nI: the experts' activations in `TritonObservedLayer`,
+        otherwise None.
         """
         assert case.layer is not None, "it is in a layer"
         network = case.layer.feed_forward

@@ -21,7 +21,7 @@ GROUP = tl.constexpr(16)
 
 @triton.jit
 def dot(a, b, total):
-    """The total plus the product of a (M, K) and b (K, N); float32 is not rounded to TF32 as tensor cores do."""
+    """Return total + a @ b for a (M, K) and b (K, N); float32 is not rounded to TF32 as tensor cores do."""
     if INTERPRETED:  # numpy's order of sums depends on the shape of a tile, which float64 hides
         wide = tl.dot(a.to(tl.float64), b.to(tl.float64), out_dtype=tl.float64)
         return total + wide.to(tl.float32)
@@ -32,7 +32,7 @@ def dot(a, b, total):
 
 @triton.jit
 def rounded(x, DTYPE: tl.constexpr):
-    """Float32 numbers rounded to the nearest of a dtype; ties go to the even one."""
+    """Round float32 numbers to the nearest number of a dtype; ties go to the even one."""
     if INTERPRETED and tl.bfloat16 == DTYPE:  # the interpreter cuts bits off
         bits = x.to(tl.int32, bitcast=True)
         x = (bits + 0x7FFF + ((bits >> 16) & 1)).to(tl.float32, bitcast=True)
@@ -97,7 +97,7 @@ def normed(row_D, norm_D, d, width, mean, scale):
 
 @triton.jit
 def block_of(table, row, BLOCKS: tl.constexpr):
-    """The index of the row block that has a row of a matrix."""
+    """Return the index of the row block that holds the row with index `row` of a matrix."""
     block = 0
     for later in tl.static_range(1, BLOCKS):
         block += (row >= tl.load(table + 2 * later)).to(tl.int32)

@@ -146,15 +146,15 @@ class NativeAttention:
         sinks_H: Tensor | None = None,
         scale: float | None = None,
     ) -> Tensor:
-        """Attend from new tokens over keys and values that include their own: (T, H * d).
+        """Attend from T new tokens over keys and values that include the new tokens' own; returns (T, H * d).
 
-        Call it only where `refuses_prompts` returns no reason.
+        Call this only if `refuses_prompts` returns no reason.
 
         Args:
-            q_THd: bfloat16, contiguous, on the CPU.
-            views: keys and values, both (S, L, K, d) with the same strides, and the number of new tokens of each
-                sequence.
-            window: as in `LayerAddresses`.
+            q_THd: queries, bfloat16, contiguous, on the CPU.
+            views: for each group of equally long sequences: keys and values, both (S, L, K, d) with the same strides,
+                and the number of new tokens of each sequence.
+            window: number of tokens that a query sees, itself included; None for all earlier tokens.
             sinks_H, scale: as in `attend`.
         """
         tokens, heads, head_dim = q_THd.shape

@@ -56,7 +56,7 @@ def _loaded() -> Library | str:
 
 
 def load(paths: Sequence[Path]) -> Library | str:
-    """Load the library from the first of these files; returns it, or the reason why it cannot be used."""
+    """Load the library from the first of these files; returns the library, or the reason why it cannot be used."""
     for path in paths:
         try:
             library = Library(str(path))
@@ -99,7 +99,7 @@ def _declare(library: Library) -> None:
 
 
 def library() -> Library:
-    """The loaded library; call this only if there are `instruction_sets`."""
+    """Return the loaded library; call this only if `instruction_sets()` is not empty."""
     loaded = _loaded()
     assert isinstance(loaded, Library), loaded
     return loaded
@@ -119,7 +119,7 @@ def formats() -> tuple[str, ...]:
 
 
 def why_unusable() -> str:
-    """The reason why the library cannot be used; empty if it can."""
+    """Return the reason why the native library cannot be used here; empty if it can be used."""
     loaded = _loaded()
     return loaded if isinstance(loaded, str) else ""
 

@@ -1,4 +1,4 @@
-"""The copying of bytes within the host's memory on several threads, since one does not reach the memory's rate."""
+"""Copies bytes within the host's memory on several threads, since one thread does not reach the memory's rate."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class CopyTeam:
             self._pool = ThreadPoolExecutor(threads, "copying")
 
     def copy(self, pairs: Sequence[Pair]) -> None:
-        """Copy each source into its target; targets must not overlap."""
+        """Copy the bytes of each pair's source into its target; targets must not overlap."""
         if self._pool is not None:
             list(self._pool.map(_copy, chain(*map(_pieces, pairs))))
             return

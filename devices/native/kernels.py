@@ -1,4 +1,4 @@
-"""The native library's threads and products: bfloat16 rows by bfloat16 and coded matrices."""
+"""The threads of the native library, and its products of bfloat16 rows with bfloat16 and coded matrices."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class NativeKernels:
         return y_TN
 
     def expert(self, x_nD: Tensor, gate: Blocks, up: Blocks, down: Blocks) -> Tensor:
-        """Run one expert on its rows: down @ (silu(gate @ x) * (up @ x)), (n, D)."""
+        """Run one expert on n rows: down @ (silu(gate @ x) * (up @ x)); returns (n, D)."""
         y_nD = x_nD.new_empty(x_nD.shape)
         self.prepared_expert(gate, up, down)(x_nD, y_nD)
         return y_nD

@@ -10,10 +10,10 @@ import torch
 
 @cache
 def has_bfloat16() -> bool:
-    """Test whether torch's oneDNN multiplies by bfloat16 instructions of this processor.
+    """Test if torch's oneDNN multiplies by bfloat16 instructions of this processor.
 
-    On processors with AVX512 but without AVX512_BF16, where oneDNN says yes but imitates them, this is False: products
-    are slow there for many rows, and their bits depend on the number of cores.
+    On processors with AVX512 but without AVX512_BF16 the result is False, although oneDNN says yes: it imitates the
+    instructions, so that products of many rows are slow, and bits depend on the number of cores.
     """
     try:
         if platform.machine() in ("x86_64", "AMD64") and not torch.cpu._is_avx512_bf16_supported():

@@ -26,10 +26,11 @@ Linear = Callable[[Tensor, Blocks], Tensor]
 
 
 def joined(blocks: Sequence[Any]) -> list[Any]:
-    """Join row blocks of a matrix that follow each other in memory into one block, without a copy.
+    """Join row blocks of a matrix that follow each other in memory into larger blocks, without a copy.
 
-    A block is joined with the next one only if its rows are a multiple of 128: products then had the same bits as with
-    separate blocks, in all dtypes and shapes that were tried on CPUs. With other numbers of rows, float32 had not.
+    A block is joined with the next one only if its number of rows is a multiple of 128: products then had the same bits
+    as with separate blocks, in all dtypes and shapes that were tried on CPUs. With other numbers of rows, float32
+    products had not.
     """
     found: list[Any] = []
     for block in blocks:
@@ -82,7 +83,7 @@ def _sum_of_products(x_TD: Tensor, blocks: Blocks) -> Tensor:
 
 
 def expert_ffn(x_nD: Tensor, gate: Blocks, up: Blocks, down: Blocks) -> Tensor:
-    """Run one expert on its rows: down @ (silu(gate @ x) * (up @ x)), (n, D)."""
+    """Run one expert on n rows: down @ (silu(gate @ x) * (up @ x)); returns (n, D)."""
     return linear(gated(x_nD, gate).mul_(linear(x_nD, up)), down)
 
 

@@ -20,13 +20,14 @@ TRIED = ((256, 192), (96, 4096), (33, 40), (1024, 3584))
 
 @cache
 def packing_pays(transposed: bool = False, cores: int = 1) -> bool:
-    """Test whether to pack bfloat16 weights: this processor has the instructions, and products have the same bits.
+    """Test if bfloat16 weights should be packed: the processor multiplies bfloat16, and packing changes no bits of
+    products.
 
-    Bits must be the same because one policy may keep weights packed that another one streams, and results must not
+    Bits must not change because one policy may keep weights packed that another one streams, and results must not
     depend on the schedule. Packed whole matrices are compared with plain row blocks.
 
     Args:
-        transposed: whether to compare matrices that are stored transposed, too.
+        transposed: True to compare matrices that are stored transposed, too.
         cores: most cores that a product runs on; bits are compared on one core and on all of them.
     """
     if not has_bfloat16():
@@ -129,7 +130,7 @@ def pack(weight_ND: torch.Tensor) -> torch.Tensor:
 
 
 def packed_bytes(packed: torch.Tensor) -> int:
-    """The bytes of a packed matrix: a little more than those of the plain one where its sizes are odd."""
+    """Return the bytes of a packed matrix: a little more than the bytes of the plain matrix where its sizes are odd."""
     return int(torch.ops.mkldnn._nbytes(packed))
 
 

@@ -1,4 +1,4 @@
-"""A team of threads for the independent jobs of one task, and the number of cores that torch uses on each thread."""
+"""A team of threads for independent jobs of one task; and functions to set the number of cores that torch uses."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Team:
         self._free = threading.Lock()
 
     def run(self, jobs: Sequence[Job]) -> None:
-        """Run all jobs, in any order; after an error the jobs that have not begun are dropped, and it is raised.
+        """Run all jobs, in any order; after an error, jobs that have not begun are dropped, and the error is raised.
 
         The cores are divided evenly among the jobs. If the team is busy for another lane, the caller runs its jobs
         alone.
@@ -68,7 +68,7 @@ class Team:
             self._free.release()
 
     def close(self) -> None:
-        """End the helpers' threads."""
+        """End the team's threads."""
         for helper in self._helpers:
             helper.close()
         self._helpers = []
@@ -124,7 +124,7 @@ class _Helper:
 
 
 def _work_off(pending: deque[Job]) -> BaseException | None:
-    """Run jobs until none is left or one fails, which drops the others; returns the error, if there was one."""
+    """Run jobs until none is left or one fails, which drops the others; returns the error, or None if all succeeded."""
     while True:
         try:
             job = pending.popleft()

@@ -54,7 +54,7 @@ class Attention:
         self._scratch = Scratch()
 
     def embed(self, task: Task) -> None:
-        """Extend the cache by the new tokens and look up their embeddings."""
+        """Make room in the KV cache for the step's new tokens, and look up their embeddings."""
         state = self._states[task.micro_batch]
         state.begin(task.operands)
         state.extend()
@@ -72,7 +72,7 @@ class Attention:
         state.qkv = project(state.hidden_TD, state.angles)
 
     def attention(self, task: Task) -> None:
-        """Store keys and values in the cache, and attend over it."""
+        """Store the new tokens' keys and values in the KV cache, and attend over it."""
         state = self._states[task.micro_batch]
         attend = self._kernels.attention(task.layer, state.results, decodes=state.decodes)
         state.attended_TX = attend(state.qkv, *state.cached(task.layer))

@@ -58,7 +58,7 @@ class Experts(Protocol):
         """Return the probability that the router gives each expert, averaged over the tokens: (E), float32."""
 
     def run_all(self, task: Task, counts: Mapping[int, int], weights: Any) -> None:
-        """Run all experts of a layer that have rows; `counts` maps each of them to its number of rows."""
+        """Run the experts of a layer that have rows; `counts` has the number of rows of each of them."""
 
     def run_shared(self, task: Task, weights: Any) -> None:
         """Run a layer's shared expert, which every token uses, if the layer has one."""
@@ -73,11 +73,11 @@ class Experts(Protocol):
 
 
 def with_rows(counts: Sequence[int]) -> dict[int, int]:
-    """Map each expert that has rows to their number; `counts` has a number for every expert, 0 included."""
+    """Return the number of rows of each expert that has any, given a number for every expert, 0 included."""
     return {expert: count for expert, count in enumerate(counts) if count}
 
 
 def counted(experts_Tk: npt.NDArray[Any], experts: int) -> list[int]:
-    """Count the rows of each of `experts` experts, given the experts that each token chose."""
+    """Count the rows of each of `experts` experts; `experts_Tk` has the k experts that each of T tokens chose."""
     counts: list[int] = np.bincount(experts_Tk.ravel(), minlength=experts).tolist()
     return counts

@@ -77,7 +77,9 @@ class MicroBatchState:
         self.new = [self.new[place] for place in places]
 
     def begin(self, operands: Any) -> None:
-        """Begin a step with the operands of `embed`: the requests that have not ended; empty in a warm-up."""
+        """Begin a step with the operands of `embed`: the numbers of the requests that have not ended; empty in a
+        warm-up.
+        """
         if operands and len(operands) < len(self.requests):
             self.keep(operands)
 
@@ -172,9 +174,10 @@ def wholes_of(
 def chunks_of(
     chunks: Mapping[int, Chunk], wholes: Sequence[MicroBatchState], prompts: Sequence[Sequence[int]]
 ) -> list[MicroBatchState]:
-    """Make the states of prefill's chunks, in order; each shares the caches of the micro-batch that it is a part of.
+    """Make the states of prefill's chunks, in order; each chunk shares the KV caches of its micro-batch.
 
-    chunks: the chunks by their number. wholes: the micro-batches, by number. prompts: each request's tokens.
+    chunks: the chunks by their number. wholes: the states of the micro-batches, by number. prompts: each request's
+    tokens.
     """
     states: dict[int, MicroBatchState] = {}
     for number, chunk in chunks.items():

@@ -105,7 +105,7 @@ class MoELayer:
         return self._library.value(task, read, experts_Tk, gated_nI)
 
     def run_all(self, task: Task) -> dict[int, int]:
-        """Run router, experts and combine; returns the number of rows of each expert that has any."""
+        """Run router, experts and combine for a task; returns the number of rows of each expert that has any."""
         counts, weights = self.group(task, self.route(task)), self._weights(task.operands)
         self._experts.run_shared(task, weights)
         self._experts.run_all(task, counts, weights)
@@ -130,9 +130,10 @@ class MoELayer:
         return self._route(state.hidden_TD, self._weights(task.operands), state.results)
 
     def group(self, task: Task, routed: Routed, *, reports: bool = True) -> dict[int, int]:
-        """Sort and keep the rows of each expert; returns the number of rows of each expert that has any.
+        """Sort the rows of a micro-batch by expert and keep them in its state; returns each chosen expert's number of
+        rows.
 
-        reports: whether to report the choices to an observer, if there is one.
+        reports: True to report the choices to an observer, if there is one.
         """
         read = self._reader(task) if reports else partial(_read, _ignore, self._experts_of(task))
         counts: dict[int, int] = self._library.settled(self._experts.group(task, routed, read))
@@ -175,7 +176,7 @@ class MoELayer:
         return routed
 
     def _scores_of(self, routed: Routed) -> list[Any]:
-        """The router's scores, in a list; empty if the plan requests none."""
+        """Return the router's scores in a list of one tensor; an empty list if the plan requests no scores."""
         return [self._experts.scores(routed.logits_TE)] if self._scores else []
 
 
@@ -192,4 +193,4 @@ def _read(
 
 
 def _ignore(experts_Tk: Choices) -> None:
-    """Report choices to nobody."""
+    """Do nothing with a router's choices, as nobody observes them."""

@@ -26,7 +26,7 @@ Logits = npt.NDArray[np.float32]
 
 
 class Beams(Protocol):
-    """The beam searches of a batch."""
+    """The interface to the beam searches of a batch."""
 
     def advance(self, state: MicroBatchState, places: Sequence[int], logits_SV: Logits) -> list[Standing]:
         """Extend the beams of some requests of a micro-batch by a token; returns the state of each request's search.
@@ -84,13 +84,14 @@ class NextTokens:
         return self._kernels.bound("logits", self._head, Memory(len(last)))(state.hidden_TD, last)
 
     def draw(self, task: Task, logits_SV: Any) -> list[int] | list[Standing]:
-        """Choose the next token of each sequence, or advance each request's beam search and return its standing.
+        """Choose the next token of each sequence; with beam search, extend each request's beams and return the
+        searches' states.
 
         While serving, a request whose logits are not finite gets NO_TOKEN.
 
         Raises:
             NotFinite: a logit is not finite, and the run is not serving; the message names the step and the first
-                tensor that was bad.
+                tensor that was not finite.
         """
         state = self._states[task.micro_batch]
         with self._library.computing():
@@ -160,7 +161,9 @@ class NextTokens:
         return found
 
     def sample_next(self, task: Task) -> list[int] | list[Standing]:
-        """Compute the logits, and `draw` the next tokens from them."""
+        """Choose the next tokens: by a kernel if the likeliest tokens are wanted, otherwise by `draw`; returns what
+        `draw` does.
+        """
         state = self._states[task.micro_batch]
         tokens = self.likeliest(state) if self._is_greedy(state) else None
         if tokens is None or (NO_TOKEN in tokens and not state.ends_alone):  # `draw` raises

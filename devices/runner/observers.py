@@ -28,7 +28,7 @@ class DeviceObservers:
         self.first_request = 0
 
     def spans(self, state: MicroBatchState) -> list[TokenSpan]:
-        """The requests and positions of the tokens in a micro-batch's step; empty if nobody observes routing."""
+        """Return the requests and positions of the tokens in a micro-batch's step; empty if nobody observes routing."""
         if self.routing is None:
             return []
         step = state.step

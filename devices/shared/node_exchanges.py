@@ -25,7 +25,7 @@ FIRST = 0
 
 
 def exchange_of(task: Collective) -> Exchange:
-    """Make the `Exchange` that describes a collective task to a transport."""
+    """Return the `Exchange` that describes a collective task to a transport."""
     return Exchange(task.ticket, task.signature, task.step, task.layer)
 
 
@@ -46,13 +46,17 @@ class NodeKernels(Protocol):
     """The interface to a device's computations before and after the exchanges between nodes."""
 
     def partial_sum(self, task: Task) -> Any:
-        """The weighted sum (T, D), float32, of the outputs of this node's own experts: a tensor of the device."""
+        """Return the weighted sum (T, D), float32, of the outputs of this node's own experts, as a tensor of the
+        device.
+        """
 
     def on_host(self, tensor: Any) -> Array:
         """Copy a tensor of the device to the host's memory; called on the network's lane."""
 
     def combine(self, task: Task, total_TD: Array) -> None:
-        """Add the residual to the sum (T, D) over all nodes, and round once, as a single machine does."""
+        """Add the residual to the sum (T, D) over all nodes, and round once, as a single machine does; the result is
+        kept as the micro-batch's hidden states.
+        """
 
     def route(self, task: Task) -> tuple[dict[int, int], Array]:
         """Run the router; returns each chosen expert's number of rows, and an array that other nodes pass to

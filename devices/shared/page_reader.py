@@ -137,14 +137,15 @@ class PageReader:
                     yield part.memory[start - part.at : end - part.at], target + start - source
 
     def views(self, slot: torch.Tensor, page: Page, *, aligned: bool = False) -> dict[str, list[Any]]:
-        """The page's tensors as views of a slot's bytes, by canonical name, each as row blocks from top to bottom.
+        """Return the page's tensors as views of a slot's bytes, by canonical name, each as row blocks from top to
+        bottom.
 
         A block is a tensor, or `Coded` in a coded format. The blocks of a matrix that the files hold transposed are
         (outputs, some of the inputs), left to right.
 
         Args:
             slot: uint8, on any device, with the bytes as `read` leaves them.
-            aligned: whether the bytes are at the layout's offsets instead, as `pieces` gives them.
+            aligned: True if the bytes are at the layout's offsets instead, as `pieces` gives them.
         """
         items = slot.view(self.dtype)
         blocks: dict[str, list[Any]] = {}
@@ -295,7 +296,7 @@ def _dtype_of(stored: StoredFormat) -> torch.dtype:
 
 
 def _typed(raw: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """View bytes as numbers of a dtype; a copy where they do not start at a multiple of its size."""
+    """View bytes as numbers of a dtype; a copy if the bytes do not start at a multiple of the dtype's size."""
     if raw.data_ptr() % dtype.itemsize:
         raw = torch.from_numpy(raw.numpy().copy())
     return raw.view(dtype)
@@ -307,7 +308,7 @@ def _whole_rows(stored: StoredTensor) -> int:
 
 
 def _wanted(raw: torch.Tensor, stored: StoredTensor) -> torch.Tensor:
-    """Cut the wanted columns of a tensor out of whole rows as they were read; 1-D."""
+    """Return, as a 1-D tensor, the wanted columns of whole rows that were read from a file."""
     if stored.columns is None:
         return raw
     first, count = (stored.format.row_bytes(each) for each in (stored.columns.first, stored.shape[1]))
