@@ -124,7 +124,8 @@ def _networks(recording: Recording) -> dict[str, str]:
 def _parts(stretches: Sequence[Stretch], networks: Mapping[str, str]) -> list[_Part]:
     """Group the critical path by the lane or cause to blame, longest first.
 
-    networks: names of the network's lanes by title; lanes of one name are grouped over all ranks.
+    Args:
+        networks: names of the network's lanes by title; lanes of one name are grouped over all ranks.
     """
     groups: dict[tuple[str, Cause | None], list[Stretch]] = {}
     for each in stretches:
@@ -136,7 +137,11 @@ def _parts(stretches: Sequence[Stretch], networks: Mapping[str, str]) -> list[_P
 
 
 def _savings(recording: Recording, parts: Sequence[_Part], returning: Set[Key]) -> list[float]:
-    """Return the share of the run's time that the relief of each part would save, from replays."""
+    """Replay the middle of the run with the relief of each part.
+
+    Returns:
+        For each part, the share of the run's time that its relief would save, from 0 to 1.
+    """
     total = recording.end - recording.start
     first = _first_of_middle(recording)
     window = recording.part(range(first, min(first + MOST_TASKS, len(recording.slices))), trimmed=True)
@@ -200,7 +205,11 @@ def _with_room(recording: Recording) -> Recording:
 
 
 def _length(recording: Recording, durations: Sequence[int]) -> int:
-    """Return the nanoseconds of a replay with these durations of tasks."""
+    """Return the length, in nanoseconds, of a replay of a recording.
+
+    Args:
+        durations: nanoseconds of each slice.
+    """
     return replay_recording(recording, durations, handovers=True).end
 
 

@@ -1,4 +1,4 @@
-"""The spread of a calibration: the range of the measured speed of each kind of work around its median."""
+"""Estimates the range of the measured speed of each kind of work around its median, over a calibration."""
 
 from __future__ import annotations
 

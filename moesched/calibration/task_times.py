@@ -271,8 +271,8 @@ class TaskTimes:
     def _attention_overheads(self, group: Group) -> tuple[float, float] | None:
         """Return the overheads in seconds of an attention task and of each of its calls; None if too little was timed.
 
-        They follow from three decode tasks of similar context: one with a single sequence, one with many sequences
-        in one call, and one with a call for each of its sequences.
+        The overheads follow from three decode tasks of similar context: one with a single sequence, one with many
+        sequences in one call, and one with a call for each of its sequences.
         """
         alike = []
         for each, times in self._times.items():

@@ -1,4 +1,4 @@
-"""A machine: processors, memories and links, their roles, and the measured costs of operations."""
+"""Describes a machine: processors, memories and links, their roles, and the measured costs of operations."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ class Cpu(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
     lanes_of_two: int | None = None
 
     def lanes_of(self, sockets: int) -> int:
-        """Return the number of PCIe lanes of a board with this many sockets."""
+        """Return the number of PCIe lanes of a board with `sockets` sockets, for all GPUs together."""
         return self.lanes_of_two if sockets == 2 and self.lanes_of_two else sockets * self.lanes
 
 
@@ -147,10 +147,10 @@ class MemoryType(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Architecture(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """CPU cores of one kind.
+    """The kind of cores of a CPU.
 
     Attributes:
-        float32, bfloat16: FLOP per cycle of a core; without bfloat16, the cores compute it in float32.
+        float32, bfloat16: FLOP per cycle of a core; None for bfloat16 if the cores compute it in float32.
         simd: the instruction set that reaches these rates.
     """
 
