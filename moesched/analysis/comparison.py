@@ -20,12 +20,12 @@ _WITHOUT_KIND = {"tasks": "other tasks", "between tasks": "between tasks", "grap
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """One figure of all compared runs; None for runs that lack this figure.
+    """One figure of all compared runs, such as the busy time of a lane; None for runs that lack this figure.
 
     Attributes:
         ratios: the figure of each run over that figure of the first run.
-        error_percents: for each run, beside the first run: the error of the prediction in percent of the measured
-            figure; None if both runs are predicted or both are measured.
+        error_percents: for each run, the error of its prediction against the first run's measurement, or the reverse,
+            in percent of the measured figure; None if both runs are predicted or both are measured.
     """
 
     section: Section
