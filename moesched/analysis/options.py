@@ -22,7 +22,7 @@ class ShapeOnMachine(MachineOptions, ModelOptions):
 
 
 class RooflineOptions(ShapeOnMachine):
-    """The options of `roofline_of`; by default those of MoE-Lightning's Figs. 4 and 5."""
+    """The options of `roofline_of`; their defaults are the values in MoE-Lightning's Figs. 4 and 5."""
 
     kv_dtypes: Annotated[
         Sequence[str],

@@ -145,7 +145,7 @@ class TaskTimes:
         self._gaps[HOP] += hops.values()
 
     def longer_than(self, link: str, seconds: Callable[[float, float], float]) -> Callable[[float], float]:
-        """Return a function from a page's bytes to the time of the page's transfer over that of a single read of it.
+        """Return a function from a page's bytes to a ratio: the page's transfer time over the time of a single read.
 
         The function returns 1 if no page was moved. Pages consist of several tensors, so small pages have small reads.
 
@@ -174,7 +174,7 @@ class TaskTimes:
         return points + [point(name, "", 1, 0, median(gaps)) for name, gaps in self._gaps.items() if gaps]
 
     def speeds(self) -> dict[str, list[float]]:
-        """Return the speeds of tasks in all runs, by sort of work, each relative to the median of the same task."""
+        """Return the speeds of tasks in all runs, by sort of work, each relative to the median speed of that task."""
         found: dict[str, list[float]] = {}
         for group, times in self._times.items():
             middle = median(times)

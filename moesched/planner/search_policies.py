@@ -151,7 +151,7 @@ def fastest_policies(
     several times as long.
 
     Args:
-        setting: the setting of any policy; its lengths are those of the batch.
+        setting: the setting of any policy, with the prompt lengths of the batch.
         sizes: sizes of micro-batches, in requests; the first one that fits is simulated.
         on_progress: called with the name of each stage.
 

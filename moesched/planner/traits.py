@@ -376,9 +376,9 @@ def _at_depth(declared: Declared, layers: int) -> Declared:
 
 
 def _hop_seconds(plan: Plan, cost: CostModel) -> list[float]:
-    """Return for each link on the weights' way to the accelerator the seconds for all pages of a layer, one by one.
+    """Return the seconds of each link on the weights' way to the accelerator, for all pages of an average layer.
 
-    Where layers differ, the seconds are those of the average layer.
+    The pages are copied one by one.
     """
     lanes = make_lanes(plan)
     run_state = RunState(plan, Engine(lanes.values()), lanes)
