@@ -1,1 +1,1 @@
-"""Analysis of runs and machines: comparisons, replays, rooflines."""
+"""Analyses runs and machines: compares runs, explains their time, replays them with changes, and computes rooflines."""

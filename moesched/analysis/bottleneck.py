@@ -1,10 +1,10 @@
 """Finds the bottleneck of a run: the lane or cause on the critical path whose relief would shorten the run most.
 
-The length of a part of the critical path does not show the time that its relief would save: where fetches and kernels
-alternate because the pool is full, each has half of the path, and relief of one may save nothing. So the run is
-replayed once per relief: a lane is twice as fast, transfers do not wait for room and pages stay that a pool of twice
-the slots would keep, the policy does not wait for the router, or ranks do not wait for each other. Time of the policy
-and the driver lies between tasks and is not replayed; half of this time counts as saved.
+The length of a part of the critical path does not show the time that its relief would save. For example, where fetches
+and kernels alternate because the pool is full, each has half of the path, and relief of one may save nothing. So the
+run is replayed once per relief. Possible reliefs are: a lane is twice as fast; a pool has room, as if it had twice the
+slots; the policy does not wait for the router; or ranks do not wait for each other. Time of the policy and the driver
+lies between tasks and is not replayed; half of this time counts as saved.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Bottleneck(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         lane: title of the lane that is too slow, or of the lane that waits for the policy, the driver, another rank,
             room or a router.
-        cause: the reason why the critical path waited for these tasks or spent this time.
+        cause: the reason why the critical path waited in this part, such as a lane, a full pool or the policy.
         kind: the verb that takes most of `seconds`; "policy" or "host" for the time between tasks.
         kind_seconds: the part of `seconds` that tasks of `kind` on this lane take.
         line: the line of the policy that submitted most of these tasks, as file:line; empty if none is known.
@@ -124,7 +124,8 @@ def _networks(recording: Recording) -> dict[str, str]:
 def _parts(stretches: Sequence[Stretch], networks: Mapping[str, str]) -> list[_Part]:
     """Group the critical path by the lane or cause to blame, longest first.
 
-    networks: names of the network's lanes by title; lanes of one name are grouped over all ranks.
+    Args:
+        networks: names of the network's lanes by title; lanes of one name are grouped over all ranks.
     """
     groups: dict[tuple[str, Cause | None], list[Stretch]] = {}
     for each in stretches:
@@ -136,7 +137,11 @@ def _parts(stretches: Sequence[Stretch], networks: Mapping[str, str]) -> list[_P
 
 
 def _savings(recording: Recording, parts: Sequence[_Part], returning: Set[Key]) -> list[float]:
-    """Return the share of the run's time that the relief of each part would save, from replays."""
+    """Replay the middle of the run with the relief of each part.
+
+    Returns:
+        For each part, the share of the run's time that its relief would save, from 0 to 1.
+    """
     total = recording.end - recording.start
     first = _first_of_middle(recording)
     window = recording.part(range(first, min(first + MOST_TASKS, len(recording.slices))), trimmed=True)
@@ -154,7 +159,7 @@ def _savings(recording: Recording, parts: Sequence[_Part], returning: Set[Key]) 
 
 
 def _first_of_middle(recording: Recording) -> int:
-    """Return the index of the first of `MOST_TASKS` slices that lie around the middle of the run's time."""
+    """Return the index of the slice from which `MOST_TASKS` slices lie around the middle of the run's time."""
     slices = recording.slices
     middle = bisect_left(slices, (recording.start + recording.end) // 2, key=lambda each: each.end)
     return max(0, min(middle - MOST_TASKS // 2, len(slices) - MOST_TASKS))
@@ -200,7 +205,11 @@ def _with_room(recording: Recording) -> Recording:
 
 
 def _length(recording: Recording, durations: Sequence[int]) -> int:
-    """Return the nanoseconds of a replay with these durations of tasks."""
+    """Return the length, in nanoseconds, of a replay of a recording.
+
+    Args:
+        durations: nanoseconds of each slice.
+    """
     return replay_recording(recording, durations, handovers=True).end
 
 

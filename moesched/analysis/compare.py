@@ -1,4 +1,4 @@
-"""Comparison of runs, predicted or measured, by totals, lanes and kinds of task, from traces or reports."""
+"""Compares runs, predicted or measured, by totals, lanes and kinds of task; runs are read from traces or reports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A comparison of runs, and its tables and sentences as the command line shows them."""
+"""Holds a comparison of runs, and makes its tables and sentences as the command line shows them."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _WITHOUT_KIND = {"tasks": "other tasks", "between tasks": "between tasks", "grap
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """One figure of all compared runs; None for runs that lack this figure.
+    """One figure of all compared runs, such as the busy time of a lane; None for runs that lack this figure.
 
     Attributes:
         ratios: the figure of each run over that figure of the first run.
-        error_percents: for each run, beside the first run: the error of the prediction in percent of the measured
-            figure; None if both runs are predicted or both are measured.
+        error_percents: for each run, the error of its prediction against the first run's measurement, or the reverse,
+            in percent of the measured figure; None if both runs are predicted or both are measured.
     """
 
     section: Section
@@ -54,9 +54,9 @@ class Title(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
-    """Figures of several runs, relative to the first.
+    """Figures of several runs, relative to the first run.
 
-    `difference` explains the gap between two runs; None unless there are two, with traces of both.
+    `difference` explains the difference in time between two runs; None unless there are two runs, with traces of both.
     """
 
     runs: list[Title]
@@ -110,7 +110,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
         return lines
 
     def causes(self) -> tuple[list[str], list[list[str]]]:
-        """Return (column titles, rows) of the causes of the time gap, largest first."""
+        """Return a table of the causes of the difference in time: (column titles, rows), the largest cause first."""
         difference = self.difference
         assert difference is not None, "there is a difference where there are reasons"
         titles = [self.runs[place].title for place in difference.places]
@@ -128,7 +128,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
         return header, [_cause(cause, names) for cause in difference.causes if abs(cause.seconds) >= 5e-10]
 
     def lane_causes(self) -> tuple[list[str], list[list[str]]]:
-        """Return (column titles, rows) of the time gap by lane."""
+        """Return a table of the seconds by which each lane makes the second run longer: (column titles, rows)."""
         difference = self.difference
         assert difference is not None, "there is a difference where there are reasons"
         titles = [self.runs[place].title for place in difference.places]
@@ -140,7 +140,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
         return header, rows
 
     def waits(self) -> tuple[list[str], list[list[str]]]:
-        """Return (column titles, rows) of the waits before tasks on the second run's critical path, longest first."""
+        """Return a table of the waits on the second run's critical path: (column titles, rows), the longest first."""
         difference = self.difference
         assert difference is not None, "there is a difference where there are reasons"
         header = ["before", "on lane", "times", "waited"]

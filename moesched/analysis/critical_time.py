@@ -1,4 +1,4 @@
-"""Critical-path time by kind, lane and cause."""
+"""Sums the time of the critical path by kind of task, lane and cause."""
 
 from __future__ import annotations
 
@@ -77,9 +77,10 @@ def stretches_of(
 
 
 def path_parts(stretches: Sequence[Stretch], total: int) -> list[PathPart]:
-    """Sum stretches of the critical path by kind, lane and cause, longest first.
+    """Sum stretches of the critical path by kind, lane and cause; the part with the most time comes first.
 
-    total: nanoseconds of the run.
+    Args:
+        total: nanoseconds of the run.
     """
     spent: Counter[tuple[str, str, Cause]] = Counter()
     tasks: Counter[tuple[str, str, Cause]] = Counter()

@@ -125,7 +125,7 @@ def explain(
 
 
 def _pools(samples: Sequence[PoolSample]) -> dict[str, PoolUses]:
-    """Return the uses of each pool as counted at the end of the run."""
+    """Return the uses of each pool in the whole run, by the pool's name, with its rank if there are several."""
     last: dict[tuple[int, str], Counted] = {(sample.rank, sample.pool): sample.counted for sample in samples}
     ranks = len({rank for rank, _ in last})
     return {

@@ -1,4 +1,4 @@
-"""Explanations as text for people: first lines and tables."""
+"""Writes explanations as text for people: first lines and tables."""
 
 from __future__ import annotations
 

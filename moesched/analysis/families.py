@@ -48,7 +48,7 @@ _FAMILIES = {verb: family for family, verbs in _VERBS.items() for verb in verbs}
 
 
 def family_of(task: TaskInfo) -> Family:
-    """Return the family of a task."""
+    """Return the family of a task, such as "weights" or "experts", which sets the task's colour in pictures."""
     if task.type == "Collective":
         return "exchange"
     if task.pages:

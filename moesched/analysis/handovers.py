@@ -53,7 +53,7 @@ _Measured = Iterator[tuple[int, Hashable, int]]
 
 
 def _means(measured: _Measured) -> Mapping[int, int]:
-    """Map the index of each measured slice to the mean nanoseconds of its kind."""
+    """Map the index of each slice in `measured` to the mean nanoseconds of all slices with its key."""
     kinds: dict[Hashable, list[tuple[int, int]]] = {}
     for index, kind, nanoseconds in measured:
         kinds.setdefault(kind, []).append((index, nanoseconds))

@@ -54,12 +54,14 @@ class Help(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def helps(recording: Recording, path: Sequence[PathPart], decode_steps: int | None = None) -> list[Help]:
-    """Find the changes that would save most time, best first; empty if none saves much or steps are too long to replay.
+    """Find the changes that would save most time, best first.
+
+    The result is empty if no change saves much, or if steps are too long to replay.
 
     Args:
         recording: the whole run, or its first or last steps.
         path: the recording's critical path, by kind, lane and cause.
-        decode_steps: number of the whole run's decode steps; by default those recorded.
+        decode_steps: number of the whole run's decode steps; by default the number that were recorded.
     """
     steps = _first_steps(recording)
     if steps is None:
@@ -118,7 +120,7 @@ def _reliefs(recording: Recording, path: Sequence[PathPart]) -> Iterator[tuple[s
 
 
 def _first_steps(recording: Recording) -> Recording | None:
-    """Return the first steps of a recording, up to `MOST_TASKS` tasks; None if its steps are too long, or none ran."""
+    """Return the first steps of a recording, up to `MOST_TASKS` tasks; None if its steps are too long to replay."""
     sizes: dict[int, int] = {}
     for each in recording.slices:
         sizes[each.step] = sizes.get(each.step, 0) + 1

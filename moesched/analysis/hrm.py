@@ -98,8 +98,8 @@ def fetched(hierarchy: Hierarchy, intensity: Intensity) -> Bound:
 def first_turning_point(hierarchy: Hierarchy) -> float:
     """Return P1 (Eq. 9): the intensity I^j, in FLOP per byte of the lower memory, up to which fetching never pays.
 
-    P1 is where the link's roof B^{j,i} I meets the lower level's own, min(P^j, B^j I). A link that is slower than the
-    lower memory meets the compute roof only; any other link meets neither, and P1 is 0.
+    P1 is where the roof of the link, B^{j,i} I, meets the roof of the lower level, min(P^j, B^j I). A link that is
+    slower than the lower memory meets the compute roof only; any other link meets neither, and P1 is 0.
     """
     if hierarchy.link >= hierarchy.lower.bandwidth:
         return 0.0
@@ -149,10 +149,13 @@ def attention_intensity(operations: Operations, context: int, kv_dtype: str) -> 
 
 
 def ffn_intensity(operations: Operations, batch_size: int, micro_batch_size: int) -> Intensity:
-    """Return the intensity of all experts of a layer, for one new token of each request (Fig. 5).
+    """Return the intensity of all experts of a layer, in FLOP/byte, for one new token of each request (Fig. 5).
 
     The upper level reads weights and activations once per micro-batch. The weights are read from the lower level once
     for the whole batch.
+
+    Args:
+        batch_size, micro_batch_size: numbers of requests.
     """
     upper = operations.experts(min(micro_batch_size, batch_size))
     return Intensity(
@@ -202,7 +205,7 @@ class Split(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LayerTime(msgspec.Struct, frozen=True):
-    """Seconds that one layer of a decode step keeps the link, the lower and the upper level busy."""
+    """Busy seconds of the link, the lower level and the upper level for one layer of a decode step."""
 
     link: float
     lower: float
@@ -304,7 +307,15 @@ def _fetching_bandwidth(machine: Machine, below: str, above: str) -> float:
 
 
 def _attention(operations: Operations, requests: int, context: int, kv_dtype: str) -> tuple[Amount, float]:
-    """Return the work of attention of a micro-batch with its cache in kv_dtype, and the bytes of the cache alone."""
+    """Return the FLOPs and bytes of attention of a micro-batch, and the bytes of its cache alone.
+
+    Attention is that of one new token per request.
+
+    Args:
+        requests: number of requests of the micro-batch.
+        context: tokens in the cache of each request.
+        kv_dtype: number format of the cache.
+    """
     amount = operations.attention_step([context] * requests)
     around = requests * (operations.qkv_bytes + operations.attention_bytes)
     cache = (amount.nbytes - around) * KV_BYTES[kv_dtype] / operations.element

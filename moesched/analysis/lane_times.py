@@ -1,4 +1,4 @@
-"""The time of each lane: busy, alone or beside others, and idle with its causes."""
+"""Sums the time of each lane: busy, alone or beside other lanes, and idle by cause."""
 
 from __future__ import annotations
 
@@ -112,7 +112,9 @@ def lane_times(
 ) -> dict[str, LaneTime]:
     """Return the busy and idle time of each lane, by the lane's title.
 
-    alone: nanoseconds in which each lane was the only busy one.
+    Args:
+        waits: the task that each slice waited for last, and the reason.
+        alone: nanoseconds in which each lane was the only busy one.
     """
     spans = idle_spans(recording, waits)
     busy = dict.fromkeys(recording.lanes, 0)

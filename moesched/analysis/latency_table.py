@@ -51,7 +51,7 @@ class LatencyReport(msgspec.Struct, frozen=True):
 
 @takes(LatencyOptions)
 def latencies_of(given: LatencyOptions) -> LatencyReport:
-    """Predict the latencies of copying an expert's weights and inputs, and of computing the expert on either processor.
+    """Predict the seconds of copying an expert's weights and inputs, and of computing the expert on either processor.
 
     Raises:
         BadInput: the model or machine is unknown, a number of tokens is out of range, or the machine was measured in

@@ -16,13 +16,13 @@ MOST_TOKENS = 1 << 20
 
 
 class ShapeOnMachine(MachineOptions, ModelOptions):
-    """Options that name a model's shape and a machine."""
+    """Options that name a machine and the sizes of a model, whose weights are not needed."""
 
     machine: Machine | str = field(kw_only=False)
 
 
 class RooflineOptions(ShapeOnMachine):
-    """The options of `roofline_of`; by default those of MoE-Lightning's Figs. 4 and 5."""
+    """The options of `roofline_of`; their defaults are the values in MoE-Lightning's Figs. 4 and 5."""
 
     kv_dtypes: Annotated[
         Sequence[str],

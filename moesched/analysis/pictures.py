@@ -1,4 +1,4 @@
-"""Pictures as .png or .svg files, drawn by matplotlib, an extra: pip install 'moesched[plots]'."""
+"""Draws pictures as .png or .svg files with matplotlib, an extra: pip install 'moesched[plots]'."""
 
 from __future__ import annotations
 
@@ -49,6 +49,10 @@ def require_matplotlib(option: str = "--out") -> None:
 
 def draw_picture(draw: Callable[[], Figure], path: Path | str, option: str = "--out") -> None:
     """Draw a figure and write it to a .png or .svg file.
+
+    Args:
+        draw: a function that makes the figure.
+        option: the command-line option that named the file, for the error message.
 
     Raises:
         BadInput: as `require_picture`, or the file cannot be written.

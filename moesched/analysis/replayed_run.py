@@ -176,7 +176,10 @@ class _Replay:
 
 
 def _idle_before(slices: Sequence[Slice]) -> list[tuple[int, ...]]:
-    """Return for each slice the last idle-class slice on its lane, if any, that was submitted and started earlier."""
+    """Return for each slice the last idle-class slice on its lane that was submitted and started earlier.
+
+    The tuple of a slice has the index of that idle-class slice, or is empty if there is none.
+    """
     found: list[tuple[int, ...]] = [()] * len(slices)
     idle: dict[LaneName, list[int]] = {}
     for index in sorted(range(len(slices)), key=lambda index: slices[index].start):

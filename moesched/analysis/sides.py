@@ -1,4 +1,4 @@
-"""The figures of one run, predicted or measured, from its trace or its report."""
+"""Reads the figures of one run, predicted or measured, from its trace or its report."""
 
 from __future__ import annotations
 
@@ -31,9 +31,11 @@ class Measure(msgspec.Struct, frozen=True):
 
 
 class Side(msgspec.Struct, frozen=True, kw_only=True):
-    """A run to compare, with its figures; `trace` is None if there is only a report.
+    """A run to compare, with its figures.
 
     Attributes:
+        values: the figures, by section, name, quantity and unit.
+        trace: the trace of the run; None if there is only a report.
         replayed: whether this is a replay of recorded durations, so that none of its figures is predicted from rates.
     """
 

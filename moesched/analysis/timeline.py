@@ -235,8 +235,8 @@ def _blocks(
 def merged(blocks: Sequence[Block], least: float) -> list[Block]:
     """Merge neighbouring blocks that are shorter, and less far apart, than `least` nanoseconds.
 
-    A merged block lasts at most twice `least`. Its family, and whether it is on the critical path, are those of most of
-    its time.
+    A merged block lasts at most twice `least`. It has the family that covers most of its time, and is on the critical
+    path if most of its time is.
     """
     result: list[Block] = []
     piece: list[Block] = []

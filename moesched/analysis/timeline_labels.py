@@ -1,4 +1,4 @@
-"""The labels in pictures of timelines: short names of tasks, and the width of texts."""
+"""Makes the labels in pictures of timelines: short names of tasks, and the width of texts."""
 
 from __future__ import annotations
 

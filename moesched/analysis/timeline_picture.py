@@ -301,7 +301,10 @@ def _patch(spans: Sequence[tuple[float, float]], low: float, high: float, **styl
 
 
 def _critical(blocks: Sequence[Block], apart: float) -> list[tuple[float, float]]:
-    """Return the spans in which a lane is on the critical path; spans closer than `apart` nanoseconds are joined."""
+    """Return the spans (start, end), in nanoseconds, in which a lane is on the critical path.
+
+    Spans closer than `apart` nanoseconds are joined.
+    """
     spans: list[tuple[float, float]] = []
     for each in blocks:
         if each.critical:

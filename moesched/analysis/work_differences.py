@@ -1,4 +1,4 @@
-"""Differences in work between two runs: bytes moved and experts computed by lane, and hit rates of page pools."""
+"""Finds differences in work between two runs: bytes moved and experts computed by lane, and hit rates of page pools."""
 
 from __future__ import annotations
 
@@ -37,7 +37,11 @@ class WorkDifference(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
 
     def sentence(self, first: str, second: str) -> str:
-        """Return the difference as a sentence; first, second: titles of the runs."""
+        """Return the difference as a sentence.
+
+        Args:
+            first, second: titles of the runs.
+        """
         one, other = self.amounts
         more = f"{format_seconds(abs(self.seconds))} {'more' if self.seconds > 0 else 'less'} of its time"
         if self.what == "bytes":
@@ -50,7 +54,10 @@ class WorkDifference(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def work_differences(first: Recording, second: Recording) -> list[WorkDifference]:
-    """Find differences in work between two runs without loading, longest time first; hits are last."""
+    """Find differences in work between two runs, without their loading of weights.
+
+    The largest difference in time is first; hit rates are last.
+    """
     longest = max(run.end - run.start for run in (first, second)) / 1e9
     found = [
         each

@@ -1,4 +1,4 @@
-"""Estimates by how much tasks slow each other down, from tasks that were timed alone and beside others."""
+"""Estimates the slowdown of tasks by other tasks, from tasks that were timed alone and beside others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The extent of a calibration: a quick extent for bfloat16, and a thorough one for both dtypes."""
+"""Lists the measurements of a calibration: of a quick one for bfloat16, and of a thorough one for both dtypes."""
 
 from __future__ import annotations
 
@@ -89,9 +89,11 @@ class Extent(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def small_model(name: str, *, heads: int, **sizes: int) -> ModelConfig:
-    """Return the shape of a model of two equal layers to measure with.
+    """Return a model of two equal layers to measure with.
 
-    sizes: all other sizes of the model, by their names in `ModelConfig` and its layers.
+    Args:
+        heads: number of attention heads.
+        sizes: all other sizes of the model, by their names in `ModelConfig` and its layers.
     """
     kv_heads = heads // 4
     return SHAPES["mixtral-0.8b"].varied(

@@ -110,7 +110,7 @@ class GpuExtent(msgspec.Struct, frozen=True, kw_only=True):
         yield Answer(8)
 
     def pairs(self) -> Iterator[tuple[Copy, Copy]]:
-        """Yield pairs of copies that run at once; the first of each is timed."""
+        """Yield pairs of copies that run at once; only the first copy of each pair is timed."""
         for first, second in AT_ONCE:
             yield Copy(*first, self.large), Copy(*second, self.large)
             yield Copy(*second, self.large), Copy(*first, self.large)

@@ -31,7 +31,7 @@ class Product(NamedTuple):
 
 
 class Stream(NamedTuple):
-    """One pass over bytes of the memory of the GPU or the host."""
+    """One pass over `nbytes` bytes of a memory, that of the GPU or of the host."""
 
     memory: str
     nbytes: int
@@ -46,7 +46,7 @@ class Copy(NamedTuple):
 
 
 class Launches(NamedTuple):
-    """Launches of almost empty kernels on a GPU, one after the other."""
+    """Launches of a number of almost empty kernels on a GPU, one after the other."""
 
     kernels: int
 

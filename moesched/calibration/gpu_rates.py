@@ -1,4 +1,4 @@
-"""Rates of a machine with a GPU, from the times of its operations in several rounds."""
+"""Computes the rates of a machine with a GPU from the times of its operations in several rounds."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class SharedRate(NamedTuple):
 
 
 class LinkRate(NamedTuple):
-    """A link's bytes per second, and its latency: the seconds of a transfer of no bytes."""
+    """A link's measured bandwidth in bytes per second, and its latency: the seconds of a transfer of no bytes."""
 
     bandwidth: SharedRate
     latency: float

@@ -1,4 +1,4 @@
-"""Times of a small model's tasks on a machine with a GPU: dispatch, host attention, and speeds beside copies."""
+"""Collects times of a small model's tasks on a machine with a GPU: dispatch, host attention, speeds beside copies."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Timed(NamedTuple):
 
 
 class GpuTasks:
-    """Timed tasks of several runs of a small model on a machine with a GPU."""
+    """Timed tasks of several runs of a small model on a machine with a GPU, and the figures that follow from them."""
 
     def __init__(self) -> None:
         self._beside: dict[tuple[str, bool], list[Observed]] = {}
@@ -54,7 +54,7 @@ class GpuTasks:
         self._alone = TaskTimes()
 
     def add(self, source: Source, tasks: Sequence[Task]) -> None:
-        """Add a run in which no task ran beside copies of pages."""
+        """Add the tasks of a run in which no task ran beside copies of pages."""
         alike: dict[Alike, list[Timed]] = {}
         for task in filter(_tells_of_dispatch, tasks):
             work = task.work
@@ -184,7 +184,10 @@ def _page_locked(sort: str) -> str:
 
 
 def _page_locked_beside(beside: Mapping[str, float]) -> dict[str, float]:
-    """Rename each mix of sorts with `_page_locked`, so that runs with and without staging have equal names."""
+    """Return observed seconds by mix of sorts, with the sorts renamed by `_page_locked`.
+
+    Runs with and without staging then have equal names.
+    """
     return {at_once(map(_page_locked, mix.split(" + "))): seconds for mix, seconds in beside.items()}
 
 

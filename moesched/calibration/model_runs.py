@@ -1,4 +1,4 @@
-"""Runs of small random models, whose tasks are timed alone and beside others."""
+"""Runs small random models, and times their tasks alone and beside others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Operations timed by themselves: memory, copies, products and reads."""
+"""Times single operations: passes over memory, copies, products and reads."""
 
 from __future__ import annotations
 
@@ -64,7 +64,9 @@ class OperationTimes:
     """Measured times of single operations.
 
     Args:
+        probe: the device whose operations are timed.
         scratch: path of a file to write and to time reads from.
+        extent: the operations, and the number of rounds.
     """
 
     def __init__(self, probe: DeviceProbe, scratch: Path, extent: OperationExtent) -> None:
@@ -94,7 +96,7 @@ class OperationTimes:
             os.fsync(file.fileno())
 
     def steps(self) -> Iterator[Step]:
-        """Yield the measurements of one round."""
+        """Yield the measurements of one round as steps; each step returns a function that records the times."""
         yield self._memory
         yield self._reads
         for dtype in DTYPES:

@@ -1,6 +1,6 @@
-"""Costs in a dtype that was not measured, scaled from those in bfloat16.
+"""Estimates costs in a dtype that was not measured from the costs in bfloat16.
 
-Work on weights is scaled by the measured ratio of products of the same matrices in both dtypes. Attention is assumed to
+Work on weights is scaled by the measured ratio of products of equal matrices in both dtypes. Attention is assumed to
 take as long for as many tokens, and moving rows as long for as many bytes.
 """
 

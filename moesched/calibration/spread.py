@@ -1,4 +1,4 @@
-"""The spread of a calibration: the range of the measured speed of each kind of work around its median."""
+"""Estimates the range of the measured speed of each kind of work around its median, over a calibration."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ TENTHS = 10
 
 
 def spread(speeds: Mapping[str, Sequence[float]]) -> dict[str, Estimate]:
-    """Estimate the relative speed of each kind of work: 1, with the lowest and the highest decile as its range.
+    """Return the estimated relative speed of each kind of work: 1, in the range from the lowest to the highest decile.
 
     Args:
-        speeds: measured speeds by kind of work, each relative to the median of the same task.
+        speeds: measured speeds by kind of work, each relative to the median of that task.
     """
     return {kind: _estimate(found) for kind, found in sorted(speeds.items()) if found}
 

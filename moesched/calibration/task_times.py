@@ -145,7 +145,7 @@ class TaskTimes:
         self._gaps[HOP] += hops.values()
 
     def longer_than(self, link: str, seconds: Callable[[float, float], float]) -> Callable[[float], float]:
-        """Return a function from a page's bytes to the time of the page's transfer over that of a single read of it.
+        """Return a function from a page's bytes to a ratio: the page's transfer time over the time of a single read.
 
         The function returns 1 if no page was moved. Pages consist of several tensors, so small pages have small reads.
 
@@ -174,7 +174,7 @@ class TaskTimes:
         return points + [point(name, "", 1, 0, median(gaps)) for name, gaps in self._gaps.items() if gaps]
 
     def speeds(self) -> dict[str, list[float]]:
-        """Return the speeds of tasks in all runs, by sort of work, each relative to the median of the same task."""
+        """Return the speeds of tasks in all runs, by sort of work, each relative to the median speed of that task."""
         found: dict[str, list[float]] = {}
         for group, times in self._times.items():
             middle = median(times)
@@ -271,8 +271,8 @@ class TaskTimes:
     def _attention_overheads(self, group: Group) -> tuple[float, float] | None:
         """Return the overheads in seconds of an attention task and of each of its calls; None if too little was timed.
 
-        They follow from three decode tasks of similar context: one with a single sequence, one with many sequences
-        in one call, and one with a call for each of its sequences.
+        The overheads follow from three decode tasks of similar context: one with a single sequence, one with many
+        sequences in one call, and one with a call for each of its sequences.
         """
         alike = []
         for each, times in self._times.items():

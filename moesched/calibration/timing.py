@@ -1,4 +1,4 @@
-"""Timing of calls, alone and beside others, and repetition of measurements that other processes disturbed."""
+"""Times calls, alone and beside others, and repeats measurements that other processes disturbed."""
 
 from __future__ import annotations
 
@@ -18,20 +18,21 @@ MOST_OTHER_CORES = 0.1
 
 
 class Others(Protocol):
-    """Interface of `OtherLoad`: measures the load of other processes."""
+    """Interface of `OtherLoad`, an object that measures the load of other processes from its creation on."""
 
     def cores(self) -> float: ...
 
 
 def undisturbed(step: Step, repeats: int, watch: Callable[[], Others] = OtherLoad) -> tuple[float, int]:
-    """Measure a step and record the result; measure it again if other processes were busy meanwhile.
+    """Measure a step and record the result; measure the step again if other processes were busy meanwhile.
 
     Args:
+        step: a function that measures, and returns a function that records the result.
         repeats: number of times that the step may be repeated.
-        watch: starts to measure the load of other processes.
+        watch: a function that begins to measure the load of other processes.
 
     Returns:
-        The cores that others kept busy during the recorded measurement, and the number of repeats left.
+        The mean number of cores that others kept busy during the recorded measurement, and the number of repeats left.
     """
     while True:
         others = watch()
@@ -44,7 +45,7 @@ def undisturbed(step: Step, repeats: int, watch: Callable[[], Others] = OtherLoa
 
 
 def measure(call: Call, seconds: float, least: int = 5) -> float:
-    """Return the median seconds of a repeated call, after one that does not count.
+    """Return the median seconds of one call, from repeated calls; a first call is not counted.
 
     Args:
         seconds: the least time over which the call is repeated.

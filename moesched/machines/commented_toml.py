@@ -72,7 +72,10 @@ def _value(value: Any) -> str:
 
 
 def _number(value: float) -> str:
-    """Format a number; one with few digits gets an exponent that is a multiple of 3, as in 936e9 or 5e-6."""
+    """Format a number as TOML.
+
+    A number with few digits gets an exponent that is a multiple of 3, as in 936e9 or 5e-6.
+    """
     short = f"{value:.6g}"
     if float(short) != value:
         return repr(value)

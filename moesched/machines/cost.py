@@ -1,4 +1,4 @@
-"""Cost models: the time of a task's work on a machine.
+"""Chooses the cost model of a machine, which estimates the time of a task's work.
 
 The roofline is the maximum of the times to compute and to move bytes, at the rates that kernels sustain. A calibrated
 machine has measured times of operations. Work on a resource that the machine does not describe is refused.

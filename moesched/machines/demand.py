@@ -1,4 +1,4 @@
-"""Demand of a task on a machine, and the interface of cost models, which estimate it."""
+"""Defines the demand of a task on a machine, and the interface of cost models, which estimate it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class CostModel(Protocol):
     """Interface of a cost model, which estimates the time of work; equal work always has an equal estimate."""
 
     def work(self, work: Work) -> Demand:
-        """Return the time of a work alone on the machine, and the share of each resource used meanwhile.
+        """Return the time of a work alone on the machine, and the share of each resource that the work uses meanwhile.
 
         Raises:
             BadInput: the model has no cost for this work; zero is never assumed.

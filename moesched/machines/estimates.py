@@ -31,7 +31,11 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 def estimate_problems(key: str, estimate: Estimate) -> Iterator[str]:
-    """Yield the problems of an estimate; each begins with the estimate's key in the file."""
+    """Yield sentences on what is wrong with an estimate; each begins with the estimate's key in the file.
+
+    Args:
+        key: key of the estimate, such as "processors.gpu.rates.products".
+    """
     if estimate.low > estimate.high:
         yield f"{key}: low is {estimate.low:g} and high is {estimate.high:g}: exchange them"
     elif not estimate.low <= estimate.expected <= estimate.high:

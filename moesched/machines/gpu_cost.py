@@ -64,7 +64,7 @@ class GpuCosts:
         )
 
     def running(self, work: Work) -> float:
-        """Return the seconds of a work's kernels or copy; beside products, movements of activations take no time.
+        """Return the seconds of a work's kernels or copy; movements of activations beside products take no time.
 
         Raises:
             BadInput: as `work`.

@@ -47,7 +47,11 @@ def written_out(machine: Machine, count: int) -> Machine:
 
 
 def _links_of(machine: Machine, number: int) -> Iterator[Link]:
-    """Yield the links between accelerator `number` and the memories that all accelerators use."""
+    """Yield the links between one accelerator and the memories that all accelerators use.
+
+    Args:
+        number: number of the accelerator, from 0.
+    """
     memory = machine.accelerator.memory
     names = {memory: numbered(memory, number)}
     for link in machine.links:

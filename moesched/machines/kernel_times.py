@@ -1,4 +1,4 @@
-"""Times of work on a processor, from the rates that its kernels sustain.
+"""Computes times of work on a processor, from the rates that its kernels sustain.
 
 Work is classified by its operations: products with weights, attention, and movements of activations.
 """

@@ -1,4 +1,4 @@
-"""A machine: processors, memories and links, their roles, and the measured costs of operations."""
+"""Describes a machine: processors, memories and links, their roles, and the measured costs of operations."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ class Processor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         memory: name of the memory that the processor computes from.
         flops: dense matrix-multiply rate in FLOP/s, by dtype.
         launch_seconds: fixed time per operation, for a processor without a class of device.
-        expert_bandwidth: bytes of weights per second that an expert's kernel reads, if less than the memory's
+        expert_bandwidth: bytes of weights per second that an expert's kernel reads; None if it reads at the memory's
             bandwidth.
         handover_seconds: time from the end of a kernel until the network may send its result.
-        device_class: class of device, which tells the share of the stated rates that kernels sustain; empty if they
-            sustain all.
-        rates: estimates that replace those of the class, by name.
-        replays: whether a task of up to 128 rows is one replay of a graph, or part of the replay of a whole decode
-            step, as with the kernels of device cuda with `triton=true`.
+        device_class: name of the class of device, whose file in `rates/` has the shares of the stated rates that
+            kernels sustain; empty if they sustain all.
+        rates: estimates by name, which replace those of the class.
+        replays: whether each task of up to 128 rows is started by the replay of a graph, of this task alone or of a
+            whole decode step, as on device cuda with `triton=true`.
     """
 
     memory: str
@@ -88,13 +88,14 @@ class Tier(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class Link(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One direction between two memories.
+    """One direction of the connection between two memories.
 
     Attributes:
+        source, destination: names of the memories.
         bandwidth: bytes per second.
         latency: seconds per transfer.
-        path: the wire or bus; links that share a path share a lane. By default "source->destination".
-        sustained: share of the bandwidth that copies sustain; by default that of the kind of copy.
+        path: name of the wire or bus; links with equal paths share a lane. By default "source->destination".
+        sustained: share of the bandwidth that copies sustain; by default the share of the link's kind of copy.
     """
 
     source: str
@@ -111,7 +112,7 @@ class Link(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class Staging(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Copies within the host's memory into page-locked memory, which are needed if that is limited.
+    """Copies within the host's memory into its page-locked part, which are needed if page-locked memory is limited.
 
     Attributes:
         bandwidth: bytes per second.
@@ -140,12 +141,13 @@ class Roles(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Interconnect(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The connection between any two of the equal accelerators, with a lane in each direction.
+    """The connection between any two of several equal accelerators, with a lane in each direction.
 
     Attributes:
         bandwidth: bytes per second.
         latency: seconds per transfer.
-        paths: paths of the links that carry the connection and compete with it; empty if it has wires of its own.
+        paths: names of the paths of links that the connection uses, so that it competes with these links; empty if it
+            has wires of its own.
     """
 
     bandwidth: Rate
@@ -156,10 +158,11 @@ class Interconnect(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 class AcceleratorGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A number of equal accelerators.
 
-    The machine describes one of them: its processor, its memory and its links. Each of the others has the same, with
-    lanes of its own. All share the host's memory.
+    The machine describes one of them: its processor, its memory and its links. Each of the others has equal parts, with
+    lanes of its own. All accelerators share the host's memory.
 
     Attributes:
+        count: number of accelerators.
         interconnect: the connection between accelerators; None if transfers go through the host's memory.
     """
 

@@ -32,7 +32,7 @@ _VENDORS = {
 
 
 def find_gpu(name: str) -> tuple[Gpu, int]:
-    """Find a GPU, and the number of such GPUs, by a text such as "RTX 3090" or "2x RTX 3090".
+    """Find a GPU by a text such as "RTX 3090" or "2x RTX 3090"; return the GPU and the number of GPUs.
 
     Raises:
         BadInput: the library has no GPU of that name, or several; the message names the nearest.
@@ -42,10 +42,10 @@ def find_gpu(name: str) -> tuple[Gpu, int]:
 
 
 def find_cpu(name: str) -> tuple[Cpu, int]:
-    """Find a CPU, and the number of sockets, by a text such as "Ryzen 7950X" or "2x EPYC 7763".
+    """Find a CPU by a text such as "Ryzen 7950X" or "2x EPYC 7763"; return the CPU and the number of sockets.
 
     Raises:
-        BadInput: as `find_gpu`.
+        BadInput: the library has no CPU of that name, or several; the message names the nearest.
     """
     count, name = counted(name, "--cpu", "2x EPYC 7763")
     return find_part(name, library().cpus, "CPU"), count
@@ -55,7 +55,7 @@ def find_chip(name: str) -> Chip:
     """Find a chip whose CPU and GPU share one memory, by its name.
 
     Raises:
-        BadInput: as `find_gpu`.
+        BadInput: the library has no chip of that name, or several; the message names the nearest.
     """
     return find_part(name, library().chips, "chip")
 
@@ -70,7 +70,11 @@ def option_of_part(name: str) -> str | None:
 
 
 def counted(name: str, option: str, example: str) -> tuple[int, str]:
-    """Split a text such as "2x RTX 3090" into number (1 if there is none) and name.
+    """Split a text such as "2x RTX 3090" into a number, 1 if the text has none, and a name.
+
+    Args:
+        option: the option that gave the text, such as "--gpu", for the error message.
+        example: a correct text, for the error message.
 
     Raises:
         BadInput: the number is 0, or larger than any machine has.

@@ -65,13 +65,13 @@ class Disk(NamedTuple):
 
 
 def parse_ram(text: str) -> Ram:
-    """Parse channels, sizes, type and speed of RAM, each optional.
+    """Parse a text with channels, sizes, type and speed of RAM, each of which is optional.
 
-    Forms: "2xDDR5-5600" (two channels), "2xDDR5-5600 64GB" (with total size), "2x32GB DDR5-5600" (two modules),
-    "64GB DDR5-5600" and "64GB".
+    Forms: "2xDDR5-5600" (two channels), "2xDDR5-5600 64GB" (with total size), "2x32GB DDR5-5600" (two modules), "64GB
+    DDR5-5600" and "64GB".
 
     Raises:
-        BadInput: the text is none of these, a figure is 0, or no module of that type is sold with that speed.
+        BadInput: the text has none of these forms, a figure is 0, or no module of that type is sold with that speed.
     """
     match = _RAM.fullmatch(text.strip())
     if match is None or not (match["size"] or match["type"]) or (match["size"] and match["total"]):

@@ -59,15 +59,15 @@ class Gpu(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     Attributes:
         memory: size of the memory, as text with a unit.
-        usable: size of the memory that error correction leaves, as text; by default all.
+        usable: size of the memory without the bytes for error correction, as text; None if all is usable.
         bandwidth: bytes per second of the memory.
         watts: power limit.
-        device_class: class of device, such as "consumer-gpu", which says what its kernels sustain.
+        device_class: name of the class of device, such as "consumer-gpu", which has the rates that kernels sustain.
         pcie: generation and lanes of the slot, such as "4x16".
         float32: FLOP/s of the vector units.
         half: dense FLOP/s of 16-bit matrix products that accumulate in float32.
         bfloat16: whether there are units for bfloat16; without them, 16-bit models run in float16.
-        float8, int8: dense operations per second, if there are units for them.
+        float8, int8: dense operations per second; None without units for them.
         board: board with the CPU; None for a GPU in a slot.
     """
 
@@ -135,22 +135,22 @@ class Cpu(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
     lanes_of_two: int | None = None
 
     def lanes_of(self, sockets: int) -> int:
-        """Return the number of PCIe lanes of a board with this many sockets."""
+        """Return the number of PCIe lanes of a board with `sockets` sockets, for all GPUs together."""
         return self.lanes_of_two if sockets == 2 and self.lanes_of_two else sockets * self.lanes
 
 
 class MemoryType(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A type of memory modules, with the speeds that they are sold with, in million transfers per second."""
+    """A type of memory modules, and the speeds at which the modules are sold, in million transfers per second."""
 
     slowest: int
     fastest: int
 
 
 class Architecture(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """CPU cores of one kind.
+    """The kind of cores of a CPU.
 
     Attributes:
-        float32, bfloat16: FLOP per cycle of a core; without bfloat16, the cores compute it in float32.
+        float32, bfloat16: FLOP per cycle of a core; None for bfloat16 if the cores compute it in float32.
         simd: the instruction set that reaches these rates.
     """
 

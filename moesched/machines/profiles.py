@@ -91,7 +91,7 @@ def _entries(raw: Any, section: str) -> Iterable[tuple[str, Any]]:
 
 
 def _problems(machine: Machine) -> Iterator[str]:
-    """Yield the problems of a machine whose keys are all present; each begins with the key at fault."""
+    """Yield sentences on what is wrong with a machine whose keys are all present; each begins with the key at fault."""
     for name, processor in machine.processors.items():
         key = f"processors.{name}"
         yield from _unknown(f"{key}.memory", processor.memory, machine.memories)

@@ -1,4 +1,4 @@
-"""Interpolation of measured times: over one variable, and over the size and the rows of an operation."""
+"""Interpolates measured times: over one variable, or over the size and the rows of an operation."""
 
 from __future__ import annotations
 

@@ -67,13 +67,15 @@ class DeviceClass(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 def class_names() -> list[str]:
-    """Return the names of the shipped classes of device."""
+    """Return the names of the shipped classes of device, such as "consumer-gpu"."""
     return [name for name in profile_names(PACKAGE) if name not in OF_NO_DEVICE]
 
 
 @cache
 def device_class(name: str) -> DeviceClass:
-    """Return a class of device by its name; the empty name is for processors that sustain all of their stated rates.
+    """Return a class of device by its name.
+
+    The empty name is for processors that sustain all of their stated rates.
 
     Raises:
         BadInput: there is no class of that name.
@@ -115,7 +117,7 @@ def at_peak(machine: Machine) -> Machine:
 
 
 def usable_share(machine: Machine) -> float:
-    """Return the share of a memory's stated bandwidth that all its readers and writers reach together."""
+    """Return the share of a memory's stated bandwidth, from 0 to 1, that all its readers and writers reach together."""
     return MEMORY_EFFICIENCY if is_rated(machine) else 1.0
 
 
@@ -177,7 +179,10 @@ def group(name: str, processor: Processor, rate: str) -> str:
 
 
 def rate_problems(machine: Machine) -> Iterator[str]:
-    """Yield the problems of a machine's classes of device and estimates; each begins with the key at fault."""
+    """Yield sentences on what is wrong with a machine's classes of device and estimates.
+
+    Each sentence begins with the key at fault.
+    """
     for name, processor in machine.processors.items():
         key = f"processors.{name}"
         if processor.device_class and processor.device_class not in class_names():

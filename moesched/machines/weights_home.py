@@ -19,5 +19,5 @@ class WeightsHome(msgspec.Struct, frozen=True):
 
     @property
     def words(self) -> str:
-        """The kind and the reason as a sentence."""
+        """A sentence with the kind of host memory and the reason for it."""
         return f"Weights come from {self.way}" + (f": {self.reason}" if self.reason else "")

@@ -74,7 +74,10 @@ class Candidate:
         self.choice = self._best_of(setting, options) or least(setting, self.traits, options[0])
 
     def refine(self) -> None:
-        """Set `choice` to the sizes with the highest bound: of coarse micro-batch sizes, then of finer ones near it."""
+        """Set `choice` to the sizes with the highest bound on throughput.
+
+        Coarse micro-batch sizes are compared first, then finer sizes near the best of them.
+        """
         for sizes in (self._coarse, self._ladder):
             size = self.choice.micro_batch_size
             near = [other for other in sizes if other in self._coarse or size / 2 < other < size * 2]

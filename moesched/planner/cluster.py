@@ -157,7 +157,7 @@ def plan_cluster(given: ClusterPlanOptions) -> ClusterProposal:
 
 
 class _Bytes(NamedTuple):
-    """Bytes of weights: of a layer's dense weights, of one expert in all layers, and of weights outside of layers."""
+    """Bytes of weights: dense weights of all layers, one expert in all layers, and weights outside of layers."""
 
     dense: int
     expert: int

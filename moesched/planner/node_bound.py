@@ -2,8 +2,8 @@
 
     max(bytes / memory bandwidth, FLOPs / peak) + exchanges (latency + bytes exchanged / network bandwidth)
 
-Bytes and FLOPs are those of the busiest node: attention's projections, and the experts that it runs. As in the paper,
-the router, the LM head and the KV cache are omitted.
+Bytes and FLOPs are counted for the busiest node: attention's projections, and the experts that it runs. As in the
+paper, the router, the LM head and the KV cache are omitted.
 """
 
 from __future__ import annotations

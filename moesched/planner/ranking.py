@@ -1,4 +1,4 @@
-"""The ranking of policies: the rate of each and the lane that bounds it, or the bytes that it lacks."""
+"""Makes the ranking of policies: the rate of each policy and the lane that bounds it, or the bytes that it lacks."""
 
 from __future__ import annotations
 
@@ -64,7 +64,11 @@ class Ranked(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def ranked(candidate: Candidate, seen: Seen) -> Ranked:
-    """Make the row of the ranking for a policy that fits, from its best schedule."""
+    """Return the row of the ranking for a policy that fits.
+
+    Args:
+        seen: the policy's best schedule.
+    """
     busy = seen.trial_run.utilization
     best = next(iter(gains(candidate, seen)), None)
     lane = max(busy, key=busy.__getitem__)
@@ -113,7 +117,11 @@ class Misfit(NamedTuple):
 
 
 def misfit(name: str, setting: Setting | None, error: Exception) -> Misfit:
-    """Describe a policy whose plan raised an error; `setting` is None if the policy itself could not be made."""
+    """Describe a policy whose plan raised an error.
+
+    Args:
+        setting: the setting of the plan; None if the policy itself could not be made.
+    """
     if not isinstance(error, BadInput):
         return Misfit(name, f"{raising_line(error)}: {error!r}", None)
     return Misfit(name, str(error).removesuffix(f": {SMALLER}"), setting)  # the planner chose the sizes

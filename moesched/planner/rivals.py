@@ -37,7 +37,7 @@ def faster_policy(setting: Setting, policy: str, rate: float) -> Rival | None:
     """Find the fastest shipped policy, if it is much faster than `policy`; None if there is none.
 
     Args:
-        setting: the setting of `policy`; its prompt lengths are those of the batch.
+        setting: the setting of `policy`, with the prompt lengths of the batch.
         rate: generated tokens per second of `policy`, prefill included.
     """
     with no_garbage_collection():

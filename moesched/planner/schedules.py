@@ -136,7 +136,10 @@ class Schedules:
         return self._seen[point, deep]
 
     def _simulated(self, point: Point, deep: bool) -> Seen:
-        """Simulate the schedule of a point: all layers if `deep` or if they have few tasks, otherwise a few layers."""
+        """Simulate the schedule of a point, in all layers or in a few.
+
+        All layers are simulated if `deep` is true, or if they have few tasks.
+        """
         plan, policy = self._fitting(point)
         batch, setting = plan.batch, self._of(point)
         share = plan.kv.on_gpu if setting.splits_kv else None
@@ -171,7 +174,10 @@ class Schedules:
         return seen if seen.whole else replace(self.see(seen.point, deep=True), few=seen.few)
 
     def uncertainty(self, seen: Seen) -> Uncertainty:
-        """Compute the uncertainty band of a schedule, from runs of a few layers if those can stand for all."""
+        """Compute the uncertainty band of a schedule, from trial runs.
+
+        The runs have a few layers, if the times of these are like those of all layers.
+        """
         run, few = seen.trial_run, seen.few
         return uncertainty(
             lambda: [Rank(*(few.plan() if few else self._fitting(seen.point)))],

@@ -76,7 +76,7 @@ def plannable() -> list[str]:
 
 
 class Resources(TypedDict, total=False):
-    """Fields of `Setting` that callers of a search may give."""
+    """Fields of `Setting`, all optional, that callers of a search may give."""
 
     budgets: dict[str, int]
     slot_bytes: Callable[[Page], int] | None
@@ -151,7 +151,7 @@ def fastest_policies(
     several times as long.
 
     Args:
-        setting: the setting of any policy; its lengths are those of the batch.
+        setting: the setting of any policy, with the prompt lengths of the batch.
         sizes: sizes of micro-batches, in requests; the first one that fits is simulated.
         on_progress: called with the name of each stage.
 
@@ -232,7 +232,11 @@ def _asked(policies: Iterable[PolicyGiven] | None, settings: Mapping[str, Any]) 
 
 
 def require_one_policy(settings: Mapping[str, Any] | None) -> None:
-    """Raise BadInput if settings of a policy are given although the planner chooses the policy."""
+    """Raise BadInput if settings of a policy are given although the planner chooses the policy.
+
+    Args:
+        settings: the policy's own settings, by name; None or empty if there are none.
+    """
     if settings:
         raise BadInput(
             f"settings such as {next(iter(settings))} are those of one policy: name it with --policy"

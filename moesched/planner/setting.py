@@ -105,7 +105,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return self.cost if len(plan.stages) == 1 else None
 
     def fits(self, batch: Batch, kv_on_gpu: float | None = None) -> bool:
-        """Test whether the policy's plan of a batch fits; see `plan`."""
+        """Test whether the policy's plan of a batch fits in the memories; `kv_on_gpu` is as for `plan`."""
         try:
             self.plan(batch, kv_on_gpu=kv_on_gpu)
         except BadInput:

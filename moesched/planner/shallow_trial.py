@@ -73,9 +73,10 @@ class Cut(NamedTuple):
 
 
 def cut_like(setting: Setting, plan: Plan, share: float | None) -> tuple[Cut, tuple[Plan, Policy]] | None:
-    """Cut the model to the fewest layers whose plan keeps the same shares of weights and KV cache on the accelerator.
+    """Cut the model to the fewest layers whose plan keeps equal shares of weights and KV cache on the accelerator.
 
     Args:
+        setting: the setting of the whole model.
         plan: the plan of the whole model.
         share: share of the KV cache on the accelerator; None for a policy that does not split it.
 

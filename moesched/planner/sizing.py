@@ -67,7 +67,11 @@ def choose_sizes(
 
 
 def _require_few_chunks(setting: Setting, batch_size: int) -> None:
-    """Refuse chunks so small that a batch of the longest prompts would take minutes to plan."""
+    """Refuse prefill chunks so small that a batch of the longest prompts would take minutes to plan.
+
+    Raises:
+        BadInput: the setting's chunks are that small; the message names the smallest size to give.
+    """
     if setting.prefill_chunk is None:
         return
     tokens = sum(sorted(setting.lengths, reverse=True)[:batch_size])

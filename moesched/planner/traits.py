@@ -1,4 +1,4 @@
-"""Traits of a policy, learned from its plans: the place of the KV cache, the weights that stay, the costs of batches.
+"""Finds the traits of a policy from its plans: the place of the KV cache, the weights that stay, the costs of batches.
 
 No policy is known by name here, so users' own policies are planned like those that ship.
 """
@@ -207,13 +207,14 @@ _LayerWork = tuple[float, Work]
 
 
 class _Needs:
-    """The work of one micro-batch of a plan on each lane in a layer, and its bytes by memory.
+    """The work of one micro-batch of a plan on each lane in a layer, and the micro-batch's bytes by memory.
 
     Where layers differ, the work of each kind of layer is weighted by its share of the layers.
 
     Args:
         number: index of the micro-batch.
-        together: number of micro-batches that an expert runs on at once, so that each has a share of that work.
+        nbytes: bytes of the micro-batch, by memory.
+        together: number of micro-batches that an expert runs on at once; each counts with its part of that work.
     """
 
     def __init__(self, plan: Plan, number: int, nbytes: dict[str, int], together: int) -> None:
@@ -375,9 +376,9 @@ def _at_depth(declared: Declared, layers: int) -> Declared:
 
 
 def _hop_seconds(plan: Plan, cost: CostModel) -> list[float]:
-    """Return for each link on the weights' way to the accelerator the seconds for all pages of a layer, one by one.
+    """Return the seconds of each link on the weights' way to the accelerator, for all pages of an average layer.
 
-    Where layers differ, the seconds are those of the average layer.
+    The pages are copied one by one.
     """
     lanes = make_lanes(plan)
     run_state = RunState(plan, Engine(lanes.values()), lanes)

@@ -132,7 +132,10 @@ class _Runs:
         self._done, self._all = 0, 2 + len(LEVELS) * len(groups(self.machine))
 
     def figures(self, cost: CostModel) -> Figures:
-        """Return the figures by a cost model; those of the first call if the model hardly changes the time of tasks."""
+        """Return the figures by a cost model, from a trial run or a replay.
+
+        If the model hardly changes the time of tasks, the figures of the first call are returned.
+        """
         self._progress(self._done, self._all)
         self._done += 1
         if self._captured is not None:

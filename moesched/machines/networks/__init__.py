@@ -37,7 +37,7 @@ class Network(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     description: str = ""
 
     def seconds(self, nbytes: float) -> float:
-        """Return the seconds of one exchange of `nbytes` bytes."""
+        """Return the seconds of one exchange among all nodes, in which a card transfers `nbytes` bytes."""
         return self.latency_seconds + nbytes / self.bandwidth
 
 

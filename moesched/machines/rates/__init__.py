@@ -1,1 +1,1 @@
-"""Sustained rates by class of device, one TOML file each; `moesched.machines.sustained` reads them."""
+"""Sustained rates of each class of device, in one TOML file each; `moesched.machines.sustained` reads the files."""
