@@ -57,14 +57,15 @@ class NodeRun(DeviceOptions, BudgetOptions, DTypeOptions, PolicyOptions):
 
 
 class Ask(msgspec.Struct, frozen=True, kw_only=True):
-    """An order to all nodes, from the view of one node.
+    """An order to all nodes, as one node carries it out.
 
     Attributes:
         nodes: number of nodes that take part.
-        node: this node's index among them.
+        node: this node's index among the nodes that take part.
         prompts: token ids of each prompt.
+        new_tokens: the most tokens to generate for each prompt.
         first_request: index of the first prompt in the run's prompts.
-        sizes: the batch sizes that are fixed; others are None.
+        sizes: the batch sizes that are fixed; the node chooses those that are None.
     """
 
     nodes: int

@@ -121,7 +121,7 @@ class Roster:
 
     @property
     def clocks(self) -> dict[int, ClockOffset]:
-        """Best measured offset of each node's clock, by rank."""
+        """The best measured offset of each node's clock, by rank; unmeasured nodes are left out."""
         return {node.host.rank: node.clock.best for node in self.nodes if node.clock.best is not None}
 
     @property

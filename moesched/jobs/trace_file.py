@@ -105,7 +105,7 @@ def require_outputs_apart(outputs: OutputOptions, *more: Options | Path) -> None
 
 
 def files_named(given: Options | Path) -> Iterator[str]:
-    """Yield the files to read that options name; lists are skipped, since they hold prompts."""
+    """Yield the names of the files that the options read; lists are skipped, since they hold prompts."""
     if isinstance(given, Path):
         yield str(given)
         return

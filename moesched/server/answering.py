@@ -150,7 +150,7 @@ def _for_template(message: Any) -> dict[str, Any]:
 
 
 def _settings(given: Generated, user: str) -> dict[str, Any]:
-    """Return the fields that both endpoints have, as keywords of `Wanted`."""
+    """Return the fields that completions and chats share, as keyword arguments of `Wanted`."""
     return {
         "answers": given.n or 1,
         "temperature": 1.0 if given.temperature is None else given.temperature,

@@ -48,7 +48,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Scored(NamedTuple):
-    """A token with its log probability; None for the first one of a prompt."""
+    """A token with its log probability; `logprob` is None for a prompt's first token."""
 
     token: int
     logprob: Logprob | None

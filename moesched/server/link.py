@@ -133,7 +133,11 @@ class EngineLink:
             self._take(message)  # type: ignore[arg-type]  # frames of the engine have nothing else
 
     def end(self, why: str = "") -> None:
-        """Note that the engine has ended, by `why` or as it was told, and end all mailboxes with that."""
+        """Note that the engine has ended, and have all mailboxes raise EngineFailed.
+
+        Args:
+            why: the reason; empty if the engine was told to end.
+        """
         if self.ended.done():
             return
         self.ended.set_result(why)

@@ -17,10 +17,10 @@ class Seat:
     """A running request, with its place and its progress.
 
     Attributes:
-        place: the number of its place.
-        cached: its tokens that passed the layers before the next step.
-        left: tokens that may still be sampled for it.
-        last_step: the last step that it was part of.
+        place: the number of the request's place.
+        cached: number of the request's tokens that passed the layers before the next step.
+        left: number of tokens that may still be sampled for the request.
+        last_step: number of the last step that the request was part of; `NEVER` if it was part of none.
     """
 
     __slots__ = ("cached", "last_step", "left", "place", "request")
@@ -34,7 +34,7 @@ class Seat:
 
     @property
     def phase(self) -> Phase:
-        """The phase of its next row: prefill while tokens of its prompt are left, then decode."""
+        """The phase of the request's next row: prefill while tokens of its prompt are left, then decode."""
         return "prefill" if self.to_come else "decode"
 
     @property
@@ -161,7 +161,11 @@ class Places:
             self._places[seat.place].left.append(seat.request.number)
 
     def _cut(self, seats: Iterable[Seat]) -> list[tuple[Seat, int]]:
-        """The prompts of a place's next step, in the order in which they came, and the number of tokens of each."""
+        """Choose the prompts of a place's next step, in order of arrival.
+
+        Returns:
+            Pairs of a request's seat and the number of its prompt tokens in the step.
+        """
         room, shares = self.capacity.chunk or self.capacity.prompt_tokens, list[tuple[Seat, int]]()
         for seat in seats:
             if room <= 0:
