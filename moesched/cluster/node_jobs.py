@@ -290,7 +290,7 @@ class _Loading:
 
 
 def _halves(count: int) -> Sequence[int]:
-    """Return a number, half of it (rounded up), and so on down to 1."""
+    """Return a number, its half (rounded up), the half of that, and so on down to 1."""
     found = [count]
     while found[-1] > 1:
         found.append(-(-found[-1] // 2))

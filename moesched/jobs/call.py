@@ -203,5 +203,5 @@ class Call:
 
 
 def _since(before: int | None, now: int | None) -> int | None:
-    """Return now - before; None if one of them was not measured."""
+    """Return the increase from `before` to `now`; None if either was not measured."""
     return None if before is None or now is None else now - before

@@ -35,7 +35,7 @@ _json = msgspec.json.Encoder()
 
 
 class Asked(NamedTuple):
-    """A request that was understood: prompts, what is wanted for each, and the form of the answer."""
+    """A request that was read and checked: its prompts, the settings of their answers, and the form of the response."""
 
     prompts: Sequence[Prompt]
     wanted: Wanted

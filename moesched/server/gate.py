@@ -91,7 +91,12 @@ class Gate:
             await self._changed.wait()
 
     def _end(self, answers: int, *, refused: bool) -> None:
-        """Note the end of answers; refused ones do not count towards the rate at which answers end."""
+        """Note that answers have ended.
+
+        Args:
+            answers: the number of answers.
+            refused: whether they ended with an ApiError; such ends do not count towards the rate at which answers end.
+        """
         if self.inside < self._running:
             self._ends.clear()
         elif not refused:

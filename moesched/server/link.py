@@ -1,4 +1,7 @@
-"""The front's end of the pipe to the engine: requests become bytes, bytes become tokens. It does no I/O itself."""
+"""The front's end of the pipe to the engine's process: turns requests into bytes, and bytes into tokens.
+
+This module does no I/O itself.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ IDLE = State(0, 0, 0, 0, 0, {})
 
 
 class Arrived(NamedTuple):
-    """A message about an answer, with the answer's index in its mailbox."""
+    """A message about an answer, with the answer's index in its group of answers."""
 
     answer: int
     message: Token | Refused | Broken

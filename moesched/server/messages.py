@@ -97,10 +97,12 @@ class Token(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """One more token of a request.
 
     Attributes:
-        ending: why it is the last one: "stop" for a stop token, "length" for the most tokens; None if more follow.
-        logprob: its log probability, if asked for.
-        prompt: log probabilities of the prompt's tokens, the first one of which has none, if asked for; with the first
-            token only.
+        number: the request's number.
+        token: the token's id.
+        ending: "stop" if a stop token ended the request, "length" if it has the most tokens; None if more follow.
+        logprob: the token's log probability; None if not asked for.
+        prompt: log probabilities of the prompt's tokens, None for the prompt's first; only with the first token, if
+            asked for.
     """
 
     number: int

@@ -72,7 +72,7 @@ class Seat:
 
 
 class _Place:
-    """The requests of one place, and the tokens of its KV cache that they take, in whole blocks."""
+    """The requests of one place, and the number of tokens that they take in its KV cache, in whole blocks."""
 
     def __init__(self) -> None:
         self.seats: dict[int, Seat] = {}
@@ -84,8 +84,9 @@ class _Place:
 class Places:
     """The places of a capacity, and the requests in them.
 
-    A request keeps its place until it has all of its tokens or is told to leave. Its blocks go to others once the last
-    step that it was part of has been collected: until then tasks may write to them.
+    A request keeps its place until all of its tokens are generated or `leave` is called. The request's KV cache blocks
+    are freed once `collected` is called for the last step that it was part of, since tasks may write to them until
+    then.
     """
 
     def __init__(self, capacity: Capacity) -> None:
@@ -108,10 +109,10 @@ class Places:
         return sum(place.held for place in self._places)
 
     def enter(self, request: Request) -> bool:
-        """Give a request the place with the fewest tokens that has blocks for its prompt and answer.
+        """Give a request a place that has room for its prompt and answer; of several, the one with the fewest tokens.
 
         Returns:
-            False if no place has.
+            False if no place has room.
         """
         tokens, capacity = request.blocks_tokens, self.capacity
         fitting = [
