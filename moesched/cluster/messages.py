@@ -166,7 +166,7 @@ class Piece(AboutOrder, frozen=True, kw_only=True):
 
 
 class Done(AboutOrder, frozen=True, kw_only=True):
-    """A node has carried out an `Order`.
+    """A node has ended an `Order`.
 
     Attributes:
         digest: hash of all tokens of the order; equal on all nodes.

@@ -47,7 +47,7 @@ LONG_PROMPTS = 512
 
 
 class NodeRun(DeviceOptions, BudgetOptions, DTypeOptions, PolicyOptions):
-    """The options that all orders of a run share; policy and device are names, by which each node finds the class."""
+    """The options that all orders of a run share; policy and device are plugin names, which each node looks up."""
 
     policy: str
     device: str = DEVICE

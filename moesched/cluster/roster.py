@@ -126,7 +126,7 @@ class Roster:
 
     @property
     def ahead(self) -> dict[int, Callable[[int], int]]:
-        """Functions by rank: each takes a time on the node's clock, and returns by how many ns the clock was ahead."""
+        """By rank, a function from a time on the node's clock to the nanoseconds by which this clock is then ahead."""
         return {node.host.rank: node.clock.ahead_at for node in self.nodes}
 
     @property

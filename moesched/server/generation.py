@@ -71,7 +71,7 @@ class Piece(NamedTuple):
 
 
 class _Answer:
-    """An answer that is being generated: turns its tokens into pieces."""
+    """An answer that is being generated, which makes pieces of text from its tokens."""
 
     def __init__(self, index: int, prompt: Prompt, wanted: Wanted, codec: Codec) -> None:
         self._index = index
@@ -189,7 +189,7 @@ def ask_for(prompt: Prompt, wanted: Wanted, seed: int) -> Ask:
 
 
 def _by_answer(arrived: Sequence[Arrived]) -> list[tuple[int, list[Token]]]:
-    """Group the tokens that arrived by the index of their answer.
+    """Group tokens by the index of their answer, and return pairs of index and tokens.
 
     Raises:
         ApiError: the engine refused one of the answers, or broke it off.

@@ -57,8 +57,8 @@ class Starting(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Message from the engine before it is ready.
 
     Attributes:
-        what: the stage that it is in, for the user.
-        done, total: the pages of weights that it has loaded, and all of them; 0 before.
+        what: the stage of the engine's start, in words for the user.
+        done, total: the number of pages of weights loaded so far, and in all; 0 before loading begins.
     """
 
     what: str
