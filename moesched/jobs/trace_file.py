@@ -35,7 +35,13 @@ _log = Log(__name__)
 def recorder_for(
     plan: Plan, files: BatchFiles, *, explained: bool, predicts: bool = False
 ) -> Recorder | LastSteps | None:
-    """Return a recorder for a batch if files are to be written of it, or if it is to be explained; else None."""
+    """Return a recorder for a batch; None if no files are to be written and no explanation is to be made.
+
+    Args:
+        files: the files to write from the recording.
+        explained: whether the batch's bottleneck is to be explained.
+        predicts: whether to record also the times that a measured run's works should take on the plan's machine.
+    """
     if files.wanted:
         return recorder_of(plan, predicts=predicts)
     return FirstSteps(FEWEST_STEPS, MOST_TASKS) if explained else None
