@@ -27,7 +27,7 @@ class ClockOffset(msgspec.Struct, frozen=True):
 
 
 class ClockMeter:
-    """Measures the offset of another machine's clock.
+    """Measures how far another machine's clock is ahead of this one, from round trips of messages.
 
     Attributes:
         best: the offset from the shortest round trip; None before the first answer.

@@ -96,7 +96,7 @@ class Host(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The content of a cluster file; hosts are in the order of their ranks.
+    """A cluster file's content; `hosts` are in the order of their ranks.
 
     Attributes:
         network: the name of a network profile; only predictions use it.

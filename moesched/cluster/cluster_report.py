@@ -105,7 +105,14 @@ def _member(roster: Roster, host: Host, reports: Sequence[JobReport]) -> NodeRep
 
 
 def _by_order(finished: Sequence[Finished], what: str) -> dict[int, list[tuple[int, bytes]]]:
-    """Return the nodes' reports or recordings by order: pairs of rank and content, by rank, then by arrival."""
+    """Group the nodes' reports or recordings by the number of their order.
+
+    Args:
+        what: "report" or "recording".
+
+    Returns:
+        By order, pairs of a node's rank and the content in MessagePack, sorted by rank, then by arrival.
+    """
     found: dict[int, list[tuple[int, bytes]]] = {}
     for each in finished:
         if each.what == what:

@@ -25,7 +25,7 @@ Peer = bytes
 
 
 class Heard(NamedTuple):
-    """A received message, with its connection and the sender's public key and address."""
+    """A received message, with its connection, and the sender's public key and IP address."""
 
     peer: Peer
     key: str
@@ -90,7 +90,7 @@ class Control:
                 yield heard
 
     def has_ended(self, peer: Peer | None) -> bool:
-        """Test whether a connection ended and `gone` has yet to return it."""
+        """Test whether a connection has ended, but has not been returned by `gone` yet."""
         return peer in self._gone
 
     def gone(self) -> list[Peer]:

@@ -127,7 +127,7 @@ class ControlLink:
         return message
 
     def say(self, message: NodeSays) -> None:
-        """Queue a message to the launcher. Callable from any thread."""
+        """Queue a message to the launcher; any thread may call this."""
         self._outbox.put(message)
         with self._ringing:
             self._bell.send(b"")

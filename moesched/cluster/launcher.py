@@ -335,7 +335,7 @@ class Launch:
 
 
 def smallest(sizes: Sequence[SizeOptions]) -> SizeOptions:
-    """Return batch sizes that fit every node: the smallest of each."""
+    """Return batch sizes that fit every node: of each option, the smallest number that a node gives."""
 
     def least(values: Sequence[int | None]) -> int | None:
         return min((each for each in values if each is not None), default=None)

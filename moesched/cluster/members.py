@@ -100,7 +100,10 @@ def start_here(folder: Path) -> Start:
 
 
 def start_by_ssh(host: Host, arguments: Sequence[str]) -> Process:
-    """Start a host's node with the system's `ssh`, without asking for a password.
+    """Start a host's node by the system's `ssh`, without asking for a password.
+
+    Args:
+        arguments: the arguments of the command `moesched` on that machine.
 
     Raises:
         BadInput: this machine has no ssh.

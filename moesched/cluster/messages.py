@@ -58,7 +58,7 @@ class Serials:
         self._last = 0
 
     def number(self, message: Says) -> Says:
-        """Return the message with the next serial number, if its kind has one."""
+        """Return a copy of a message with the next serial number; messages that have no number are unchanged."""
         if not isinstance(message, Numbered):
             return message
         self._last += 1
@@ -166,7 +166,7 @@ class Piece(AboutOrder, frozen=True, kw_only=True):
 
 
 class Done(AboutOrder, frozen=True, kw_only=True):
-    """A node has carried out an `Order`.
+    """A node has ended an `Order`.
 
     Attributes:
         digest: hash of all tokens of the order; equal on all nodes.
@@ -255,7 +255,7 @@ class Begin(AboutOrder, frozen=True, kw_only=True):
 
 
 class AllLoaded(AboutOrder, frozen=True, kw_only=True):
-    """All members have loaded their weights: make the first exchange."""
+    """All members have loaded their weights: the nodes may make the first exchange."""
 
 
 class Stop(Numbered, frozen=True, kw_only=True):

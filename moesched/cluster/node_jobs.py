@@ -47,7 +47,7 @@ LONG_PROMPTS = 512
 
 
 class NodeRun(DeviceOptions, BudgetOptions, DTypeOptions, PolicyOptions):
-    """The options that all orders of a run share; policy and device are names, by which each node finds the class."""
+    """The options that all orders of a run share; policy and device are plugin names, which each node looks up."""
 
     policy: str
     device: str = DEVICE
@@ -57,14 +57,15 @@ class NodeRun(DeviceOptions, BudgetOptions, DTypeOptions, PolicyOptions):
 
 
 class Ask(msgspec.Struct, frozen=True, kw_only=True):
-    """An order to all nodes, from the view of one node.
+    """An order to all nodes, as one node carries it out.
 
     Attributes:
         nodes: number of nodes that take part.
-        node: this node's index among them.
+        node: this node's index among the nodes that take part.
         prompts: token ids of each prompt.
+        new_tokens: the most tokens to generate for each prompt.
         first_request: index of the first prompt in the run's prompts.
-        sizes: the batch sizes that are fixed; others are None.
+        sizes: the batch sizes that are fixed; the node chooses those that are None.
     """
 
     nodes: int
@@ -289,7 +290,7 @@ class _Loading:
 
 
 def _halves(count: int) -> Sequence[int]:
-    """Return a number, half of it (rounded up), and so on down to 1."""
+    """Return a number, its half (rounded up), the half of that, and so on down to 1."""
     found = [count]
     while found[-1] > 1:
         found.append(-(-found[-1] // 2))

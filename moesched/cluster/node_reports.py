@@ -90,7 +90,12 @@ class NodeReports:
         self._since, self._waited = now, waited
 
     def content(self, what: Content, content: msgspec.Struct) -> None:
-        """Send a report or a recording, as `what` says, in pieces."""
+        """Send a report or a recording to the launcher in pieces.
+
+        Args:
+            what: "report" or "recording".
+            content: the report or recording itself.
+        """
         order = self._current
         data = msgspec.msgpack.encode(content)
         for start in range(0, len(data), PIECE_BYTES):

@@ -17,11 +17,11 @@ Way = Literal["addresses", "rank", "environment"]
 
 
 def way_of(transport: str) -> Way:
-    """Return how a transport's ranks find each other, told by the parameters of its constructor.
+    """Return the way in which a transport's ranks find each other, from the parameters of its constructor.
 
     "addresses": `(addresses, rank, *, keys, listen, epoch, lost_after_seconds)`; connections are encrypted.
-    "rank": `(rank, ranks)`; it finds rank 0 by MASTER_ADDR and MASTER_PORT.
-    "environment": `()`; the program that started the processes has set all it needs.
+    "rank": `(rank, ranks)`; the transport finds rank 0 by MASTER_ADDR and MASTER_PORT.
+    "environment": `()`; the program that started the processes has set all that the transport needs.
 
     Raises:
         BadInput: there is no transport of that name, or it does not connect processes.

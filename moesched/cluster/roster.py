@@ -121,12 +121,12 @@ class Roster:
 
     @property
     def clocks(self) -> dict[int, ClockOffset]:
-        """Best measured offset of each node's clock, by rank."""
+        """The best measured offset of each node's clock, by rank; unmeasured nodes are left out."""
         return {node.host.rank: node.clock.best for node in self.nodes if node.clock.best is not None}
 
     @property
     def ahead(self) -> dict[int, Callable[[int], int]]:
-        """Functions by rank: each takes a time on the node's clock, and returns by how many ns the clock was ahead."""
+        """By rank, a function from a time on the node's clock to the nanoseconds by which this clock is then ahead."""
         return {node.host.rank: node.clock.ahead_at for node in self.nodes}
 
     @property

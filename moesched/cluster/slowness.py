@@ -25,10 +25,10 @@ class SlowNodes:
         self._told: set[int] = set()
 
     def computed(self, rank: int, seconds: float) -> dict[int, float]:
-        """Record how long a node computed in its next step.
+        """Record the seconds that a node computed in its next step.
 
         Returns:
-            By rank of each newly detected slow node, its time over the median of the others' times.
+            By rank of each node that is newly found to be slow: its time divided by the median time of the other nodes.
         """
         self._queues[rank].append(seconds)
         found: dict[int, float] = {}

@@ -38,9 +38,10 @@ class TokenLog:
         self._ended: set[int] = set()
 
     def add(self, fresh: Mapping[int, Sequence[int]], ended: Collection[int] = ()) -> dict[int, list[int]]:
-        """Add new tokens by request; return those of unfinished requests, which are the only ones that count.
+        """Add new tokens, and return those that were added; tokens of finished requests are left out.
 
         Args:
+            fresh: new tokens by the request's index.
             ended: requests that end with these tokens, even without a stop token.
         """
         counted = {request: list(tokens) for request, tokens in fresh.items() if not self.finished(request)}

@@ -17,9 +17,11 @@ def with_band(
 ) -> JobReport:
     """Return a simulation's report with its uncertainty band, and its figures at the machine's stated rates.
 
+    A report of a run that was interrupted or failed is returned unchanged.
+
     Args:
-        make_ranks: makes new plans and policies for the first batch.
-        progress: called with (runs done, all runs).
+        make_ranks: makes a new plan and policy for each node, of the first batch.
+        progress: called with (simulations done, all simulations).
     """
     if report.interrupted or report.failure is not None:
         return report

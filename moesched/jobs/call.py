@@ -38,13 +38,7 @@ from moesched.trace.recording import Roof
 
 
 class Call:
-    """One call of a session, on the model's open devices.
-
-    Args:
-        job: the job, made for this call.
-        prompts: token ids of each prompt.
-        obstacle: the reason why the call cannot be predicted; None if it can.
-    """
+    """A member's rank, and the address, port and public key of its transport."""
 
     def __init__(
         self,
@@ -203,5 +197,5 @@ class Call:
 
 
 def _since(before: int | None, now: int | None) -> int | None:
-    """Return now - before; None if one of them was not measured."""
+    """Return the increase from `before` to `now`; None if either was not measured."""
     return None if before is None or now is None else now - before

@@ -1,4 +1,4 @@
-"""Long prompts that are cut over steps, so that those who are being answered wait for a part of one only.
+"""Prompts that are cut into parts over several steps, so that running requests wait for one part, not a whole prompt.
 
 Memory is reserved for the parts, and not for the longest prompt.
 """
@@ -16,25 +16,28 @@ CHUNK = 1024
 
 
 def with_cut_prompts(capacity: Capacity, asked: int | None) -> Capacity:
-    """The capacity with prompts that are cut over steps.
+    """Return the capacity of places whose prompts are cut over steps.
 
-    asked: the most prompt tokens of a step; None for the default.
+    Args:
+        capacity: the capacity with whole prompts.
+        asked: the most prompt tokens of a step, over all places; None for the default, `CHUNK`.
     """
     each = -(-(asked or CHUNK) // capacity.places)
     return replace(capacity, chunk=min(each, capacity.prompt_tokens))
 
 
 def cuts_prompts(plan: Plan, asked: int | None) -> bool:
-    """Test whether a plan of cut prompts is to run.
+    """Decide whether to run a plan whose prompts are cut over steps, instead of one with whole prompts.
 
-    A part of a prompt attends to the parts before it: the KV cache has to be where prompts attend. Where weights are
-    streamed, each part takes as long as to stream them, so that prompts are cut only if that is asked for.
+    A part of a prompt attends to the parts before it, so the KV cache has to be where prompts attend. Where weights are
+    streamed, they are streamed again for each part, so prompts are cut only if the user asks for it.
 
     Args:
-        asked: the most prompt tokens of a step; None for the default.
+        plan: a plan of cut prompts.
+        asked: the most prompt tokens of a step, as the user gave it; None if the user gave none.
 
     Raises:
-        BadInput: it is asked for, and the plan does not allow it.
+        BadInput: the user asks for cut prompts, and the plan does not allow them.
     """
     allowed = may_cut_prompts(plan)
     if asked is not None and not allowed:
@@ -46,5 +49,5 @@ def cuts_prompts(plan: Plan, asked: int | None) -> bool:
 
 
 def may_cut_prompts(plan: Plan) -> bool:
-    """Test whether prompts attend where the whole KV cache is, on one machine."""
+    """Test whether a plan is for one machine, and its whole KV cache is on the accelerator, where prompts attend."""
     return plan.nodes.count == 1 and all(role == "accelerator" for roles in plan.kv.roles for role in roles)

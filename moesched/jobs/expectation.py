@@ -130,7 +130,7 @@ class Expectation:
         return with_band(expected, self._ranks, estimating)
 
     def _ranks(self) -> list[Rank]:
-        """Return a new plan of the first batch and a new policy."""
+        """Plan the first batch anew with a new policy, and return both as the only rank of a simulation."""
         return [Rank(*self._job.plan(self._batch, self._devices.slot_bytes))]
 
 

@@ -135,7 +135,7 @@ class Job:
         return sizes
 
     def setting(self, lengths: Sequence[int], new_tokens: int, slot_bytes: Callable[[Page], int]) -> Setting:
-        """Return everything that the job's plans depend on, apart from the batch; arguments as for `sizes`."""
+        """Return everything except the batch that the job's plans depend on; the arguments are those of `sizes`."""
         return Setting(
             make=self.make,
             machine=self.machine,

@@ -41,7 +41,7 @@ OUTPUT = "Output"
 
 
 class TraceOptions(Options):
-    """Option for a trace."""
+    """Option `trace`: the file to write a trace to."""
 
     trace: Annotated[
         Path | str | None,
@@ -66,13 +66,13 @@ class OutputOptions(TraceOptions):
 
 
 class PromptsOptions(Options):
-    """Option for the prompts."""
+    """Option `prompts`: the texts or token ids to run."""
 
     prompts: Annotated[Sequence[Prompt], Option("Texts, or token ids.", flag="")] = field(kw_only=False)
 
 
 class LimitOptions(Options):
-    """Option for the number of tokens to generate."""
+    """Option `max_new_tokens`: the most tokens to generate for each prompt."""
 
     max_new_tokens: Annotated[int, Option("Tokens to generate for each prompt, at most.", "N", ge=1)] = (
         NEW_TOKENS
@@ -89,7 +89,7 @@ class GenerationOptions(LimitOptions):
 
 
 class HelpsOptions(Options):
-    """Option for the reasons of a job's speed, and changes that would help."""
+    """Option `explained`: whether to find the bottleneck of a job, and the changes that would make it faster."""
 
     explained: Annotated[
         bool,
@@ -121,7 +121,7 @@ class BestPolicyOptions(ChoiceOptions):
 
 
 class CostOptions(Options):
-    """Option for a machine's measured costs."""
+    """Option `foreign_machine`: whether to accept a machine file whose costs were measured on another processor."""
 
     foreign_machine: Annotated[
         bool, Option("Accept a machine file whose costs were measured on another processor.")
@@ -175,7 +175,7 @@ class RunOptions(CallOptions, SessionOptions):
 
 
 class TransportOptions(Options):
-    """Option for the transport of exchanges between nodes."""
+    """Option `transport`: the transport of exchanges between nodes."""
 
     transport: Annotated[
         str | type[Transport],

@@ -19,10 +19,10 @@ Found = TypeVar("Found")
 
 
 def policy_until_chosen(given: PlannedOptions) -> PolicyGiven:
-    """The policy of a job's options, or the one that a job begins with if the planner is to choose.
+    """Return the policy that the options name; if the planner is to choose, the policy that a job begins with.
 
     Raises:
-        BadInput: there are settings, and no policy that they are for.
+        BadInput: the planner is to choose, and the options have settings for a policy.
     """
     if given.policy != POLICY:
         return given.policy
@@ -31,7 +31,7 @@ def policy_until_chosen(given: PlannedOptions) -> PolicyGiven:
 
 
 def chooses_for_one_machine(nodes: int) -> BadInput:
-    """The error where several nodes have no policy."""
+    """Return the error for several nodes without a named policy: the planner chooses only for one machine."""
     return BadInput(f"the planner chooses a policy for one machine: name one for {nodes} with --policy")
 
 
@@ -80,7 +80,10 @@ def _looks(
     slot_bytes: Callable[[Page], int],
     on_progress: Callable[[str], object],
 ) -> list[Look]:
-    """The policies that hold all requests at once, the fastest first; or one that does not."""
+    """Return the planner's predictions for policies that hold all requests at once, the fastest first.
+
+    If no policy holds all requests, the list has one prediction, of a policy that does not.
+    """
     count, size = len(lengths), job.options.micro_batch_size
     sizes = [min(size, count)] if size else [count, -(-count // 4), 1]
     looks = fastest_policies(job.setting(lengths, new_tokens, slot_bytes), sizes, on_progress)

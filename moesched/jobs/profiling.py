@@ -23,7 +23,7 @@ from moesched.system.own_loop import interruptible
 
 
 class Profiled(NamedTuple):
-    """The routing trace of a profiling run; if it was interrupted, up to Ctrl-C."""
+    """The routing trace of a profiling run; after Ctrl-C, the trace up to then, and `interrupted` is True."""
 
     trace: RoutingTrace
     interrupted: bool

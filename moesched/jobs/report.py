@@ -212,7 +212,12 @@ def job_report(
 
 
 def _doubt(change: str, plan: Plan, failure: str | None) -> str:
-    """Return the text of `failure` for a batch whose files of weights changed while it ran; its own failure is kept."""
+    """Return the report's `failure` for a batch whose files of weights changed while the batch ran.
+
+    Args:
+        change: words for the change of the files.
+        failure: the batch's own failure, which the text repeats; None if there is none.
+    """
     first, count = plan.batch.first_request, len(plan.batch.prompts)
     tokens = (
         f"the tokens of requests {first} to {first + count - 1}"
@@ -326,7 +331,7 @@ def _merge_expectations(reports: Sequence[JobReport], *, requests: int, batches:
 
 
 def _around(figure: float, low: float, middle: float, high: float) -> tuple[float, float, float]:
-    """Scale a band (low, middle, high) so that its middle is another figure."""
+    """Return a band (low, middle, high) that is scaled so that its middle is `figure`."""
     share = figure / middle if middle else 1.0
     return low * share, figure, high * share
 

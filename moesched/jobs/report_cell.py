@@ -54,7 +54,7 @@ def _busiest(report: JobReport) -> list[str]:
 
 
 def _from_trace(report: JobReport) -> str:
-    """Return HTML of bottleneck and timeline; empty without a trace, or if its file is gone or another run's."""
+    """Return HTML of bottleneck and timeline; empty if there is no trace, or its file is absent or of another run."""
     if report.trace is None:
         return ""
     try:

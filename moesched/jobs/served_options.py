@@ -21,7 +21,7 @@ SERVING = "Requests that arrive over time"
 
 
 class AdmissionOptions(Options):
-    """Option for the order in which requests run."""
+    """Option `admission`: the rule for the order in which waiting requests begin to run."""
 
     admission: Annotated[
         str,
@@ -34,10 +34,10 @@ class AdmissionOptions(Options):
     ] = "first-come"
 
     def admission_rule(self) -> Admission:
-        """The rule that was named.
+        """Make the admission rule that `admission` names.
 
         Raises:
-            BadInput: there is no such rule.
+            BadInput: there is no rule of this name.
         """
         if self.admission not in ADMISSIONS:
             remedy = with_nearest(self.admission, ADMISSIONS, f"give one of {', '.join(ADMISSIONS)}")
@@ -46,7 +46,7 @@ class AdmissionOptions(Options):
 
 
 class ContextOptions(Options):
-    """Option for the longest request."""
+    """Option `context`: the most tokens of a request, prompt and answer together."""
 
     context: Annotated[
         int | None,

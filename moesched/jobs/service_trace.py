@@ -49,14 +49,14 @@ class RequestSpans:
             self._listener.loaded(serving)
 
     def token(self, served: Served) -> None:
-        """Keep the span of a request that ends with this token."""
+        """Keep the span of a request, if the request ends with this token."""
         if served.ending is not None:
             self.ended.append(span_of(served, self._loaded))
         if self._listener is not None:
             self._listener.token(served)
 
     def step(self, serving: Serving) -> None:
-        """Pass the call on."""
+        """Tell the other listener of the step."""
         if self._listener is not None:
             self._listener.step(serving)
 

@@ -29,11 +29,11 @@ REMEDY = "raise --budget, or lower --batch-size or --context"
 
 
 class ServingPlan(NamedTuple):
-    """A capacity, and a policy's plan of its fullest batch.
+    """A server's capacity, and the policy's plan of the batch that takes all of this capacity.
 
     Attributes:
         policy_name: name of the policy in reports.
-        predicted: tokens per second with all places full, where the planner chose the policy; else None.
+        predicted: tokens per second with all places full, if the planner chose the policy; else None.
     """
 
     capacity: Capacity
@@ -44,7 +44,7 @@ class ServingPlan(NamedTuple):
 
 
 def context_of(given: int | None, default: int, config: ModelConfig) -> int:
-    """The most tokens of a request: `given`, or by default `default`.
+    """Return the most tokens of a request, prompt and answer together: `given`, or `default` if `given` is None.
 
     Raises:
         BadInput: the model's context is shorter.
@@ -65,7 +65,7 @@ def serving_job(
     nodes: int = 1,
     device: str | type[Device] | None = None,
 ) -> Job:
-    """The job of a server, which plans for as many requests at once as the options say.
+    """Return the job of a server, which plans for as many requests at once as the option `batch_size` says.
 
     Raises:
         BadInput: an option cannot be used.
@@ -126,7 +126,7 @@ def _planned(job: Job, context: int, slot_bytes: Callable[[Page], int]) -> Servi
 def _fullest(
     job: Job, capacity: Capacity, slot_bytes: Callable[[Page], int]
 ) -> tuple[Capacity, Plan, Policy]:
-    """The capacity and its plan: of prompts that are cut over steps where that is of use, else of whole ones."""
+    """Return the capacity, its plan and policy: with prompts cut over steps if that helps, else with whole prompts."""
     asked = job.options.prefill_chunk
     cut = with_cut_prompts(capacity, asked)
     try:
@@ -142,6 +142,6 @@ def _fullest(
 
 
 def _requests(job: Job, context: int) -> tuple[list[int], int]:
-    """Prompts and new tokens of the requests that sizes are chosen for: half of the context each."""
+    """Return the prompt lengths and the number of new tokens, for which to choose sizes: each half the context."""
     assert job.options.batch_size is not None, "serving_job sets it"
     return [context // 2] * job.options.batch_size, context - context // 2

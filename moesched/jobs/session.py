@@ -168,7 +168,7 @@ def _open(given: SessionOptions, checkpoint: Checkpoint, first: _First) -> Itera
 
 
 def _with_choice(job: Job, devices: Devices, process: Callable[[], Process], first: _First) -> Job:
-    """The job with the planner's choice of a policy."""
+    """Return the job with the policy that the planner chooses for the session's first call."""
     listener = listener_or_cell(first.listener)
 
     def planned(its_job: Job) -> Job:

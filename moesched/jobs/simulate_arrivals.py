@@ -55,7 +55,7 @@ class _Progress:
         self._done = 0
 
     def loaded(self, serving: Serving) -> None:
-        """Tell that no request is done."""
+        """Call `progress` with 0 requests done."""
         self._tell(0, self._requests)
 
     def token(self, served: Served) -> None:
@@ -63,7 +63,7 @@ class _Progress:
         self._done += served.ending is not None
 
     def step(self, serving: Serving) -> None:
-        """Tell the number of requests that are done."""
+        """Call `progress` with the number of requests done so far."""
         self._tell(self._done, self._requests)
 
 
@@ -125,7 +125,7 @@ def simulate_arrivals(given: ServedScenarioOptions) -> ServiceReport:
 
 
 def _require_servable(given: ServedScenarioOptions) -> None:
-    """Refuse options that are for batches."""
+    """Raise BadInput if there are no arrivals, or an option is only for batches."""
     if given.arrivals is None:
         raise BadInput("no arrivals were given: give poisson:RATE, or a file")
     for flag, is_given in {"--beams": given.beams > 1, "--padded": given.padded}.items():
@@ -147,7 +147,7 @@ def _requests(scenario: Scenario, given: ServedScenarioOptions) -> list[Request]
 
 
 def _refuse_other_lengths(given: ServedScenarioOptions) -> None:
-    """Refuse options that describe requests beside a file that does."""
+    """Raise BadInput if the options describe requests that a file of arrivals describes already."""
     described = {"--workload": given.workload, "--gen": given.gen, "--requests": given.requests}
     for flag, value in described.items():
         if value is not None:

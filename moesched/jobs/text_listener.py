@@ -54,7 +54,10 @@ class TextListener:
             self.listener.finished(self._first + request, self._text(request, None))
 
     def _text(self, request: int, token: int | None) -> str:
-        """Return the text that a token adds, its number without a tokenizer; for None, the text that was held back."""
+        """Return the text that a token adds.
+
+        Without a tokenizer the text is the token's number. If `token` is None, the text that was held back is returned.
+        """
         if self._streams is None or self.texts is None:
             return "" if token is None else f" {token}"
         stream = self._streams[request]

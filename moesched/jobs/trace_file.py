@@ -35,7 +35,13 @@ _log = Log(__name__)
 def recorder_for(
     plan: Plan, files: BatchFiles, *, explained: bool, predicts: bool = False
 ) -> Recorder | LastSteps | None:
-    """Return a recorder for a batch if files are to be written of it, or if it is to be explained; else None."""
+    """Return a recorder for a batch; None if no files are to be written and no explanation is to be made.
+
+    Args:
+        files: the files to write from the recording.
+        explained: whether the batch's bottleneck is to be explained.
+        predicts: whether to record also the times that a measured run's works should take on the plan's machine.
+    """
     if files.wanted:
         return recorder_of(plan, predicts=predicts)
     return FirstSteps(FEWEST_STEPS, MOST_TASKS) if explained else None
@@ -105,7 +111,7 @@ def require_outputs_apart(outputs: OutputOptions, *more: Options | Path) -> None
 
 
 def files_named(given: Options | Path) -> Iterator[str]:
-    """Yield the files to read that options name; lists are skipped, since they hold prompts."""
+    """Yield the names of the files that the options read; lists are skipped, since they hold prompts."""
     if isinstance(given, Path):
         yield str(given)
         return

@@ -50,15 +50,15 @@ class Batch(msgspec.Struct, frozen=True):
 
     @property
     def cache_tokens(self) -> int:
-        """Tokens of all requests in the KV cache at the end of the generation, in whole blocks."""
+        """Tokens that all requests together take in the KV cache at the end of the generation, in whole blocks."""
         return self.tokens_at_end(range(len(self.prompts)))
 
     def tokens_at_end(self, requests: Iterable[int]) -> int:
-        """Tokens of these requests together in the KV cache at the end of the generation, in whole blocks."""
+        """Return the tokens that these requests together take in the KV cache at the end, in whole blocks."""
         return sum(self.each_at_end(requests))
 
     def each_at_end(self, requests: Iterable[int]) -> list[int]:
-        """Tokens of each of these requests in the KV cache at the end of the generation, in whole blocks."""
+        """Return the tokens that each of these requests takes in the KV cache at the end, in whole blocks."""
         prompts, new_tokens, beams = self.prompts, self.new_tokens, self.beams
         if beams == 1:  # written out, since planning asks for thousands again and again
             return [
@@ -68,7 +68,7 @@ class Batch(msgspec.Struct, frozen=True):
         return [cached_tokens_of_beams(prompts[request], new_tokens, beams) for request in requests]
 
     def longest_at_end(self, requests: Iterable[int]) -> list[int]:
-        """Tokens of each of these requests in the KV cache at the end, if beams shared no blocks."""
+        """Return the tokens that each request would take in the KV cache at the end, if its beams shared no blocks."""
         beams, new_tokens = self.beams, self.new_tokens
         return [beams * cached_tokens(self.prompts[request] + new_tokens) for request in requests]
 
@@ -78,7 +78,7 @@ class Batch(msgspec.Struct, frozen=True):
 
     @property
     def largest(self) -> int:
-        """Prompt tokens of the micro-batch that has the most."""
+        """The largest number of prompt tokens of a micro-batch."""
         return max(sum(self.prompts[request] for request in requests) for requests in self.micro_batches)
 
 

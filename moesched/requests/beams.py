@@ -26,7 +26,7 @@ class Standing(NamedTuple):
 
 
 class Moves(NamedTuple):
-    """Next beams: the parent of each among the previous beams, and its new token."""
+    """The next beams: for each, the index of the beam that it continues, and its new token."""
 
     parents: list[int]
     tokens: list[int]
@@ -113,7 +113,7 @@ def _log_softmax(logits_SV: Logits) -> npt.NDArray[np.float32]:
 
 
 def _largest(scores_SV: npt.NDArray[np.float32], count: int) -> npt.NDArray[np.int64]:
-    """Flat indices of the largest scores, in descending order; ties by index."""
+    """Return the indices of the `count` largest scores in the flattened array, largest first; ties by lower index."""
     flat = scores_SV.ravel()
     found = np.argpartition(flat, -count)[-count:] if count < flat.size else np.arange(flat.size)
     order = np.lexsort((found, -flat[found]))

@@ -70,14 +70,18 @@ def chunks_of_batch(
 
 
 def fullest_steps(places: Sequence[tuple[int, ...]], most: int, longest: int) -> dict[int, Chunk]:
-    """A step of prompts of each place that takes as much memory as any, where prompts are cut over steps.
+    """Return, for each place, the step of prompts that takes the most memory, if prompts are cut over steps.
 
-    It has parts of all prompts, and the first one continues the longest prompt: only one may have begun before.
+    The step has parts of all prompts of the place. Its first part continues the longest prompt, as at most one prompt
+    may have begun before.
 
     Args:
-        places: requests of each place.
-        most: the most tokens of a place in a step.
+        places: the requests of each place.
+        most: the most prompt tokens of a place in a step.
         longest: tokens of the longest prompt.
+
+    Returns:
+        The part of the prompts that such a step runs, by number of the place.
     """
     steps = {}
     for number, requests in enumerate(places):
@@ -89,7 +93,10 @@ def fullest_steps(places: Sequence[tuple[int, ...]], most: int, longest: int) ->
 
 
 def _cut(number: int, requests: Sequence[int], prompts: Sequence[int], most: int | None) -> list[Chunk]:
-    """The chunks of one micro-batch of decode; `before` is only 0 or -1, and the caller sets the numbers."""
+    """Return the chunks of one micro-batch of decode.
+
+    `before` is -1 in the first chunk and 0 in later ones; the caller replaces the 0 by the number of the chunk before.
+    """
     whole = tuple(prompts[request] for request in requests)
     total = sum(whole)
     size = total if most is None else min(most, total)

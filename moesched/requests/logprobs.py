@@ -10,8 +10,8 @@ class WantedLogprobs(NamedTuple):
     """The log probabilities that a request asks for.
 
     Attributes:
-        likeliest: the number of likeliest tokens to name beside each token.
-        prompt: whether the prompt's tokens have log probabilities, too.
+        likeliest: the number of most likely tokens to return at each position, beside the actual token.
+        prompt: whether to return log probabilities of the prompt's tokens, too.
     """
 
     likeliest: int

@@ -14,16 +14,17 @@ class Row(NamedTuple):
     """The new tokens of one request in a step.
 
     Attributes:
-        request: the request's number; each has a number of its own.
-        start: the number of its tokens before the step.
-        tokens: the number of its new tokens.
-        generated: the number of its generated tokens before the step.
-        samples: whether a token is sampled after them.
-        ids: ids of the new tokens; None for the token that was sampled last, and where nothing is computed.
-        sampling: the way that its tokens are chosen.
+        request: the request's number, which no other request has.
+        start: number of the request's tokens before this step.
+        tokens: number of new tokens in this step.
+        generated: number of tokens generated for the request before this step.
+        samples: whether a token is sampled after the new tokens.
+        ids: ids of the new tokens; None for the token that was sampled last, and in simulations.
+        sampling: the settings for choosing the request's tokens.
         cache_tokens: tokens that the request takes in the KV cache at the end, in whole blocks.
         logprobs: the log probabilities that the request asks for; None for none.
-        following: the prompt's token after these, if the prompt goes on and has log probabilities; else None.
+        following: id of the prompt's token after the new ones, if the prompt goes on and its tokens get log
+            probabilities; else None.
     """
 
     request: int
@@ -39,7 +40,7 @@ class Row(NamedTuple):
 
     @property
     def ends(self) -> bool:
-        """Whether `sample` gives it a token, which is dropped for a part of a prompt that has log probabilities."""
+        """Whether `sample` returns a token for this row; the token is dropped if the prompt goes on."""
         return self.samples or self.following is not None
 
 

@@ -35,7 +35,7 @@ _json = msgspec.json.Encoder()
 
 
 class Asked(NamedTuple):
-    """A request that was understood: prompts, what is wanted for each, and the form of the answer."""
+    """A request that was read and checked: its prompts, the settings of their answers, and the form of the response."""
 
     prompts: Sequence[Prompt]
     wanted: Wanted
@@ -150,7 +150,7 @@ def _for_template(message: Any) -> dict[str, Any]:
 
 
 def _settings(given: Generated, user: str) -> dict[str, Any]:
-    """Return the fields that both endpoints have, as keywords of `Wanted`."""
+    """Return the fields that completions and chats share, as keyword arguments of `Wanted`."""
     return {
         "answers": given.n or 1,
         "temperature": 1.0 if given.temperature is None else given.temperature,

@@ -28,7 +28,7 @@ class Child:
         self.link = link
 
     async def exit_code(self) -> int:
-        """Wait until the process ends, and return its exit code."""
+        """Wait until the engine's process ends, and return its exit code."""
         return await asyncio.to_thread(self._process.wait)
 
 

@@ -72,7 +72,7 @@ class Teller:
         self._ran = False
 
     def loaded(self, serving: Serving) -> None:
-        """Send that weights are loaded, and that no request runs yet."""
+        """Send the message that weights are loaded, and a state without requests."""
         self._send([self._ready, State(0, 0, 0, self._room, 0, busy_seconds(serving))])
 
     def token(self, served: Served) -> None:

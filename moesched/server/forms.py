@@ -76,7 +76,7 @@ class Form(ABC):
 
 
 class CompletionForm(Form):
-    """The form of /v1/completions."""
+    """Writes answers in the form of /v1/completions."""
 
     kind = "cmpl"
 
@@ -108,7 +108,7 @@ class CompletionForm(Form):
 
 
 class ChatForm(Form):
-    """The form of /v1/chat/completions."""
+    """Writes answers in the form of /v1/chat/completions."""
 
     kind = "chatcmpl"
 

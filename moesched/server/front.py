@@ -126,6 +126,6 @@ async def _http_error(request: Request, error: HTTPException) -> Response:
 
 
 async def _own_error(_: Request, error: Exception) -> Response:
-    """A fault of the server itself; its log has the traceback."""
+    """Return the response to a fault of the server itself; the traceback is in the server's log."""
     told = str(error) if isinstance(error, MoeschedError) else "the server has a fault; its log says more"
     return ApiError(500, told, kind="server_error").response()

@@ -91,7 +91,12 @@ class Gate:
             await self._changed.wait()
 
     def _end(self, answers: int, *, refused: bool) -> None:
-        """Note the end of answers; refused ones do not count towards the rate at which answers end."""
+        """Note that answers have ended.
+
+        Args:
+            answers: the number of answers.
+            refused: whether they ended with an ApiError; such ends do not count towards the rate at which answers end.
+        """
         if self.inside < self._running:
             self._ends.clear()
         elif not refused:
@@ -100,7 +105,7 @@ class Gate:
         self._changed.set()
 
     def _retry_seconds(self, answers: int) -> int:
-        """Estimate the seconds until there is room for more answers, after requests that were refused before."""
+        """Estimate the seconds until there is room for more answers, behind the requests that were refused before."""
         now, free = self._clock(), self.most - self.inside
         if len(self._ends) > 1:
             self._seconds_each = (now - self._ends[0]) / (len(self._ends) - 1)

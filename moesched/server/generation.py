@@ -25,13 +25,13 @@ class Prompt(NamedTuple):
 
 
 class Wanted(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings of the answers to each prompt of a request; further ones as in `moesched.server.messages.Ask`.
+    """Settings of the answers to each prompt of a request; the other fields are those of `messages.Ask`.
 
     Attributes:
-        answers: answers to each prompt.
+        answers: number of answers to each prompt.
         stops: texts that end an answer.
         seed: seed of the sampling; None for a random one.
-        prompt_only: whether only the prompt is wanted, and no answer.
+        prompt_only: whether to return only the prompt, without an answer.
     """
 
     new_tokens: int
@@ -48,7 +48,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Scored(NamedTuple):
-    """A token with its log probability; None for the first one of a prompt."""
+    """A token with its log probability; `logprob` is None for a prompt's first token."""
 
     token: int
     logprob: Logprob | None
@@ -58,10 +58,10 @@ class Piece(NamedTuple):
     """The next piece of an answer.
 
     Attributes:
-        answer: the answer's index: those to the first prompt come first.
-        text: its next text; may be empty.
-        tokens: its next tokens, if their log probabilities are wanted.
-        ending: why it ended; None if more follows.
+        answer: the answer's index; all answers to the first prompt come first.
+        text: the text that the piece adds; may be empty.
+        tokens: the tokens that the piece adds, with log probabilities; empty if none are wanted.
+        ending: the reason why the answer ended; None if more pieces follow.
     """
 
     answer: int
@@ -71,7 +71,7 @@ class Piece(NamedTuple):
 
 
 class _Answer:
-    """An answer that is being generated: turns its tokens into pieces."""
+    """An answer that is being generated, which makes pieces of text from its tokens."""
 
     def __init__(self, index: int, prompt: Prompt, wanted: Wanted, codec: Codec) -> None:
         self._index = index
@@ -189,7 +189,7 @@ def ask_for(prompt: Prompt, wanted: Wanted, seed: int) -> Ask:
 
 
 def _by_answer(arrived: Sequence[Arrived]) -> list[tuple[int, list[Token]]]:
-    """Group the tokens that arrived by the index of their answer.
+    """Group tokens by the index of their answer, and return pairs of index and tokens.
 
     Raises:
         ApiError: the engine refused one of the answers, or broke it off.

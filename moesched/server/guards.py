@@ -1,4 +1,4 @@
-"""Access control and counting: ASGI applications that wrap the one that answers."""
+"""ASGI applications that check or count requests, and pass them on to the application that answers."""
 
 from __future__ import annotations
 

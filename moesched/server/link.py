@@ -1,4 +1,7 @@
-"""The front's end of the pipe to the engine: requests become bytes, bytes become tokens. It does no I/O itself."""
+"""The front's end of the pipe to the engine's process: turns requests into bytes, and bytes into tokens.
+
+This module does no I/O itself.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ IDLE = State(0, 0, 0, 0, 0, {})
 
 
 class Arrived(NamedTuple):
-    """A message about an answer, with the answer's index in its mailbox."""
+    """A message about an answer, with the answer's index in its group of answers."""
 
     answer: int
     message: Token | Refused | Broken
@@ -133,7 +136,11 @@ class EngineLink:
             self._take(message)  # type: ignore[arg-type]  # frames of the engine have nothing else
 
     def end(self, why: str = "") -> None:
-        """Note that the engine has ended, by `why` or as it was told, and end all mailboxes with that."""
+        """Note that the engine has ended, and have all mailboxes raise EngineFailed.
+
+        Args:
+            why: the reason; empty if the engine was told to end.
+        """
         if self.ended.done():
             return
         self.ended.set_result(why)

@@ -57,8 +57,8 @@ class Starting(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Message from the engine before it is ready.
 
     Attributes:
-        what: the stage that it is in, for the user.
-        done, total: the pages of weights that it has loaded, and all of them; 0 before.
+        what: the stage of the engine's start, in words for the user.
+        done, total: the number of pages of weights loaded so far, and in all; 0 before loading begins.
     """
 
     what: str
@@ -97,10 +97,12 @@ class Token(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """One more token of a request.
 
     Attributes:
-        ending: why it is the last one: "stop" for a stop token, "length" for the most tokens; None if more follow.
-        logprob: its log probability, if asked for.
-        prompt: log probabilities of the prompt's tokens, the first one of which has none, if asked for; with the first
-            token only.
+        number: the request's number.
+        token: the token's id.
+        ending: "stop" if a stop token ended the request, "length" if it has the most tokens; None if more follow.
+        logprob: the token's log probability; None if not asked for.
+        prompt: log probabilities of the prompt's tokens, None for the prompt's first; only with the first token, if
+            asked for.
     """
 
     number: int

@@ -56,7 +56,7 @@ class Metrics:
 
     @contextmanager
     def timed(self, generation: Generation) -> Iterator[None]:
-        """Count the tokens of a request when it ends."""
+        """Count a request's prompt tokens at once, and its answer tokens when the context ends."""
         self._prompt_tokens.inc(generation.prompt_tokens)
         try:
             yield

@@ -12,7 +12,7 @@ Choice = TypeVar("Choice")
 
 
 class Usage(msgspec.Struct, frozen=True):
-    """Tokens of prompts and answers."""
+    """Numbers of tokens: of the prompts, of the answers, and of both together."""
 
     prompt_tokens: int
     completion_tokens: int

@@ -64,5 +64,5 @@ def token_text(codec: Codec, token: int) -> str:
 
 
 def finite(logprob: float) -> float:
-    """Return a log probability that JSON can hold: LOWEST instead of minus infinity."""
+    """Return a log probability that JSON can represent: `LOWEST` in place of minus infinity."""
     return max(logprob, LOWEST)

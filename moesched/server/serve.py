@@ -125,7 +125,7 @@ async def _ready(child: Child, closing: asyncio.Event) -> Ready | None:
 
 
 def _failure(code: int, why: str) -> MoeschedError:
-    """The error of an engine that ended with an exit code other than 0."""
+    """Return the error for an engine that ended with `code`, which is not 0: BadInput for 2, else EngineFailed."""
     return BadInput(why) if code == 2 else EngineFailed(why)
 
 

@@ -11,11 +11,11 @@ from moesched.serving.request import Request
 
 
 class News(NamedTuple):
-    """The arrivals and departures since the last call of `Arrivals.news`.
+    """The requests that arrived, and those that left, since the last call of `Arrivals.news`.
 
     Attributes:
-        came: requests that arrived, in order.
-        left: numbers of requests that nobody waits for any more.
+        came: the requests that arrived, in order of arrival.
+        left: the numbers of requests for whose answers nobody waits any more.
     """
 
     came: list[Request]

@@ -15,15 +15,15 @@ PROMPT_TOKENS = 2048
 
 
 class Capacity(msgspec.Struct, frozen=True):
-    """The most that requests that run together may take, by place. A place is a micro-batch whose requests change.
+    """The most that the requests in each place may take. A place is a micro-batch whose requests change.
 
     Attributes:
         places: the number of places.
-        sequences: the most requests of each.
-        cache_tokens: tokens of each in the KV cache, in whole blocks.
-        prompt_tokens: the most prompt tokens of each in a step.
+        sequences: the most requests of a place.
+        cache_tokens: tokens in the KV cache of a place, in whole blocks.
+        prompt_tokens: the most prompt tokens of a place in a step.
         context: the most tokens of a request, prompt and answer together.
-        chunk: prompt tokens of each in a step, beyond which prompts are cut over steps; 0 where they are not cut.
+        chunk: the most prompt tokens of a place in a step if prompts are cut over steps; 0 if they are not cut.
     """
 
     places: int
@@ -94,9 +94,9 @@ class Capacity(msgspec.Struct, frozen=True):
 
 
 def capacity_for(sizes: BatchSizes, context: int) -> Capacity:
-    """The capacity with the sizes of a batch, each of whose requests may have `context` tokens.
+    """Return a capacity with the sizes of a batch, for requests of up to `context` tokens, prompt and answer together.
 
-    Its places are equal, and have no more requests than the batch.
+    All places are equal. Together they take no more requests than the batch.
     """
     each = max(cached_tokens(context), 2 * KV_BLOCK_TOKENS)
     places = sizes.micro_batches

@@ -17,10 +17,10 @@ class Seat:
     """A running request, with its place and its progress.
 
     Attributes:
-        place: the number of its place.
-        cached: its tokens that passed the layers before the next step.
-        left: tokens that may still be sampled for it.
-        last_step: the last step that it was part of.
+        place: the number of the request's place.
+        cached: number of the request's tokens that passed the layers before the next step.
+        left: number of tokens that may still be sampled for the request.
+        last_step: number of the last step that the request was part of; `NEVER` if it was part of none.
     """
 
     __slots__ = ("cached", "last_step", "left", "place", "request")
@@ -34,7 +34,7 @@ class Seat:
 
     @property
     def phase(self) -> Phase:
-        """The phase of its next row: prefill while tokens of its prompt are left, then decode."""
+        """The phase of the request's next row: prefill while tokens of its prompt are left, then decode."""
         return "prefill" if self.to_come else "decode"
 
     @property
@@ -72,7 +72,7 @@ class Seat:
 
 
 class _Place:
-    """The requests of one place, and the tokens of its KV cache that they take, in whole blocks."""
+    """The requests of one place, and the number of tokens that they take in its KV cache, in whole blocks."""
 
     def __init__(self) -> None:
         self.seats: dict[int, Seat] = {}
@@ -84,8 +84,9 @@ class _Place:
 class Places:
     """The places of a capacity, and the requests in them.
 
-    A request keeps its place until it has all of its tokens or is told to leave. Its blocks go to others once the last
-    step that it was part of has been collected: until then tasks may write to them.
+    A request keeps its place until all of its tokens are generated or `leave` is called. The request's KV cache blocks
+    are freed once `collected` is called for the last step that it was part of, since tasks may write to them until
+    then.
     """
 
     def __init__(self, capacity: Capacity) -> None:
@@ -95,7 +96,7 @@ class Places:
         self._leaving: set[int] = set()
 
     def __len__(self) -> int:
-        """The number of requests that have blocks."""
+        """The number of requests that hold blocks of the KV cache."""
         return len(self._seats)
 
     def __contains__(self, request: object) -> bool:
@@ -108,10 +109,10 @@ class Places:
         return sum(place.held for place in self._places)
 
     def enter(self, request: Request) -> bool:
-        """Give a request the place with the fewest tokens that has blocks for its prompt and answer.
+        """Give a request a place that has room for its prompt and answer; of several, the one with the fewest tokens.
 
         Returns:
-            False if no place has.
+            False if no place has room.
         """
         tokens, capacity = request.blocks_tokens, self.capacity
         fitting = [
@@ -161,7 +162,11 @@ class Places:
             self._places[seat.place].left.append(seat.request.number)
 
     def _cut(self, seats: Iterable[Seat]) -> list[tuple[Seat, int]]:
-        """The prompts of a place's next step, in the order in which they came, and the number of tokens of each."""
+        """Choose the prompts of a place's next step, in order of arrival.
+
+        Returns:
+            Pairs of a request's seat and the number of its prompt tokens in the step.
+        """
         room, shares = self.capacity.chunk or self.capacity.prompt_tokens, list[tuple[Seat, int]]()
         for seat in seats:
             if room <= 0:

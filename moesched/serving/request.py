@@ -12,17 +12,17 @@ from moesched.requests.sampling import Sampling
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """One request.
+    """A request to generate an answer to a prompt.
 
     Attributes:
         number: a number that no other request has.
-        prompt: the number of its prompt's tokens.
+        prompt: length of the prompt in tokens.
         new_tokens: the most tokens to generate.
-        arrives: its arrival, in nanoseconds on the run's clock.
-        ids: the ids of its prompt's tokens; None where nothing is computed.
-        sampling: the way that its tokens are chosen.
-        logprobs: the log probabilities that it asks for; None for none.
-        user: whose request it is, for admission.
+        arrives: time of arrival, in nanoseconds on the run's clock.
+        ids: token ids of the prompt; None in simulations.
+        sampling: the settings for choosing tokens.
+        logprobs: the log probabilities to return; None for none.
+        user: name of the user, for admission rules that share among users.
     """
 
     number: int
@@ -36,15 +36,15 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def most_tokens(self) -> int:
-        """The most tokens that it may have, prompt and answer together."""
+        """The most tokens of the request, prompt and answer together."""
         return self.prompt + self.new_tokens
 
     @property
     def blocks_tokens(self) -> int:
-        """Tokens that it takes in the KV cache at the end, in whole blocks."""
+        """Tokens that the request takes in the KV cache at the end, in whole blocks."""
         return cached_tokens(self.most_tokens)
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether it asks for log probabilities of its prompt."""
+        """Whether the request asks for log probabilities of its prompt's tokens."""
         return self.logprobs is not None and self.logprobs.prompt

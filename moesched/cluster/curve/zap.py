@@ -15,11 +15,11 @@ _ENDPOINT = "inproc://zeromq.zap.01"
 
 
 class Knock(NamedTuple):
-    """A peer that tried to connect.
+    """A peer that tried to connect, and the decision on it.
 
     Attributes:
         address: the peer's address; empty for a peer on this machine.
-        key: the peer's public key, as text; empty if it sent none.
+        key: the peer's public key, as text; empty if the peer sent none.
         let_in: whether the peer was admitted.
     """
 
