@@ -12,20 +12,22 @@ from moesched.tasks import DONE, ISSUED, DeviceEdges, Task
 
 
 def before_on_device(task: Task) -> Sequence[Task]:
-    """The tasks on other streams of the same device that the device runs before this one."""
+    """Return the tasks on other streams of the same device that the device runs before this one."""
     return () if task.device_edges is None else task.device_edges.before
 
 
 def behind_on_device(task: Task) -> Sequence[Task]:
-    """The tasks that the device, not the host, has wait for the end of this one."""
+    """Return the tasks behind this one that the device, and not the host, has wait for its end."""
     return () if task.device_edges is None else task.device_edges.behind
 
 
 def kept_on_device(task: Task, other: Task, *, data: bool = False) -> bool:
-    """Test whether the device enforces a new edge from `other`; records the edge if so.
+    """Test whether the device enforces a new edge from `other` to `task`; if so, record the edge.
 
     Args:
-        data: whether the task needs the result of `other`.
+        task: the task that waits.
+        other: the earlier task that it waits for.
+        data: whether `task` needs the result of `other`.
     """
     if other.state != ISSUED or task.lane.domain != other.lane.domain:
         return False
@@ -36,7 +38,9 @@ def kept_on_device(task: Task, other: Task, *, data: bool = False) -> bool:
 
 
 def leave_to_device(task: Task) -> list[Task]:
-    """Have the device order a task before its followers on the device, and not the host; returns these followers."""
+    """Have the device, and not the host, keep a task's followers on the same device behind the task; returns these
+    followers.
+    """
     domain, followers = task.lane.domain, task.followers or ()
     released = [other for other in followers if other.lane.domain == domain]
     task.followers = [other for other in followers if other.lane.domain != domain]
@@ -53,14 +57,16 @@ def _edges(task: Task) -> DeviceEdges:
 
 
 def _wait_there(task: Task, other: Task) -> None:
-    """Have a task wait for another one on their device, listed once even if several blocks link the two."""
+    """Have a task wait for another one on their device; the edge is listed once even if several blocks link the two."""
     before = _edges(task).before
     if other not in before:
         before.append(other)
 
 
 def wait_on_host(task: Task) -> bool:
-    """Have a task settle only after those that it waits for on its device; returns whether any is unsettled."""
+    """Have a task settle only after the tasks that it waits for on its device; returns whether any of these is
+    unsettled.
+    """
     unsettled = [other for other in before_on_device(task) if other.state < DONE]
     for other in unsettled:
         assert other.followers is not None

@@ -1,9 +1,9 @@
-"""The vocabulary of the engine: blocks of data, lanes, typed tasks, their states and the moves between these.
+"""The vocabulary of the engine: blocks of data, lanes, typed tasks, their states and the moves between states.
 
-A task has two halves. The first is the policy's: a lane, a kind of work, and the layer, micro-batch and expert that it
-belongs to. The second is the engine's: state, edges, times. Tasks are structs that the garbage collector does not
-track, since a schedule makes hundreds of thousands of them. That is safe, because a task refers to later tasks only,
-and forgets them when it settles.
+A task has two halves. The first is set by the policy: a lane, a kind of work, and the layer, micro-batch and expert
+that it belongs to. The second is set by the engine: state, edges, times. Tasks are structs that the garbage collector
+does not track, since a schedule makes hundreds of thousands of them. That is safe, because a task refers to later tasks
+only, and forgets them when it settles.
 """
 
 from __future__ import annotations
@@ -53,7 +53,12 @@ CLASS_SHIFT = 48
 class Block:
     """A named piece of data in one memory, to which dependencies attach.
 
-    `writer` and `readers` are the tasks that touched it last, from which the engine infers edges.
+    Attributes:
+        name: the name in messages.
+        nbytes: the block's size in bytes; 0 if not known.
+        memory: the memory's name; empty if not known.
+        writer: the last task that writes the block, from which the engine infers edges; None for none.
+        readers: the tasks that read the block after that.
     """
 
     __slots__ = ("memory", "name", "nbytes", "readers", "writer")
@@ -72,10 +77,19 @@ class Block:
 class Lane:
     """One serial resource: a compute stream, a copy direction, a CPU pool, a disk queue, a network card.
 
-    `in_order` issues tasks as submitted; `ready_first` takes the ready task of the lowest class, then the earliest.
-    Lanes of one `domain` are streams of one device: an edge between two of them holds on the device itself, so a task
-    is handed to its stream as soon as those before it were, with at most `depth` tasks `in_flight` there.
-    `busy` adds up the nanoseconds that the lane ran. `simple` lanes are no streams and carry no collectives.
+    Args:
+        discipline: "ready_first" takes the ready task of the lowest class, then the earliest one; "in_order" takes
+            tasks in the order of submission.
+        domain: the device, if the lane is one of its streams; None for other lanes. An edge between two streams of a
+            domain holds on the device itself, so a task is handed to its stream as soon as the tasks before it were.
+        depth: most tasks that are handed to the stream and have not ended.
+
+    Attributes:
+        in_order: whether the discipline is "in_order".
+        in_flight: number of tasks that are handed to the stream and have not ended.
+        busy: nanoseconds that the lane ran so far.
+        running: the task that holds the lane; None while the lane is idle.
+        simple: whether the lane is no stream and carries no collectives.
     """
 
     __slots__ = (
@@ -108,7 +122,7 @@ class Lane:
         self.queue: deque[Task] = deque()
 
     def next_task(self) -> Task | None:
-        """Remove and return the task that is to run next; None while there is none that may start."""
+        """Remove the task that is to run next from the lane, and return it; None while there is none that may start."""
         if self.in_flight >= self.depth:
             return None
         if not self.in_order:
@@ -119,19 +133,19 @@ class Lane:
         return queue.popleft() if queue and queue[0].state == READY else None
 
     def remove(self, task: Task) -> None:
-        """Take a ready task that is not to run out of the lane; an in-order lane passes over it when it has settled."""
+        """Remove a ready task that is not to run from the lane; an in-order lane passes over it when it has settled."""
         if not self.in_order:
             self.heap.remove((task.key, task))
             heapify(self.heap)
 
     def advance(self, task: Task, key: int) -> None:
-        """Give a ready task a smaller key, so that it runs earlier; no effect on an in-order lane."""
+        """Give a ready task the smaller key `key`, so that it runs earlier; no effect on an in-order lane."""
         if not self.in_order:
             self.heap[self.heap.index((task.key, task))] = (key, task)
             heapify(self.heap)
 
     def remove_all(self) -> list[Task]:
-        """Remove and return all ready tasks but collectives, which other ranks rely on."""
+        """Remove and return all ready tasks except collectives, which other ranks rely on."""
         removed = [task for _, task in self.heap if type(task) is not Collective]
         removed += [task for task in self.queue if task.state == READY and type(task) is not Collective]
         self.heap = [(key, task) for key, task in self.heap if type(task) is Collective]
@@ -148,12 +162,12 @@ class WorkPart(NamedTuple):
     Attributes:
         operation: the kind of operation, such as "expert" (with weights as they were read) or "resident expert" (with
             weights that stay in memory).
-        size: the size of one: bytes of weights; bytes moved by a transfer; FLOPs of a prompt's attention; bytes of a KV
-            head in a decode step's attention.
+        size: the size of one operation: bytes of weights; bytes moved by a transfer; FLOPs of a prompt's attention;
+            bytes of a KV head in a decode step's attention.
         rows: the rows that the weights are multiplied with (tokens; for experts the mean over experts), the pages of a
             transfer, or the KV heads of a decode step's attention.
         times: the number of operations; a fraction where it is an expectation.
-        coded: bytes of its weights in each coded storage format, as pairs of name and bytes; other weights are plain.
+        coded: bytes of the weights in each coded storage format, as pairs of name and bytes; other weights are plain.
     """
 
     operation: str
@@ -172,19 +186,20 @@ class RowRange(NamedTuple):
 
 
 class Work(msgspec.Struct, eq=False):
-    """A task's demands on the machine. Shared by all tasks of the same kind and size in a step.
+    """A task's demands on the machine: one object for all tasks of the same kind and size in a step.
 
     Attributes:
         kind: the kind of operation, for cost tables and reports, such as "expert_ffn".
-        resource: the processor, link or network of the machine that does it.
-        flops: floating-point operations on the task's processor.
+        resource: name of the processor, link or network of the machine that does the work.
+        flops: floating-point operations on that processor.
         nbytes: bytes read from and written to the processor's memory, or carried over a link.
         tokens: rows of the operation, for cost tables.
         parts: the operations that it consists of, for cost tables.
-        kernel_rate: share of the processor's FLOP/s that kernels reach on weights in their storage format.
+        kernel_rate: share of the processor's FLOP/s that kernels reach on weights in their storage format, from 0 to 1.
         joins: whether it is part of a call that an earlier task began, so that it starts no kernels of its own.
-        nanoseconds, lead, demand: its time alone on the machine, the part of that time before a task starts, and its
-            shares of resources; the virtual driver fills them in.
+        nanoseconds: its time alone on the machine; -1 until the virtual driver computes it.
+        lead: the part of that time before the task starts, in nanoseconds.
+        demand: its shares of resources; None until the virtual driver computes it.
     """
 
     kind: str
@@ -216,7 +231,8 @@ class DeviceEdges:
 
 
 def _set_plainly(cls: type[S]) -> type[S]:
-    """Let a struct class set attributes as plain objects do, in a quarter of the time that msgspec takes.
+    """Class decorator by which a struct sets attributes as plain objects do, in a quarter of the time that msgspec
+    takes.
 
     The work that msgspec adds is for the garbage collector, which does not track tasks.
     """
@@ -227,18 +243,36 @@ def _set_plainly(cls: type[S]) -> type[S]:
 
 @_set_plainly
 class Task(msgspec.Struct, eq=False, gc=False):
-    """One operation on a lane. Submitting one gives it back: the task is its own handle, `await task` its value.
+    """One operation on a lane. A submitted task is its own handle: `await task` gives its value.
 
-    `generated` counts the tokens that each sequence of its micro-batch has generated before: 0 for prompts. Where
-    sequences or micro-batches differ, it is the least of their counts; a fetch has the least of its step, and a task of
-    no step has -1.
-    `deps` are the ids of the tasks that it waits for; it needs the results of the first `inputs` of them.
-    `followers` are the tasks that wait for it; None once it has settled. `device_edges` are what its device enforces.
-    `taken` is when its lane took it, on real hardware: the time until `start` goes into waking a thread.
-    `launched` is when the last of its kernels was launched, on a stream; the host still launched them until then.
-    `code` and `instruction` say which line of the policy submitted it; None where no verb did.
-    `ranges` are the rows of an expert's task that has a part of a micro-batch's rows, or the rows of several
-    micro-batches; the latter has no `micro_batch` of its own.
+    Attributes:
+        lane: the lane that runs it.
+        work: its demands on the machine.
+        verb: the verb that it carries out, or a part of one.
+        layer, micro_batch, expert: the numbers that it belongs to; -1 for none.
+        operands: the operation's arguments, for the device.
+        step: number of its step; -1 for a task of no step.
+        generated: number of tokens that each sequence of its micro-batch has generated before: 0 for prompts. Where
+            sequences or micro-batches differ, it is the least of their counts; a fetch has the least of its step, and a
+            task of no step has -1.
+        id: its number in program order.
+        key: its place among ready tasks: the lane takes the smallest first.
+        state: one of `WAITING`, `READY`, `RUNNING`, `ISSUED`, `DONE`, `FAILED`, `CANCELLED`.
+        waits: number of its edges that are not met yet.
+        start, end: nanoseconds at which it started and ended; -1 before that.
+        deps: ids of the tasks that it waits for.
+        inputs: number of the first `deps` whose results it needs.
+        followers: the tasks that wait for it; None once it has settled.
+        device_edges: the edges that its device enforces; None for none.
+        waiter: the policy's coroutine that awaits it; None for none.
+        cause: the error by which it failed or was cancelled; None for none.
+        code, instruction: the code object and byte offset of the policy's line that submitted it; None where no verb
+            did.
+        taken: nanoseconds at which its lane took it, on real hardware: the time until `start` goes into waking a
+            thread.
+        launched: nanoseconds at which the last of its kernels was launched, on a stream; the host launched until then.
+        ranges: the rows of an expert's task that has a part of a micro-batch's rows, or the rows of several
+            micro-batches; the latter task has no `micro_batch` of its own. Empty for all rows.
     """
 
     lane: Lane
@@ -298,7 +332,7 @@ class Task(msgspec.Struct, eq=False, gc=False):
 
     @property
     def when(self) -> str:
-        """The step of the task's micro-batch in words."""
+        """The step of the task's micro-batch in words: "prefill", or "decode step N"."""
         return f"decode step {self.step}" if self.phase == "decode" else "prefill"
 
     @property
@@ -318,7 +352,7 @@ class Task(msgspec.Struct, eq=False, gc=False):
 
     @property
     def expert_rows(self) -> tuple[RowRange, ...]:
-        """The rows that a `run_expert` task has to run: all of its micro-batch's unless `ranges` names others."""
+        """The rows that a `run_expert` task has to run: all rows of its micro-batch, or those that `ranges` names."""
         return self.ranges or (RowRange(self.micro_batch, 0, self.work.tokens),)
 
     @property
@@ -340,14 +374,14 @@ def phase_after(generated: int) -> Phase:
 
 
 def story_of(task: Task, error: BaseException) -> str:
-    """A failed task's label, lane, what it waited for, who submitted it, and its error."""
+    """Return a failed task's label, lane, number of tasks that it waited for, submitting line and error, in words."""
     waited = f"{len(task.deps)} earlier tasks" if task.deps else "nothing"
     place = f", submitted at {task.line}" if task.code is not None else ""
     return f"{task.label} failed on lane {task.lane.name} after waiting for {waited}{place}: {error!r}"
 
 
 def cancelled_by(task: Task) -> BaseException:
-    """The reason that a task cannot run without the result of `task`: the original failure, if there is one."""
+    """Return the reason that a task cannot run without the result of `task`: the original failure, if there is one."""
     if isinstance(task.cause, (TaskFailed, PolicyError)):
         return task.cause
     return TaskCancelled(f"cancelled, because {task.label} was")
@@ -378,14 +412,23 @@ class Decision(Task, gc=False, eq=False):
 
 @_set_plainly
 class Preview(Decision, gc=False, eq=False):
-    """A forecast of a later layer's routing, from `ahead` layers before."""
+    """A forecast of a later layer's routing.
+
+    Attributes:
+        ahead: number of layers from the micro-batch's present one to the forecast one.
+    """
 
     ahead: int = 1
 
 
 @_set_plainly
 class Collective(Task, gc=False, eq=False):
-    """An operation that all ranks carry out together; `ticket` numbers it, `signature` must agree among the ranks."""
+    """An operation that all ranks carry out together.
+
+    Attributes:
+        ticket: its number in the sequence of collectives, which is the same on all ranks.
+        signature: text that describes the operation, and must be equal on all ranks.
+    """
 
     ticket: int = -1
     signature: str = ""
@@ -397,24 +440,29 @@ class Join(Task, gc=False, eq=False):
 
 
 def priority(priority_class: int, task_id: int) -> int:
-    """The key of a ready task: its class first, then program order."""
+    """Return the key of a ready task, an integer that orders tasks by class first, then by program order."""
     return priority_class << CLASS_SHIFT | task_id
 
 
 def class_of(task: Task) -> int:
-    """The priority class of a task; 0 for collectives, which go before all other tasks once they are admitted."""
+    """Return the priority class of a task; 0 for collectives, which go before all other tasks once they are admitted."""
     return 0 if type(task) is Collective else task.key >> CLASS_SHIFT
 
 
 def read_only(value: object) -> object:
-    """A read-only view of a dict or list, another value as it is: verbs rely on task values after policies saw them."""
+    """Return a read-only view or copy of a dict or list, and any other value as it is.
+
+    Verbs rely on the values of tasks after policies have seen them.
+    """
     if isinstance(value, dict):
         return MappingProxyType(value)
     return tuple(value) if isinstance(value, list) else value
 
 
 def _line_of(code: CodeType, instruction: int) -> int:
-    """The source line of a byte offset in a code object; found only when shown, since that takes a microsecond."""
+    """Return the source line of a byte offset in a code object; computed only when it is shown, as it takes a
+    microsecond.
+    """
     line = code.co_firstlineno
     for start, _, number in code.co_lines():
         if start > instruction:

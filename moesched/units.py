@@ -1,4 +1,4 @@
-"""Human-readable sizes, rates and times; KB, MB, GB are powers of 1000, KiB, MiB, GiB powers of 1024."""
+"""Parsing and formatting of sizes, rates and times; KB, MB, GB are powers of 1000, KiB, MiB, GiB powers of 1024."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _TIME = re.compile(_NUMBER + r"(s|ms|us|µs|ns)\s*")
 
 
 def parse_bytes(text: int | float | str) -> int:
-    """Parse a number of bytes, or a text such as "600MB" or "1.5 GiB".
+    """Return the number of bytes in a number, or in a text such as "600MB" or "1.5 GiB".
 
     Raises:
         BadInput: the text is not a size.
@@ -40,7 +40,7 @@ def parse_bytes(text: int | float | str) -> int:
 
 
 def parse_rate(text: str) -> float:
-    """Parse bytes per second, such as "24GB/s".
+    """Return the bytes per second in a text such as "24GB/s".
 
     Raises:
         BadInput: the text is not a rate, or not more than 0.
@@ -50,7 +50,7 @@ def parse_rate(text: str) -> float:
 
 
 def parse_flops(text: str) -> float:
-    """Parse operations per second, such as "65TFLOP/s".
+    """Return the floating-point operations per second in a text such as "65TFLOP/s".
 
     Raises:
         BadInput: the text is not such a rate, or not more than 0.
@@ -61,7 +61,7 @@ def parse_flops(text: str) -> float:
 
 
 def parse_seconds(text: str) -> float:
-    """Parse a time, such as "10us".
+    """Return the seconds in a text such as "10us".
 
     Raises:
         BadInput: the text is not a time.
@@ -90,7 +90,7 @@ def format_bytes(nbytes: float) -> str:
 
 
 def format_number(number: float) -> str:
-    """Format a number with three digits, and all digits before the point, such as "9.25", "284" or "1,470"."""
+    """Format a number with three significant digits, and all digits before the point, such as "9.25", "284" or "1,470"."""
     return f"{number:,.0f}" if abs(number) >= 999.5 else f"{number:.3g}"
 
 
@@ -119,7 +119,11 @@ def _with_prefix(value: float, unit: str, small: str) -> str:
 
 
 def _in_largest(value: float, units: Mapping[str, float]) -> str:
-    """Format a value with three digits in the first unit in which it rounds to at least 1; empty if none does."""
+    """Format a value with three significant digits in the first unit in which it rounds to at least 1; empty if none
+    does.
+
+    units: the size of each unit by its name, the largest first.
+    """
     for name, factor in units.items():
         rounded = float(f"{value / factor:.3g}")
         if abs(rounded) >= 1:

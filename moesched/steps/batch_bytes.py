@@ -1,4 +1,4 @@
-"""Memory in bytes that a plan reserves for the micro-batches of a batch, beside weights."""
+"""Sizes in bytes of the memory that a plan reserves for a batch's micro-batches; weights are counted elsewhere."""
 
 from __future__ import annotations
 
@@ -33,20 +33,23 @@ from moesched.steps.read_only import ReadOnly
 
 
 class BatchBytes(ReadOnly):
-    """Sizes in bytes of one batch on one model.
+    """Sizes in bytes of what one batch needs on one model, beside weights and KV caches.
 
     Args:
-        chunks: the chunk of each prefill micro-batch; there are more than decode micro-batches where prompts are cut.
+        batch: the requests and their division into micro-batches.
+        chunks: the chunk of each prefill micro-batch, by number; there are more than decode micro-batches where prompts
+            are cut.
+        operations: sizes of the model's data.
         on_gpu: whether the accelerator is a GPU with a memory of its own.
 
     Attributes:
         staying: activations of all micro-batches that live across layers.
         workspace: workspace of the kernels, for the largest micro-batch.
-        unpacked: rows of coded weights that a GPU unpacks.
+        unpacked: workspace into which a GPU unpacks rows of weights that are stored as codes and scales.
         in_decode: activations within a layer of all micro-batches, in decode.
         host_workspace: workspace of experts that run on the host.
         hidden: hidden states of the largest micro-batch.
-        most_tokens: number of tokens in the largest step of a micro-batch.
+        most_tokens: number of tokens (not bytes) in the largest step of a micro-batch.
         kv_pieces: buffers through which new keys and values come to the host's KV cache.
     """
 
@@ -96,11 +99,13 @@ class BatchBytes(ReadOnly):
         return sum(chunk.starts) + sum(chunk.tokens) + KV_BLOCK_TOKENS * len(chunk.tokens)
 
     def in_prefill(self, in_flight: int) -> int:
-        """Bytes of activations within a layer in prefill, while the `in_flight` largest micro-batches are in one."""
+        """Return the bytes of activations within a layer, in prefill, of the `in_flight` largest micro-batches."""
         return sum(layer_bytes(self._operations, tokens) for tokens in self._largest_first[:in_flight])
 
     def host_rows(self, attended: Iterable[int], *, routed: bool) -> int:
-        """Bytes of the host's buffers, one a micro-batch, for rows that it exchanges with an accelerator in decode.
+        """Return the bytes of the host's buffers for rows that micro-batches exchange with an accelerator in decode.
+
+        Each micro-batch has a buffer of its own.
 
         Args:
             attended: the micro-batches whose KV cache is on the host.
@@ -115,12 +120,15 @@ class BatchBytes(ReadOnly):
         )
 
     def host_prompt_rows(self, in_flight: int) -> int:
-        """Bytes of the host's buffers for rows of prompts that its experts run, `in_flight` micro-batches at once."""
+        """Return the bytes of the host's buffers for prompt rows that experts run there.
+
+        in_flight: number of micro-batches that are within a layer at once; the largest ones are counted.
+        """
         return sum(routed_prompt_bytes(self._operations, rows) for rows in self._largest_first[:in_flight])
 
     @property
     def graphs(self) -> int:
-        """Bytes of the graphs that a GPU captures of decode steps."""
+        """Bytes of the graphs that a GPU captures from decode steps."""
         decode = self._decode_rows
         steps = (
             SERVED_MEMORIES * len(decode) if self._batch.served else sum(each <= KEPT_ROWS for each in decode)
@@ -129,13 +137,13 @@ class BatchBytes(ReadOnly):
 
     @property
     def _kept(self) -> list[int]:
-        """The number of rows of each memory in which a GPU keeps results from step to step."""
+        """The number of rows of each memory in which a GPU keeps a micro-batch's results from step to step."""
         if self._batch.served:
             return [min(KEPT_ROWS, rows) for rows in self._largest_first] * SERVED_MEMORIES
         return [rows for rows in (*self._prefill, *self._decode_rows) if rows <= KEPT_ROWS]
 
     def replayed(self, *, loads: bool) -> int:
-        """Bytes of results and tables that a GPU keeps in fixed places, for kernels that graphs replay.
+        """Return the bytes of the fixed places in a GPU's memory for results and tables of kernels that graphs replay.
 
         loads: whether keys and values are loaded from the host.
         """
@@ -150,14 +158,19 @@ class BatchBytes(ReadOnly):
         return shared + sum(kept_bytes(operations, rows, blocks, loads=loads) for rows in kept)
 
     def exchanged(self, in_flight: int) -> int:
-        """Bytes of buffers for the rows that nodes exchange, with `in_flight` prefill micro-batches within a layer."""
+        """Return the bytes of the buffers for rows that nodes exchange.
+
+        in_flight: number of prefill micro-batches that are within a layer at once; the largest ones are counted.
+        """
         rows = max(sum(self._largest_first[:in_flight]), sum(self._decode_rows))
         return rows * exchanged_bytes(self._operations)
 
     def device_kv(self, micro_batches: Iterable[int]) -> int:
-        """Bytes of one layer's keys and values on the accelerator, for those of `micro_batches` whose prompts are cut.
+        """Return the bytes of one layer's keys and values on the accelerator, for the prompts that are cut into chunks.
 
         Whole prompts count, even where a layer has a sliding window: the next layer reuses the memory.
+
+        micro_batches: numbers of the micro-batches to count; those whose prompts are not cut need no bytes.
         """
         prompts = [
             cached_tokens(self._batch.prompts[request])

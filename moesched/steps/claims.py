@@ -1,4 +1,4 @@
-"""Claims on a memory for the whole run, and the equal parts that they consist of."""
+"""Claims: needs of a memory for the whole run, and the equal parts that a claim consists of."""
 
 from __future__ import annotations
 
@@ -6,18 +6,29 @@ from typing import NamedTuple
 
 
 class Parts(NamedTuple):
-    """The equal parts of a claim: a number of slots, tokens or micro-batches."""
+    """The equal parts of a claim: `number` slots, tokens or micro-batches, as `unit` says."""
 
     number: int
     unit: str
 
     def that_fit(self, nbytes: int, free: int) -> str:
-        """The number of parts that fit in `free` bytes, in words, if all parts together have `nbytes` bytes."""
+        """Return how many of the parts would fit, in words for a message.
+
+        Args:
+            nbytes: bytes of all parts together.
+            free: bytes that are free.
+        """
         return f"{max(free, 0) * self.number // nbytes:,} {self.unit} would fit"
 
 
 class Claim(NamedTuple):
-    """A need of `nbytes` bytes of a memory; `what` is the claimant in the message "... needs N bytes"."""
+    """A need of a memory for the whole run.
+
+    Attributes:
+        what: the claimant, as in the message "... needs N bytes".
+        nbytes: the bytes needed.
+        parts: the equal parts that the bytes consist of; None if they have none.
+    """
 
     what: str
     nbytes: int
@@ -25,5 +36,11 @@ class Claim(NamedTuple):
 
 
 def claim_of_slots(pool: str, slots: int, slot_bytes: int) -> Claim:
-    """The claim of a pool for the bytes of all its slots."""
+    """Return the claim of a pool for the bytes of all its slots.
+
+    Args:
+        pool: the pool's name.
+        slots: number of slots.
+        slot_bytes: bytes of a slot.
+    """
     return Claim(f"pool {pool} of {slots:,} slots", slots * slot_bytes, Parts(slots, "slots"))

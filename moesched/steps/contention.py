@@ -1,4 +1,4 @@
-"""Contention: whether tasks on one lane slow those on others, by a plan's machine and places."""
+"""Contention: tests whether tasks on one lane of a plan slow tasks on other lanes down."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ def devices_contend(plan: Plan) -> bool:
 def host_contends(plan: Plan) -> bool:
     """Test whether the host computes from the memory that copies to the accelerator read meanwhile.
 
-    False for a machine whose devices name no class, and for one with measured costs: their rates are used as they are.
+    False for a machine whose processors and memories name no class of hardware, and for one with measured costs: their
+    rates are used as they are.
     """
     if not is_rated(plan.machine) or plan.machine.cost_table:
         return False

@@ -1,4 +1,4 @@
-"""Declarations of a policy that a plan keeps together, until their memory is reserved."""
+"""Declarations of a policy that its plan keeps together until memory is reserved for them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from moesched.tasks import Discipline
 
 
 def require_whole(verb: str, number: object, least: int | None = None) -> None:
-    """Raise PolicyError unless a declared number is a whole one, and at least `least`."""
+    """Raise PolicyError unless a declared number is a whole one, and at least `least` if that is not None.
+
+    verb: the declaring method's name, for the message.
+    """
     if not isinstance(number, int) or (least is not None and number < least):
         limit = "" if least is None else f", {least} or more"
         raise PolicyError(f"{verb}: {number!r} is no whole number{limit}: give one, as by int(...) or //")
@@ -23,7 +26,11 @@ def require_whole(verb: str, number: object, least: int | None = None) -> None:
 def require_slots(name: str, slots: int, filled: int, replacement: object) -> None:
     """Check the number of slots of a declared pool, and the name of its replacement rule.
 
-    filled: number of pages that are in the pool before the first step.
+    Args:
+        name: the pool's name, for messages.
+        slots: the declared number of slots.
+        filled: number of pages that are in the pool before the first step.
+        replacement: the declared rule: a name or an object.
 
     Raises:
         PolicyError: `slots` is no number, or too few for the pages that fill the pool; or there is no such rule.
@@ -51,7 +58,7 @@ class Declarations(ReadOnly):
 
     @property
     def declared(self) -> Declared:
-        """The declarations so far."""
+        """Everything that the policy has declared so far, besides pools and resident pages."""
         return self._declared
 
     @property
@@ -61,7 +68,7 @@ class Declarations(ReadOnly):
 
     @property
     def discipline(self) -> Discipline:
-        """The order in which lanes start tasks; a policy may assign it in `plan`."""
+        """The order in which lanes start tasks, "ready_first" or "in_order"; a policy may assign it in `plan`."""
         return self._declared.discipline
 
     @discipline.setter
@@ -73,10 +80,10 @@ class Declarations(ReadOnly):
 
     @property
     def task_limit(self) -> int:
-        """Most tasks that a step may submit; a policy may assign it in `plan`.
+        """The most tasks that a step may submit; a policy may assign another number in `plan`.
 
-        The default is far above what policies need: twenty times all pages, and all verbs and experts of layers, for
-        each micro-batch.
+        The default is far above the needs of policies: for each micro-batch, twenty times the number of pages plus that
+        of the layers' verbs and experts.
         """
         return self._declared.task_limit or self._default_task_limit
 

@@ -1,4 +1,4 @@
-"""Calls of eviction rules: each answer is checked, and each failure is an error that names the rule and its line."""
+"""Calls of eviction rules, with checks: each answer is checked, and each failure becomes an error that names the rule."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ _taken: WeakValueDictionary[int, Eviction] = WeakValueDictionary()
 
 
 class RuledPages:
-    """The pages of a cache that may be evicted, in the order of their arrival, and the rule that chooses one.
+    """The pages of a cache that may be evicted, in the order of their arrival, and the eviction rule that chooses one.
 
     Args:
-        rule: an `Eviction` object, which may order no other cache, or a class.
+        rule: an `Eviction` object that no other cache has, or a class of such objects.
         cache: the cache's name in messages.
         room: number of pages that the cache may hold.
 
     Attributes:
         rule: the rule's object.
+        room: number of pages that the cache may hold.
         held: the pages by id.
 
     Raises:
@@ -46,7 +47,7 @@ class RuledPages:
         del self.held[page.id]
 
     def enter(self, page: Page, step: int) -> None:
-        """Add a page that comes to the cache in this step, and tell the rule."""
+        """Add a page that comes to the cache in the step `step`, and tell the rule."""
         self.held[page.id] = page
         try:
             self.rule.used(page, step, 0)
@@ -54,14 +55,19 @@ class RuledPages:
             raise self._failed("used", [page], error) from error
 
     def use(self, page: Page, step: int, tokens: int) -> None:
-        """Tell the rule that a task of this step reads a page for `tokens` rows."""
+        """Tell the rule that a task of the step `step` reads a page for `tokens` rows."""
         try:
             self.rule.used(page, step, tokens)
         except Exception as error:
             raise self._failed("used", [page], error) from error
 
     def use_all(self, pages: Sequence[Page], tokens: Mapping[int, int], step: int) -> None:
-        """Tell the rule that a task reads several pages, in their order; `tokens` has the rows by index in `pages`."""
+        """Tell the rule that a task of the step `step` reads several pages, in their order.
+
+        Args:
+            pages: a sequence that holds the pages.
+            tokens: the number of the task's rows for each page that it reads, by the page's index in `pages`.
+        """
         used, index = self.rule.used, -1
         try:
             for index in sorted(tokens):
@@ -70,9 +76,9 @@ class RuledPages:
             raise self._failed("used", [pages[index]], error) from error
 
     def next_to_go(self, incoming: Sequence[Page] = ()) -> Page:
-        """Ask the rule for the page to evict.
+        """Ask the rule which page to evict, and return that page.
 
-        incoming: pages that need the room.
+        incoming: pages that need the room, for messages.
 
         Raises:
             PolicyError: the rule failed, or named a page that is not in the cache.
@@ -96,7 +102,13 @@ class RuledPages:
         )
 
     def _failed(self, call: str, about: Sequence[Page], error: Exception) -> PolicyError:
-        """The error for an exception of the rule in `call`; its message names the first page of `about`."""
+        """Return the error for an exception that the rule raised.
+
+        Args:
+            call: the rule's method: "used" or "choose".
+            about: pages that the call was about; the message names the first one.
+            error: the exception.
+        """
         method = self.rule.used if call == "used" else self.rule.choose
         return PolicyError(
             f"{self._cache}: eviction rule {_name(self.rule)} failed in `{call}`{_for(about)} at "
@@ -105,12 +117,16 @@ class RuledPages:
 
 
 def _for(pages: Sequence[Page]) -> str:
-    """The first page of a call in words, such as " for page ..."; empty without pages."""
+    """Return the first of `pages` in words for a message, such as " for page ..."; empty without pages."""
     return f" for page {describe(pages[0])}" if pages else ""
 
 
 def _taken_by(cache: str, given: object) -> Eviction:
-    """Mark a rule as taken by a cache, and return its object; of a class, a new one.
+    """Mark an eviction rule as taken by a cache, and return it; of a class, return a new object.
+
+    Args:
+        cache: the cache's name in messages.
+        given: an eviction rule, or a class of them.
 
     Raises:
         PolicyError: it is no eviction rule, orders another cache, or is a class whose constructor needs arguments.
@@ -149,7 +165,7 @@ def _name(rule: Eviction) -> str:
 
 
 def _line(method: Callable[..., Any], error: Exception | None = None) -> str:
-    """The line of a rule's file that raised an error, or the first line of its method, as `file:line`."""
+    """Return the line of a rule's file that raised an error, as "file:line"; without an error, the method's first line."""
     function = inspect.unwrap(method.__func__ if inspect.ismethod(method) else method)
     file = function.__code__.co_filename if inspect.isfunction(function) else ""
     frames = [] if error is None else extract_tb(error.__traceback__)[1:]

@@ -1,4 +1,4 @@
-"""Expected ends of submitted tasks: the lanes' rules, played ahead with the times of a cost model."""
+"""Expected ends of submitted tasks, found by playing the lanes ahead with the times of a cost model."""
 
 from __future__ import annotations
 
@@ -16,17 +16,28 @@ Price = Callable[[Work], int]
 
 
 class ExpectedEnds(NamedTuple):
-    """Expected nanoseconds: the end of each unsettled task by `Task.id`, and the end of each lane's last task."""
+    """Expected end of each task and each lane in nanoseconds.
+
+    Attributes:
+        tasks: the end of each unsettled task, by `Task.id`.
+        lanes: the end of the last task of each lane that has unsettled tasks.
+    """
 
     tasks: dict[int, int]
     lanes: dict[Lane, int]
 
 
 def expected_ends(lanes: Iterable[Lane], asked: Iterable[Task], now: int, price: Price) -> ExpectedEnds:
-    """Compute the ends of the submitted tasks if nothing more is submitted, on the clock of `now`.
+    """Compute the ends of the submitted tasks if nothing more is submitted.
 
     Each task takes as long as it would alone. Tasks that were issued to a device's stream are left out, unless they are
     among `asked`.
+
+    Args:
+        lanes: the lanes of the engine.
+        asked: further tasks whose ends are wanted.
+        now: the time now in nanoseconds; ends are on the same clock.
+        price: returns the nanoseconds of a work.
     """
     tasks = _unsettled(lanes, asked)
     ends = _Lookahead(tasks, price).play(now)
@@ -38,7 +49,7 @@ def expected_ends(lanes: Iterable[Lane], asked: Iterable[Task], now: int, price:
 
 
 def _unsettled(lanes: Iterable[Lane], asked: Iterable[Task]) -> dict[int, Task]:
-    """The unsettled tasks on lanes, those of `asked`, and all tasks that wait for any of them, by `Task.id`."""
+    """Return the unsettled tasks on lanes, those among `asked`, and all tasks that wait for any of these, by `Task.id`."""
     found: dict[int, Task] = {}
     to_visit = list(asked)
     for lane in lanes:
@@ -55,7 +66,7 @@ def _unsettled(lanes: Iterable[Lane], asked: Iterable[Task]) -> dict[int, Task]:
 
 
 def _waiting_for(task: Task) -> list[Task]:
-    """The tasks that wait for a task, on the host or on their device."""
+    """Return the tasks that wait for a task, on the host or on their device."""
     return [*(task.followers or ()), *behind_on_device(task)]
 
 
@@ -76,7 +87,7 @@ class _Lookahead:
         self._events: list[tuple[int, int]] = []
 
     def play(self, now: int) -> dict[int, int]:
-        """Run the simulation from `now`; returns the end of each task in nanoseconds, by `Task.id`."""
+        """Run the simulation from the time `now`; returns the end of each task in nanoseconds, by `Task.id`."""
         ends: dict[int, int] = {}
         first = [number for number in self._tasks if not self._waits[number]]
         for number in sorted(first, key=lambda number: self._tasks[number].state != RUNNING):
@@ -94,7 +105,7 @@ class _Lookahead:
         return ends
 
     def _keep_order(self) -> None:
-        """Have each task of an in-order lane wait for the one before it."""
+        """Add edges so that each task of an in-order lane waits for the task before it on that lane."""
         last: dict[Lane, int] = {}
         for number in sorted(self._tasks):
             lane = self._tasks[number].lane

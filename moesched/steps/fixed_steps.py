@@ -1,4 +1,4 @@
-"""Fixed decode steps: those of plans under which one accelerator computes all, and nothing moves to or from it."""
+"""Fixed decode steps: under some plans one accelerator computes everything, and nothing moves to or from its memory."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from moesched.steps.plan import Plan
 
 
 def has_fixed_steps(plan: Plan) -> bool:
-    """Test whether weights and KV cache all stay in the memory of one accelerator, which computes alone."""
+    """Test whether weights and KV cache all stay in the memory of the plan's one accelerator, which computes alone."""
     if len(plan.accelerators) > 1 or plan.nodes.count > 1 or plan.layout.config.ranks > 1:
         return False
     (fast,) = plan.accelerators

@@ -1,4 +1,4 @@
-"""Checks of the ledger: whether memories, pools and views agree about bytes, pages and slots."""
+"""Checks of the ledger: whether the accounts of memories, pools and views agree about bytes, pages and slots."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Ledger:
         self._views += views
 
     def problems(self) -> list[str]:
-        """Find all contradictions between the memories, pools and views that were added; each is one line."""
+        """Return all contradictions between the memories, pools and views that were added, each as a line of text."""
         problems = []
         for memory in self._memories:
             problems += ledger_problems(memory, [pool for pool in self._pools if pool.memory is memory])
@@ -34,7 +34,9 @@ class Ledger:
 
 
 def ledger_problems(memory: Memory, pools: Iterable[Pool] = ()) -> list[str]:
-    """Find contradictions in the accounts of a memory: bytes, page table, slots of its pools."""
+    """Return the contradictions in the accounts of a memory, each as a line of text: bytes, page table, slots of its
+    pools.
+    """
     problems = []
     if not 0 <= memory.used <= memory.peak <= memory.capacity:
         problems.append(
@@ -70,7 +72,9 @@ def _pool_problems(pool: Pool) -> list[str]:
 
 
 def view_problems(views: Views[Any]) -> list[str]:
-    """Find open views that show a slot which holds another page by now."""
+    """Return the open views that show a slot which holds another page by now, or lacks the view, each as a line of
+    text.
+    """
     problems = []
     for key, view in views.open.items():
         for page, slot in zip(view.pages, view.slots, strict=True):

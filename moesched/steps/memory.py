@@ -1,8 +1,8 @@
 """Memories with budgets, and pools of page slots.
 
-A plan reserves bytes for the whole run. Slots are used again in program order: a page that a policy evicts makes room
-for its next line, although tasks that read the page may not have run yet. The slot's next writer waits for those, so
-that pages stay whole, whatever overlaps.
+A plan reserves bytes for the whole run. Slots are used again in program order: when one line of a policy evicts a page,
+its next line may bring another page to that slot, although tasks that read the first page may not have run yet. The
+transfer of the new page waits for those tasks, so that pages stay whole, whatever overlaps.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Memory(ReadOnly):
 
     @property
     def peak(self) -> int:
-        """The most bytes that were in use at once."""
+        """The most bytes of the budget that were in use at once so far."""
         return self._peak
 
     @property
@@ -58,7 +58,12 @@ class Memory(ReadOnly):
         return self.capacity - self._used
 
     def reserve(self, what: str, nbytes: int, parts: Parts | None = None) -> None:
-        """Take bytes for the whole run: a cache, activations, an arena of slots.
+        """Take bytes for the whole run.
+
+        Args:
+            what: the claimant in the message, as in "... needs N bytes": a cache, activations, a pool of slots.
+            nbytes: the bytes to take.
+            parts: the equal parts that the bytes consist of; None if they have none.
 
         Raises:
             OverBudget: fewer bytes are free.
@@ -68,9 +73,13 @@ class Memory(ReadOnly):
         self._peak = max(self._peak, self._used)
 
     def require(self, what: str, nbytes: int) -> None:
-        """Check that bytes that are in use at another time than the plan's, such as during loading, fit the budget.
+        """Check that bytes in use at another time than the plan's, such as during loading, fit the budget.
 
-        They count for the peak.
+        They count for the peak, and are not reserved.
+
+        Args:
+            what: the claimant in the message, as in "... need N bytes".
+            nbytes: all bytes in use at that time.
 
         Raises:
             OverBudget: they are more than the budget.
@@ -87,7 +96,7 @@ class Memory(ReadOnly):
 
         Args:
             what: the claimant in the message, as in "... needs N bytes".
-            parts: the equal parts that the bytes consist of.
+            parts: the equal parts that the bytes consist of; None if they have none.
 
         Raises:
             OverBudget: they do not fit; the message says how many parts would.
@@ -101,10 +110,16 @@ class Memory(ReadOnly):
 
 
 class Slot(Block):
-    """Space for one page: `page` is the page that it holds, `views` are the views that read it.
+    """Space for one page.
 
-    `read` is the number of the last step that read the page; until one did, it says how the page came: `LOADED`,
-    `FETCHED` or `SPECULATED`.
+    Attributes:
+        pool: the pool that the slot belongs to.
+        index: the slot's number in the pool.
+        fixed: whether the slot holds the same page for the whole run.
+        page: the page that it holds; None while it is empty.
+        read: number of the last step that read the page. Until a step did, it says how the page came: `LOADED` before
+            the first step, `FETCHED` on demand, or `SPECULATED` by a speculative fetch.
+        views: the open views that read the page.
     """
 
     __slots__ = ("fixed", "index", "page", "pool", "read", "views")
@@ -119,7 +134,7 @@ class Slot(Block):
         self.views: list[View[Any]] = []
 
     def forget(self) -> None:
-        """Drop the tasks and views that used the slot."""
+        """Drop the references to the tasks and views that used the slot."""
         self.writer = None
         self.readers.clear()
         self.views.clear()
@@ -129,7 +144,13 @@ class Pool(ReadOnly):
     """Page slots of one size in one memory, allocated once for the whole run.
 
     Empty slots are filled first. When there are none, a `ring` replaces the oldest page, `lru` the least recently used
-    one, and `none` raises OverBudget. In a `RuledPool`, an `Eviction` names the page. `reserve` takes the bytes.
+    one, and `none` raises OverBudget. In a `RuledPool`, an `Eviction` chooses the page. Only `reserve` takes the bytes.
+
+    Args:
+        name: the pool's name in messages and reports.
+        slots: number of slots.
+        slot_bytes: bytes of a slot.
+        replacement: "ring", "lru", "none", or for a `RuledPool` an eviction rule.
 
     Attributes:
         page_bytes: bytes of the largest page that the pool was declared for.
@@ -173,11 +194,11 @@ class Pool(ReadOnly):
         return len(self._slots) * self.slot_bytes
 
     def claims(self, free: int) -> Iterable[Claim]:
-        """The reservations that the pool needs; `free` bytes are available."""
+        """The claims that the pool makes on its memory; `free` bytes are left there."""
         return [claim_of_slots(self.name, len(self._slots), self.slot_bytes)]
 
     def reserve(self) -> None:
-        """Reserve the pool's bytes of the memory for the whole run.
+        """Reserve the bytes of all slots in the pool's memory, for the whole run.
 
         Raises:
             OverBudget: fewer bytes are free.
@@ -204,8 +225,17 @@ class Pool(ReadOnly):
         The pages that the slots held are evicted for all later lines of the policy.
 
         Args:
-            arrival: how the next submitted task brings the pages: `LOADED`, `FETCHED` or `SPECULATED`.
+            pages: pages that are not in the memory.
+            engine: gets the edges of the evicted pages' readers.
+            arrival: the way in which the next submitted task brings the pages: `LOADED`, `FETCHED` or `SPECULATED`.
             step: the step that brings them; -1 before the first one.
+
+        Returns:
+            the slots, in the order of the pages.
+
+        Raises:
+            PolicyError: a page is in the memory already, or a rule failed.
+            OverBudget: the pool has no room for a page.
         """
         table, held, empty = self.memory._table, self._held, self._empty
         slots: list[Slot] = []
@@ -232,13 +262,16 @@ class Pool(ReadOnly):
         return tuple(slots)
 
     def vacate(self, slot: Slot, engine: Engine) -> None:
-        """Empty a slot; its next writer waits for all readers of the page, through a view or not."""
+        """Empty a slot. The next task that writes to the slot waits for all readers of the page, through a view or not."""
         self._forget(slot, engine)
         slot.page = None
         self._empty.append(slot)
 
     def cancel(self, pages: Sequence[Page], engine: Engine) -> bool:
-        """Cancel the transfer of these pages and empty their slots, unless it has started; returns whether it did so.
+        """Cancel the transfer of these pages and empty their slots, unless the transfer has started.
+
+        Returns:
+            whether the transfer was cancelled; if not, nothing has changed.
 
         Raises:
             NotResident: a page is not in the pool.
@@ -263,12 +296,19 @@ class Pool(ReadOnly):
         return True
 
     def touch(self, slot: Slot, step: int, tokens: int) -> None:
-        """Note a use of a slot's page, for the replacement rule; `tokens` is 0 when the page comes or is copied."""
+        """Note a use of a slot's page in the step `step`, for the replacement rule.
+
+        tokens: rows of the task that reads the page; 0 when the page comes or is copied.
+        """
         if self._told_of_uses and slot.page is not None:
             self._held.move_to_end(slot.page.id)
 
     def _replaced(self, page: Page, engine: Engine) -> Slot:
-        """Take the page that is to be replaced next out of its slot, to make room for `page`; returns the slot."""
+        """Take the page that is to be replaced next out of its slot, and return the slot, which `page` then gets.
+
+        Raises:
+            OverBudget: the pool replaces no pages by itself, or has none.
+        """
         if self.replacement == "none" or not self._held:
             raise OverBudget(
                 f"pool {self.name} in {self.memory.name} is full ({len(self.slots)} slots) and replaces nothing by "
@@ -291,7 +331,7 @@ class Pool(ReadOnly):
 
 
 class Fixed(Pool):
-    """Pages that stay in a memory for the whole run, each in a slot of exactly its size."""
+    """Pages that stay in a memory for the whole run, each in a slot of exactly the page's size."""
 
     def __init__(self, name: str, memory: Memory, pages: Iterable[Page], sizes: Iterable[int]) -> None:
         super().__init__(name, memory, 0, 0, "none")
@@ -304,7 +344,7 @@ class Fixed(Pool):
         return sum(slot.nbytes for slot in self._slots)
 
     def claims(self, free: int) -> Iterable[Claim]:
-        """One reservation for all pages, or, where they do not fit, one for each."""
+        """One claim for all pages, or, where they do not fit in `free` bytes, one for each page."""
         total, pages = self.nbytes, len(self._slots)
         if total <= free:
             return [Claim(f"{pages} pages, kept in {self.memory.name}", total)]
@@ -325,7 +365,10 @@ class Fixed(Pool):
 
 
 class Home(Fixed):
-    """Pages in the memory that weights come from. Nothing loads or moves them, and they claim no further bytes."""
+    """Pages in the memory that weights come from, for the host to compute with.
+
+    They are there already: nothing loads or moves them, and they claim no further bytes.
+    """
 
     def __init__(self, memory: Memory, pages: Iterable[Page]) -> None:
         super().__init__("home", memory, (), ())
@@ -334,10 +377,10 @@ class Home(Fixed):
 
 
 def note_use(slots: Iterable[Slot], step: int, tokens: int) -> bool:
-    """Note that a task of `tokens` rows reads the pages in these slots.
+    """Note that a task of `tokens` rows of the step `step` reads the pages in these slots.
 
     Returns:
-        whether one of their pools has to be told of every use, rather than of the first one in each step.
+        whether a pool of these slots has to be told of every use; if not, the first use in each step is enough.
     """
     every_use = False
     for slot in slots:
@@ -355,12 +398,12 @@ def note_use(slots: Iterable[Slot], step: int, tokens: int) -> bool:
 
 
 def slots_of(pool: Pool) -> Sequence[Slot]:
-    """The slots of a pool, by number."""
+    """Return the slots of a pool, by number."""
     return pool._slots
 
 
 def counts_of(pool: Pool) -> PoolCounts:
-    """The counts of a pool's pages and their uses."""
+    """Return the running counts of a pool: pages fetched, uses, pages that left unread."""
     return pool._counts
 
 
@@ -370,7 +413,7 @@ def held_slot(page: Page, pool: Pool) -> Slot | None:
 
 
 def held_slots(verb: str, pages: Sequence[Page], source: Pool) -> tuple[Slot, ...]:
-    """The slots of a pool that hold these pages.
+    """Return the slots of a pool that hold these pages, in their order.
 
     Raises:
         NotResident: the pool does not hold one of them; the message begins with the verb.
@@ -388,10 +431,14 @@ def held_slots(verb: str, pages: Sequence[Page], source: Pool) -> tuple[Slot, ..
 
 
 def _vacate_lost(page: Page, held: Slot, taken: Sequence[Slot], engine: Engine) -> None:
-    """Empty the slot of a page that never arrived; `taken` are the slots of the pages that are about to come.
+    """Empty the slot of a page whose transfer failed or was cancelled, so that the page can be fetched again.
+
+    Args:
+        held: the page's slot.
+        taken: slots that pages of the same call were already assigned to.
 
     Raises:
-        PolicyError: the page is there, on its way, or about to come.
+        PolicyError: the page is there, on its way, or named twice in the call.
     """
     if lost(held) is None or held in taken:
         raise PolicyError(
@@ -401,5 +448,5 @@ def _vacate_lost(page: Page, held: Slot, taken: Sequence[Slot], engine: Engine) 
 
 
 def lost(slot: Slot) -> BaseException | None:
-    """The reason that the transfer to a slot failed or was cancelled; None if it did not."""
+    """Return the reason that the transfer to a slot failed or was cancelled; None if it did neither."""
     return slot.writer.cause if slot.writer is not None and slot.writer.state > DONE else None

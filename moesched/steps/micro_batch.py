@@ -1,4 +1,4 @@
-"""A micro-batch as the verbs see it: its progress, its blocks of data, its KV cache, the experts of its layer."""
+"""A micro-batch as the verbs of a step see it: its progress, its blocks of data, its KV cache, its layer's experts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,13 @@ _NAMES = [verb.name for verb in VERBS]
 
 
 class HostOutput(NamedTuple):
-    """The output of an expert on the host for some of its rows."""
+    """The output of an expert that ran on the host.
+
+    Attributes:
+        expert: the expert's number in the layer.
+        rows: the rows, of those that the micro-batch has for the expert, that the output is for.
+        block: the block of data that holds the output.
+    """
 
     expert: int
     rows: range
@@ -26,10 +32,18 @@ class HostOutput(NamedTuple):
 
 
 class Blocks:
-    """A micro-batch's data within a step, and the blocks that each verb reads and writes, by the verb's number.
+    """The blocks of a micro-batch's data within a step, and, by a verb's number, those that the verb reads and writes.
 
-    On a machine with one memory the blocks on the host are those on the accelerator. A chunk shares the blocks for
-    tokens and positions with the micro-batch that it is part of.
+    On a machine with one memory the blocks on the host are the same objects as the ones on the accelerator. A chunk has
+    the blocks for tokens and positions of the micro-batch that it is part of.
+
+    Args:
+        index: the micro-batch's number, for the blocks' names.
+        unified: whether accelerator and host share a memory.
+        whole: the blocks of the micro-batch that a chunk is part of; None for no chunk.
+
+    Attributes:
+        reads, writes: by a verb's number, the blocks that its task reads and writes.
     """
 
     __slots__ = (
@@ -72,15 +86,15 @@ class Blocks:
 
 
 class KVState:
-    """A micro-batch's KV cache.
+    """The state of a micro-batch's KV cache.
 
     Attributes:
-        layers: the cache's blocks, by layer.
-        on_accelerator: by layer, whether the cache is on the accelerator rather than on the host.
-        unsaved: the layer whose new keys and values `offload_kv` has yet to move to the host; -1 for none.
-        loaded: the numbers of the buffers that `load_kv` filled, by layer.
+        layers: the cache's block of each layer.
         device: the block with one layer's keys and values on the accelerator, which the chunks of a prompt share.
-        attended_in_device: the last layer in which `attention` left keys and values in `device`.
+        on_accelerator: for each layer, whether its cache is on the accelerator; if not, it is on the host.
+        unsaved: the layer whose new keys and values `offload_kv` has yet to move to the host; -1 for none.
+        loaded: the number of the buffer that `load_kv` filled with a layer's keys and values, by layer.
+        attended_in_device: the last layer in which `attention` left keys and values in `device`; -1 for none.
     """
 
     __slots__ = ("attended_in_device", "device", "layers", "loaded", "on_accelerator", "unsaved")
@@ -98,11 +112,11 @@ class RoutingState:
     """The experts of a micro-batch in its present layer.
 
     Attributes:
-        decision: the task of `route`.
-        pending: the experts that have yet to run on this node; None until known.
-        left: for each pending expert of which a part has run, the rows that have yet to run.
-        owners: the node of each expert, as passed to `assign`.
-        outputs: blocks for `combine`.
+        decision: the task of `route`; None before it.
+        pending: the experts that have yet to run on this node; None until the result of `route` is known.
+        left: for each pending expert of which a part has run, the ranges of rows that have yet to run.
+        owners: the node of each expert, as passed to `assign`; None before that.
+        outputs: the blocks of experts' outputs that `combine` reads.
         on_host: outputs that are still on the host; None if the routed rows were not copied there.
         called: processors ("accelerator", "host") on which experts with resident weights have begun to run.
     """
@@ -120,31 +134,36 @@ class RoutingState:
 
 
 class MicroBatch:
-    """One micro-batch of a run, or a chunk of one in prefill.
+    """One micro-batch of a run, or in prefill a chunk: a part of a micro-batch's prompts.
 
     Attributes:
-        requests: the requests that have new tokens in its step.
+        index: the micro-batch's number in tasks.
+        requests: the requests that have new tokens in the micro-batch's step.
         starts: for each of these requests, the number of its tokens before the step.
-        tokens: for each of these requests, the number of its new tokens.
-        ends: the requests that it samples tokens for.
-        generated: number of tokens that each of its sequences generated before its step; the least of them, where
-            requests join and leave.
-        phase: the phase of its step.
-        served: the rows of its step, where requests join and leave; None in a batch.
-        progress: the layers and verbs of its step that it has been through, as one number: `STRIDE` values for each
-            layer.
-        last: the task that brought it to this progress.
+        tokens: for each of these requests, the number of its new tokens in the step.
+        ends: the requests for which the step samples a token.
+        generated: number of tokens that each sequence generated before the step; the least of them, where requests join
+            and leave.
+        phase: "prefill" or "decode".
+        served: the rows of the step, where requests join and leave; None in a batch.
+        progress: the layers and verbs of the step that the micro-batch has been through, as one number: `STRIDE` values
+            for each layer.
+        last: the task that brought the micro-batch to this progress.
+        blocks: the blocks of its data.
+        kv: the state of its KV cache.
+        routing: the state of its experts in the present layer.
         activations: the block of its activations within a layer, where the plan limits these; else None.
         stage: the pipeline stage that it is at.
-        works: the works of its verbs at that stage, in its kind of layer; `works_at` has those of all stages and kinds.
+        works: the work of each verb at that stage, in the present kind of layer, by the verb's name.
+        works_at: such works by the number of the stage, then by that of the kind of layer.
         bound: by a verb's number, its lane and its work at that stage, and the blocks that its task reads and writes.
         routes: whether it has used `route` rather than `post_attention`, so that a layer is several tasks after
             attention.
-        sized_for: the phase, the numbers of sampled and of new tokens, and `routes`, that its works are for.
+        sized_for: the phase, the numbers of sampled and of new tokens, and `routes`, for which its works were computed.
         chunk: the part of the prompts that it takes through prefill; None if chunks of it do that.
         chunk_of: the micro-batch whose prompts it is a part of; None if it is no chunk.
         is_chunk: whether it is a part of another micro-batch's prompts.
-        before: the chunk that it continues.
+        before: the chunk that it continues; None for none.
     """
 
     __slots__ = (
@@ -206,12 +225,17 @@ class MicroBatch:
         return self.chunk_of or self
 
     def begin(self, starts: tuple[int, ...], tokens: tuple[int, ...]) -> None:
-        """Have its requests begin a step, with `tokens` new tokens after `starts` earlier ones."""
+        """Have the micro-batch's requests begin a step.
+
+        Args:
+            starts: for each request, the number of its tokens before the step.
+            tokens: for each request, the number of its new tokens.
+        """
         self.phase = phase_after(self.generated)
         self.starts, self.tokens = starts, tokens
 
     def serve(self, rows: Rows) -> None:
-        """Begin a step with the rows of requests that join and leave."""
+        """Begin a step of the micro-batch with these rows, where requests join and leave."""
         self.served = rows
         self.requests, self.starts, self.tokens, generated, *_ = zip(*rows.rows, strict=True)
         self.ends = tuple([row.request for row in rows.rows if row.ends])
@@ -220,21 +244,24 @@ class MicroBatch:
 
     @property
     def embeds(self) -> tuple[int, ...] | Rows:
-        """The operands of `embed`: the requests, or their rows where requests join and leave."""
+        """The operands of `embed`: the numbers of the requests, or the rows where requests join and leave."""
         return self.requests if self.served is None else self.served
 
     def keep(self, requests: tuple[int, ...]) -> None:
-        """Continue with some of its requests only."""
+        """Continue with these requests only, which are some of the micro-batch's."""
         self.requests = self.ends = requests
 
     def enter(self, stage: PipelineStage, kind: int) -> None:
-        """Move to a pipeline stage and a kind of layer: later verbs have its lanes and works."""
+        """Move to a pipeline stage and a kind of layer, so that later verbs use the lanes and works of these."""
         self.stage = stage
         self.works = self.works_at[stage.number][kind]
         self.bound = self._bound_at[stage.number][kind]
 
     def bind(self, stages: Sequence[PipelineStage], works_at: list[list[dict[str, Work]]]) -> None:
-        """Give its verbs their works, by pipeline stage, kind of layer and name."""
+        """Set the works of the micro-batch's verbs.
+
+        works_at: the works by the number of the stage, then by that of the kind of layer, then by the verb's name.
+        """
         self.works_at = works_at
         blocks = self.blocks
         self._bound_at = [
@@ -246,7 +273,7 @@ class MicroBatch:
         ]
 
     def rebind(self, verb: Verb, stage: PipelineStage, kind: int, work: Work) -> None:
-        """Give one of its verbs another work."""
+        """Set the work of one verb, at one pipeline stage and for the layers of one kind."""
         self.works_at[stage.number][kind][verb.name] = work
         bound = self._bound_at[stage.number][kind]
         lane, _, reads, writes = bound[verb.number]
@@ -258,7 +285,11 @@ def whole_micro_batch(
 ) -> MicroBatch:
     """Make a micro-batch of decode steps, which is also one of prefill if none of its prompts is cut.
 
-    kv_on_accelerator: by layer, whether its KV cache is on the accelerator.
+    Args:
+        index: the micro-batch's number.
+        requests: the numbers of its requests.
+        kv_on_accelerator: for each layer, whether its KV cache is on the accelerator.
+        unified: whether accelerator and host share a memory.
     """
     cache = [Block(f"KV L{layer} mb{index}") for layer in range(len(kv_on_accelerator))]
     kv = KVState(cache, Block(f"keys and values at hand mb{index}"), kv_on_accelerator)
@@ -268,7 +299,15 @@ def whole_micro_batch(
 def chunk_of(
     whole: MicroBatch, index: int, chunk: Chunk, before: MicroBatch | None, *, unified: bool
 ) -> MicroBatch:
-    """Make a chunk of a micro-batch, which continues the chunk `before`."""
+    """Make the micro-batch of prefill that takes a chunk of another micro-batch's prompts.
+
+    Args:
+        whole: the micro-batch whose prompts are cut.
+        index: the new micro-batch's number.
+        chunk: the part of the prompts.
+        before: the chunk before it, which it continues; None for the first one.
+        unified: whether accelerator and host share a memory.
+    """
     kv = KVState(whole.kv.layers, whole.kv.device, whole.kv.on_accelerator)
     made = MicroBatch(index, chunk.requests, Blocks(index, unified=unified, whole=whole.blocks), kv)
     made.chunk, made.ends, made.before = chunk, chunk.ends, before

@@ -1,4 +1,4 @@
-"""Pages of a model, as messages name them, and the check that pages are those of a model."""
+"""Names of pages in messages, and checks that an argument holds pages of the run's model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moesched.models.layout import Page, WeightLayout
 
 
 def describe(page: Page) -> str:
-    """A page in words: its layer, its expert or the dense part, and its index there."""
+    """Return a page in words: its layer, its expert or "dense" for the part that all tokens use, and its index there."""
     part = "dense" if page.expert < 0 else f"E{page.expert}"
     return f"L{page.layer} {part} #{page.index}"
 
@@ -28,7 +28,7 @@ def describe_all(pages: Iterable[Page]) -> str:
 
 
 def spans_of(numbers: Iterable[int]) -> str:
-    """Numbers in order, with neighbours as a span: "0-3,5"."""
+    """Return numbers as text in ascending order, with neighbours as a span: "0-3,5"."""
     spans: list[list[int]] = []
     for number in sorted(numbers):
         if spans and number == spans[-1][1] + 1:
@@ -39,10 +39,12 @@ def spans_of(numbers: Iterable[int]) -> str:
 
 
 def require_list(verb: str, pages: Iterable[Page]) -> tuple[Page, ...]:
-    """Check that `pages` are pages, and return them as a tuple.
+    """Check that `pages` is a list or another iterable of pages, and return it as a tuple.
+
+    verb: the calling verb's name, for the message.
 
     Raises:
-        PolicyError: it is a single page, or something else.
+        PolicyError: it is a single page, or holds something else.
     """
     if isinstance(pages, Page):
         raise PolicyError(f"{verb}: give a list of pages, such as [{describe(pages)}], not one page")
@@ -59,6 +61,8 @@ def require_pages(verb: str, pages: Iterable[Page], layout: WeightLayout, most_b
     A page of another layout has other bytes under the same number.
 
     Args:
+        verb: the calling verb's name, for messages.
+        layout: the model's weights, cut into pages.
         most_bytes: the largest size that a page may have, in bytes.
 
     Raises:

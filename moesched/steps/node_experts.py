@@ -1,4 +1,4 @@
-"""Checks of the experts that each node of a cluster holds, and of those that it is to run."""
+"""Checks of the experts that each node holds, where nodes share a model, and of those that it is to run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,12 @@ if TYPE_CHECKING:
 
 
 def require_placement(placement: Sequence[Collection[int]], nodes: int, experts: int) -> None:
-    """Check a placement: for each node the experts that it holds.
+    """Check the experts that each node is to hold.
+
+    Args:
+        placement: for each node, the numbers of its experts.
+        nodes: number of nodes.
+        experts: number of experts of a layer.
 
     Raises:
         PolicyError: it is for another number of nodes, names an expert that does not exist, or leaves one out.
@@ -44,7 +49,13 @@ def require_routers(verb: str, declared: Declared) -> None:
 def ownership_problem(
     owners: Mapping[int, int], routed: Collection[int], placement: Sequence[Collection[int]]
 ) -> str:
-    """Find the fault of an assignment of routed experts to nodes that hold experts; empty if there is none."""
+    """Return the fault of an assignment of routed experts to nodes, in words; empty if there is none.
+
+    Args:
+        owners: the node of each expert.
+        routed: the experts that tokens were routed to.
+        placement: for each node, the experts that it holds.
+    """
     if missing := sorted(set(routed) - owners.keys()):
         return f"it leaves out {named(missing)}, which tokens were routed to"
     for expert, node in owners.items():

@@ -36,10 +36,12 @@ SCATTERED_FROM = 32 << 10
 
 
 class NodeTasks(SplitVerbs):
-    """Submits the tasks of one node to its engine.
+    """Submits the tasks of a node, one of several, to the node's engine.
 
     Args:
-        network: the lane of its exchanges.
+        network: the lane of exchanges with the other nodes.
+        plan: the node's plan.
+        works: makes the tasks' works.
         micro_batches: number of micro-batches.
     """
 
@@ -74,7 +76,9 @@ class NodeTasks(SplitVerbs):
         yield from self._exchanged_sum("gather", task, reads)
 
     def _send(self, task: Task, reads: Sequence[Block], writes: Sequence[Block]) -> Iterator[SubTask]:
-        """The first node's tasks: the verb's own task, then a broadcast of its result."""
+        """Yield the first node's tasks for a verb: the verb's own task, then a broadcast of its result to the other
+        nodes.
+        """
         yield task, reads, writes
         yield self._exchange("broadcast", task, ROWS if task.verb == "route" else TOKENS), writes[-1:], ()
 
@@ -112,7 +116,13 @@ class NodeTasks(SplitVerbs):
         return part
 
     def _amount(self, verb: str, data: str, rows: int) -> Amount:
-        """The work of an exchange: bytes through the network card of the busiest node, in its busier direction."""
+        """Return the work of an exchange: bytes through the network card of the busiest node, in its busier direction.
+
+        Args:
+            verb: the kind of exchange: "broadcast", "gather" or "all_reduce".
+            data: the kind of data: sums, rows with their choices, or tokens.
+            rows: number of rows.
+        """
         each = {
             SUM: self._operations.sum_bytes,
             ROWS: self._operations.row_and_choices_bytes,

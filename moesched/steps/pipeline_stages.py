@@ -1,4 +1,4 @@
-"""The stages of a plan: accelerators, each with the layers that it computes. Without a pipeline there is one."""
+"""The stages of a pipeline, each an accelerator with the layers that it computes. Without a pipeline there is one."""
 
 from __future__ import annotations
 
@@ -24,13 +24,16 @@ class PipelineStage:
     """One accelerator: its lanes, and the views of the pages in its memory.
 
     Attributes:
+        number: the stage's number, from 0.
         end: the layer that the next stage begins with; -1 for the last stage.
-        processors: the accelerator's name and the host's, by role.
+        processors: the names of the processors by role: "accelerator" and "host".
         memory: name of the accelerator's memory.
         lane, host: the lanes of the accelerator and the host.
         places: the stage's lanes by their purpose; none for copies within one memory.
         lanes: each verb's lane, by the verb's number; None for verbs with nothing to do.
-        empty_kv_slots: numbers of the slots of `Plan.reserve_kv_buffers` that are empty.
+        dense, whole: the views of layers' dense parts and of whole layers on the accelerator, by layer.
+        expert: by processor role, the views of experts in that processor's memory, by (layer, expert).
+        empty_kv_slots: numbers of the buffers of `Plan.reserve_kv_buffers` that are empty.
         onward: the hops of a hidden state to the next stage, as pairs of memories (source, destination).
     """
 
@@ -85,7 +88,10 @@ class PipelineStage:
 
 
 def _way(machine: Machine, source: str, destination: str) -> tuple[tuple[str, str], ...]:
-    """The hops from one accelerator's memory to another's: over the interconnect, or through the host's memory."""
+    """Return the hops from one accelerator's memory to another's, as pairs of memories (source, destination).
+
+    They go over the interconnect if there is one, else through the host's memory.
+    """
     stops = (
         [source, destination]
         if machine.joins(source, destination)

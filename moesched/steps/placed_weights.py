@@ -1,4 +1,4 @@
-"""Placement of a plan's pages: resident pages, and the pools through which the others stream."""
+"""Placement of a plan's pages: which of them stay in a memory, and the pools of slots through which the others stream."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LOAD_BUFFERS = 4
 
 
 class PlacedWeights(ReadOnly):
-    """Pools and resident pages, in the order of their declaration."""
+    """The pools and the resident pages of a plan, in the order of their declaration."""
 
     def __init__(self) -> None:
         self._resident: list[Fixed] = []
@@ -37,40 +37,48 @@ class PlacedWeights(ReadOnly):
 
     @property
     def filled(self) -> tuple[tuple[Pool, tuple[Page, ...]], ...]:
-        """Pools with the pages that are loaded into them before the first step."""
+        """Pairs (pool, pages that are loaded into the pool before the first step)."""
         return tuple(self._filled)
 
     @property
     def home(self) -> Home | None:
-        """The pages that the host computes with in the memory that weights come from; None if it runs no experts."""
+        """The pages in the memory that weights come from with which the host computes; None if it runs no experts."""
         return self._home
 
     @property
     def load_buffers(self) -> int:
-        """Number of resident pages that are loaded at the same time before the first step."""
+        """Number of buffers through which resident pages are loaded before the first step, and so of those loaded at
+        once.
+        """
         return self._load_buffers
 
     def add_pool(self, pool: Pool, filled: Sequence[Page]) -> None:
-        """Add a pool, and the pages that are in it before the first step."""
+        """Add a pool; `filled` are the pages that are loaded into the pool before the first step."""
         self._pools.append(pool)
         self._in_order.append(pool)
         if filled:
             self._filled.append((pool, tuple(filled)))
 
     def keep(self, memory: Memory, pages: Sequence[Page], sizes: Sequence[int]) -> Fixed:
-        """Declare pages that stay in a memory; `sizes` are their bytes in slots."""
+        """Declare pages that stay in a memory, and whose bytes `reserve` reserves.
+
+        sizes: bytes of each page in a slot of the device.
+        """
         resident = self.hold(memory, pages, sizes)
         self._in_order.append(resident)
         return resident
 
     def hold(self, memory: Memory, pages: Sequence[Page], sizes: Sequence[int]) -> Fixed:
-        """Declare pages that stay in a memory where their bytes are reserved already."""
+        """Declare pages that stay in a memory, where their bytes are reserved already.
+
+        sizes: bytes of each page in a slot of the device.
+        """
         resident = Fixed(f"kept {len(self._resident)}", memory, pages, sizes)
         self._resident.append(resident)
         return resident
 
     def claims(self, memory: Memory, free: int) -> Iterator[Claim]:
-        """The claims of pools and resident pages on a memory that has `free` bytes left."""
+        """Yield the claims of pools and resident pages on a memory that has `free` bytes left."""
         for pool in self._in_order:
             if pool.memory is memory:
                 for claim in pool.claims(free):
@@ -92,9 +100,12 @@ class PlacedWeights(ReadOnly):
         return sum(pool.nbytes for pool in self._in_order)
 
     def leave_at_home(self, memory: Memory, pages: Sequence[Page], both: Collection[int]) -> None:
-        """Have the host compute with those of `pages` that stay in no other memory, in the memory where weights live.
+        """Have the host compute with pages in the memory where weights live, if they stay in no other memory.
 
-        both: ids of pages that the host computes with as well, although they stay in another memory.
+        Args:
+            memory: the memory where weights live.
+            pages: the pages to choose from.
+            both: ids of pages that the host computes with as well, although they stay in another memory.
         """
         elsewhere = {page.id for resident in self._resident for page in resident.pages()} - set(both)
         self._home = Home(memory, (page for page in pages if page.id not in elsewhere))
@@ -102,7 +113,9 @@ class PlacedWeights(ReadOnly):
     def count_load_buffers(self, memory: Memory, global_bytes: int) -> None:
         """Choose `load_buffers` for a memory with resident pages, unless a pool there has slots to load through.
 
-        global_bytes: bytes of the weights outside the layers, which are loaded first.
+        Args:
+            memory: the memory that the pages are loaded into.
+            global_bytes: bytes of the weights outside the layers, which are loaded first.
 
         Raises:
             OverBudget: the memory has no room for one buffer.

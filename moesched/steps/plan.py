@@ -77,13 +77,18 @@ class Plan(PlanFacts):
     def place_kv(
         self, role: Role, micro_batches: Iterable[int] | None = None, layers: Iterable[int] | None = None
     ) -> None:
-        """Have a memory hold the KV cache of these micro-batches, or of all, in these layers, or in all.
+        """Have a memory hold the KV cache of some micro-batches in some layers.
 
         In a pipeline, each accelerator holds the cache of its own layers.
 
+        Args:
+            role: the memory: "accelerator" or "host".
+            micro_batches: numbers of the micro-batches; by default all.
+            layers: numbers of the layers; by default all.
+
         Raises:
-            PolicyError: a cache has a place already, or does not exist, or the memory holds no KV caches; or layers
-                are named, and the run searches with beams, whose caches are undivided.
+            PolicyError: a cache has a place already, or does not exist, or the memory holds no KV caches; or layers are
+                named, and the run searches with beams, whose caches are undivided.
         """
         role = role_named("place_kv", role, self.machine, KV_ROLES)
         chosen = None if layers is None else frozenset(layers)
@@ -106,8 +111,8 @@ class Plan(PlanFacts):
     def reserve_kv_buffers(self, slots: int) -> None:
         """Reserve buffers on each accelerator for keys and values that `Step.load_kv` brings from the host's KV cache.
 
-        slots: number of micro-batches whose keys and values of one layer may be loaded at once, for each stage; 0 is
-            used where the accelerator holds the whole cache.
+        slots: number of buffers of each stage, each for the keys and values of one micro-batch in one layer. Where the
+            accelerator holds the whole cache, none are reserved.
 
         Raises:
             PolicyError: it is no whole number, or below 0; or another number was declared.
@@ -153,7 +158,7 @@ class Plan(PlanFacts):
         This node's experts stay in its accelerator's memory, and so do the dense pages if the node attends.
 
         Args:
-            placement: the experts of each node.
+            placement: for each node, the numbers of its experts.
             centralised: attention, router and sampling are on the first node only; by default every node does all of
                 them alike. The other nodes get each layer's routed rows from the first one, which adds up their outputs
                 (section 3.2 of the paper on a cluster of Apple silicon, RACS'24).
@@ -187,10 +192,12 @@ class Plan(PlanFacts):
         """Declare a pool of `slots` slots, each large enough for any of `pages`.
 
         Args:
+            role: the memory that the pool is in.
+            name: the pool's name in messages and reports.
             replacement: the page that makes room for another one: the oldest ("ring"), the least recently used ("lru"),
-                or the one that an `Eviction` names, a class or an object that no other pool has; with "none", the
-                policy evicts.
-            filled: pages that are in it before the first step; they are loaded after the resident ones.
+                or the one that an `Eviction` chooses, given as a class or as an object that no other pool has; with
+                "none", the policy evicts pages itself.
+            filled: pages that are in the pool before the first step; they are loaded after the resident ones.
 
         Raises:
             PolicyError: the pages belong to several stages, and the pool would be an accelerator's; there is no such
@@ -265,7 +272,7 @@ class Plan(PlanFacts):
             self.weights.count_load_buffers(host, self.layout.globals_bytes)
 
     def _memory_for(self, verb: str, pages: Sequence[Page], role: Role) -> Memory:
-        """The memory of a role for these pages; for accelerators, that of the pages' stage."""
+        """Return the memory of a role for these pages; among several accelerators' memories, that of the pages' stage."""
         role = role_named(verb, role, self.machine)
         stages = {stage_of(self.stages, page.layer) for page in pages} if role == "accelerator" else {0}
         if len(stages) > 1:
@@ -276,14 +283,26 @@ class Plan(PlanFacts):
 
 
 def stage_of(stages: Sequence[range], layer: int) -> int:
-    """The number of the pipeline stage that a layer belongs to."""
+    """Return the number of the pipeline stage that a layer belongs to; `stages` has the layers of each stage."""
     return layer * len(stages) // stages[-1].stop
 
 
 def _placed(
     roles: tuple[Role | None, ...], role: Role, number: int, layers: Collection[int] | None
 ) -> tuple[Role | None, ...]:
-    """Give a micro-batch's KV cache of `layers`, or of all, to the memory `role`; returns its memories by layer."""
+    """Place a micro-batch's KV cache, in these layers or in all, in the memory `role`.
+
+    Args:
+        roles: by layer, the memory that holds the cache so far; None for none.
+        number: the micro-batch's number, for the message.
+        layers: numbers of the layers; None for all.
+
+    Returns:
+        by layer, the memory that holds the cache then.
+
+    Raises:
+        PolicyError: the cache of one of the layers has a place already.
+    """
     placed = []
     for layer, before in enumerate(roles):
         here = layers is None or layer in layers

@@ -1,4 +1,4 @@
-"""The facts of a plan: the model, the machine, the batch, and what of the memories is free."""
+"""The facts that a plan gives to a policy: the model, the machine, the batch, and the free bytes of memories."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class PlanFacts(Declarations):
 
     @property
     def kv(self) -> KVPlan:
-        """The placement of the KV cache, by the declarations so far."""
+        """The placement of the KV cache that the declarations so far give."""
         return self.reservations.kv(self.declared)
 
     def memory(self, role: Role, stage: int = 0) -> Memory:
@@ -109,7 +109,7 @@ class PlanFacts(Declarations):
         return self.memories[self.machine.processors[processor].memory]
 
     def free(self, role: Role, stage: int = 0, given: Declared | None = None) -> int:
-        """Bytes of a memory left beside everything declared so far, and everything that any policy needs.
+        """Return the bytes of a memory that are left beside all declarations so far, and beside what any policy needs.
 
         Activations count for all micro-batches unless `limit_in_flight` is declared, and KV caches as soon as they have
         a place.
@@ -117,8 +117,8 @@ class PlanFacts(Declarations):
         Args:
             role: the role of the memory that is asked about.
             stage: number of the pipeline stage whose accelerator's memory is meant.
-            given: declarations to assume instead of those so far, such as `replace(plan.declared, in_flight=1)`.
-                Pools and resident pages are always those declared so far.
+            given: declarations to assume instead of those so far, such as `replace(plan.declared, in_flight=1)`. Pools
+                and resident pages are always those declared so far. None for the declarations so far.
 
         Raises:
             OverBudget: the declarations need more than the memory's budget.
@@ -145,12 +145,21 @@ def _default_task_limit(layout: WeightLayout, micro_batches: int) -> int:
 
 
 def _without_staging(machine: Machine) -> str:
-    """The reason that a machine has no pinned memory."""
+    """Return the reason, in words, that a machine has no pinned memory."""
     return "accelerator and host share one" if machine.unified else "all of the host's is page-locked"
 
 
 def _memories(machine: Machine, written: Machine, budgets: Mapping[str, int]) -> dict[str, Memory]:
-    """The memories by name, with their budgets; `written` lists all accelerators, which have the first one's budget."""
+    """Make the memories by name, with their budgets.
+
+    Args:
+        machine: the machine as its profile has it; its memories are the ones that budgets can name.
+        written: the machine with all accelerators of a pipeline listed; each has the first one's budget.
+        budgets: bytes by memory name; other memories have their whole capacity.
+
+    Raises:
+        BadInput: a budget names no memory of the machine.
+    """
     for name in budgets:
         if name not in machine.memories:
             raise BadInput(

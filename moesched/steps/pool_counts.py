@@ -30,12 +30,12 @@ class Counted(NamedTuple):
 
 
 class PoolCounts:
-    """The running counts of one pool; see `Counted`.
+    """The running counts of one pool: the numbers of `Counted`, and a log of them.
 
     Attributes:
-        log: the counts at the end of each step, with the number of tasks submitted by then; None unless a recorder
-            asks for them.
-        skipped: number of tasks that were counted without being submitted.
+        log: for each step so far, (number of tasks submitted by its end, counts at its end); None unless a recorder
+            asks for it.
+        skipped: number of tasks of further steps that `repeat` counted, although they were not submitted.
     """
 
     __slots__ = (
@@ -53,19 +53,23 @@ class PoolCounts:
         self.log: list[tuple[int, Counted]] | None = None
 
     def now(self) -> Counted:
-        """The counts so far."""
+        """Return the counts so far."""
         return Counted(self.fetched, self.hits, self.misses, self.wasted, self.cancelled)
 
     def record(self, submitted: int) -> None:
-        """Add the counts to the log, if there is one, with the number of tasks submitted so far."""
+        """Add (number of tasks so far, counts so far) to the log, if there is one.
+
+        submitted: number of tasks submitted so far.
+        """
         if self.log is not None:
             self.log.append((submitted + self.skipped, self.now()))
 
     def repeat(self, since: Counted, times: int, submitted: int, tasks: int) -> None:
-        """Count further steps, each with the same counts as the steps since `since`.
+        """Count further steps, of which each has the counts that were added after `since`.
 
         Args:
-            times: number of steps.
+            since: the counts before the step that is repeated.
+            times: number of further steps.
             submitted: number of tasks submitted so far.
             tasks: number of tasks of each step.
         """

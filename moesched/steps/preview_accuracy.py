@@ -1,4 +1,4 @@
-"""The accuracy of forecasts: experts that previews or predictors named, beside those that `route` then chose."""
+"""Accuracy of router forecasts: how many of the experts that `route` chose a preview or predictor had named."""
 
 from __future__ import annotations
 
@@ -24,18 +24,23 @@ class Compared(NamedTuple):
     found: int = 0
 
     def plus(self, forecast: Mapping[int, float], chosen: Mapping[int, int]) -> Compared:
-        """The counts after one more forecast was compared with the experts that were then chosen."""
+        """Return the counts after one more comparison of a forecast with the experts that the router then chose.
+
+        Args:
+            forecast: the forecast experts, each with its expected tokens.
+            chosen: the chosen experts, each with its tokens.
+        """
         found = len(chosen.keys() & forecast.keys())
         return Compared(self.forecasts + 1, self.chosen + len(chosen), self.found + found)
 
 
 class Answer(NamedTuple):
-    """The answer of a predictor.
+    """The answer of a predictor about a later layer's router.
 
     Attributes:
         predictor: name of the predictor's class.
-        ahead: number of layers from the last one in which the micro-batch was routed.
-        tokens: the number of tokens that each expert can expect.
+        ahead: number of layers from the last one in which the micro-batch was routed to the forecast one.
+        tokens: the expected number of tokens of each expert.
     """
 
     predictor: str
@@ -43,7 +48,7 @@ class Answer(NamedTuple):
     tokens: Mapping[int, float]
 
     def most_expected(self, count: int) -> dict[int, float]:
-        """The `count` experts with the most expected tokens."""
+        """Return the `count` experts with the most expected tokens, each with that number."""
         ranked = sorted(self.tokens.items(), key=lambda each: (-each[1], each[0]))
         return dict(ranked[:count])
 
@@ -51,13 +56,14 @@ class Answer(NamedTuple):
 class PreviewAccuracy:
     """Compares the forecasts of a run with its routings, step by step.
 
-    A forecast counts if its layer is then routed by `route`; not before `post_attention`, nor if a task failed.
+    A forecast counts if its layer is then routed by `route`. It does not count if `post_attention` runs the layer, or
+    if a task failed.
 
     Attributes:
         ahead: the comparisons of previews so far, by the number of layers that they looked ahead.
-        by_predictor: the comparisons of predictors' answers so far, by predictor and that number. As many of an
-            answer's experts count as the router then chose, those with the most expected tokens.
-        waiting: forecasts whose layer has not been routed in this step, by layer and micro-batch.
+        by_predictor: the comparisons of predictors' answers so far, by (predictor, number of layers ahead). As many of
+            an answer's experts count as the router then chose, those with the most expected tokens.
+        waiting: forecasts whose layer has not been routed in this step, by (layer, micro-batch).
     """
 
     __slots__ = ("_pairs", "ahead", "by_predictor", "waiting")
@@ -73,15 +79,16 @@ class PreviewAccuracy:
         self.waiting.setdefault((layer, micro_batch), []).append(forecast)
 
     def pair(self, route: Task) -> None:
-        """Pair a layer's `route` with the earlier forecasts of its choices, to compare them at the end of the step."""
+        """Pair a layer's `route` task with the forecasts of its choices, to compare them at the end of the step."""
         forecasts = self.waiting.pop((route.layer, route.micro_batch), ())
         self._pairs += [(forecast, route) for forecast in forecasts]
 
     def end_step(self) -> None:
-        """Compare a step's pairs, and drop its tasks; also called when a run ends within a step.
+        """Compare a step's pairs of forecast and routing, and drop their tasks; also called when a run ends within a
+        step.
 
-        At the end of a step all pairs are known: experts cannot run before their routing is, and a routing overwrites
-        what its previews read.
+        At the end of a step all routings are known, since experts cannot run before. The forecasts are known, too: a
+        routing overwrites what its previews read, and so ran after them.
         """
         for forecast, route in self._pairs:
             if route.state == DONE:

@@ -1,4 +1,4 @@
-"""The process that runs a plan: memory that it takes beside the plan's weights, KV cache and buffers."""
+"""The memory of the process that runs a plan, beside the plan's own weights, KV cache and buffers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Process(NamedTuple):
 
     Attributes:
         runtime: bytes before the first batch: Python, libraries, tokenizer, prompts.
-        peak: the most resident bytes so far: the first run on a machine times kernels, which takes 200 MB for a second.
+        peak: the most resident bytes so far, which may be higher: the first run on a machine times kernels.
         kernels: bytes that kernels take for their own code, on all devices of this process.
         whole: whether all memories of the machine are in this process; otherwise its peak cannot be predicted, since an
             accelerator's driver takes memory too.

@@ -28,10 +28,11 @@ HIDDEN, LOGITS = "hidden", "logits"
 
 
 class RankTasks(SplitVerbs):
-    """Submits the tasks of one rank to its engine.
+    """Submits the tasks of one tensor-parallel rank to the rank's engine.
 
     Args:
-        interconnect: the lane of its all-reduces.
+        interconnect: the lane of the rank's all-reduces.
+        works: makes the tasks' works.
         micro_batches: number of micro-batches.
     """
 

@@ -1,4 +1,4 @@
-"""Objects that policies see and cannot change by mistake: a later assignment is an error at the policy's own line."""
+"""Base of objects that policies see and cannot change by mistake: an assignment is an error at the policy's own line."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ReadOnly:
         self._sealed = True
 
     def _set(self, **attributes: object) -> None:
-        """Set attributes without the check, which takes most of the time of an assignment."""
+        """Set attributes without the check for read-only names, which takes most of an assignment's time."""
         for name, value in attributes.items():
             object.__setattr__(self, name, value)
 

@@ -1,4 +1,6 @@
-"""Bytes that a plan takes of each memory: a pure function of the model, the machine, the batch and the declarations."""
+"""Computes the bytes that a plan takes of each memory, from the model, the machine, the batch and the declarations
+alone.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,15 @@ Content = Literal["weights", "KV cache", "buffers"]
 
 
 class Reservation(NamedTuple):
-    """Bytes taken of one memory for the whole run; `what` completes "... needs N bytes"."""
+    """Bytes taken of one memory for the whole run.
+
+    Attributes:
+        memory: the memory's name.
+        what: the claimant, as in the message "... needs N bytes".
+        nbytes: the bytes taken.
+        content: the kind of contents: weights, KV cache or buffers.
+        parts: the equal parts that the bytes consist of; None if they have none.
+    """
 
     memory: str
     what: str
@@ -58,7 +68,9 @@ class NodeShare:
         return self.index == 0 or not self.centralised
 
     def pages(self, layout: WeightLayout) -> tuple[Page, ...]:
-        """The pages that this node uses: those of its experts and of the dense part; all without a placement."""
+        """Return the pages that this node uses: those of its experts, and the dense ones if it attends; all without a
+        placement.
+        """
         if not self.placement:
             return layout.pages
         held = self.placement[self.index]
@@ -75,8 +87,9 @@ class Declared:
 
     Attributes:
         in_flight: most micro-batches that are within a layer at once in prefill.
-        kv_roles: by micro-batch, the memory that holds its KV cache of each layer; None where none is declared yet.
-        kv_buffers: micro-batches whose keys and values of one layer may be loaded to the accelerator at once.
+        kv_roles: by micro-batch, then by layer, the memory that holds the KV cache; None where none is declared yet.
+        kv_buffers: number of buffers on each accelerator into which keys and values are loaded from the host, each for
+            one micro-batch and layer.
         experts_on_host: whether the host runs experts too.
         resident_experts_on_host: whether the host also runs experts that stay in an accelerator's memory.
         nodes: this node's part, where several nodes share the experts.
@@ -104,7 +117,7 @@ class KVPlan(NamedTuple):
     """Placement of the KV cache.
 
     Attributes:
-        roles: by micro-batch, the memory that holds its cache of each layer; None where none is declared.
+        roles: by micro-batch, then by layer, the memory that holds the cache; None where none is declared.
         slots: number of buffers on each accelerator, each for one layer's keys and values of a micro-batch on the host.
         slot_bytes: bytes of each buffer; 0 where accelerator and host share a memory.
     """
@@ -114,29 +127,32 @@ class KVPlan(NamedTuple):
     slot_bytes: int
 
     def held_by(self, role: Role) -> list[int]:
-        """The micro-batches whose KV cache a memory holds, in all layers or in some."""
+        """Return the micro-batches whose KV cache is in the memory `role`, in all layers or in some."""
         return [number for number, holders in enumerate(self.roles) if role in holders]
 
     def layers_held_by(self, role: Role, micro_batch: int) -> tuple[int, ...]:
-        """The layers in which a memory holds the KV cache of a micro-batch."""
+        """Return the layers in which a micro-batch's KV cache is in the memory `role`."""
         return tuple(layer for layer, holder in enumerate(self.roles[micro_batch]) if holder == role)
 
     @property
     def on_gpu(self) -> float:
-        """Share of the KV cache that the accelerator holds, in layers of micro-batches: r_c of MoE-Lightning."""
+        """Share of the KV cache that the accelerator holds, from 0 to 1, counted in (micro-batch, layer) pairs: r_c of
+        MoE-Lightning.
+        """
         held = sum(holders.count("accelerator") for holders in self.roles)
         return held / (len(self.roles) * len(self.roles[0]))
 
 
 class Reservations(ReadOnly):
-    """Sizes of everything that a plan's declarations need, and the memories that hold it.
+    """Computes the reservations that a plan's declarations need: the bytes, and the memory that holds them.
 
     Args:
         machine: with one accelerator listed for each stage.
         chunks: the micro-batches of prefill, by number.
+        operations: sizes of the model's data.
         stages: the layers of each stage of a pipeline; a single stage without a pipeline.
         slot_bytes: returns the bytes that a page takes in a slot of the device.
-        process: the process that will run the plan.
+        process: the process that will run the plan; None where that is not known.
     """
 
     def __init__(
@@ -169,7 +185,7 @@ class Reservations(ReadOnly):
         self._seal()
 
     def of(self, declared: Declared) -> list[Reservation]:
-        """All reservations, in the order in which they are made."""
+        """Return all reservations for these declarations, in the order in which they are made."""
         return [
             *self.needed_by_all(declared.nodes),
             *self._within_layers(declared),
@@ -196,7 +212,7 @@ class Reservations(ReadOnly):
                 yield Reservation(fast, "unpacked rows of coded weights", sizes.unpacked)
 
     def kv(self, declared: Declared) -> KVPlan:
-        """The placement of the KV cache, and the buffers for keys and values that are loaded to accelerators."""
+        """Return the placement of the KV cache, and the buffers for keys and values that are loaded to accelerators."""
         loaded = [number for number, roles in enumerate(declared.kv_roles) if set(roles) != {"accelerator"}]
         slots = declared.kv_buffers if loaded else 0
         if not slots or self._machine.unified:
@@ -205,13 +221,13 @@ class Reservations(ReadOnly):
 
     @cached_property
     def _layer_caches(self) -> tuple[int, ...]:
-        """For each micro-batch, the bytes of the largest KV cache of any layer at the end of the generation."""
+        """For each micro-batch, the bytes that the largest KV cache of any layer has at the end of the generation."""
         batch, kinds = self._batch, self._operations.kinds.values()
         longest = map(batch.longest_at_end, batch.micro_batches)
         return tuple(max(kind.held_bytes(each, batch.beams) for kind in kinds) for each in longest)
 
     def cache_bytes(self, micro_batches: Iterable[int], layers: Iterable[int]) -> int:
-        """Bytes of the KV caches of micro-batches in these layers at the end of the generation; cached."""
+        """Return the bytes of the KV caches of micro-batches in these layers at the end of the generation; cached."""
         key = tuple(micro_batches), tuple(layers)
         if key not in self._cached:
             batch, (numbers, of_layers) = self._batch, key
@@ -220,7 +236,7 @@ class Reservations(ReadOnly):
         return self._cached[key]
 
     def _tokens_of(self, micro_batches: Iterable[int]) -> int:
-        """Tokens of the KV caches of micro-batches at the end of the generation; cached."""
+        """Return the number of tokens in the KV caches of micro-batches at the end of the generation; cached."""
         key = tuple(micro_batches)
         if key not in self._tokens:
             batch = self._batch
@@ -233,7 +249,7 @@ class Reservations(ReadOnly):
             yield Reservation(self._host, "all weights", self._weight_bytes(nodes), "weights")
 
     def _weight_bytes(self, nodes: NodeShare) -> int:
-        """Bytes of all weights that this node uses; cached."""
+        """Return the bytes of all weights that this node uses, in slots of the device; cached."""
         if nodes not in self._of_nodes:
             self._of_nodes[nodes] = sum(map(self._slot_bytes, nodes.pages(self._layout)))
         return self._of_nodes[nodes]
@@ -333,7 +349,14 @@ class Reservations(ReadOnly):
 
 
 def held_alike(kv_roles: Sequence[Sequence[Role | None]], role: Role) -> dict[tuple[int, ...], list[int]]:
-    """Group the micro-batches whose KV cache a memory holds, all or some of its layers, by the layers that it holds."""
+    """Group the micro-batches whose KV cache is at least partly in the memory `role`, by the layers that it holds.
+
+    kv_roles: by micro-batch, then by layer, the memory that holds the cache.
+
+    Returns:
+        for each set of layers, as a tuple, the numbers of the micro-batches of which the memory holds just these
+        layers.
+    """
     of_roles: dict[Sequence[Role | None], list[int]] = {}
     for number, roles in enumerate(kv_roles):
         of_roles.setdefault(roles, []).append(number)
@@ -345,7 +368,10 @@ def held_alike(kv_roles: Sequence[Sequence[Role | None]], role: Role) -> dict[tu
 
 
 def global_bytes(layout: WeightLayout, stages: int) -> list[int]:
-    """Bytes of the embedding, the final norm and the LM head at each stage: the first embeds, the last samples."""
+    """Return, for each pipeline stage, the bytes of its weights outside the layers.
+
+    The first stage has the embedding, the last one the final norm and the LM head.
+    """
     if stages == 1:
         return [layout.globals_bytes]
     config = layout.config

@@ -17,10 +17,15 @@ KV_ROLES: tuple[Role, ...] = ("accelerator", "host")
 
 
 def role_named(verb: str, name: str, machine: Machine, roles: Sequence[Role] = ROLES) -> Role:
-    """The role of a memory, which a policy names by its role or by the machine's name of it.
+    """Return the role of a memory, which a policy names by its role or by the machine's name of it.
 
     A unified memory is the accelerator's and the host's. For a KV cache there the policy has to name the role, since it
     decides which processor computes attention.
+
+    Args:
+        verb: the calling method's name, for messages.
+        name: the role or the memory's name.
+        roles: the roles to choose from.
 
     Raises:
         PolicyError: there is no such name, or it means two roles and the KV cache needs one.

@@ -1,4 +1,4 @@
-"""A pool whose pages are replaced by an eviction rule."""
+"""A pool in which an eviction rule chooses the page that makes room for another one."""
 
 from __future__ import annotations
 
@@ -13,10 +13,14 @@ from moesched.steps.memory import Memory, Pool, Replacement, Slot
 
 
 class RuledPool(Pool):
-    """Page slots in which an `Eviction` names the page to be replaced.
+    """Page slots in which an `Eviction` chooses the page to be replaced.
+
+    Args:
+        rule: an `Eviction` object that no other pool has, or a class of such objects. The other arguments are as in
+            `Pool`.
 
     Raises:
-        PolicyError: `replacement` is no eviction rule, or orders another cache.
+        PolicyError: `rule` is no eviction rule, or orders another cache.
     """
 
     def __init__(

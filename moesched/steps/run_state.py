@@ -27,12 +27,18 @@ class RunState:
     """The state that all steps of a run share.
 
     Args:
+        plan: the policy's plan, for which this reserves the memory.
+        engine: gets the tasks.
+        lanes: the engine's lanes by name.
         steps: the number of steps; by default one for each token that is to be generated.
         age: tokens that count as generated before the first decode step, to look into the middle of a long run.
 
     Attributes:
-        prefill_batches: the micro-batches of prefill: chunks where prompts are cut, else those of decoding.
+        micro_batches: the micro-batches of decode steps.
+        prefill_batches: the micro-batches of prefill: chunks where prompts are cut, else the same as `micro_batches`.
         present: the micro-batches of the present or next step: some hold prompts, others decode.
+        stages: the stages of the pipeline; `stage_of` has the stage of each layer.
+        works: makes the works of tasks.
         kv_slots: the buffers that `load_kv` fills, of all stages.
         free_activations: free blocks of activations, one for each micro-batch that may be within a layer in prefill,
             where the plan limits these.
@@ -85,12 +91,12 @@ class RunState:
         return self.plan.declared.in_flight < len(self.prefill_batches)
 
     def numbered(self, number: int) -> MicroBatch:
-        """The micro-batch that a task names by `number`: those of decode come first, then those of prefill."""
+        """Return the micro-batch to which tasks refer by `number`: those of decode come first, then those of prefill."""
         count = len(self.micro_batches)
         return self.micro_batches[number] if number < count else self.prefill_batches[number - count]
 
     def begin_step(self) -> dict[int, MicroBatch]:
-        """Have the present micro-batches begin a step at the first stage.
+        """Have the present micro-batches begin a step at the first pipeline stage.
 
         Returns:
             the micro-batches by number; if all are chunks, they are numbered from 0.
@@ -106,13 +112,18 @@ class RunState:
         return {batch.index - first: batch for batch in self.present}
 
     def serve(self, rows: Mapping[int, Rows]) -> None:
-        """Have these micro-batches take part in the next step, with these rows of requests that join and leave."""
+        """Have micro-batches take part in the next step.
+
+        rows: by the micro-batch's number, its rows of requests that join and leave.
+        """
         self.present = [self.micro_batches[number] for number in rows]
         for batch in self.present:
             batch.serve(rows[batch.index])
 
     def _continue(self, batch: MicroBatch) -> None:
-        """Have the requests of a batch begin their next step: prompts or chunks of them, or one token each."""
+        """Have the requests of a micro-batch begin their next step: with prompts or chunks of them, or with one token
+        each.
+        """
         if batch.generated == 0:
             assert batch.chunk is not None, (
                 "a micro-batch of prompts is a chunk, or has one of all its prompts"
@@ -124,7 +135,9 @@ class RunState:
         batch.begin(starts, (1,) * len(starts))
 
     def end_step(self) -> None:
-        """Have the micro-batches whose prompts are complete decode from now on, with one more token each."""
+        """Note that a step has ended: the micro-batches with complete prompts decode from now on, with one more token
+        each.
+        """
         through = [batch.whole for batch in self.present if batch.chunk is None or batch.chunk.last]
         for batch in through:
             batch.generated += 1
@@ -138,7 +151,8 @@ class RunState:
 
         Args:
             ended: requests that have ended.
-            rows_apart: tests whether no row's bits depend on another row, in micro-batches of up to a number of rows.
+            rows_apart: given a number of rows, tests whether no row's bits depend on another row in micro-batches of up
+                to that number.
         """
         batches, self.present = self.present, []
         for batch in batches:
@@ -150,13 +164,13 @@ class RunState:
                     batch.keep(left)
 
     def restart(self) -> None:
-        """Go back to the first step."""
+        """Go back to the first step of the run."""
         for batch in self.micro_batches:
             batch.generated = 0
         self.present = list(self.prefill_batches)
 
     def skip(self, steps: int) -> None:
-        """Continue as if that many more steps had been scheduled, each like the one before."""
+        """Continue as if `steps` more steps had been scheduled, each like the one before."""
         for batch in self.present:
             batch.generated += steps
 
@@ -215,7 +229,7 @@ class RunState:
                 views.open.clear()
 
     def _bring(self, page: Page, slot: Slot, verb: str) -> PageTransfer:
-        """Submit a page's transfer from where the weights come from."""
+        """Submit the transfer of a page to a slot from where the weights come from; `verb` is "load" or "fetch"."""
         lane, work = self.works.move(self.plan.machine.roles.weights, slot.memory, page.nbytes)
         task = PageTransfer(lane, work, verb, page.layer, -1, page.expert, pages=(page,), slots=(slot,))
         return self.engine.submit(task, (), (slot,))

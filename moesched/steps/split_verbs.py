@@ -1,4 +1,4 @@
-"""Verbs that consist of several tasks on a machine of several ranks or nodes."""
+"""Verbs that consist of several tasks, where several ranks or nodes run a model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ class SplitVerbs:
     """Submits verbs to an engine, some of them as several tasks.
 
     Args:
-        split: makes the tasks of a split verb, by the verb's name; verbs that it lacks are one task.
+        engine: gets the tasks.
+        works: makes the tasks' works.
+        split: by a verb's name, a function that yields the verb's tasks; a verb that is not in it is one task.
     """
 
     def __init__(self, engine: Engine, works: Works, split: Mapping[str, Split]) -> None:
@@ -39,7 +41,7 @@ class SplitVerbs:
         after: Sequence[Task] = (),
         priority_class: int = 0,
     ) -> Task:
-        """Submit a verb's task, or all tasks of a split verb.
+        """Submit a verb's task, or all tasks of a split verb; the arguments are those of `Engine.submit`.
 
         Returns:
             the verb's handle: the decision that a policy awaits, or the last task.
@@ -58,21 +60,32 @@ class SplitVerbs:
         return task if isinstance(task, Decision) else last
 
     def _kernel(self, verb: str, task: Task, work: Work) -> Kernel:
-        """A kernel that is a part of a verb, on the lane of the verb's own task."""
+        """Make a kernel that is a part of a verb, on the lane of the verb's own task."""
         return part_of(task, Kernel, task.lane, work, verb, task.operands)
 
     def _work(self, kind: str, task: Task, amount: Callable[[Operations, int], Amount]) -> Work:
-        """The work of a part of a verb, on as many rows as the verb's own work, in its kind of layer."""
+        """Make the work of a part of a verb, on as many rows as the verb's own work, in the same kind of layer.
+
+        Args:
+            kind: the part's kind of operation.
+            task: the verb's own task.
+            amount: returns the FLOPs and bytes of the part for a number of rows.
+        """
         number = self._works.kind_of[task.layer]
         of_layer = partial(amount, self._works.kinds[number])
         return self._works.work(kind, task.work.resource, task.work.tokens, of_layer, number)
 
 
 def part_of(task: Task, make: type[T], lane: Lane, work: Work, verb: str, operands: object) -> T:
-    """Make a task that is a part of a verb's own task, for the same layer and micro-batch."""
+    """Make a task that is a part of a verb's own task, for the same layer and micro-batch.
+
+    Args:
+        task: the verb's own task.
+        make: the class of the new task.
+    """
     return make(lane, work, verb, task.layer, task.micro_batch, -1, operands, task.step, task.generated)
 
 
 def signature_of(data: str, task: Task) -> str:
-    """The text that names an exchange of a task's data; it must be equal on all ranks."""
+    """Return the text that names an exchange of a task's data; all ranks compare it, and it must be equal on all."""
     return f"{data} of {task.work.tokens} rows, step {task.step}, layer {task.layer}, mb{task.micro_batch}"

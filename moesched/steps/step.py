@@ -68,21 +68,23 @@ class Step(PageVerbs, AttentionVerbs, ExpertVerbs, Outlook):
     """
 
     def kv_on_accelerator(self, micro_batch: int, layer: int | None = None) -> bool:
-        """Test whether a micro-batch's KV cache of a layer, or of all, is on the accelerator, not on the host."""
+        """Test whether a micro-batch's KV cache of a layer is on the accelerator, not on the host; without a layer, of
+        all.
+        """
         here = self._batches[micro_batch].kv.on_accelerator
         return all(here) if layer is None else here[layer]
 
     def phase(self, micro_batch: int) -> Phase:
-        """The phase of a micro-batch: it holds prompts, or decodes."""
+        """Return the phase of a micro-batch: "prefill" if it holds prompts, else "decode"."""
         return self._batches[micro_batch].phase
 
     def tokens(self, micro_batch: int) -> int:
-        """The number of new tokens of a micro-batch: those of its prompts, or one for each sequence."""
+        """Return the number of new tokens of a micro-batch: those of its prompts, or one for each sequence."""
         batch = self._batches[micro_batch]
         return sum(batch.tokens) if batch.phase == "prefill" else batch.works["embed"].tokens
 
     def goes_on(self, micro_batch: int) -> bool:
-        """Test whether a micro-batch of prefill is a chunk that continues the one before it."""
+        """Test whether a micro-batch of prefill is a chunk that continues the micro-batch before it."""
         return self._batches[micro_batch].before is not None
 
     def embed(self, micro_batch: int) -> Task:
@@ -99,7 +101,10 @@ class Step(PageVerbs, AttentionVerbs, ExpertVerbs, Outlook):
         return self._run(EMBED, -1, batch, batch.embeds)
 
     def post_attention(self, layer: int, micro_batch: int) -> Task:
-        """Output projection, router, all experts and combine as one kernel over the whole layer's pages."""
+        """Output projection, router, all experts and combine as one kernel over the whole layer's pages.
+
+        Submits this task for a micro-batch and returns its handle.
+        """
         batch = self._at(POST_ATTENTION, layer, micro_batch)
         if self.nodes > 1:
             raise PolicyError(
@@ -115,7 +120,10 @@ class Step(PageVerbs, AttentionVerbs, ExpertVerbs, Outlook):
         return self._run(POST_ATTENTION, layer, batch, view, reads)
 
     def sample(self, micro_batch: int) -> Task:
-        """LM head and the choice of each sequence's next token; the value is the list of tokens."""
+        """LM head and the choice of each sequence's next token; the value is the list of tokens.
+
+        Submits this task for a micro-batch and returns its handle: awaiting the handle gives the value.
+        """
         batch = self._at(SAMPLE, -1, micro_batch)
         if not batch.ends:
             batch.progress = self._state.stride + START
@@ -123,10 +131,10 @@ class Step(PageVerbs, AttentionVerbs, ExpertVerbs, Outlook):
         return self._run(SAMPLE, -1, batch, batch.ends)
 
     def close(self) -> list[tuple[tuple[int, ...], Task]]:
-        """End the step.
+        """End the step; the framework calls this once the policy's method has ended.
 
         Returns:
-            for each micro-batch that sampled, its requests and its `sample`, whose value is their tokens; where
+            for each micro-batch that sampled, its requests and its `sample` task, whose value is their tokens; where
             requests join and leave, also for one that did not: no requests, and its last task.
 
         Raises:

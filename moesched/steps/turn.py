@@ -1,4 +1,4 @@
-"""The times at which a policy may call the verbs of a step: while it runs, and only on the thread that runs it."""
+"""Turns of a policy: the times at which it may call the verbs of a step, and the thread on which it may do so."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ NOBODY = 0
 
 class Turn:
     """Tells whether a thread may call the verbs of a step now.
+
+    Args:
+        step: the step's name in messages.
 
     Attributes:
         thread: the identifier of the thread that runs the policy; `NOBODY` while the policy waits and once the step is
@@ -40,7 +43,7 @@ class Turn:
         self.thread = NOBODY
 
     def refusal(self, verb: str) -> PolicyError:
-        """The error of a verb that is called at another time or on another thread."""
+        """Return the error of a verb that is called at another time or on another thread."""
         own = "use the step that this prefill or decode was called with"
         if self._over:
             return PolicyError(f"{verb}: {self._step} is over: {own}")

@@ -1,4 +1,4 @@
-"""Views of the weights that kernels read: the slots of several pages, as one block."""
+"""Views of the weights that a kernel reads: the slots of several pages, which tasks read as one block."""
 
 from __future__ import annotations
 
@@ -17,14 +17,22 @@ K = TypeVar("K", bound=Hashable)
 
 
 class View(Generic[K]):
-    """The slots of several pages, as a kernel reads them: one node that stands for all of their transfers.
+    """The slots of several pages, as a kernel reads them.
 
-    n kernels that read n pages through a view need 2n edges instead of n². On streams they have n²: an edge between
-    two tasks of a device costs the host nothing, a node between them would. A view lasts until one of its slots is
-    given another page; that write waits for every kernel that read through the view.
+    In the engine a view is a join, one node that stands for the transfers of all pages: n kernels that read n pages
+    through a view need 2n edges instead of n². On streams there is no join, and they have n² edges: an edge between two
+    tasks of a device costs the host nothing, a join would. A view lasts until one of its slots is given another page;
+    the transfer of that page waits for every kernel that read through the view.
 
-    bound: for the device: the weights as its kernels read them.
-    noted: the last step in which a use was noted; `LOADED` for good where a pool has to be told of every use.
+    Attributes:
+        owner: the open views of the memory.
+        key: identifies the pages, such as (layer, expert).
+        pages, slots: the pages, and the slot that holds each.
+        bound: the weights as the device's kernels read them, set by the device; None before that.
+        noted: the last step in which a use was noted; `LOADED` for good where a pool has to be told of every use.
+        moving: the slots whose pages may be replaced.
+        block: the block that the join writes; None without a join.
+        reads: the blocks that a kernel which reads through the view depends on.
     """
 
     __slots__ = ("block", "bound", "key", "moving", "noted", "owner", "pages", "reads", "slots")
@@ -49,12 +57,12 @@ class View(Generic[K]):
             slot.views.append(self)
 
     def use(self, step: int, tokens: int) -> None:
-        """Note that a kernel reads the pages, unless `noted` is this step already; `tokens` are its rows."""
+        """Note that a kernel of `tokens` rows reads the pages in the step `step`."""
         if not note_use(self.moving, step, tokens):
             self.noted = step
 
     def close(self, engine: Engine) -> None:
-        """End the view; the next writers of its slots wait for its readers."""
+        """End the view. The next tasks that write to its slots wait for all kernels that read through the view."""
         readers_done = [] if self.block is None else [engine.join((), (self.block,))]
         del self.owner.open[self.key]
         for slot in self.moving:
@@ -63,7 +71,11 @@ class View(Generic[K]):
 
 
 class Views(Generic[K]):
-    """The open views of one memory, by a key that identifies their pages."""
+    """The open views of one memory, by a key that identifies their pages.
+
+    Args:
+        pages_of: returns the pages of a key, such as of (layer, expert).
+    """
 
     def __init__(self, memory: Memory, pages_of: Callable[[K], tuple[Page, ...]]) -> None:
         self.memory = memory
@@ -71,7 +83,7 @@ class Views(Generic[K]):
         self.open: dict[K, View[K]] = {}
 
     def show(self, key: K, engine: Engine) -> View[K]:
-        """A view of the key's pages, all of which must be in this memory.
+        """Open and return a view of the key's pages, all of which must be in this memory.
 
         Raises:
             NotResident: a page is not there.

@@ -1,4 +1,4 @@
-"""The work of a run's tasks: their demands on the machine. Tasks with equal demands share one object."""
+"""The works of a run's tasks: the FLOPs and bytes that each demands. Tasks with equal demands share one `Work` object."""
 
 from __future__ import annotations
 
@@ -29,11 +29,12 @@ _TO_THE_HOST_AND_BACK = WorkPart("hop", 0, times=2)
 
 
 class Works:
-    """Makes `Work` objects, and sets those of a micro-batch for each of its steps.
+    """Makes the `Work` objects of a run, and sets those of a micro-batch for each of its steps.
 
     Attributes:
         operations: costs of the operations in the model's typical layer.
-        kinds: costs of the operations in each kind of layer, by its number; `kind_of` has the number for each layer.
+        kinds: costs of the operations in each kind of layer, by the kind's number.
+        kind_of: for each layer, the number of its kind.
     """
 
     def __init__(self, plan: Plan, lanes: Mapping[str, Lane], stages: Sequence[PipelineStage]) -> None:
@@ -58,9 +59,14 @@ class Works:
         *,
         joins: bool = False,
     ) -> Work:
-        """The work of one kind of operation on `tokens` rows, in one kind of layer.
+        """Return the work of one kind of operation on `tokens` rows, in one kind of layer.
 
-        joins: whether the launch of an earlier task starts the operation, so that it costs no launch of its own.
+        Args:
+            kind: the kind of operation, such as "expert_ffn".
+            resource: the processor that computes it.
+            amount: returns FLOPs, bytes, parts and kernel rate for a number of rows.
+            layer_kind: number of the kind of layer.
+            joins: whether the launch of an earlier task starts the operation, so that it costs no launch of its own.
         """
         key = kind, resource, tokens, layer_kind, joins
         work = self._works.get(key)
@@ -72,9 +78,13 @@ class Works:
     def move(
         self, source: str, destination: str, nbytes: int, pieces: int = 1, *, kind: str = ""
     ) -> tuple[Lane, Work]:
-        """The lane and the work of moving bytes between two memories, in `pieces` pieces of equal size.
+        """Return the lane and the work of moving bytes between two memories.
 
-        kind: the kind of work; by default the link's name, as for pages.
+        Args:
+            source, destination: names of the memories.
+            nbytes: bytes of all pieces together.
+            pieces: number of pieces of equal size, such as pages.
+            kind: the kind of work; by default the link's name, as for pages.
         """
         known = self._moves.get((source, destination, nbytes, pieces, kind))
         if known is None:
@@ -86,7 +96,9 @@ class Works:
         return known
 
     def price(self, work: Work) -> int:
-        """The expected nanoseconds of a work: as the virtual clock has priced it, or by the machine's cost model."""
+        """Return the expected nanoseconds of a work: as the virtual clock has priced it, or by the machine's cost
+        model.
+        """
         if work.nanoseconds >= 0:
             return work.nanoseconds
         return round(self._cost.work(work).seconds * 1e9)
@@ -96,7 +108,7 @@ class Works:
         return cost_model(self._plan.machine, self._plan.layout.dtype)
 
     def size(self, batch: MicroBatch) -> None:
-        """Set the works for a micro-batch's step; only those of attention change with the length of the KV cache."""
+        """Set the works for a micro-batch's next step; only those of attention change with the length of the KV cache."""
         needed = batch.phase, len(batch.ends), sum(batch.tokens), batch.whole.routes
         if batch.sized_for != needed:
             numbers = range(len(self.kinds))
@@ -109,7 +121,11 @@ class Works:
         batch.enter(self._stages[0], self.kind_of[0])
 
     def _of_kind(self, batch: MicroBatch, stage: PipelineStage, number: int) -> dict[str, Work]:
-        """Make a micro-batch's works in one kind of layer that are the same in all steps of a phase."""
+        """Make a micro-batch's works in one kind of layer that are the same in all steps of a phase, by the verb's
+        name.
+
+        number: number of the kind of layer.
+        """
         plan, operations = self._plan, self.kinds[number]
         sequences = tokens = plan.batch.sequences(batch.requests)
         if batch.phase == "prefill":
@@ -150,11 +166,11 @@ class Works:
         return works
 
     def _joins(self, batch: MicroBatch, tokens: int) -> bool:
-        """Test whether the first task of a micro-batch's step of `tokens` rows launches all of it."""
+        """Test whether the first task of a micro-batch's step of `tokens` rows launches the kernels of the whole step."""
         return self._is_fixed and batch.phase == "decode" and not batch.whole.routes and tokens <= KEPT_ROWS
 
     def _size_attention(self, batch: MicroBatch) -> None:
-        """Set a micro-batch's works that grow with the KV cache."""
+        """Set a micro-batch's works that grow with the KV cache: those of attention and of loading keys and values."""
         plan = self._plan
         beams, new = plan.batch.beams, batch.tokens
         decodes = batch.phase == "decode"
@@ -185,7 +201,7 @@ class Works:
 
 
 def _resident(plan: Plan) -> ResidentShare:
-    """The shares of dense weights and of experts' weights that stay in the accelerators' memories."""
+    """Return the shares of dense weights and of experts' weights that stay in the accelerators' memories, from 0 to 1."""
     resident = {True: 0, False: 0}
     fast = plan.accelerators
     for fixed in plan.weights.resident:

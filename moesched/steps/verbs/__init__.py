@@ -1,1 +1,1 @@
-"""The verbs by what they are about; `Step` has all of them."""
+"""The verbs in files by subject: attention, experts, pages, time. `Step` has all of them."""

@@ -1,4 +1,4 @@
-"""The verbs of the first half of a layer: from a hidden state to attention's output, on either processor."""
+"""The verbs of the first half of a layer: from a hidden state to attention's output, on accelerator or host."""
 
 from __future__ import annotations
 
@@ -21,10 +21,13 @@ from moesched.tasks import Block, Task
 
 
 class AttentionVerbs(Verbs):
-    """Attention on either processor, and the copies between them that it needs."""
+    """The verbs of attention, on accelerator or host, and of the copies between the two that it needs."""
 
     def pre_attention(self, layer: int, micro_batch: int) -> Task:
-        """Norm, QKV projection and rotary embedding, on the accelerator."""
+        """Norm, QKV projection and rotary embedding, on the accelerator.
+
+        Submits this task for a micro-batch and returns its handle.
+        """
         batch = self._at(PRE_ATTENTION, layer, micro_batch)
         if layer == batch.stage.end:
             hidden = (batch.blocks.hidden,)
@@ -44,8 +47,9 @@ class AttentionVerbs(Verbs):
     def attention(self, layer: int, micro_batch: int) -> Task:
         """Attention on the accelerator.
 
-        If the KV cache lives on the host, a decode step must call `load_kv` before; in prefill the prompt's keys and
-        values are still on the accelerator. In both, `offload_kv` must follow.
+        Submits this task for a micro-batch and returns its handle. If the KV cache lives on the host, a decode step
+        must call `load_kv` before; in prefill the prompt's keys and values are still on the accelerator. In both,
+        `offload_kv` must follow.
         """
         batch = self._at(ATTENTION, layer, micro_batch)
         kv, unified = batch.kv, self._state.unified
@@ -65,8 +69,8 @@ class AttentionVerbs(Verbs):
     def load_kv(self, layer: int, micro_batch: int) -> Task:
         """Copy a micro-batch's cached keys and values of a layer to the accelerator, for `attention` in decode.
 
-        This is D4 of MoE-Lightning, and FlexGen's prefetch for the next micro-batch. A buffer of
-        `Plan.reserve_kv_buffers` is taken until that `attention`.
+        This is D4 of MoE-Lightning, and FlexGen's prefetch for the next micro-batch. The copy takes one of the buffers
+        of `Plan.reserve_kv_buffers`, which `attention` of this layer and micro-batch frees.
         """
         state = self._state
         batch = self._in_time(LOAD_KV, layer, micro_batch)
@@ -100,7 +104,10 @@ class AttentionVerbs(Verbs):
         return self._run(OFFLOAD_QKV, layer, self._at(OFFLOAD_QKV, layer, micro_batch))
 
     def cpu_attention(self, layer: int, micro_batch: int) -> Task:
-        """Attention on the host, over the KV cache in host memory."""
+        """Attention on the host, over the KV cache in host memory.
+
+        Submits this task for a micro-batch and returns its handle.
+        """
         batch = self._at(CPU_ATTENTION, layer, micro_batch)
         kv = batch.kv
         if batch.is_chunk:
@@ -134,7 +141,11 @@ class AttentionVerbs(Verbs):
         return self._run(OFFLOAD_KV, layer, batch, None, reads, (cache,))
 
     def _free_activations(self, micro_batch: int) -> Block:
-        """Take a block of activations within a layer; OverBudget if none is free."""
+        """Take a free block of activations within a layer for a micro-batch.
+
+        Raises:
+            OverBudget: no block is free, since as many micro-batches as the plan allows are within a layer.
+        """
         free = self._state.free_activations
         if not free:
             raise OverBudget(
@@ -148,7 +159,11 @@ class AttentionVerbs(Verbs):
         return batch.progress >= layer * STRIDE + ATTENDED_HOST
 
     def _require_before(self, verb: str, layer: int, micro_batch: int) -> None:
-        """Check that the preceding chunk, if there is one, had attention in that layer."""
+        """Check that the chunk which a micro-batch continues, if it does, has had attention in the same layer.
+
+        Raises:
+            OutOfOrder: that chunk has not had attention there.
+        """
         before = self._batches[micro_batch].before
         if before is not None and not self._attended(before, layer):
             raise OutOfOrder(
@@ -157,9 +172,15 @@ class AttentionVerbs(Verbs):
             )
 
     def _chunks_kv(self, layer: int, micro_batch: int) -> Block:
-        """The block on the accelerator with the keys and values of earlier chunks, where the KV cache is on the host.
+        """Return the block on the accelerator with the keys and values of earlier chunks, where the KV cache is on the
+        host.
 
-        It holds those of one layer: all chunks pass a layer, on the same processor, before the next one.
+        The block holds the keys and values of one layer: all chunks pass a layer, on the same processor, before the
+        next one.
+
+        Raises:
+            OutOfOrder: later chunks of the same prompts have not passed the layer before.
+            PolicyError: the chunk before was attended to on the host.
         """
         batch = self._batches[micro_batch]
         before = batch.before
@@ -183,7 +204,11 @@ class AttentionVerbs(Verbs):
         return batch.kv.device
 
     def _take_loaded(self, batch: MicroBatch, layer: int) -> int:
-        """Free the buffer with a layer's loaded keys and values for the next `load_kv`, and return its number."""
+        """Free the buffer with a layer's loaded keys and values for the next `load_kv`, and return the buffer's number.
+
+        Raises:
+            PolicyError: nothing was loaded.
+        """
         buffer = batch.kv.loaded.pop(layer, None)
         if buffer is None:
             raise PolicyError(

@@ -1,4 +1,4 @@
-"""The part that all verbs share: the check of a micro-batch's progress, and the submission of a verb's task."""
+"""The base of all verbs: it checks a micro-batch's progress, and submits a verb's task."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ K = TypeVar("K", bound=Hashable)
 
 
 class StepFacts(ReadOnly):
-    """The public attributes of `Step`, which describes them."""
+    """The types of the public attributes of `Step`, whose docstring describes them."""
 
     _remedy = "loop over a part of it, or keep your own numbers in attributes of the policy"
 
@@ -115,10 +115,10 @@ class Verbs(StepFacts):
             self._submit = before
 
     def _at(self, verb: Verb, layer: int, micro_batch: int) -> MicroBatch:
-        """The micro-batch `micro_batch`, after a check that it has the progress that the verb needs.
+        """Check that a micro-batch has just the progress that a verb needs, and return the micro-batch.
 
         Raises:
-            OutOfOrder: it has another progress.
+            OutOfOrder: it has another progress, or there is no such layer or micro-batch.
             PolicyError: it is not the policy's turn.
         """
         if self._turn.thread != get_ident():
@@ -134,10 +134,10 @@ class Verbs(StepFacts):
         return batch
 
     def _in_time(self, verb: Verb, layer: int, micro_batch: int) -> MicroBatch:
-        """The micro-batch, for a verb that may come before or after its needed progress.
+        """Check that a verb which is not bound to one exact progress comes in time, and return the micro-batch.
 
         Raises:
-            OutOfOrder: it comes too early or too late, or the model has no such layer.
+            OutOfOrder: the verb comes too early or too late, or there is no such layer or micro-batch.
             PolicyError: it is not the policy's turn.
         """
         if self._turn.thread != get_ident():
@@ -168,9 +168,10 @@ class Verbs(StepFacts):
         reads: tuple[Block, ...] = (),
         writes: tuple[Block, ...] = (),
     ) -> Task:
-        """Submit a verb's task, and note the progress that the verb leaves.
+        """Submit a verb's task, and set the micro-batch's progress to the one that the verb leaves.
 
         Args:
+            operands: the task's operands, as the device's runner takes them.
             reads, writes: further blocks, beside those of the micro-batch that the table names.
 
         Returns:
@@ -194,7 +195,13 @@ class Verbs(StepFacts):
         return submit(task, own_reads + reads if reads else own_reads, own_writes + writes)
 
     def _enter(self, task: Task, reads: tuple[Block, ...], writes: tuple[Block, ...]) -> Task:
-        """Submit a task that a verb has made by itself."""
+        """Submit a task that a verb has made itself, with the policy's line; returns the task.
+
+        reads, writes: the blocks that the task reads and writes.
+
+        Raises:
+            PolicyError: the step has submitted the most tasks that a step may.
+        """
         policy = _getframe(2)  # a verb calls this, a policy calls the verb
         task.code = policy.f_code
         task.instruction = policy.f_lasti
@@ -207,13 +214,17 @@ class Verbs(StepFacts):
         return views.show(key, self._state.engine)
 
     def _enter_layer(self, batch: MicroBatch, layer: int) -> None:
-        """Have a micro-batch's next verbs use the works for the kind of this layer."""
+        """Have a micro-batch's next verbs use the works for this layer's kind of layer."""
         kind = self._state.works.kind_of[layer]
         if batch.works is not batch.works_at[batch.stage.number][kind]:
             batch.enter(batch.stage, kind)
 
     def _activations(self, batch: MicroBatch, *, leaves: bool) -> tuple[Block, ...]:
-        """The block of the micro-batch's activations in a layer, if limited; freed if the micro-batch leaves it now."""
+        """Return the block of the micro-batch's activations within a layer as a tuple; empty if the plan does not limit
+        these.
+
+        leaves: whether the micro-batch leaves the layer now, so that its block is free for another one.
+        """
         block = batch.activations
         if block is None:
             return ()
@@ -230,7 +241,7 @@ class Verbs(StepFacts):
         return f"step {self._number} {self._point(batch.progress)}{self._unsaved(batch)}"
 
     def _point(self, progress: int) -> str:
-        """A progress within a step, in words."""
+        """Return a progress within a step in words: the layer, and the name of the point in it."""
         layer, within = divmod(progress, STRIDE)
         return f"L{layer} {PROGRESS[within]}"
 
@@ -238,7 +249,7 @@ class Verbs(StepFacts):
         return ", its keys and values not saved: offload_kv them" if batch.kv.unsaved >= 0 else ""
 
     def _not_there(self, verb: Verb, layer: object, micro_batch: object) -> OutOfOrder:
-        """The error of a verb for a layer or a micro-batch that does not exist."""
+        """Return the error of a verb for a layer or a micro-batch that does not exist."""
         if verb.in_layer and layer not in self.layers:
             named = f"L{layer}" if isinstance(layer, int) else f"layer {layer!r}"
             known = f"its layers are L0 to L{len(self.layers) - 1}: loop over step.layers"
@@ -253,13 +264,15 @@ class Verbs(StepFacts):
         )
 
     def _swapped(self, verb: Verb, layer: int, micro_batch: int) -> bool:
-        """Test whether a verb would be in order with its layer and micro-batch the other way round."""
+        """Test whether a verb would be in order if its layer and its micro-batch were exchanged, for a hint in the
+        error.
+        """
         other = self._batches.get(layer)
         needed = self._needed[verb.number] + micro_batch * STRIDE
         return verb.in_layer and layer != micro_batch and other is not None and other.progress == needed
 
     def _out_of_order(self, verb: Verb, layer: int, batch: MicroBatch) -> OutOfOrder:
-        """The error of a verb whose micro-batch has another progress than it needs."""
+        """Return the error of a verb whose micro-batch has another progress than the verb needs."""
         if not self.attends and verb.elsewhere is None:
             return OutOfOrder(
                 f"{verb.name}: node {self.node} does not attend, as the plan is centralised: call it only "
@@ -295,7 +308,7 @@ def _submit_kernels(
     after: Sequence[Task] = (),
     priority_class: int = DEMAND,
 ) -> Task:
-    """Submit a task; a kernel gets the priority class `kernel_class`, a transfer its own one."""
+    """Submit a task by `submit`, with its own priority class if it is a transfer, else with `kernel_class`."""
     if not isinstance(task, PageTransfer):
         priority_class = kernel_class
     return submit(task, reads, writes, after, priority_class)
@@ -303,9 +316,13 @@ def _submit_kernels(
 
 @cache
 def _progress(stride: int, attends: bool) -> tuple[list[int], list[int]]:
-    """The progress within a step that each verb needs and leaves, in layer 0, on a node that attends or not.
+    """Return, by a verb's number, the progress that the verb needs, and the progress that it leaves, in layer 0.
 
     `sample` has layer -1, and comes after all others.
+
+    Args:
+        stride: the progress of a whole step.
+        attends: whether the node has attention; if not, the progress of verbs that it lacks is never reached.
     """
     needed, left = [], []
     for verb in VERBS:
@@ -317,7 +334,7 @@ def _progress(stride: int, attends: bool) -> tuple[list[int], list[int]]:
 
 
 def too_many(verb: str, limit: int) -> PolicyError:
-    """The error of a step that has submitted the most tasks that a step may."""
+    """Return the error of a step that has submitted `limit` tasks, the most that a step may."""
     return PolicyError(
         f"{verb}: the step has submitted {limit:,} tasks, its limit: end the loop, or assign plan.task_limit in "
         "Policy.plan"

@@ -1,4 +1,4 @@
-"""The rows that a task of `run_expert` has, where these are not simply all of one micro-batch's."""
+"""The rows of a `run_expert` task that has a part of a micro-batch's rows, or rows of several micro-batches."""
 
 from __future__ import annotations
 
@@ -11,7 +11,13 @@ from moesched.tasks import RowRange
 
 
 class Share(NamedTuple):
-    """The rows of an expert that a task runs in one micro-batch, of the `tokens` rows that the expert has there."""
+    """The rows that a task of an expert runs in one micro-batch.
+
+    Attributes:
+        batch: the micro-batch.
+        tokens: number of rows that the expert has there.
+        rows: the range of these rows that the task runs.
+    """
 
     batch: MicroBatch
     tokens: int
@@ -19,7 +25,9 @@ class Share(NamedTuple):
 
 
 def named_micro_batches(micro_batch: int | Collection[int], rows: range | None) -> tuple[int, ...]:
-    """The micro-batches that a call of `run_expert` names, as a tuple.
+    """Return the numbers of the micro-batches that a call of `run_expert` names, as a tuple.
+
+    rows: the range of rows that the call names; None for all rows.
 
     Raises:
         PolicyError: there are none, or several are to share one range of rows.
@@ -35,7 +43,7 @@ def named_micro_batches(micro_batch: int | Collection[int], rows: range | None) 
 
 
 def require_each_once(shares: Iterable[Share]) -> None:
-    """Check that no micro-batch is named twice.
+    """Check that no micro-batch is in two of the shares.
 
     Raises:
         PolicyError: a micro-batch is named twice.
@@ -48,7 +56,11 @@ def require_each_once(shares: Iterable[Share]) -> None:
 
 
 def share_of(batch: MicroBatch, layer: int, expert: int, tokens: int, rows: range | None) -> Share:
-    """Check the rows of a pending expert that a call of `run_expert` names, and return its share; None means all rows.
+    """Check the rows of a pending expert that a call of `run_expert` names, and return them as a `Share`.
+
+    Args:
+        tokens: number of rows that the expert has in the micro-batch.
+        rows: the range of rows that the call names; None for all rows.
 
     Raises:
         PolicyError: the expert has no such rows.
@@ -87,7 +99,7 @@ def require_whole(batch: MicroBatch, layer: int, expert: int) -> None:
 
 
 def take(share: Share, expert: int) -> None:
-    """Note that a task runs these rows, so that they are no longer pending."""
+    """Note that a task runs the rows of a share, so that they are no longer pending."""
     routing, rows = share.batch.routing, share.rows
     if len(rows) == share.tokens:
         _end(routing, expert)
@@ -113,14 +125,16 @@ def _end(routing: RoutingState, expert: int) -> None:
 
 
 def ranges_of(shares: Iterable[Share]) -> tuple[RowRange, ...]:
-    """`Task.ranges` of a task with these rows; empty for all rows of one micro-batch."""
+    """Return the `Task.ranges` of a task with these rows; empty for all rows of one micro-batch."""
     ranges = tuple(RowRange(batch.index, rows.start, rows.stop) for batch, _, rows in shares)
     whole = all(len(rows) == tokens for _, tokens, rows in shares)
     return () if whole and len(ranges) == 1 else ranges
 
 
 def missing(routing: RoutingState) -> str:
-    """The experts that have yet to run, for a message, with the missing rows of those that ran in part."""
+    """Return the experts that have yet to run, for a message; an expert that ran in part has its missing rows beside
+    it.
+    """
     return ", ".join(
         f"E{expert} ({in_words(routing.left[expert])})" if expert in routing.left else f"E{expert}"
         for expert in sorted(routing.pending or ())
@@ -132,5 +146,5 @@ def _about(batch: MicroBatch, layer: int, expert: int) -> str:
 
 
 def in_words(ranges: Iterable[range]) -> str:
-    """Ranges of rows for a message, such as "rows 0:3 and 5:9"."""
+    """Return ranges of rows in words, such as "rows 0:3 and 5:9"."""
     return "rows " + " and ".join(f"{each.start}:{each.stop}" for each in ranges)

@@ -40,10 +40,14 @@ At = Literal["accelerator", "host"]
 
 
 class ExpertVerbs(Verbs):
-    """Routing, and experts on either processor."""
+    """The verbs of routing, and of experts on accelerator or host."""
 
     def route(self, layer: int, micro_batch: int) -> Task:
-        """Output projection, norm and router; await it for {expert: tokens}, every one of which must then run."""
+        """Output projection, norm and router; await it for {expert: tokens}, every one of which must then run.
+
+        Submits this task for a micro-batch and returns its handle. `tokens` is the number of the micro-batch's tokens
+        that are routed to the expert.
+        """
         batch = self._at(ROUTE, layer, micro_batch)
         self._enter_layer(batch, layer)
         view = None
@@ -63,10 +67,10 @@ class ExpertVerbs(Verbs):
     def preview_route(self, layer: int, micro_batch: int) -> Task:
         """Norm and router of a later layer on a micro-batch's hidden state, between `route` and `combine`.
 
-        Await it for {expert: tokens}: a guess of what `route` will choose there, without any effect on it (speculative
-        expert loading, Eliseev and Mazur 2023). The layer's dense pages must be on the accelerator, and in a pipeline
-        it must belong to the same stage. Reports tell how much of each routing was forecast, by the number of layers
-        ahead.
+        Await the handle for {expert: tokens}: a guess of what `route` will choose in `layer`, without any effect on it
+        (speculative expert loading, Eliseev and Mazur 2023). That layer's dense pages must be on the accelerator, and
+        in a pipeline it must belong to the same stage. Reports tell how much of each routing was forecast, by the
+        number of layers ahead.
         """
         batch = self._in_time(PREVIEW_ROUTE, layer, micro_batch)
         if self._state.stage_of[layer] is not batch.stage:
@@ -115,7 +119,7 @@ class ExpertVerbs(Verbs):
     def offload_routed(self, layer: int, micro_batch: int) -> Task:
         """Copy a routed micro-batch's hidden states to the host, for all experts that are to run there.
 
-        The experts need not be known: it may be called as soon as `route` was.
+        The experts need not be known: this may be called before `route` was awaited.
         """
         batch = self._at(OFFLOAD_ROUTED, layer, micro_batch)
         if not self._state.plan.declared.experts_on_host:
@@ -159,17 +163,20 @@ class ExpertVerbs(Verbs):
     ) -> Task:
         """One expert on tokens routed to it: a micro-batch's, a range of these, or those of several micro-batches.
 
-        Several micro-batches make one task, whose work reads the expert's weights once (module-based batching, MoE-Gen,
-        arXiv 2503.09716). With ranges of rows, accelerator and host can share an expert. Results have the same bits
-        either way.
+        Submits this task and returns its handle. Several micro-batches make one task, whose work reads the expert's
+        weights once (module-based batching, MoE-Gen, arXiv 2503.09716). With ranges of rows, accelerator and host can
+        share an expert. Results have the same bits either way.
 
-        On the host it reads the weights in host memory (`Plan.run_experts_on_host`). Both processors give the same
-        bits if they run the same kernels: on the torch device without CUDA they do.
+        On the host the expert's weights are read in host memory (`Plan.run_experts_on_host`). Both processors give the
+        same bits if they run the same kernels: on the torch device without CUDA they do.
 
-        rows: a range of the expert's rows in the one micro-batch, which has a row for each of its tokens, in their
-            order; by default all of them. All must run once before `combine`. For the same bits, a device may have to
-            compute the whole tile of `EXPERT_TILE` rows (`moesched/models/footprint.py`) that has the range, and drop
-            the others: cut at multiples of it, and no work is done twice.
+        Args:
+            micro_batch: the number of a routed micro-batch, or the numbers of several.
+            at: the processor that runs the expert: "accelerator" or "host".
+            rows: a range of the expert's rows in the one micro-batch, which has a row for each of its tokens, in their
+                order; by default all of them. All must run once before `combine`. For the same bits, a device may have
+                to compute the whole tile of `EXPERT_TILE` rows (`moesched/models/footprint.py`) that has the range, and
+                drop the others: cut at multiples of it, and no work is done twice.
 
         Raises:
             PolicyError: the expert has no such rows, a micro-batch is named twice, or several are with `rows`.
@@ -197,8 +204,9 @@ class ExpertVerbs(Verbs):
     def warm_expert(self, layer: int, expert: int, micro_batch: int) -> Task:
         """One of this node's experts on a row of zeros, only to read its weights; the result is not used.
 
-        It belongs to the layer of a routed micro-batch, whose `combine` waits for it (busy full loading, and the spare
-        quota of router-aided dynamic loading: section 4.2 of the paper on a cluster of Apple silicon, RACS'24).
+        Submits this task and returns its handle. The task belongs to the layer of a routed micro-batch, whose `combine`
+        waits for it (busy full loading, and the spare quota of router-aided dynamic loading: section 4.2 of the paper
+        on a cluster of Apple silicon, RACS'24).
         """
         batch = self._at(WARM_EXPERT, layer, micro_batch)
         view = self._expert_view(batch.stage, "accelerator", layer, expert, 0)
@@ -210,7 +218,8 @@ class ExpertVerbs(Verbs):
     def combine(self, layer: int, micro_batch: int) -> Task:
         """The weighted sum of the experts' outputs, in ascending order of expert, and the residual.
 
-        With several nodes each adds up the outputs of its own experts, and the nodes' sums are added in their order.
+        Submits this task for a micro-batch and returns its handle. With several nodes each adds up the outputs of its
+        own experts, and the nodes' sums are added in their order.
         """
         batch = self._at(COMBINE, layer, micro_batch)
         routing = batch.routing
@@ -227,7 +236,11 @@ class ExpertVerbs(Verbs):
     def _run_rows(
         self, layer: int, expert: int, micro_batch: int | Collection[int], at: At, rows: range | None
     ) -> tuple[Task, tuple[Block, ...], tuple[Block, ...]]:
-        """A task for some of an expert's rows or for several micro-batches, and the blocks it reads and writes."""
+        """Make a task for some of an expert's rows or for several micro-batches.
+
+        Returns:
+            the task, and the blocks that it reads and that it writes.
+        """
         shares = []
         for number in named_micro_batches(micro_batch, rows):
             batch = self._at(RUN_EXPERT, layer, number)
@@ -256,14 +269,19 @@ class ExpertVerbs(Verbs):
         return task, (*reads, *view.reads), tuple(outputs)
 
     def _leave_on_host(self, routing: RoutingState, output: HostOutput) -> None:
-        """Note an output on the host that `load_routed` has to bring; with one memory, `combine` reads it there."""
+        """Note an expert's output on the host, which `load_routed` has to bring; with one memory, `combine` reads it
+        there.
+        """
         assert routing.on_host is not None, "the rows are there"
         routing.on_host.append(output)
         if self._state.unified:
             routing.outputs.append(output.block)
 
     def _pending(self, layer: int, expert: int, batch: MicroBatch, at: At) -> tuple[set[int], int]:
-        """The experts that have yet to run, `expert` among them, and the number of tokens of `expert`.
+        """Check that an expert has yet to run on rows of a micro-batch.
+
+        Returns:
+            the set of the micro-batch's experts that have yet to run, and the number of tokens of `expert`.
 
         Raises:
             OutOfOrder: the experts are not known or not assigned yet, this one has run, or has no tokens, or the rows
@@ -296,7 +314,11 @@ class ExpertVerbs(Verbs):
         return routing.pending, routed.value[expert]
 
     def _require_outputs(self, layer: int, batch: MicroBatch) -> None:
-        """Check that all experts of a micro-batch have run, and that their outputs are on the accelerator."""
+        """Check that all experts of a micro-batch have run, and that their outputs are on the accelerator.
+
+        Raises:
+            OutOfOrder: they have not, or are not.
+        """
         routing = batch.routing
         if self._state.plan.nodes.placement and routing.owners is None:
             raise OutOfOrder(
@@ -318,7 +340,9 @@ class ExpertVerbs(Verbs):
             )
 
     def _expert_view(self, stage: PipelineStage, at: At, layer: int, expert: int, tokens: int) -> View[Any]:
-        """The weights of an expert in a processor's memory; notes that a task of `tokens` rows reads them."""
+        """Return the view of an expert's weights in a processor's memory, and note that a task of `tokens` rows reads
+        them.
+        """
         views = stage.expert.get(at)
         if views is None:
             raise PolicyError(f"run_expert: no processor is {at!r}: give at='accelerator' or at='host'")
@@ -337,12 +361,12 @@ class ExpertVerbs(Verbs):
         expert: int,
         tokens: int,
     ) -> Task:
-        """Make a task of an expert on rows of a micro-batch.
+        """Make a task of an expert on rows of a micro-batch; `tokens` is the number of rows.
 
         Resident weights may have another layout than fetched ones, and thus another cost.
 
-        A program computes all of a layer's resident experts on a processor in one call, so that the second and later
-        ones join the first. Fetched experts start one by one, as they arrive.
+        A device computes all of a layer's resident experts on a processor in one call, so that the second and later
+        ones join the first one's launch. Fetched experts start one by one, as they arrive.
         """
         works, stage, called = self._state.works, batch.stage, batch.routing.called
         number = works.kind_of[layer]
@@ -364,7 +388,12 @@ class ExpertVerbs(Verbs):
 def note_forecast(
     step: ExpertVerbs, predictor: str, layer: int, forecast: Mapping[int, Mapping[int, float]]
 ) -> None:
-    """Have the report compare a predictor's answer, by micro-batch, with what the layer's router chooses."""
+    """Have the report compare a predictor's answer with the experts that the layer's router then chooses.
+
+    Args:
+        predictor: name of the predictor's class.
+        forecast: by micro-batch, the expected number of tokens of each expert.
+    """
     for micro_batch, tokens in forecast.items():
         if micro_batch not in step._batches:
             raise step._not_there(ROUTE, layer, micro_batch)

@@ -1,4 +1,4 @@
-"""Questions about time: has a page arrived, when will a task end, when will a lane be idle?"""
+"""Questions of a policy about time: has a page arrived, when will a task end, when will a lane be idle?"""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from moesched.tasks import DONE, Task
 
 
 class Outlook(Verbs):
-    """Questions about time (`Plan.request_times`), which submit nothing. Schedules that depend on the answers differ
-    from run to run.
+    """Questions about time, which submit nothing and need `Plan.request_times`.
 
-    Expectations are those of the machine's cost model: for the tasks submitted so far, in the order in which their
-    lanes take them, each as fast as if it were alone. On CUDA, tasks that are on a stream already do not count.
+    Schedules that depend on the answers differ from run to run. Expected times are those of the machine's cost model:
+    for the tasks submitted so far, in the order in which their lanes take them, each as fast as if it were alone. On
+    CUDA, tasks that are on a stream already do not count.
     """
 
     def arrived(self, page: Page, role: Role = "accelerator") -> bool:
@@ -40,7 +40,7 @@ class Outlook(Verbs):
             return slot is not None and (slot.writer is None or slot.writer.state == DONE)
 
     def seconds_until(self, handle: Task) -> float:
-        """Expected seconds until a submitted task has ended; 0 if it has.
+        """Return the expected seconds until a submitted task has ended; 0 if it has.
 
         Raises:
             PolicyError: `handle` is no task, no times were requested, or the policy asks endlessly without waiting.
@@ -51,11 +51,11 @@ class Outlook(Verbs):
         return (ends.tasks.get(handle.id, now) - now) / 1e9
 
     def seconds_until_idle(self, place: Place, layer: int = 0) -> float:
-        """Expected seconds until a lane has run all tasks that were submitted to it; 0 if it is idle.
+        """Return the expected seconds until a lane has run all tasks that were submitted to it; 0 if it is idle.
 
         Args:
-            place: a processor, a copy between the memories of accelerator and host, or "fetch": the copy from where the
-                weights live to the accelerator.
+            place: the lane: a processor ("accelerator", "host"), a copy between the memories of accelerator and host
+                ("to host", "from host"), or "fetch": the copy from where the weights live to the accelerator.
             layer: in a pipeline, any layer of the stage that is meant.
 
         Raises:
@@ -74,13 +74,18 @@ class Outlook(Verbs):
         return 0.0 if lane is None else (ends.lanes.get(lane, now) - now) / 1e9
 
     def _expected(self, question: str, *asked: Task) -> tuple[int, ExpectedEnds]:
-        """The time now in nanoseconds, and the expected ends of all tasks."""
+        """Return the time now in nanoseconds, and the expected ends of all tasks, those of `asked` included.
+
+        question: the calling method's name, for messages.
+        """
         state = self._state
         with self._look(question) as now:
             return now, expected_ends(state.lanes.values(), asked, now, state.works.price)
 
     def _look(self, question: str) -> AbstractContextManager[int]:
-        """A context in which the tasks' states do not change; its value is the time in nanoseconds.
+        """Return a context in which the tasks' states do not change; its value is the time in nanoseconds.
+
+        question: the calling method's name, for messages.
 
         Raises:
             PolicyError: no times were requested, the policy asks endlessly without waiting, or it is not its turn.

@@ -1,4 +1,4 @@
-"""The tables of verbs in docs/verbs.md and docs/policies.md: python -m moesched.steps.verbs.page docs."""
+"""Writes the tables of verbs in docs/verbs.md and docs/policies.md: `python -m moesched.steps.verbs.page docs`."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ _WHEN = {
 
 
 def page() -> str:
-    """The whole text of docs/verbs.md."""
+    """Return the whole text of docs/verbs.md."""
     verbs = [
         (
             f"`{verb.name}`",
@@ -93,30 +93,30 @@ def page() -> str:
 
 
 def overview() -> str:
-    """The table of all verbs with their lanes and purposes."""
+    """Return the Markdown table of all verbs with their lanes and purposes, for docs/policies.md."""
     verbs = [(f"`{verb.name}`", verb.lane or "no task", purpose(verb.name)) for verb in VERBS]
     return "\n".join(["", *table(("verb", "lane", "purpose"), [*verbs, *moves()]), "", ""])
 
 
 def moves() -> list[tuple[str, str, str]]:
-    """The rows of the table for the verbs that move weights."""
+    """Return the rows of the table for the verbs that move weights: name, lane, purpose."""
     return [(f"`{name}`", lane, purpose(name)) for name, lane in MOVES.items()]
 
 
 def purpose(verb: str) -> str:
-    """The first paragraph of the verb's docstring."""
+    """Return the first paragraph of a verb's docstring."""
     method = next(vars(kind)[verb] for kind in Step.__mro__ if verb in vars(kind))
     return " ".join(method.__doc__.split("\n\n")[0].split())
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> list[str]:
-    """The lines of a Markdown table."""
+    """Return the lines of a Markdown table with this head and these rows of cells."""
     head = list(head)
     return [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)]
 
 
 def write(folder: Path) -> None:
-    """Write verbs.md, and the table in policies.md, in this folder."""
+    """Write verbs.md, and the table in policies.md, in the folder with the documentation."""
     (folder / "verbs.md").write_text(page(), encoding="utf-8")
     guide = folder / "policies.md"
     guide.write_text(TABLE.sub(lambda _: overview(), guide.read_text(encoding="utf-8")), encoding="utf-8")

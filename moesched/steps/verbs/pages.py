@@ -16,7 +16,7 @@ from moesched.tasks import DEMAND, IDLE, PREFETCH, PageTransfer, Task
 
 
 class PageVerbs(Verbs):
-    """Pages, and the verbs that bring them to pools and take them from there."""
+    """The verbs that bring pages to pools and take them from there, and the pages of layers and experts."""
 
     def pages(self, layer: int) -> tuple[Page, ...]:
         """All pages of a layer."""
@@ -89,7 +89,7 @@ class PageVerbs(Verbs):
             pool.vacate(slot, self._state.engine)
 
     def _require_own(self, verb: str, pool: Pool, source: Pool | None = None) -> None:
-        """Check that it is the policy's turn, and that the pools are of its own plan.
+        """Check that it is the policy's turn to call verbs, and that the pools are of its own plan.
 
         Raises:
             PolicyError: it is not its turn, or a pool is of another plan.
@@ -107,7 +107,11 @@ class PageVerbs(Verbs):
             self._add_own(verb, source)
 
     def _add_own(self, verb: str, pool: Pool) -> None:
-        """Note that a pool is of this run's plan; raises PolicyError if it is of another one."""
+        """Note that a pool is of this run's plan.
+
+        Raises:
+            PolicyError: it is of another plan, or no pool.
+        """
         try:
             if self._state.plan.memories.get(pool.memory.name) is not pool.memory:
                 raise PolicyError(
@@ -128,7 +132,10 @@ class PageVerbs(Verbs):
     ) -> Task:
         """Submit the task that moves pages into slots of a pool.
 
-        arrival: `FETCHED` or `SPECULATED`: how the pool counts the pages.
+        Args:
+            source: the pool that the pages are copied from; None for the memory where the weights live.
+            arrival: the way in which the pool counts the pages: `FETCHED` or `SPECULATED`.
+            priority_class: the transfer's priority class on its link; lower ones go first.
         """
         self._require_own(verb, pool, source)
         if not pages:

@@ -1,7 +1,7 @@
-"""The verbs that take a micro-batch through a step, as one table.
+"""The table of the verbs that take a micro-batch through a step, one row for each verb.
 
 The checks of the verbs, the lanes and data of their tasks, the picture of a micro-batch's progress and docs/verbs.md
-come from it.
+are derived from this table.
 """
 
 from __future__ import annotations
@@ -55,15 +55,16 @@ class Verb:
     """The properties of a verb that are the same in every layer and for every micro-batch.
 
     Attributes:
+        name: the verb's name, that of its method of `Step`.
         needs, leaves: the progress of the micro-batch before and after; equal where the verb leaves it as it is.
-        lane: where its task runs; None for a verb without a task.
+        lane: the lane on which the verb's task runs; None for a verb without a task.
         task: the type of its task.
         reads, writes: the data of its task, by the names of `Blocks`. Names that `Blocks` lacks are blocks that the
             verb's method adds.
         when: "exactly" at the progress that it needs; "until" that progress, from the start of the step; "earlier": at
             that progress, or at the same point of an earlier layer; or "unsaved": after that progress, while keys and
             values wait to be moved to the host.
-        saved: whether it is refused while keys and values wait to be moved to the host.
+        saved: whether the verb is refused while keys and values wait to be moved to the host.
         elsewhere: the progress that it needs on a node without attention; None where it does not exist there.
         grows: whether its work differs from step to step, as the KV cache grows.
         in_layer: whether it belongs to a layer.
@@ -90,7 +91,7 @@ class Verb:
         object.__setattr__(self, "moves", self.leaves != self.needs)  # read for every task, so not a property
 
     def progress_name(self, progress: int) -> str:
-        """The name of a progress, one that the verb needs or leaves, for messages: such as "routed"."""
+        """Return the name of a progress that the verb needs or leaves, for messages: such as "routed"."""
         return PROGRESS[progress] if self.in_layer else OUTSIDE_LAYERS[progress]
 
     @property
@@ -273,7 +274,10 @@ VERBS = (
 
 
 def paths() -> Iterator[list[Verb]]:
-    """The paths through a step, cut where they meet or part; each lists verbs that change the progress, in order."""
+    """Yield the paths of a micro-batch through a step, cut where paths meet or part.
+
+    Each path is a list of verbs that change the progress, in order.
+    """
     moving = [verb for verb in VERBS if verb.moves]
     starts = [verb.needs for verb in moving]
     ends = [verb.leaves for verb in moving]
@@ -287,7 +291,7 @@ def paths() -> Iterator[list[Verb]]:
 
 
 def picture() -> str:
-    """The text with the paths of a micro-batch through a step, one per line."""
+    """Return the text with the paths of a micro-batch through a step, one per line."""
     lines = []
     for path in paths():
         line = path[0].progress_name(path[0].needs)
