@@ -445,7 +445,7 @@ def priority(priority_class: int, task_id: int) -> int:
 
 
 def class_of(task: Task) -> int:
-    """Return the priority class of a task; 0 for collectives, which go before all other tasks once they are admitted."""
+    """Return the priority class of a task; 0 for collectives, which go before all others once they are admitted."""
     return 0 if type(task) is Collective else task.key >> CLASS_SHIFT
 
 

@@ -90,7 +90,7 @@ def format_bytes(nbytes: float) -> str:
 
 
 def format_number(number: float) -> str:
-    """Format a number with three significant digits, and all digits before the point, such as "9.25", "284" or "1,470"."""
+    """Format a number with three significant digits, and all before the point, such as "9.25", "284" or "1,470"."""
     return f"{number:,.0f}" if abs(number) >= 999.5 else f"{number:.3g}"
 
 

@@ -1,4 +1,4 @@
-"""Calls of eviction rules, with checks: each answer is checked, and each failure becomes an error that names the rule."""
+"""Calls of eviction rules: each answer is checked, and each failure becomes an error that names the rule."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def _name(rule: Eviction) -> str:
 
 
 def _line(method: Callable[..., Any], error: Exception | None = None) -> str:
-    """Return the line of a rule's file that raised an error, as "file:line"; without an error, the method's first line."""
+    """Return the line of a rule's file that raised an error, as "file:line"; without one, the method's first line."""
     function = inspect.unwrap(method.__func__ if inspect.ismethod(method) else method)
     file = function.__code__.co_filename if inspect.isfunction(function) else ""
     frames = [] if error is None else extract_tb(error.__traceback__)[1:]

@@ -49,7 +49,7 @@ def expected_ends(lanes: Iterable[Lane], asked: Iterable[Task], now: int, price:
 
 
 def _unsettled(lanes: Iterable[Lane], asked: Iterable[Task]) -> dict[int, Task]:
-    """Return the unsettled tasks on lanes, those among `asked`, and all tasks that wait for any of these, by `Task.id`."""
+    """Return the unsettled tasks on lanes or in `asked`, and all tasks that wait for any of these, by `Task.id`."""
     found: dict[int, Task] = {}
     to_visit = list(asked)
     for lane in lanes:

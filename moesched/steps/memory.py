@@ -262,7 +262,7 @@ class Pool(ReadOnly):
         return tuple(slots)
 
     def vacate(self, slot: Slot, engine: Engine) -> None:
-        """Empty a slot. The next task that writes to the slot waits for all readers of the page, through a view or not."""
+        """Empty a slot. The next task that writes to it waits for all readers of the page, through a view or not."""
         self._forget(slot, engine)
         slot.page = None
         self._empty.append(slot)

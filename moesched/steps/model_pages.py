@@ -10,7 +10,7 @@ from moesched.models.layout import Page, WeightLayout
 
 
 def describe(page: Page) -> str:
-    """Return a page in words: its layer, its expert or "dense" for the part that all tokens use, and its index there."""
+    """Return a page in words: its layer, its expert or "dense" for the part that all tokens use, and its index."""
     part = "dense" if page.expert < 0 else f"E{page.expert}"
     return f"L{page.layer} {part} #{page.index}"
 

@@ -1,4 +1,4 @@
-"""Placement of a plan's pages: which of them stay in a memory, and the pools of slots through which the others stream."""
+"""Placement of a plan's pages: the pages that stay in a memory, and the pools of slots for those that are streamed."""
 
 from __future__ import annotations
 

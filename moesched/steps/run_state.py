@@ -91,7 +91,7 @@ class RunState:
         return self.plan.declared.in_flight < len(self.prefill_batches)
 
     def numbered(self, number: int) -> MicroBatch:
-        """Return the micro-batch to which tasks refer by `number`: those of decode come first, then those of prefill."""
+        """Return the micro-batch to which tasks refer by `number`: decode's come first, then those of prefill."""
         count = len(self.micro_batches)
         return self.micro_batches[number] if number < count else self.prefill_batches[number - count]
 

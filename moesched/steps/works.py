@@ -1,4 +1,4 @@
-"""The works of a run's tasks: the FLOPs and bytes that each demands. Tasks with equal demands share one `Work` object."""
+"""The works of a run's tasks: the FLOPs and bytes that each demands. Tasks with equal demands share one `Work`."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class Works:
         return cost_model(self._plan.machine, self._plan.layout.dtype)
 
     def size(self, batch: MicroBatch) -> None:
-        """Set the works for a micro-batch's next step; only those of attention change with the length of the KV cache."""
+        """Set the works for a micro-batch's next step; only those of attention depend on the length of the KV cache."""
         needed = batch.phase, len(batch.ends), sum(batch.tokens), batch.whole.routes
         if batch.sized_for != needed:
             numbers = range(len(self.kinds))
@@ -166,7 +166,7 @@ class Works:
         return works
 
     def _joins(self, batch: MicroBatch, tokens: int) -> bool:
-        """Test whether the first task of a micro-batch's step of `tokens` rows launches the kernels of the whole step."""
+        """Test whether the first task of a micro-batch's step of `tokens` rows launches all kernels of the step."""
         return self._is_fixed and batch.phase == "decode" and not batch.whole.routes and tokens <= KEPT_ROWS
 
     def _size_attention(self, batch: MicroBatch) -> None:
@@ -201,7 +201,7 @@ class Works:
 
 
 def _resident(plan: Plan) -> ResidentShare:
-    """Return the shares of dense weights and of experts' weights that stay in the accelerators' memories, from 0 to 1."""
+    """Return the shares (0 to 1) of dense weights and of experts' weights that stay in accelerators' memories."""
     resident = {True: 0, False: 0}
     fast = plan.accelerators
     for fixed in plan.weights.resident:
