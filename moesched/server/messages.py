@@ -127,7 +127,7 @@ class Broken(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class State(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """How full the engine is; sent after a step, a few times a second at most.
+    """The load of the engine; sent after a step, a few times a second at most.
 
     Attributes:
         running: requests that run.
