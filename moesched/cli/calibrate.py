@@ -69,7 +69,10 @@ def calibrate(
 
 
 def print_calibration(machine: Machine, file: Path, used: str, *, json: bool) -> None:
-    """Print a calibrated machine and its file; `used` ends the sentence with the option that reads the file."""
+    """Print a calibrated machine and the path of its file, as a table and text, or with `json` as JSON.
+
+    used: text after the file's path, such as the option that reads the file; empty for none.
+    """
     if json:
         print_json({"file": str(file), "machine": msgspec.to_builtins(machine)})
         return

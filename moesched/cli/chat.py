@@ -65,10 +65,10 @@ def chat(
 
 
 class Conversation:
-    """A conversation with a model, whose answers are printed as they come.
+    """A conversation with a model, which prints answers as they arrive.
 
     Args:
-        chat: yields the answer to a list of messages, in pieces.
+        chat: takes all messages so far, in OpenAI's form, and yields the pieces of the answer's text.
     """
 
     def __init__(self, chat: Callable[[list[dict[str, str]]], Generator[str]]) -> None:
@@ -80,10 +80,12 @@ class Conversation:
         self._messages.clear()
 
     def ask(self, text: str) -> None:
-        """Send a message, and print the answer. A message that got no answer at all is removed from the conversation.
+        """Send a message, and print the answer as it arrives.
+
+        If no part of an answer arrives, the message is left out of the conversation.
 
         Raises:
-            MoeschedError: the server does not answer, or not to the end.
+            MoeschedError: the server does not answer, or breaks off.
         """
         asked, answer = [*self._messages, {"role": "user", "content": text}], list[str]()
         ended = False
@@ -100,7 +102,9 @@ class Conversation:
 
 
 def talk(conversation: Conversation) -> None:
-    """Send each line that is typed, until Ctrl-D. Ctrl-C and errors end an answer, but not the conversation.
+    """Read lines from the terminal until Ctrl-D, and send each as a message.
+
+    Ctrl-C or an error ends an answer, but not the conversation.
 
     Raises:
         Stopped: another signal asks the program to end.

@@ -27,7 +27,10 @@ _COMMANDS: dict[Callable[..., Any], Command] = {}
 
 
 class Several(NamedTuple):
-    """Mark of a parameter that holds several values for each option of a class, as text by the option's name."""
+    """Mark in the annotation of a parameter that takes several values for each option of a class, as in a sweep.
+
+    The parameter's value is a mapping from the option's name to the texts that the user gave.
+    """
 
     options: type[Options]
 
@@ -60,10 +63,11 @@ def command(order: int, examples: str, name: str = "") -> Callable[[Function], F
 
 
 def add_commands(app: App, functions: Sequence[Callable[..., Any]], called: str | None) -> None:
-    """Add functions that were declared with `command` to an app.
+    """Add commands to a cyclopts app.
 
     Args:
-        called: name of the only command that is needed, which saves time; None for all.
+        functions: functions that were declared with `command`.
+        called: name of the only command to add, which saves time; None, or a name of none of them, adds all.
     """
     wanted = [each for each in functions if called == _COMMANDS[each].name] or functions
     for function in wanted:
@@ -74,7 +78,7 @@ def add_commands(app: App, functions: Sequence[Callable[..., Any]], called: str 
 
 
 def flat(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a command in a function with one parameter for each flag, as cyclopts reads them."""
+    """Wrap a command's function in a function that has one parameter for each flag, as cyclopts needs."""
     hints = get_type_hints(function, include_extras=True)
     flags: list[Described] = []
     makers: dict[str, Make] = {}
@@ -102,7 +106,13 @@ def flat(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _taken(name: str, hint: Any, default: Any) -> tuple[list[Described], Make]:
-    """Return the flags of a parameter, and the function that makes its value from the flags' values."""
+    """Return the flags for a parameter of a command, and the function that makes its value from the flags' values.
+
+    Args:
+        name: name of the parameter.
+        hint: annotation of the parameter.
+        default: default of the parameter; `inspect.Parameter.empty` for none.
+    """
     kind, option = split(hint)
     if option is not None:
         own = Described(
@@ -157,10 +167,12 @@ def _options(kind: type[Options], values: Mapping[str, Any]) -> Options:
 
 
 def _value(each: Described, values: Mapping[str, Any]) -> Any:
-    """Return the value of an option, made from the value of its flag.
+    """Return the value of an option.
+
+    values: values of all flags, by name.
 
     Raises:
-        BadInput: it is out of the option's bounds, or no table.
+        BadInput: the value is out of the option's bounds, or is not a table as the option needs.
     """
     value = values[each.name]
     if each.switches_off:
@@ -172,7 +184,11 @@ def _value(each: Described, values: Mapping[str, Any]) -> Any:
 
 
 def read_table(each: Described, texts: Sequence[str]) -> dict[str, Any]:
-    """Parse texts such as "ahead=3" into values by key.
+    """Parse arguments such as "ahead=3" into a table of values by key.
+
+    Args:
+        each: the option; unless its values may be of any type, they stay text.
+        texts: the arguments.
 
     Raises:
         BadInput: a text has no key, or a key comes twice.
@@ -191,7 +207,10 @@ def read_table(each: Described, texts: Sequence[str]) -> dict[str, Any]:
 
 
 def _parameter(each: Described, group: Group | None) -> inspect.Parameter:
-    """Return the parameter for an option's flag, as cyclopts reads it; `group` is the flag's heading in the help."""
+    """Return the parameter of a wrapped function that stands for an option's flag, annotated for cyclopts.
+
+    group: heading of the flag in the help; None for the general one.
+    """
     option, kind, default = each.option, _kind(each), each.default
     if get_origin(kind) is tuple:
         default = ()

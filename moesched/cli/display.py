@@ -29,7 +29,7 @@ ENDS_OF_LAYERS = ("post_attention", "combine")
 
 
 def display_of(prompts: Sequence[Prompt], *, json: bool) -> LoadingBar:
-    """Return the display for a run of these prompts; with `json` nothing is written to standard output."""
+    """Return the display of progress and texts for a run of some prompts; with `json` it shows progress only."""
     if json:
         return LoadingBar()
     if len(prompts) == 1:
@@ -49,7 +49,7 @@ class LoadingBar(Listener):
         self._prefilled = self._layers = 0
 
     def planned(self, plan: Plan) -> None:
-        """Set the bar's total from the plan: its resident pages, then its layers of prefill."""
+        """Begin the bar of a batch: its totals are the plan's resident pages, and then its layers of prefill."""
         _log.info("planned", requests=len(plan.batch.prompts), micro_batches=len(plan.batch.micro_batches))
         self._loaded, self._pages = 0, sum(len(kept.slots) for kept in plan.weights.resident)
         self._prefilled, self._layers = 0, len(plan.layers) * len(plan.chunks)
@@ -57,12 +57,22 @@ class LoadingBar(Listener):
         self._bar.update(0, self._pages or None, "loading weights")
 
     def preparing(self, what: str, done: float, total: float) -> None:
-        """Show what the device prepares before the first step, and how far it is."""
+        """Show the progress of a device's preparation before the first step.
+
+        Args:
+            what: words for the preparation.
+            done, total: amounts in any one unit.
+        """
         if self._bar is not None:
             self._bar.update(done, total, what)
 
     def loading(self, done: int, total: int) -> None:
-        """Advance the bar to the number of resident pages that all nodes have loaded."""
+        """Show the progress of a cluster's loading.
+
+        Args:
+            done: number of resident pages that all nodes together have loaded.
+            total: number of resident pages of all nodes.
+        """
         if self._bar is None:
             self._bar = Bar("loading weights").__enter__()
         self._bar.update(done, total)
@@ -95,7 +105,7 @@ class LoadingBar(Listener):
         self._bar = Bar(f"writing {trace}").__enter__()
 
     def estimating(self, done: int, total: int) -> None:
-        """Show how many runs of the prediction's uncertainty band are done."""
+        """Show how many simulations of the prediction's uncertainty band are done: `done` of `total`."""
         self._bar = self._bar or Bar(ESTIMATING).__enter__()
         self._bar.update(done, total, ESTIMATING)
 
@@ -121,7 +131,7 @@ class OneText(LoadingBar):
         self._write(text)
 
     def finished(self, request: int, text: str) -> None:
-        """Print the rest of the request's text, and end the line."""
+        """Print the end of the answer that no token's text had yet, `text`, and end the line."""
         if self._begun:
             self._write(text + "\n")
 
@@ -139,7 +149,10 @@ class OneText(LoadingBar):
 
 
 class ManyTexts(LoadingBar):
-    """Display of several prompts' texts, each when complete; a terminal shows the last words of all meanwhile."""
+    """Display of several prompts and their answers; each is printed when it is complete.
+
+    Until then, a terminal shows the end of each unfinished text in a live table.
+    """
 
     def __init__(self, prompts: Sequence[Prompt]) -> None:
         super().__init__()
@@ -156,7 +169,7 @@ class ManyTexts(LoadingBar):
         self._texts[request] = self._texts.get(request, "") + text
 
     def finished(self, request: int, text: str) -> None:
-        """Print a request's whole text."""
+        """Print a request's prompt and whole answer; `text` is the end of the answer that no token's text had yet."""
         if request not in self._texts:
             return
         from rich.text import Text
@@ -198,7 +211,7 @@ class ManyTexts(LoadingBar):
 
 
 def shown(prompt: Prompt) -> str:
-    """Return a prompt as printed: text whole, token ids separated by commas; of many ids only the last ones."""
+    """Return a prompt as the display prints it: text whole; token ids with commas, and of many ids only the last."""
     text = prompt if isinstance(prompt, str) else ",".join(map(str, prompt))
     return text if len(text) <= SHOWN_PROMPT or isinstance(prompt, str) else "..." + text[-SHOWN_PROMPT:]
 
@@ -212,7 +225,7 @@ class SimulationBar(Listener):
         self._all = 1
 
     def planned(self, plan: Plan) -> None:
-        """Set the bar's total from the plan: one per new token and micro-batch."""
+        """Set the bar's total: the number of new tokens of a request times the number of micro-batches."""
         self._all = plan.batch.new_tokens * len(plan.batch.micro_batches)
         self._bar.update(0, self._all)
 
@@ -227,7 +240,7 @@ class SimulationBar(Listener):
         self._bar.update(self._all)
 
     def estimating(self, done: int, total: int) -> None:
-        """Show how many runs of the uncertainty band are done."""
+        """Show how many simulations of the uncertainty band are done: `done` of `total`."""
         self._bar.update(done, total, what=ESTIMATING)
 
     def writing(self, trace: Path) -> None:

@@ -1,4 +1,4 @@
-"""Errors as users see them: a line on standard error and an exit code."""
+"""Shows errors to the user, mostly as a line on standard error, and chooses the exit code."""
 
 from __future__ import annotations
 
@@ -38,11 +38,13 @@ WHOLE_TRACEBACK: ContextVar[bool] = ContextVar("whole traceback", default=False)
 
 
 def exit_code_of(error: BaseException, *, forgotten: Sequence[PolicyError] = ()) -> int:
-    """Print an error on standard error, and return the exit code.
+    """Print an error on standard error, and return the program's exit code for it.
 
-    An error in the input is one line, an error of a policy also has the policy's frames, any other its traceback.
+    An error in the input is printed as one line, an error of a policy with lines of the policy's code, any other with
+    its traceback.
 
-    forgotten: errors on coroutines that the policy called and did not await; if there are any, they are the cause.
+    forgotten: errors about coroutines that the policy called without awaiting them; the first, if any, is printed in
+    place of a policy's error, as it is the cause.
     """
     if WHOLE_TRACEBACK.get():
         traceback.print_exception(error, file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Checks of a command's files before it begins: output files, and all other files that its options name."""
+"""Checks a command's files before it begins: outputs can be written, and replace no file that another option names."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ from moesched.system.standard_output import is_stdout
 
 
 def require_files(command: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
-    """Check that a command can write its output files, and that none replaces a file that it reads.
+    """Check that a command can write its output files, and that none of them replaces a file that another option names.
+
+    Args:
+        command: function of the command, with annotated parameters.
+        arguments: the command's arguments, by parameter.
 
     Raises:
         BadInput: as `require_apart`.
@@ -34,9 +38,11 @@ def require_files(command: Callable[..., Any], arguments: Mapping[str, Any]) -> 
 
 
 def require_apart(written: Sequence[Output], named: Iterable[str]) -> None:
-    """Check that outputs can be written, and differ from each other and from all files that options name.
+    """Check that output files can be written, and differ from each other and from all files that other options name.
 
-    named: values of options that may be names of input files.
+    Args:
+        written: the output files.
+        named: values of the other options; those that are no paths are harmless.
 
     Raises:
         BadInput: an output cannot be written, is an input, is in a model's folder, or is standard output.

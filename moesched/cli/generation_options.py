@@ -1,4 +1,4 @@
-"""The prompts of commands that generate text, and the job that these commands start."""
+"""Options of commands that generate text: the prompts, and the job that a command starts."""
 
 from __future__ import annotations
 
@@ -36,7 +36,11 @@ class PromptArguments(Options):
     ] = None
 
     def read_prompts(self) -> tuple[list[Prompt], int]:
-        """Return the prompts, and the exit code: 2 if malformed lines of a file were skipped, else 0."""
+        """Return the prompts, and the exit code: 2 if malformed lines of a file were skipped, else 0.
+
+        Raises:
+            BadInput: prompts are given in no way or in several, or cannot be read.
+        """
         from moesched.inputs.prompts import parse_prompt_ids
 
         if sum((bool(self.prompt), self.prompts is not None, self.prompt_ids is not None)) != 1:
@@ -59,10 +63,11 @@ class GenerationArguments(options.ReportArguments, GeneratedOptions, PromptArgum
     ] = None
 
     def generate(self, job: Job, **more: Any) -> int:
-        """Run a job that generates text, print text and report, and return the exit code.
+        """Run a job with these options, print the texts and the report, and return the exit code.
 
         Args:
-            more: further keywords for the job.
+            job: the function that generates text, such as `run_model`.
+            more: further keywords for `job`.
 
         Raises:
             BadInput: an option cannot be used.

@@ -91,7 +91,7 @@ def _plugins(kind: Any) -> list[Entry]:
 
 
 def _kernels() -> list[Entry]:
-    """Return a row per kernel: its operation and devices, the cases it takes, and the reason if it takes none here."""
+    """Return an entry for each kernel: operation, devices, cases that it takes, and why it takes none here, if so."""
     from moesched import plugins
     from moesched.seams import KernelRow, ListsKernels
 
@@ -225,7 +225,12 @@ def _workloads() -> list[Entry]:
 
 
 def _loaded(name: str, load: Callable[[str], Any], figures: Callable[[Any], Entry]) -> Entry:
-    """Return the entry of what `load` loads by its name: its description and figures, or the reason if it cannot."""
+    """Load a named object, and return its entry: description and figures, or the reason why it cannot be loaded.
+
+    Args:
+        load: takes the name, and returns the object.
+        figures: takes the object, and returns further fields of the entry.
+    """
     try:
         found = load(name)
     except BadInput as error:
@@ -241,14 +246,15 @@ def _first_sentence(found: Any) -> str:
 
 
 class Listing(NamedTuple):
-    """One kind of thing that can be listed, with its table.
+    """The table that `moesched list` prints for one kind of thing.
 
     Attributes:
-        entries: returns the entries, each with its name, its description or figures, and the reason if it cannot load.
+        entries: returns an entry for each thing: its name, its description or figures, and the reason if it cannot
+            load.
         columns: titles of the table's columns after the first one.
-        row: returns the cells of an entry.
-        spare: titles of columns that are left out on a narrow terminal, the first one first.
-        title: title of the first column; by default the name of the kind.
+        row: takes an entry, and returns the cells of its row.
+        spare: titles of columns that are left out on a narrow terminal, beginning with the first of these.
+        title: title of the first column; empty for the name of the kind.
     """
 
     entries: Callable[[], list[Entry]]

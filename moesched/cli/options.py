@@ -1,4 +1,4 @@
-"""Options that several commands share, apart from those of jobs."""
+"""Options that several commands share, such as for reports; the options of jobs are in `moesched/jobs/options.py`."""
 
 from __future__ import annotations
 
@@ -48,12 +48,14 @@ class ReportArguments(Options):
 
 
 def require_json(report: Path | None, what: str) -> None:
-    """Check that a report is not to be written as an HTML page.
+    """Check that a report's path does not ask for an HTML page, for commands that have none.
 
-    what: subject and verb of the error, such as "a reproduction has".
+    Args:
+        report: path of the report; None if none is written.
+        what: subject and verb of the error message, such as "a reproduction has".
 
     Raises:
-        BadInput: the file's name ends in .html.
+        BadInput: the path ends in .html.
     """
     if is_html(report):
         raise BadInput(f"--report {report}: {what} no page to look at: end its name in .json")

@@ -73,7 +73,13 @@ def print_json(content: Any) -> None:
 def in_band(
     band: Mapping[str, tuple[float, float, float]] | None, figure: str, write: Callable[[float], str]
 ) -> str:
-    """Return the ends of a figure's uncertainty band, such as " (240 to 355)"; empty if it has none."""
+    """Return the ends of a figure's uncertainty band as text, such as " (240 to 355)"; empty if the figure has no band.
+
+    Args:
+        band: low, middle and high value by the name of a figure; None for no bands.
+        figure: name of the figure.
+        write: converts a value to text.
+    """
     if not band or figure not in band:
         return ""
     low, _, high = band[figure]
@@ -81,7 +87,12 @@ def in_band(
 
 
 def say_band(widest_rate: str | None, at_peak: Figures | None) -> None:
-    """Print the rate that widens a prediction's uncertainty band most, and the throughput at stated rates."""
+    """Print up to two lines about a prediction's uncertainty.
+
+    Args:
+        widest_rate: words for the machine's rate whose uncertainty widens the band most; None for no line.
+        at_peak: figures predicted with the rates that the machine states; None for no line.
+    """
     if widest_rate is not None:
         say(f"least certain rate: {widest_rate}")
     if at_peak is not None:
@@ -91,9 +102,11 @@ def say_band(widest_rate: str | None, at_peak: Figures | None) -> None:
 
 
 def planners_choice(rate: float | None, where: str = "") -> str:
-    """Return that the planner chose a policy, and the tokens per second that it predicted; empty if the user named it.
+    """Return the words which say that the planner chose the policy, with the rate that it predicted.
 
-    where: for which requests, with a blank before.
+    Args:
+        rate: predicted tokens per second; None, for which the result is empty, if the user named the policy.
+        where: words for the requests of the prediction, with a blank before them.
     """
     if rate is None:
         return ""
@@ -102,9 +115,11 @@ def planners_choice(rate: float | None, where: str = "") -> str:
 
 
 class Bar:
-    """A progress bar on standard error that appears after `patience` seconds, and only on a terminal.
+    """A progress bar on standard error, only on a terminal; a context manager, which may be closed early.
 
-    Use it as a context manager; it may be closed early.
+    Args:
+        what: words for the activity.
+        patience: seconds until the bar appears; 0 shows it at once.
     """
 
     def __init__(self, what: str, *, patience: float = PATIENCE_SECONDS) -> None:
@@ -128,7 +143,13 @@ class Bar:
         self.close()
 
     def update(self, done: float, total: float | None = None, what: str | None = None) -> None:
-        """Set the amounts done and in total; a new `what` starts another activity, whose total may be unknown."""
+        """Show the progress of an activity.
+
+        Args:
+            done: amount that is done.
+            total: amount in total; None leaves the total as it is, or unknown for a new activity.
+            what: words for the activity; None for the same as before.
+        """
         other = what is not None and plain_text(what) != self._what
         self._done = done
         self._total = total or (None if other else self._total)

@@ -133,7 +133,10 @@ def profile_routing(model: Model, given: ProfileArguments, run: ProfiledRun) -> 
 
 
 def _profile(model: Path, file: Path, run: ProfiledRun) -> tuple[Profiled, int]:
-    """Run the model on prompts; return its routing profile, and the exit code: 2 if malformed prompts were skipped."""
+    """Run the model on a file of prompts, and return the recorded routing and the exit code.
+
+    The exit code is 2 if malformed lines of the file were skipped, else 0.
+    """
     from moesched.jobs.profiling import profile_routing as profile
 
     prompts, code = options.read_prompt_file(file)
@@ -190,7 +193,15 @@ def _require_endings(given: ProfileArguments) -> None:
 
 
 def _require_tokens(trace: RoutingTrace | None, out: Sequence[Path]) -> None:
-    """Raise BadInput if the choices of single tokens are to be written, but only counts are known."""
+    """Check that there is a trace if an output file is to have the experts of every token (.npz), and not only counts.
+
+    Args:
+        trace: the routing trace; None if only a profile is known.
+        out: paths of the output files.
+
+    Raises:
+        BadInput: a .npz file is asked for without a trace.
+    """
     for path in out:
         if path.suffix == ".npz" and trace is None:
             raise BadInput(

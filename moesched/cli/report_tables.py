@@ -20,10 +20,10 @@ from moesched.units import format_bytes, format_seconds
 
 
 def print_report(report: JobReport, trace: Path | str | None = None) -> None:
-    """Print the figures of a run: rates, lanes, memories.
+    """Print the figures of a run's report, measured or predicted: sizes, rates, bottleneck, lanes, memories, pools.
 
     Args:
-        trace: file of the run's trace, for the commands that are suggested; None if none was written.
+        trace: path of the run's trace, for the suggested commands; None if none was written.
     """
     measured = "measured" if report.measured else "predicted"
     instead = f" instead of {report.model_dtype}" if report.dtype == "float16" != report.model_dtype else ""
@@ -89,7 +89,10 @@ def print_report(report: JobReport, trace: Path | str | None = None) -> None:
 
 
 def say_helps(helps: Sequence[Help], trace: Path | str | None) -> None:
-    """Print the changes that would save most time, each with its gain and the command that shows it for the trace."""
+    """Print the changes that would save the most time, each with its gain and the command that simulates it.
+
+    trace: path of the run's trace, for the commands; None for a placeholder.
+    """
     if not helps:
         return
 
@@ -143,7 +146,10 @@ def _repeated(report: JobReport) -> str:
 
 
 def _cores(cores: Mapping[str, int]) -> str:
-    """Return the use of the host's cores as text: kernels, copies, issuing."""
+    """Return a sentence on the host's threads: those for kernels and for copies, and the cores left to issuing tasks.
+
+    cores: number of cores for "kernels", "copies" and "issuing".
+    """
     kernels, copies, issuing = (cores[name] for name in ("kernels", "copies", "issuing"))
     return (
         f"threads on the host: {kernels} for attention and experts, {copies} for copies of weights; "
@@ -152,7 +158,10 @@ def _cores(cores: Mapping[str, int]) -> str:
 
 
 def _kernels(kernels: Mapping[str, Sequence[str]]) -> str:
-    """Return the kernels that ran as text, each with its operations."""
+    """Return a line of text with the kernels that ran, each with its operations.
+
+    kernels: names of kernels, by operation.
+    """
     operations: dict[str, list[str]] = {}
     for operation, names in kernels.items():
         for name in names:
@@ -205,11 +214,11 @@ def _print_pools(pools: Sequence[PoolUse]) -> None:
 
 
 def _accuracy(source: str, forecasts: Sequence[PreviewUse | ForecastUse], noun: str) -> str:
-    """Return a sentence on the accuracy of forecasts of experts, by the number of layers ahead.
+    """Return a sentence on the share of chosen experts that were forecast correctly, by the number of layers ahead.
 
     Args:
-        source: name of the source of the forecasts.
-        noun: word for several forecasts.
+        source: words for the source of the forecasts, such as "previews".
+        noun: word for forecasts in the plural.
     """
     rates = [
         f"{each.accuracy:.1%} {each.ahead} layer{'s' * (each.ahead > 1)} ahead ({each.forecasts:,} {noun})"
@@ -231,7 +240,10 @@ def _process(process: ProcessBytes) -> str:
 
 
 def _kv_cache(on_gpu: float) -> str:
-    """Return the place of the KV cache as text, given its share on the GPU, from 0 to 1."""
+    """Return words for the place of the KV cache: accelerator, host, or both.
+
+    on_gpu: share of the micro-batches whose KV cache is on the accelerator, from 0 to 1.
+    """
     if 0 < on_gpu < 1:
         return f"KV cache of {on_gpu:.0%} of the micro-batches on the accelerator, of the others on the host"
     return f"KV cache on the {'accelerator' if on_gpu else 'host'}"
@@ -258,7 +270,7 @@ def _peaks(member: NodeReport) -> dict[str, int]:
 
 
 def _print_emulation(emulation: Emulation) -> None:
-    """Print how exactly emulated tasks kept their predicted durations, by lane."""
+    """Print a table that shows, by lane, how well emulated tasks kept to their predicted durations."""
     columns = ["emulated lane", "real work", "tasks over a third", "late", "too long by"]
     rows = [
         [

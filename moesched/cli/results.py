@@ -1,4 +1,4 @@
-"""Output of a job's report, even if the job ended early: written to its file, then printed."""
+"""Runs a command's job, then writes and prints its report, also if the job ended early."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ from moesched.system.signals import interruption
 
 
 def hand_out(job: Callable[[], JobReport], given: ReportArguments, trace: Path | str | None) -> JobReport:
-    """Run a job, write its report as JSON if that is asked for, print it and return it.
+    """Run a job, write its report as JSON if the user named a file, print the report and return it.
 
     Args:
-        trace: file of the run's trace, which is named at the end; None if none is written.
+        job: runs the job, and returns its report.
+        given: options for the report.
+        trace: path of the run's trace, which is printed at the end; None if none is written.
 
     Raises:
         BadInput: the job cannot run, or the report or the trace cannot be written.
-        Exception: the job ended early with this error; its report is written and printed before.
+        Exception: the error that ended the job early; its report was written and printed before.
     """
     ending = JobEnding()
     report = reported(job, ending)

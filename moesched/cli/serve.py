@@ -60,13 +60,19 @@ def serve(model: ServedOptions, http: FrontOptions) -> int:
 
 
 def tell_closing(answers: int) -> None:
-    """Tell the user the number of answers that a closing server still waits for; nothing if there are none."""
+    """Tell the user that the server is closing; do nothing if `answers` is 0.
+
+    answers: number of answers that the server still waits for.
+    """
     if answers:
         tell(f"no more requests are taken; answers to come: {answers}; a second signal ends them at once")
 
 
 def chosen(ready: Ready) -> str:
-    """Return the rate that the planner predicted for the policy of its choice, in words; empty if the user named it."""
+    """Return the words which say that the planner chose the server's policy, with its predicted rate.
+
+    The result is empty if the user named the policy.
+    """
     return planners_choice(ready.predicted, f" with {ready.places * ready.sequences} requests at once")
 
 

@@ -110,7 +110,15 @@ def sweep(
 
 
 def _check_outputs(given: SweepArguments, file: Path | None, asked: Sweep) -> Path:
-    """Check all files that the sweep writes, and return the file of results."""
+    """Check the options for outputs and, unless --dry-run is given, the files; returns the path of the file of results.
+
+    Args:
+        file: the sweep's TOML file; None for none.
+        asked: the sweep, whose values may name input files.
+
+    Raises:
+        BadInput: an output cannot be written or is an input, or another option for outputs cannot be used.
+    """
     from moesched.sweeps.parquet import require_parquet
 
     out = given.out or RESULTS / f"{file.stem if file else 'sweep'}.jsonl"
@@ -137,7 +145,7 @@ def _check_outputs(given: SweepArguments, file: Path | None, asked: Sweep) -> Pa
 
 
 def _tell_axes(prepared: Prepared, json: bool) -> int:
-    """Print the number of points and the values of each axis, without running any; return the exit code."""
+    """Print the number of points and the values of each axis, for --dry-run; returns exit code 0."""
     axes = prepared.sweep.axes
     if json:
         print_json({"points": len(prepared.points), "axes": axes})
@@ -203,7 +211,12 @@ def _reason(line: Line) -> str:
 
 
 def _print_best(best: list[Best], *, dollars: bool) -> None:
-    """Print the best policy of each case: each combination of the axes other than policy and its settings."""
+    """Print a table of the best policy in each case.
+
+    A case is a combination of values of the axes other than policy and its settings.
+
+    dollars: whether to add a column with dollars per million tokens.
+    """
     from moesched.sweeps.figures import title_of
 
     if not best:

@@ -84,17 +84,24 @@ class SweepArguments(Running, Drawing):
     """All options of `moesched sweep` apart from its axes."""
 
     def asked(self, file: Path | None, axes: Mapping[str, Sequence[str]]) -> Sweep:
-        """Return the sweep that the file and the options describe; an option replaces the file's axis of its name."""
+        """Return the sweep that a file and the options describe.
+
+        An option replaces the file's axis of the same name.
+
+        Args:
+            file: TOML file of the sweep; None for none.
+            axes: arguments of each option that is an axis, by the option's name.
+        """
         from moesched.sweeps.axes import PRICES, Sweep, merged, read_sweep, sweep_of_options
 
         prices = {PRICES: self.price} if self.price else {}
         return merged(read_sweep(file) if file else Sweep({}), sweep_of_options({**axes, **prices}))
 
     def picture(self, sweep: Sweep) -> Picture:
-        """Return the axes of the picture that --plot draws.
+        """Return the axes of the picture that --plot draws, from --x, --y and --pareto.
 
         Raises:
-            BadInput: there is no figure or axis of that name, or no prices for dollars.
+            BadInput: there is no figure or axis of that name, or the figure is dollars and no price is given.
         """
         from moesched.sweeps.figures import require_figure
         from moesched.sweeps.plots import Picture, default_x

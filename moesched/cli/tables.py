@@ -47,8 +47,10 @@ def print_table(
     """Print a table on standard output.
 
     Args:
-        figures: number of last columns that hold numbers, which are aligned to the right.
-        spare: titles of columns that are left out on a narrow terminal, the first one first.
+        columns: titles of the columns.
+        rows: cells of each row.
+        figures: number of columns, the last ones, that hold numbers and are aligned to the right.
+        spare: titles of columns that are left out on a narrow terminal, beginning with the first of these.
     """
     width = columns_of_terminal() or WIDE
     table = [
@@ -74,7 +76,7 @@ def _fits(table: Sequence[_Column], width: int) -> bool:
 
 
 def _widths(table: Sequence[_Column], width: int) -> list[int]:
-    """Return the width of each column, with columns of prose narrowed until all fit into `width` characters."""
+    """Return each column's width in characters, with columns of prose narrowed until the table fits into `width`."""
     widths = [column.width for column in table]
     excess = sum(widths) + GAP * (len(table) - 1) - width
     for place in sorted(range(len(table)), key=lambda place: table[place].least - table[place].width):
@@ -105,7 +107,10 @@ def _print_columns(table: Sequence[_Column], width: int) -> None:
 
 
 def _stacked(table: Sequence[_Column], width: int) -> Iterator[str]:
-    """Yield lines with one cell each, behind its column's title; a row begins with the cell of the first column."""
+    """Yield the lines of a table that is too wide for columns: one line for each cell, after the title of its column.
+
+    The cell of the first column comes first, without its title. Lines are wrapped at `width` characters.
+    """
     first, *others = table
     space = max(len(column.title) for column in others)
     indent = " " * (space + 2 * GAP)

@@ -1,4 +1,4 @@
-"""Plans, traces and comparisons as notebooks show them: figures, the bottleneck, a timeline."""
+"""HTML of notebook cells that show a plan, a trace or a comparison: figures, the bottleneck, a timeline."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from moesched.units import format_bytes
 
 
 def cell(title: str, *content: str) -> str:
-    """The HTML of a notebook's cell: a title, and the content below it."""
+    """Return a notebook cell as HTML: a title in bold, and the content, HTML too, below it."""
     return element("div", element("strong", text(title)), *content)
 
 
@@ -29,7 +29,13 @@ def figures_table(heading: str, figures: Mapping[str, str]) -> str:
 
 
 def memory_table(name: str, used: Mapping[str, int], most: Mapping[str, int] | None = None) -> str:
-    """The HTML of a table of memories: bytes used, in a column titled `name`, and the budget `most` if there is one."""
+    """Return the HTML of a table with the bytes of each memory.
+
+    Args:
+        name: title of the column of bytes.
+        used: bytes by memory.
+        most: budget in bytes by memory, for a second column; None for no such column.
+    """
     rows = [
         [memory, format_bytes(nbytes), *([] if most is None else [format_bytes(most[memory])])]
         for memory, nbytes in used.items()
@@ -39,7 +45,10 @@ def memory_table(name: str, used: Mapping[str, int], most: Mapping[str, int] | N
 
 
 def bottleneck_and_timeline(recording: Recording, explanation: Explanation) -> str:
-    """The HTML of a run's bottleneck, in words, and of the timeline of a typical step. The run must have tasks."""
+    """Return the HTML of a run's bottleneck, in words, and of the timeline of a typical step.
+
+    recording: the run, with at least one task.
+    """
     said = []
     if explanation.bottleneck is not None:
         said = [f"Bottleneck: {bottleneck_in_words(explanation, explanation.bottleneck)}"]
@@ -50,7 +59,11 @@ def bottleneck_and_timeline(recording: Recording, explanation: Explanation) -> s
 
 @singledispatch
 def drawn(value: object) -> str:
-    """The HTML of a notebook's cell that shows a trace, a plan or a comparison."""
+    """Return the HTML of the notebook cell that shows a `Trace`, a `Plan` or a `Comparison`.
+
+    Raises:
+        TypeError: the value is of another type.
+    """
     raise TypeError(f"no cell shows a {type(value).__name__}")
 
 

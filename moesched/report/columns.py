@@ -1,6 +1,6 @@
-"""The columns of a run: its slices, its edges, and the samples of its memories and pools.
+"""Converts a recorded run to the columns of numbers from which a page's scripts draw: slices, edges, waits and samples.
 
-Slices keep their order, which is that of their ends. Times are nanoseconds on the run's own clock.
+Slices keep the recording's order, by end. Times are nanoseconds on the run's own clock.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ STATES = ("done", "failed")
 
 
 def run_columns(columns: Columns, title: str, recording: Recording, shift: int = 0) -> dict[str, Any]:
-    """Make the JSON value of a run for the page, and add its numbers to `columns`.
+    """Add a run's numbers to `columns`, and return the JSON value of the run, which refers to them.
 
     Args:
-        shift: nanoseconds to add to its times, so that several runs can be compared.
+        columns: the columns of the page's data.
+        title: the run's title on the page.
+        shift: nanoseconds that the page adds to the run's times, to draw it beside other runs.
     """
     return {
         "title": title,
@@ -45,7 +47,10 @@ def run_columns(columns: Columns, title: str, recording: Recording, shift: int =
 
 
 class _Numbered:
-    """Numbers values in the order in which they were first seen, from 0."""
+    """Gives each different value a number from 0, in the order in which the values are first seen.
+
+    known: values that get the first numbers.
+    """
 
     def __init__(self, known: Iterable[Any] = ()) -> None:
         self.numbers: dict[Any, int] = {each: number for number, each in enumerate(known)}
@@ -61,7 +66,10 @@ class _Numbered:
 
 
 class _NumberedTasks(_Numbered):
-    """Numbers descriptions of tasks; by their identity if it is known, which is faster than comparing all fields."""
+    """Gives each different task description a number from 0, in the order in which they are first seen.
+
+    An object that was seen before is found by its identity, which is faster than a comparison of all fields.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,7 +119,7 @@ def _choice(experts: Mapping[int, int] | None) -> str:
 
 
 def _tasks(columns: Columns, tasks: Sequence[TaskInfo]) -> dict[str, Any]:
-    """Make the columns of descriptions of tasks, to which slices refer by number."""
+    """Add columns with an item for each different task description; returns the JSON value that refers to them."""
     verbs, resources = _Numbered(), _Numbered()
     return {
         "label": [each.label for each in tasks],
@@ -132,7 +140,11 @@ def _tasks(columns: Columns, tasks: Sequence[TaskInfo]) -> dict[str, Any]:
 
 
 def _edges(columns: Columns, recording: Recording) -> dict[str, Any]:
-    """Make columns of the number of each slice's producers, and of the distance to each, as small numbers pack well."""
+    """Add columns with the slices whose results each slice reads; returns the JSON value that refers to them.
+
+    Column `count` has the number of these producers for each slice, and `back` the distance to each in the list of
+    slices, as small numbers compress well.
+    """
     back = (index - producer for index, producers in enumerate(recording.producers) for producer in producers)
     return {
         "edges": {
@@ -143,7 +155,10 @@ def _edges(columns: Columns, recording: Recording) -> dict[str, Any]:
 
 
 def _waits(columns: Columns, recording: Recording) -> dict[str, Any]:
-    """Make columns with the slice that each slice waited for last, the cause, and the nanoseconds between the two."""
+    """Add columns with each slice's last wait; returns the JSON value that refers to them.
+
+    The columns have the fields of `Wait`; `why` is an index into `WHY`.
+    """
     waits = waits_of(recording)
     return {
         "waits": {

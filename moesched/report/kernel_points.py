@@ -1,4 +1,4 @@
-"""Kernels of a run on the roofline: FLOPs per byte, FLOP/s, and the share of what their processor allows."""
+"""Points of a run's kernels for the roofline: FLOPs per byte, FLOP/s, and the FLOP/s that the processor allows."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from moesched.trace.recording import Recording, Roof
 
 
 class KernelPoint(NamedTuple):
-    """All tasks of one verb on one processor, in prefill or in decode, as a point of the roofline.
+    """A point of the roofline: all tasks of one verb on one processor in one phase, prefill or decode.
 
     Attributes:
+        resource: name of the processor.
+        tasks: number of tasks.
         seconds: total time of the tasks.
         intensity: FLOPs per byte that the tasks access.
         rate: FLOP/s while the tasks run.
@@ -29,7 +31,10 @@ class KernelPoint(NamedTuple):
 
 
 def kernel_points(recording: Recording, roofs: Mapping[str, Roof]) -> list[KernelPoint]:
-    """Compute the points of a run, without loading, the longest total time first."""
+    """Compute the points of a run's prefill and decode, the longest total time first.
+
+    roofs: limits of the processors, by name; a processor without an entry has no limits.
+    """
     sums: dict[tuple[str, str, str], list[float]] = {}
     for each in recording.slices:
         task = each.task

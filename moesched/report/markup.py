@@ -14,7 +14,13 @@ def text(value: object) -> str:
 
 
 def element(name: str, *content: str, **attributes: str) -> str:
-    """An HTML element; its content is HTML, its attributes are text. `css` is the attribute "class"."""
+    """Return an HTML element.
+
+    Args:
+        name: name of the element, such as "div".
+        content: HTML inside the element.
+        attributes: attributes as text, which is escaped; `css` stands for "class", and underscores for dashes.
+    """
     given = "".join(
         f' {"class" if key == "css" else key.replace("_", "-")}="{text(value)}"'
         for key, value in attributes.items()
@@ -28,10 +34,12 @@ def paragraphs(lines: Iterable[str], **attributes: str) -> str:
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], figures: int) -> str:
-    """An HTML section with a title and a table; without a title, the table alone.
+    """Return the HTML of a table, in a section with a heading if `title` is not empty.
 
     Args:
-        figures: number of columns at the end that are numbers, and are aligned to the right.
+        columns: titles of the columns, as text.
+        rows: cells of each row, as text.
+        figures: number of columns, the last ones, that hold numbers and are aligned to the right.
     """
     first_figure = len(columns) - figures
 

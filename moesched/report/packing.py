@@ -1,8 +1,8 @@
-"""Packs values and columns of numbers into text that a page can hold.
+"""Packs a JSON value and columns of numbers into base64 text, which a page holds and its scripts unpack.
 
-Unpacked, it is a JSON value, with its length in the first four bytes, and then the columns. In the JSON value a column
-is replaced by `{"column": type, "at": first byte, "length": number of items}`. All numbers are little-endian, and every
-column begins at a multiple of 8 bytes. Packed, it is compressed with zlib and encoded in base64.
+The bytes are the length of the JSON value, in four bytes, the JSON value, and the columns, compressed with zlib. In the
+JSON value a column is replaced by `{"column": type, "at": first byte, "length": number of items}`. All numbers are
+little-endian, and every column begins at a multiple of 8 bytes.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class Columns:
         self._size = 0
 
     def add(self, kind: str, numbers: Iterable[float]) -> dict[str, Any]:
-        """Add a column, and return the JSON value that refers to it.
+        """Append a column of numbers; returns the JSON value that stands for the column in the content of `pack`.
 
         Args:
-            kind: "f64", "i32", "u32", "u16" or "u8".
+            kind: type of each number: "f64", "i32", "u32", "u16" or "u8".
 
         Raises:
             BadInput: a number does not fit the type; no recording of moesched has such a number.
@@ -50,7 +50,7 @@ class Columns:
         return {"column": kind, "at": at, "length": len(column)}
 
     def pack(self, content: Any) -> str:
-        """Pack all columns, and a JSON value that refers to them, into base64 text."""
+        """Pack all columns and a JSON value, in which results of `add` stand for columns; returns base64 text."""
         text = msgspec.json.encode(content)
         text += b" " * (-(4 + len(text)) % _ALIGNMENT)
         data = b"".join((len(text).to_bytes(4, "little"), text, *self._parts))

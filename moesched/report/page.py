@@ -42,12 +42,12 @@ _PLACE = re.compile(r"\{\{(\w+)\}\}")
 
 
 def page(title: str, sections: Mapping[str, str], rules: str, data: str) -> str:
-    """The HTML text of a whole page.
+    """Return the HTML of a whole page.
 
     Args:
-        title: title of the browser's window, as escaped text.
+        title: title of the browser's window, already escaped for HTML.
         sections: HTML by the name of its place in the template, such as "head", "legend" or "tables".
-        rules: style rules of this page alone.
+        rules: CSS rules for this page alone.
         data: the packed data, as `Columns.pack` returns it.
     """
     style, scripts = _style() + rules, (_charts_library(), _script())

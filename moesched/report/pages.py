@@ -40,11 +40,11 @@ def write_run_page(
     report: Mapping[str, Any] | None = None,
     explanation: Explanation | None = None,
 ) -> None:
-    """Write the page of one run, which may have ended early.
+    """Write the HTML page of one run, which may have ended early.
 
     Args:
-        report: the run's report as JSON values, if there is one.
-        explanation: the run's explanation, if it was made already.
+        report: the run's report as JSON values; None if there is none.
+        explanation: the run's explanation; None to make it from the recording.
 
     Raises:
         BadInput: the file cannot be written; nothing is left of it.
@@ -86,10 +86,11 @@ def write_run_page(
 
 
 def write_comparison_page(path: Path | str, comparison: Comparison, runs: Sequence[TitledRun]) -> None:
-    """Write the page of several runs, with their timelines one below the other.
+    """Write the HTML page of a comparison, with the timelines of the runs one below the other.
 
     Args:
-        runs: the compared runs that have a trace.
+        comparison: the compared runs, with or without traces.
+        runs: the recordings of those that have a trace.
 
     Raises:
         BadInput: the file cannot be written; nothing is left of it.

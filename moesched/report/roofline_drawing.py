@@ -27,7 +27,15 @@ SPARE = 0.35
 
 
 class _Scale:
-    """A logarithmic axis: decades from `low` to `high`, over pixels from `start` to `end`."""
+    """A logarithmic axis of a drawing.
+
+    Args:
+        values: values above 0, all of which the axis shows, with some space beyond the outermost.
+        start, end: pixels of the axis's first and last point.
+
+    Attributes:
+        low, high: base-10 logarithms of the axis's ends.
+    """
 
     def __init__(self, values: Sequence[float], start: float, end: float) -> None:
         self.low = math.log10(min(values)) - SPARE
@@ -35,7 +43,7 @@ class _Scale:
         self._start, self._end = start, end
 
     def at(self, value: float) -> float:
-        """The pixel at which a value is drawn."""
+        """Return the pixel on the axis at which a value, above 0, is drawn."""
         share = (math.log10(value) - self.low) / (self.high - self.low)
         return round(self._start + share * (self._end - self._start), 1)
 
@@ -45,7 +53,10 @@ class _Scale:
 
 
 def roofline_section(recording: Recording, roofs: Mapping[str, Roof]) -> str:
-    """The HTML section with the roofline and the run's kernels on it; empty if no task computes."""
+    """Return the HTML section with the roofline and the run's kernels on it; empty if no task computes.
+
+    roofs: limits of the processors, by name.
+    """
     points = kernel_points(recording, roofs)[:SHOWN_POINTS]
     if not points:
         return ""

@@ -29,7 +29,12 @@ TIMES = {
 def run_figures(
     recording: Recording, explanation: Explanation | None, report: Mapping[str, Any]
 ) -> dict[str, str]:
-    """Return the figures at the top of a run's page, as text by name; `report` is the run's report as JSON values."""
+    """Return the figures for the top of a run's page: each as text, with its unit, by name.
+
+    Args:
+        explanation: the run's explanation; None leaves its figures out.
+        report: the run's report as JSON values; empty if there is none.
+    """
     found: dict[str, str] = {}
     for key, name in RATES.items():
         if report.get(key):
@@ -110,7 +115,7 @@ def _over(figure: float, other: float) -> str:
 
 
 def predictions_table(recording: Recording) -> str:
-    """The HTML table of predicted over measured time, by kind of task; empty if nothing was predicted."""
+    """Return the HTML table of predicted and measured time by verb and lane; empty if nothing was predicted."""
     sums: dict[tuple[str, str], list[float]] = {}
     for each in recording.slices:
         prediction = recording.predictions.get(each.task.work)

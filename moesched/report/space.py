@@ -14,7 +14,7 @@ _CONSTANT = re.compile(r"^(?:export )?const (\w+) = (\d+);", re.MULTILINE)
 
 
 def reserved(runs: Sequence[TitledRun]) -> str:
-    """Style rules that reserve the space: the height of the lanes in pixels, and the number of curves."""
+    """Return the CSS rule that reserves the space: the height of the lanes in pixels, and the number of curves."""
     curves = sum(_curves(run.recording) for run in runs)
     return f":root {{ --lanes: {lanes_height(runs)}px; --curves: {curves}; }}\n"
 

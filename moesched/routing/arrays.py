@@ -38,13 +38,14 @@ _UNREADABLE = (
 
 
 def read_npy(where: str, data: bytes) -> Array:
-    """Read one array, as a view of the bytes of an .npy file.
+    """Parse the bytes of an .npy file; returns its one array, which shares the memory of `data`.
 
     Args:
-        where: name of the file, or of the array in it, for errors.
+        where: name of the file, or of the array in it, for error messages.
+        data: the whole content of the file.
 
     Raises:
-        BadInput: the bytes are not an array of integers or text, or not all of one.
+        BadInput: the bytes are no .npy file, are cut off, or hold values other than integers or text.
     """
     stream = BytesIO(data)
     try:
@@ -67,10 +68,15 @@ def read_npy(where: str, data: bytes) -> Array:
 
 
 def read_npz(where: str, data: bytes) -> Iterator[tuple[str, Array]]:
-    """Yield the arrays of an .npz file with their names, in the file's order.
+    """Parse the bytes of an .npz file; yields the name and the values of each array, in the file's order.
+
+    Args:
+        where: name of the file, for error messages.
+        data: the whole content of the file.
 
     Raises:
-        BadInput: the file is not a whole .npz file, or too large.
+        BadInput: the file is damaged or cut off, has more than `MOST_ARRAYS` arrays or `MOST_BYTES` bytes when
+            unpacked, or has an array that `read_npy` refuses.
     """
     if data.count(b"PK\1\2") > MOST_ARRAYS:
         raise BadInput(f"{where} has more than {MOST_ARRAYS:,} arrays: split it into files with fewer")
@@ -90,7 +96,7 @@ def read_npz(where: str, data: bytes) -> Iterator[tuple[str, Array]]:
 
 
 def _unpacked(file: zipfile.ZipFile, entry: zipfile.ZipInfo) -> bytes:
-    """The unpacked bytes of a file in a zip archive, at most as many as its entry states."""
+    """Return an archived file's decompressed bytes, cut off one byte after the size that `entry` states."""
     if entry.compress_type not in _COMPRESSIONS:
         raise zipfile.BadZipFile("a compression that numpy does not write")
     with file.open(entry) as stream:

@@ -1,7 +1,7 @@
-"""Checks of recorded choices: every token has distinct experts of the model, and an error names the place of a fault.
+"""Checks of recorded expert choices: each token has different experts, all of the model; errors name the token.
 
-Tools number either all layers of a model, or only those with experts; both are read. In memory, a trace has all layers,
-with zeros in those without experts.
+In a trace file the layer axis has either all layers of the model, or only the layers with experts. In memory it always
+has all layers, with zeros in layers without experts.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ def id_type(experts: int) -> type[np.unsignedinteger]:
 
 
 def sorted_choices(chosen_Nk: Integers, config: ModelConfig, place: Callable[[int], str]) -> Integers:
-    """Sort each row's experts, in the smallest type that holds them.
+    """Check rows of expert ids, and return them with each row sorted, in the smallest unsigned type that holds the ids.
 
     Args:
-        chosen_Nk: expert ids; a row is one token in one layer.
-        place: returns the name of a row for errors, such as "trace.csv:7".
+        chosen_Nk: expert ids (rows, top_k); a row is the choice of one token in one layer.
+        config: the model that has the experts.
+        place: takes the index of a row, and returns its place in the file for errors, such as "trace.csv:7".
 
     Raises:
         BadInput: a row has an expert that the model lacks, or one expert twice.
@@ -64,13 +65,15 @@ def layers_without_experts(config: ModelConfig) -> list[int]:
 
 
 def checked_layers(where: str, chosen_TLk: Integers, config: ModelConfig) -> Integers:
-    """Check and sort the choices of a trace; returns them for all layers (tokens, layers, top_k).
+    """Check the expert ids of a trace, and return them sorted, for all layers of the model (tokens, layers, top_k).
 
-    chosen_TLk: the choices in all layers, or only in the layers with experts.
+    Args:
+        where: name of the file or the array, for error messages.
+        chosen_TLk: expert ids (tokens, layers, top_k), of all layers or only of the layers with experts.
 
     Raises:
-        BadInput: the trace has another number of layers, choices in a layer without experts, or a row that
-            `sorted_choices` refuses.
+        BadInput: the trace has another number of layers than the model, different ids in a layer without experts, or a
+            row that `sorted_choices` refuses.
     """
     tokens, layers, top_k = chosen_TLk.shape
     routed = routed_layers(config)
@@ -89,10 +92,12 @@ def checked_layers(where: str, chosen_TLk: Integers, config: ModelConfig) -> Int
 
 
 def _require_no_choices(where: str, chosen_TLk: Integers, config: ModelConfig) -> None:
-    """Check that no choices were recorded in layers without experts: there, all ids of a token must be equal.
+    """Check that a trace has no choices in layers without experts: there, all ids of a token are equal, such as zeros.
+
+    chosen_TLk: expert ids (tokens, layers, top_k) of all layers.
 
     Raises:
-        BadInput: a token has different experts in such a layer.
+        BadInput: a token has different ids in a layer without experts.
     """
     for layer in layers_without_experts(config):
         several_T = (chosen_TLk[:, layer] != chosen_TLk[:, layer, :1]).any(axis=-1)
@@ -104,9 +109,9 @@ def _require_no_choices(where: str, chosen_TLk: Integers, config: ModelConfig) -
 
 
 def with_all_layers(chosen_Tlk: Integers, config: ModelConfig) -> Integers:
-    """Return choices for all layers (tokens, layers, top_k), with zeros in layers without experts.
+    """Add the layers without experts to expert ids, filled with zeros; returns (tokens, layers, top_k) for all layers.
 
-    chosen_Tlk: the choices in the layers with experts.
+    chosen_Tlk: expert ids (tokens, layers with experts, top_k).
     """
     routed = routed_layers(config)
     if len(routed) == config.layers:
@@ -118,7 +123,12 @@ def with_all_layers(chosen_Tlk: Integers, config: ModelConfig) -> Integers:
 
 
 def other_top_k(place: str, count: int, config: ModelConfig) -> BadInput:
-    """Make the error for a token at `place` with another number of experts, `count`, than the model chooses."""
+    """Make the error for a token whose number of chosen experts is not the model's top_k.
+
+    Args:
+        place: the token's place in the file.
+        count: number of experts that the token has there.
+    """
     return BadInput(
         f"{place}: a token has {count} experts, but {config.name} has top {config.routed.top_k}: "
         "give a trace of that model"
@@ -126,7 +136,12 @@ def other_top_k(place: str, count: int, config: ModelConfig) -> BadInput:
 
 
 def other_layers(where: str, count: int, config: ModelConfig) -> BadInput:
-    """Make the error for a trace named `where` with another number of layers, `count`, than the model."""
+    """Make the error for a trace whose number of layers is not the model's.
+
+    Args:
+        where: name of the trace.
+        count: number of layers of the trace.
+    """
     routed = len(routed_layers(config))
     with_experts = "" if routed == config.layers else f", {routed} of them with experts"
     return BadInput(

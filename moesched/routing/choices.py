@@ -1,7 +1,7 @@
-"""Expert choices of single tokens, and the routing of simulations derived from them.
+"""The promise of a source of expert choices for single tokens, and the routing of a simulated batch made from them.
 
-Whatever the source, a token's experts depend only on its request and its position. Batches, micro-batches and schedules
-cannot change them, so that policies are compared on the same choices.
+Whatever the source, a token's experts depend only on the layer, its request and its position. So batches, micro-batches
+and schedules do not change them, and policies are compared on the same choices.
 """
 
 from __future__ import annotations
@@ -18,18 +18,23 @@ Integers = npt.NDArray[np.integer[Any]]
 
 
 class ExpertChoices(Protocol):
-    """The experts that any token chooses, as a pure function of layer, request and position."""
+    """A source of the experts that each token chooses, given only the layer, its request and its position."""
 
     @property
     def experts(self) -> int:
         """Number of experts in a layer."""
 
     def of_tokens(self, layer: int, requests_T: Integers, positions_T: Integers) -> Integers:
-        """The experts (T, k), ascending, of T tokens in a layer, given the request and the position of each token."""
+        """Return the ids (T, k) of the experts that T tokens choose in a layer, ascending in each row.
+
+        Args:
+            requests_T: the index of each token's request.
+            positions_T: each token's position in its request, from 0.
+        """
 
 
 class BatchRouting:
-    """The `Routing` of one batch for simulations, made of the choices of single tokens.
+    """The `Routing` of one simulated batch: it looks up the experts of each token and counts them by micro-batch.
 
     In decode, each beam chooses experts as if it were a request of its own.
     """
@@ -45,7 +50,9 @@ class BatchRouting:
         self._beams = batch.beams
 
     def choose(self, step: int, layer: int, micro_batch: int, tokens: int) -> dict[int, int]:
-        """Count the tokens of each expert that gets any, in ascending order of expert.
+        """Return the number of the micro-batch's tokens that choose each expert of a layer, by expert id, ascending.
+
+        Experts that no token chooses are left out. `tokens` is the number of tokens that the caller expects.
 
         Raises:
             ValueError: the micro-batch has a different number of tokens in that step.
@@ -67,7 +74,10 @@ class BatchRouting:
 def counted(
     choices: ExpertChoices, layer: int, requests_T: Integers, positions_T: Integers
 ) -> dict[int, int]:
-    """Count the tokens of each expert that gets any of T tokens, in ascending order of expert."""
+    """Return the number of T tokens that choose each expert of a layer, by expert id, ascending, without zeros.
+
+    requests_T, positions_T: the request and the position of each token, as for `ExpertChoices.of_tokens`.
+    """
     chosen_Tk = choices.of_tokens(layer, requests_T, positions_T)
     counts = np.bincount(chosen_Tk.ravel(), minlength=choices.experts).tolist()
     return {expert: count for expert, count in enumerate(counts) if count}

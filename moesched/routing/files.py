@@ -1,4 +1,4 @@
-"""Reading of files of routing: profiles and traces, each recognised by the beginning of its content."""
+"""Reader of files of expert choices, profiles or traces; the beginning of a file's content tells its format."""
 
 from __future__ import annotations
 

@@ -23,20 +23,25 @@ _TABLE, _CHOICE, _REPEAT = range(3)
 
 
 class _Table(NamedTuple):
-    """The experts of a layer in `ORDERS` random orders, one after the other, and the running sum of their shares."""
+    """The table from which a layer's experts are drawn: its experts in `ORDERS` random orders, one after the other.
+
+    Attributes:
+        experts: expert ids (`ORDERS` * experts,).
+        ends: running sum of the experts' shares within each order, with n * (`top_k` + 1) added in order n.
+    """
 
     experts: Integers
     ends: Floats
 
 
 class GeneratedChoices:
-    """Random choices of `top_k` different experts per token; each expert gets exactly its share in the long run.
+    """Random choices of `top_k` different experts per token, in which experts have the shares that `popularity` gives.
 
-    With locality, each token repeats the experts of the previous token of its request in the same layer with that
-    probability. This does not change the shares.
+    If the popularity's locality is above 0, a token has this probability of the same experts as the token before it, in
+    the same request and layer. The shares do not change.
 
     Raises:
-        BadInput: the locality is not a probability below 1.
+        BadInput: the locality is not at least 0 and less than 1.
     """
 
     def __init__(self, popularity: Popularity, config: ModelConfig, seed: int = 0) -> None:
@@ -51,7 +56,12 @@ class GeneratedChoices:
         self._start = cache(self._make_start)
 
     def of_tokens(self, layer: int, requests_T: Integers, positions_T: Integers) -> Integers:
-        """The experts (T, k), ascending, of T tokens in a layer, given the request and the position of each token."""
+        """Return the ids (T, k) of the experts that T tokens choose in a layer, ascending in each row.
+
+        Args:
+            requests_T: the index of each token's request.
+            positions_T: each token's position in its request, from 0.
+        """
         drawn_T = self._drawn_at(layer, requests_T, positions_T)
         order_T, rest_T = np.divmod(ORDERS * self._numbers(layer, _CHOICE, requests_T, drawn_T), 1.0)
         # Systematic sampling: every expert has an interval as long as its share, at most 1, so points at distances of 1
@@ -62,7 +72,10 @@ class GeneratedChoices:
         return np.sort(table.experts[indices_Tk], axis=1)
 
     def _drawn_at(self, layer: int, requests_T: Integers, positions_T: Integers) -> Integers:
-        """Return the position of the token whose experts each of T tokens gets: its own or, by locality, an earlier."""
+        """Return, for each of T tokens, the position (T,) whose random draw decides its experts.
+
+        This is the token's own position or, if by locality it repeats an earlier token, the position of that token.
+        """
         drawn_T = np.array(positions_T)
         unsettled = np.arange(len(drawn_T)) if self.locality else np.arange(0)
         while len(unsettled):
@@ -81,7 +94,10 @@ class GeneratedChoices:
         return _Table(experts.ravel(), ends.ravel())
 
     def _numbers(self, layer: int, purpose: int, requests_T: Integers, positions_T: Integers) -> Floats:
-        """Return a random number in [0, 1) for each of T tokens, from layer, purpose, request and position alone."""
+        """Return a random number in [0, 1) for each of T tokens (T,), a function of the seed and the arguments alone.
+
+        purpose: `_CHOICE` or `_REPEAT`, so that numbers for different uses differ.
+        """
         bits_T = _mix(self._start(layer, purpose) + requests_T.astype(np.uint64) * _STRIDE)
         bits_T = _mix(bits_T + positions_T.astype(np.uint64) * _STRIDE)
         numbers: Floats = (bits_T >> np.uint64(11)).astype(np.float64) * 2.0**-53
@@ -93,7 +109,7 @@ class GeneratedChoices:
 
 
 def _mix(bits: Bits) -> Bits:
-    """Mix the bits of each number (SplitMix64, Steele et al. 2014)."""
+    """Hash each number to a random-looking one (SplitMix64, Steele et al. 2014); returns the same shape."""
     bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     mixed: Bits = bits ^ (bits >> np.uint64(31))

@@ -1,13 +1,13 @@
-"""Routing traces of Megatron-LM: JSON lines, one for each layer of each forward pass.
+"""Reader of Megatron-LM's routing traces: JSON lines, one for each layer of each forward pass.
 
-Written by its `RouterTracer` (`--moe-routing-trace-path`), one file for each rank; read from the sources of
-Megatron Core 0.20:
+Megatron-LM writes one file for each rank, with `--moe-routing-trace-path`. The format is that of `RouterTracer` in the
+sources of Megatron Core 0.20:
 
     {"step": 0, "stage": "pre_dispatch", "block": "decoder", "layer": 3, "rank": 0, "num_tokens": 128, "topk": 2,
      "top_indices": [[12, 45], ...]}
 
-A record does not say which request a token is of. A pass of one token is therefore read as the next token of the
-request before, and a pass of several as the prompt of another, which is right where requests run one at a time, and in
+A record does not name its tokens' requests. So a forward pass of several tokens is read as the prompt of a new request,
+and a pass of one token as the next token of the latest request. This is right where requests run one at a time, and in
 training. Blocks other than the decoder (multi-token prediction) are left out.
 """
 
@@ -44,14 +44,24 @@ class _Record(msgspec.Struct, frozen=True):
 
 
 class _Choices(NamedTuple):
-    """The checked choices (tokens, top_k) of one layer, and the line that they are from."""
+    """The choices of one record.
+
+    Attributes:
+        line: number of the record's line in the file, from 1.
+        chosen_Tk: checked and sorted expert ids (tokens, top_k).
+    """
 
     line: int
     chosen_Tk: Integers
 
 
 class _Pass(NamedTuple):
-    """One forward pass: its first line, the rank and step that ran it, and the choices by layer."""
+    """The records of one forward pass.
+
+    Attributes:
+        line: number of the pass's first line in the file, from 1.
+        layers: the choices by layer, as the trace numbers layers.
+    """
 
     line: int
     rank: int
@@ -109,7 +119,13 @@ def _record(where: str, line: int, text: bytes) -> _Record:
 
 
 def _chosen(where: str, record: _Record, config: ModelConfig) -> Integers:
-    """Return the checked and sorted choices (tokens, top_k) of a record."""
+    """Return the record's expert ids (tokens, top_k), each row checked and sorted.
+
+    where: the record's file and line, for error messages.
+
+    Raises:
+        BadInput: the number of tokens or of experts is wrong, or `sorted_choices` refuses a row.
+    """
     rows = record.top_indices
     if not rows or record.num_tokens not in (None, len(rows)):
         said = "" if record.num_tokens is None else f", and num_tokens is {record.num_tokens}"
@@ -123,9 +139,11 @@ def _chosen(where: str, record: _Record, config: ModelConfig) -> Integers:
 
 
 def _stacked(where: str, done: _Pass, first: int, config: ModelConfig) -> Integers:
-    """Return the choices (tokens, layers, top_k) of a forward pass.
+    """Return the expert ids of a forward pass for all layers of the model (tokens, layers, top_k).
 
-    first: number that the trace gives to the model's first layer with experts.
+    Args:
+        where: name of the file, for error messages.
+        first: the trace's number for the model's first layer with experts.
 
     Raises:
         BadInput: layers are missing or unknown, or have different numbers of tokens.

@@ -1,9 +1,9 @@
-"""Routing traces as arrays of numpy's: moesched's own .npz, and vLLM's returned experts as .npy or .npz.
+"""Readers of routing traces in numpy's files: moesched's own .npz, and vLLM's expert choices in .npy or .npz.
 
-vLLM, run with `enable_return_routed_experts`, gives each completion an array `routed_experts` of integers (tokens,
-layers, top_k), int16 or, in other versions, of another type. This is read from its documentation of 0.21, where the
-request has the prompt's rows as `prompt_routed_experts`, and from its sources before and since, where the array begins
-with them. The last generated token passes no router and has no row. Layers without experts have zeros.
+vLLM, run with `enable_return_routed_experts`, gives each completion an integer array `routed_experts` (tokens, layers,
+top_k), with zeros in layers without experts. In vLLM 0.21, by its documentation, a request has the prompt's rows in a
+second array, `prompt_routed_experts`; in other versions, by their sources, `routed_experts` begins with these rows. The
+last generated token passes no router and has no row.
 """
 
 from __future__ import annotations
@@ -38,10 +38,16 @@ def parse_npy(where: str, data: bytes, config: ModelConfig) -> RoutingTrace:
 
 
 def parse_npz(where: str, data: bytes, config: ModelConfig) -> RoutingTrace:
-    """Read moesched's trace, or vLLM's arrays, one for each request.
+    """Parse an .npz file: moesched's trace, or arrays of vLLM, one for each request.
+
+    The two arrays in `SPLIT`, if the file has no other, are one request.
+
+    Args:
+        where: name of the file, for error messages.
+        data: the whole content of the file.
 
     Raises:
-        BadInput: the data has other arrays, or is of another model.
+        BadInput: the file has other arrays, or is of another model.
     """
     own: dict[str, Array] = {}
     requests: dict[str, Integers] = {}
@@ -70,7 +76,11 @@ def _of_requests(requests: Iterable[Integers], prompt_tokens: list[int], config:
 
 
 def _request(where: str, array: Array, config: ModelConfig) -> Integers:
-    """Return the checked and sorted choices (tokens, layers, top_k) of one request."""
+    """Check vLLM's array of one request, and return its sorted expert ids for all layers (tokens, layers, top_k).
+
+    Raises:
+        BadInput: the array has another shape or type, or is of another model.
+    """
     if array.ndim != 3 or array.dtype.kind == "U" or not len(array):
         raise BadInput(
             f"{where} has shape {array.shape} of {array.dtype.name}: give a trace, integers (tokens, layers, top_k)"
@@ -81,7 +91,11 @@ def _request(where: str, array: Array, config: ModelConfig) -> Integers:
 
 
 def _own(where: str, arrays: dict[str, Array], config: ModelConfig) -> RoutingTrace:
-    """Make a trace of moesched's arrays, checked so that no index is out of range later."""
+    """Make a `RoutingTrace` from the arrays of moesched's .npz file, by name, after a check of shapes and values.
+
+    Raises:
+        BadInput: an array is missing or damaged, or the trace is of another model.
+    """
     for name, dimensions in OWN.items():
         kind = "U" if name == "model" else "iu"
         if name not in arrays:
@@ -105,7 +119,13 @@ def _own(where: str, arrays: dict[str, Array], config: ModelConfig) -> RoutingTr
 
 
 def _require_ascending(where: str, chosen: Integers, config: ModelConfig) -> None:
-    """Check without a copy that choices (tokens, layers, top_k) are sorted ids of the model's experts."""
+    """Check that each row of expert ids (tokens, layers, top_k) ascends and has only experts of the model.
+
+    The check takes little memory beside the array. Layers without experts are not looked at.
+
+    Raises:
+        BadInput: a row does not ascend, or has another number; the message names its token and layer.
+    """
     routed = routed_layers(config)
     chosen_Nk = (chosen if len(routed) == config.layers else chosen[:, routed]).reshape(
         -1, config.routed.top_k

@@ -1,4 +1,4 @@
-"""The expert choices of a run, kept while it runs, to route a simulation of the same plan."""
+"""Recorder of a run's expert counts, from which a simulation of the same plan then takes its routing."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from moesched.tasks import Task
 
 
 class ObservedRouting:
-    """An observer of a run, and afterwards a `Routing` with the choices of that run.
+    """Records the expert counts of a run's `route` tasks; after the run, a `Routing` that gives these counts.
 
     Args:
-        steps: number of steps whose choices are kept.
+        steps: number of steps, from the first one on, whose counts are kept.
     """
 
     def __init__(self, steps: int) -> None:
@@ -21,18 +21,21 @@ class ObservedRouting:
         self._rows: dict[int, set[int]] = {}
 
     def ended(self, task: Task) -> None:
-        """Keep the choices of a `route` task."""
+        """Keep the expert counts of a task whose verb is `route`, in the first `steps` steps; ignore other tasks."""
         if task.verb == "route" and task.generated < self._steps:
             self._chosen[task.generated, task.layer, task.micro_batch] = task.value
             if task.phase == "decode":
                 self._rows.setdefault(task.micro_batch, set()).add(task.work.tokens)
 
     def rows_apart(self, rows: int) -> bool:
-        """Test whether the run's micro-batches became smaller when sequences ended, as `KeepsRowsApart` asks."""
+        """Test whether a micro-batch's number of rows changed between decode steps, as ended sequences were left out.
+
+        This is the method of the seam `KeepsRowsApart`; `rows` is not used.
+        """
         return any(len(seen) > 1 for seen in self._rows.values())
 
     def choose(self, step: int, layer: int, micro_batch: int, tokens: int) -> dict[int, int]:
-        """The number of tokens of each expert that got any in the run's micro-batch, step and layer."""
+        """Return the number of tokens that chose each expert in the run, by expert id; `tokens` is not used."""
         return dict(self._chosen[step, layer, micro_batch])
 
     def scores(self, step: int, layer: int, micro_batch: int, tokens: int) -> Sequence[float]:

@@ -42,7 +42,7 @@ class Popularity(Protocol):
         """Probability that a token repeats the experts of the previous token of its request in the same layer."""
 
     def weights(self, layers: int, experts: int, seed: int) -> Floats:
-        """Return the weight of each expert (layers, experts): at least 0, and relative to its layer's other experts."""
+        """Return each expert's popularity (layers, experts): at least 0, relative to the other experts of the layer."""
 
 
 @dataclass(frozen=True)
@@ -58,12 +58,12 @@ class Uniform:
 
 @dataclass(frozen=True)
 class LikeMixtral:
-    """The distribution of Mixtral 8x7B on ShareGPT (Twiddler, Appendix C), for any shape."""
+    """Popularity as of Mixtral 8x7B on ShareGPT (Twiddler, Appendix C), for any number of layers and experts."""
 
     locality: float = 0.0
 
     def weights(self, layers: int, experts: int, seed: int) -> Floats:
-        """Return values of the paper's distribution (layers, experts), dealt so that layers have nearly equal sums."""
+        """Return values (layers, experts) of the paper's distribution, placed so that layers have nearly equal sums."""
         ranks = np.linspace(MIXTRAL_RANKS[0], MIXTRAL_RANKS[-1], layers * experts)
         values = np.interp(ranks, MIXTRAL_RANKS, MIXTRAL_VALUES)
         dealt = np.random.default_rng(seed % 2**64).permutation(values).reshape(layers, experts)
@@ -83,7 +83,7 @@ class Zipf:
             raise BadInput(f"routing zipf: exponent is {self.exponent:g}: give a number from 0 to 100")
 
     def weights(self, layers: int, experts: int, seed: int) -> Floats:
-        """Return the popularities of all ranks (layers, experts), in a random order for each layer."""
+        """Return the popularities (layers, experts), in a random order in each layer."""
         ranked = np.tile(np.arange(1.0, experts + 1) ** -self.exponent, (layers, 1))
         return np.random.default_rng(seed % 2**64).permuted(ranked, axis=1)
 
@@ -109,9 +109,10 @@ GENERATORS: dict[str, type[Uniform | LikeMixtral | Zipf]] = {
 
 
 def shares_of(weights_LE: Floats, top_k: int) -> Floats:
-    """Convert weights to each expert's share of the tokens (layers, experts): at most 1, `top_k` per layer.
+    """Convert weights (layers, experts) to the share of tokens that choose each expert, in an array of the same shape.
 
-    An expert whose weight would give it more than all tokens gets all tokens, and the others divide the rest.
+    A share is at most 1, and the shares of a layer sum to `top_k`. An expert whose weight would give it a share above 1
+    gets 1, and the other experts divide the rest by their weights.
 
     Raises:
         BadInput: a layer has fewer than `top_k` experts with a weight above 0.
@@ -127,7 +128,7 @@ def layer_weights(popularity: Popularity, config: ModelConfig, seed: int) -> Flo
 
 
 def expected_profile(popularity: Popularity, config: ModelConfig, seed: int, tokens: int) -> RoutingProfile:
-    """Make the profile with the counts that are expected after this number of tokens."""
+    """Make the profile that is expected after `tokens` tokens: counts are shares times tokens, rounded."""
     shares_LE = shares_of(layer_weights(popularity, config, seed), config.routed.top_k)
     counts_LE = np.rint(shares_LE * tokens).astype(np.int64)
     counts_LE[layers_without_experts(config)] = 0
@@ -158,7 +159,10 @@ def _shares(layer: int, weights_E: Floats, top_k: int) -> Floats:
 
 
 def _level(dealt_LE: Floats) -> None:
-    """Swap values between layers, in place, until the sums of all layers are nearly equal."""
+    """Swap single values between layers, in place, until no swap brings the layers' sums closer to their mean.
+
+    dealt_LE: values (layers, experts).
+    """
     while True:
         over_L = dealt_LE.sum(axis=1) - dealt_LE.sum() / len(dealt_LE)
         worst = int(np.abs(over_L).argmax())

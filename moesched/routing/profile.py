@@ -34,13 +34,13 @@ SIZES = ("layers", "experts", "top_k", "tokens")
 
 
 class RoutingProfile(msgspec.Struct, frozen=True, kw_only=True):
-    """Counts of expert choices.
+    """The number of tokens that chose each expert of a model.
 
     Attributes:
         model: name of the model.
-        layers, experts, top_k: shape of the model.
-        tokens: number of tokens; each makes `top_k` choices in every layer.
-        counts: tokens by layer and expert.
+        layers, experts, top_k: number of layers, of experts in a layer, and of experts that a token chooses in a layer.
+        tokens: number of tokens that were counted.
+        counts: number of tokens that chose an expert, as `counts[layer][expert]`; zeros in layers without experts.
     """
 
     model: str
@@ -52,15 +52,16 @@ class RoutingProfile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def require_shape(source: str, of: str, shape: tuple[int, int, int], config: ModelConfig) -> None:
-    """Require that choices recorded from one model fit another, by their shapes.
+    """Require that recorded choices fit a model: equal numbers of layers, of experts, and of experts per token.
 
     Args:
         source: the file, for the error message.
-        of: name of the recorded model.
-        shape: layers, experts and top_k of the recorded model.
+        of: name of the recorded model, for the error message.
+        shape: layers, experts in a layer and top_k of the recorded model.
+        config: the model that the choices are to be used for.
 
     Raises:
-        BadInput: the shapes differ.
+        BadInput: one of the three numbers differs.
     """
     needed = (config.layers, config.routed.experts, config.routed.top_k)
     if shape != needed:
@@ -99,7 +100,11 @@ def read_routing_profile(path: Path | str, config: ModelConfig | None = None) ->
 
 
 def parse_profile(path: Path, data: bytes, config: ModelConfig | None = None) -> RoutingProfile:
-    """Read a profile from a file's bytes.
+    """Parse the bytes of a profile's file.
+
+    Args:
+        path: path of the file, for error messages.
+        config: the model that the profile is used for; None accepts any.
 
     Raises:
         BadInput: as for `read_routing_profile`.

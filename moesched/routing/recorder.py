@@ -14,10 +14,12 @@ from moesched.seams import TokenSpan
 
 
 class RoutingRecorder:
-    """Records every token's experts; layers and requests may come in any order.
+    """Records the experts of every token; layers and requests may come in any order.
+
+    A choice here is the experts of one token in one layer.
 
     Args:
-        progress: called after each router with the number of choices so far (tokens times layers) and `most`.
+        progress: called after each layer's router with the number of choices so far, and with `most`; None for no call.
         most: upper bound of the number of choices.
     """
 
@@ -34,7 +36,12 @@ class RoutingRecorder:
         self._choices = 0
 
     def routed(self, layer: int, spans: Sequence[TokenSpan], experts_Tk: Integers) -> None:
-        """Record the choices (T, k) of one layer's router for T tokens; `spans` tell their requests and positions."""
+        """Record the experts that T tokens chose in one layer.
+
+        Args:
+            spans: the requests and positions of the tokens, in the order of the rows.
+            experts_Tk: expert ids (T, top_k).
+        """
         start, place = 0, self._places[layer]
         for request, first, tokens in spans:
             stop = start + tokens
@@ -48,11 +55,12 @@ class RoutingRecorder:
     def trace(self, lengths: Sequence[int], prompt_tokens: Sequence[int]) -> RoutingTrace:
         """Make a trace of the recorded choices.
 
-        Tokens that did not pass all layers with experts, because the run was interrupted, are omitted.
+        A request ends before its first token that has not passed all layers with experts, as after an interruption. A
+        request without a complete token is omitted.
 
         Args:
-            lengths: number of tokens of each request; choices of later tokens are left out.
-            prompt_tokens: number of prompt tokens of each request.
+            lengths: number of tokens to keep at most, by request.
+            prompt_tokens: number of prompt tokens, by request.
         """
         kept = {
             request: min(lengths[request], *ends)
@@ -70,7 +78,7 @@ class RoutingRecorder:
         )
 
     def _array(self, request: int, tokens: int) -> Integers:
-        """The array of a request's choices (tokens, layers with experts, top_k), with room for at least `tokens`."""
+        """Return a request's expert ids (positions, layers with experts, top_k), with room for at least `tokens`."""
         have = self._chosen.get(request)
         if have is None:
             self._ends[request] = [0] * len(self._places)

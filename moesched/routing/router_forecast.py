@@ -13,12 +13,16 @@ _PREVIEW = 1
 
 
 class RouterForecast:
-    """Predicts what a `Routing` will choose; the same arguments and seed give the same prediction.
+    """Predicts the experts that a `Routing` will choose; the same arguments and seed give the same prediction.
 
-    Each expert that the router will choose is predicted with probability `accuracy` one layer ahead, and with
-    `accuracy` to the power of n for n layers ahead. Otherwise another expert, which the router will not choose, is
-    predicted in its place, with its tokens, as long as there is one. An expert that is missed is also missed from
+    Each chosen expert is predicted with probability `accuracy` one layer ahead, and with `accuracy` to the power of n
+    for n layers ahead. Otherwise an expert that the router will not choose is predicted in its place, with the same
+    number of tokens, or none if no such expert is left. An expert that is missed one layer ahead is also missed from
     further ahead.
+
+    Args:
+        experts: number of experts in a layer.
+        accuracy: a probability, from 0 to 1.
 
     Raises:
         BadInput: the accuracy is not a probability.
@@ -35,7 +39,10 @@ class RouterForecast:
         self._seed = seed % 2**64
 
     def choose(self, step: int, layer: int, micro_batch: int, tokens: int, ahead: int = 1) -> dict[int, int]:
-        """Predict the number of tokens of each expert in `layer`, `ahead` layers before it; sorted by expert."""
+        """Predict the number of a micro-batch's tokens for each expert of `layer`, by expert id, ascending.
+
+        ahead: number of layers before `layer` at which the prediction is made.
+        """
         accuracy = self._accuracy**ahead
         chosen = self._routing.choose(step, layer, micro_batch, tokens)
         random = np.random.default_rng((self._seed, step, layer, micro_batch, _PREVIEW))

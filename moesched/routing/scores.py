@@ -9,13 +9,13 @@ from moesched.steps.read_only import ReadOnly
 
 
 class ScoredTokens(ReadOnly, Mapping[int, int]):
-    """The value of `route` and `preview_route` if the plan requests scores (`Plan.request_scores`).
+    """The result of the verbs `route` and `preview_route` in plans that request scores (`Plan.request_scores`).
 
-    As a mapping, it gives the number of tokens of each expert that has any, as without scores.
+    As a mapping it has the number of tokens that chose each expert, by expert id, without zeros, as in other plans.
 
     Attributes:
-        scores: for each expert of the layer, its probability by the router: a softmax over all experts in float32,
-            averaged over the tokens of the micro-batch. They sum to 1.
+        scores: the router's probability of each expert of the layer, by expert id: a softmax over all experts in
+            float32, averaged over the tokens of the micro-batch. The scores sum to 1.
     """
 
     _remedy = "copy it first, with dict(...) or list(...)"
@@ -43,11 +43,18 @@ class ScoresExperts(Protocol):
     """A `Routing` that knows the router's scores, beside its choices."""
 
     def scores(self, step: int, layer: int, micro_batch: int, tokens: int) -> Sequence[float]:
-        """Return the scores of all experts of a layer, as in `ScoredTokens`; pure, like `choose`."""
+        """Return each expert's score in a layer (experts,), as in `ScoredTokens`; equal arguments give equal scores."""
 
 
 def with_shares(tokens: Mapping[int, int], experts: int) -> ScoredTokens:
-    """Make scores where no router runs: each expert's share of the choices; equal scores if there are no choices."""
+    """Add scores to the token counts of a simulation, in which no router runs.
+
+    An expert's score is its share of all choices; all scores are equal if there are no choices.
+
+    Args:
+        tokens: number of tokens by expert id.
+        experts: number of experts in the layer.
+    """
     choices = sum(tokens.values())
     if not choices:
         return ScoredTokens(tokens, [1 / experts] * experts)

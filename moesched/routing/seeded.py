@@ -14,7 +14,10 @@ class SeededRouting:
         self.seed = seed % 2**64
 
     def choose(self, step: int, layer: int, micro_batch: int, tokens: int) -> dict[int, int]:
-        """Count the tokens of each expert that gets any, in ascending order of expert."""
+        """Return the number of the micro-batch's tokens that choose each expert of a layer, by expert id, ascending.
+
+        Experts that no token chooses are left out.
+        """
         drawn = np.random.default_rng((self.seed, step, layer, micro_batch)).random((tokens, self.experts))
         chosen = drawn.argpartition(self.top_k - 1, axis=1)[:, : self.top_k]
         counts = np.bincount(chosen.ravel(), minlength=self.experts).tolist()

@@ -14,7 +14,10 @@ KEPT_STEPS = 2
 
 
 class ServedRouting:
-    """The `Routing` of a run whose requests join and leave, made of the choices of single tokens."""
+    """The `Routing` of a simulation whose requests join and leave: it looks up each token's experts and counts them.
+
+    choices: the source of the experts of single tokens.
+    """
 
     def __init__(self, choices: ExpertChoices) -> None:
         self._choices = choices
@@ -22,7 +25,12 @@ class ServedRouting:
         """The request and the position of each token, by micro-batch and step."""
 
     def begin(self, step: int, rows: Mapping[int, Rows]) -> None:
-        """Note the rows of a step in each micro-batch, before the step is submitted."""
+        """Keep the rows of a step, before the step is submitted, so that `choose` knows its tokens.
+
+        Args:
+            step: the number of the run's step.
+            rows: the rows of the step, by micro-batch.
+        """
         for micro_batch, its_rows in rows.items():
             steps = self._tokens.setdefault(micro_batch, {})
             steps[step] = _tokens_of(its_rows)
@@ -30,9 +38,11 @@ class ServedRouting:
                 del steps[min(steps)]
 
     def choose(self, step: int, layer: int, micro_batch: int, tokens: int) -> dict[int, int]:
-        """Count the tokens of each expert that gets any, in ascending order of expert.
+        """Return the number of the micro-batch's tokens that choose each expert of a layer, by expert id, ascending.
 
-        step: the number of the run's step.
+        Experts that no token chooses are left out. `tokens` is not used.
+
+        step: the number of the run's step, as given to `begin`.
         """
         requests_T, positions_T = self._tokens[micro_batch][step]
         return counted(self._choices, layer, requests_T, positions_T)

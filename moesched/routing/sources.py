@@ -30,7 +30,12 @@ RoutingGiven = str | RoutingTrace | RoutingProfile
 def find_choices(
     given: RoutingGiven | None, config: ModelConfig, settings: Mapping[str, Any] | None = None, seed: int = 0
 ) -> ExpertChoices | None:
-    """Make the expert choices of a routing that a user gave; None if none was given.
+    """Make the source of expert choices from the routing that a user gave; None if the user gave none.
+
+    Args:
+        given: a routing as users give it; None for none.
+        settings: parameters of the generator or profile, by name.
+        seed: seed of random choices.
 
     Raises:
         BadInput: the name or a setting is unknown, or the file is invalid or of another model.
@@ -52,7 +57,12 @@ def choices_of(source: Popularity | RoutingTrace, config: ModelConfig, seed: int
 def find_profile(
     name: str, config: ModelConfig, settings: Mapping[str, Any] | None = None, seed: int = 0
 ) -> RoutingProfile:
-    """Make the profile of a generator or a file, given its name; that of a generator has the expected counts.
+    """Make the routing profile of a generator or a file.
+
+    Args:
+        name: name of the generator, or path of the file.
+        settings: parameters of the generator or profile, by name.
+        seed: seed of the generator.
 
     Raises:
         BadInput: as for `find_choices`.
@@ -72,7 +82,11 @@ def profile_of(source: Popularity | RoutingTrace, config: ModelConfig, seed: int
 def find_source(
     given: RoutingGiven, config: ModelConfig, settings: Mapping[str, Any]
 ) -> Popularity | RoutingTrace:
-    """Find a generator, read a file, or take a profile or trace as it is.
+    """Return the source that a user gave: a generator with its settings, a profile with its settings, or a trace.
+
+    Args:
+        given: name of a generator, path of a file to read, or a profile or trace, which must fit the model.
+        settings: parameters of the generator or profile, by name; a trace takes none.
 
     Raises:
         BadInput: as for `find_choices`.

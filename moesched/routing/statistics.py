@@ -15,11 +15,12 @@ PAPERS_SHARES = (56 / 256, 125 / 256)
 
 
 class HitRate(msgspec.Struct, frozen=True):
-    """Probability that a token finds an expert on a GPU that holds `gpu_experts` of them.
+    """The probability that an expert which a token chooses is on a GPU that holds some of the model's experts.
 
     Attributes:
-        best, worst: the probability with the most popular, and with the least popular, experts on the GPU.
-        random: the mean probability with random experts on the GPU.
+        gpu_experts: number of experts on the GPU, over all layers.
+        best, worst: the probability if these are the most popular experts, and if they are the least popular ones.
+        random: the probability if these experts are chosen at random, on average.
     """
 
     gpu_experts: int
@@ -29,7 +30,14 @@ class HitRate(msgspec.Struct, frozen=True):
 
 
 class RoutingStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """Statistics of the popularity of all experts of all layers, relative to the most popular expert."""
+    """Statistics of a profile.
+
+    Attributes:
+        model, layers, experts, top_k, tokens: as in the profile.
+        mean, deviation, minimum, lower_quartile, median, upper_quartile: of the popularity of all experts in all layers
+            with experts, each divided by that of the most popular one.
+        hit_rates: one for each number of experts on the GPU.
+    """
 
     model: str
     layers: int
@@ -46,10 +54,11 @@ class RoutingStatistics(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def statistics_of(profile: RoutingProfile, gpu_experts: Sequence[int] = ()) -> RoutingStatistics:
-    """Compute the statistics of Appendix C, over layers with experts.
+    """Compute the statistics of Twiddler's Appendix C, over the layers with experts.
 
     Args:
-        gpu_experts: numbers of experts on the GPU for the hit rates; by default the paper's two shares of all experts.
+        gpu_experts: numbers of experts on the GPU, over all layers, one for each hit rate; if empty, the paper's two
+            shares of all experts.
 
     Raises:
         BadInput: the profile has no tokens, or the model has fewer experts than one of the numbers.

@@ -43,7 +43,11 @@ _PLACES = 4  # line, request, layer and token come before the experts
 
 
 def parse_token_rows(where: str, data: bytes, config: ModelConfig) -> RoutingTrace:
-    """Read the rows of a file.
+    """Parse the bytes of a CSV trace.
+
+    Args:
+        where: name of the file, for error messages.
+        data: the whole content of the file.
 
     Raises:
         BadInput: a line is not a row (the message names it), a token lacks a layer, or the trace is of another model.
@@ -106,14 +110,16 @@ def _require_known_layers(where: str, rows: Integers, config: ModelConfig) -> No
 def _with_consecutive_layers(
     where: str, rows: Integers, config: ModelConfig, routed: Sequence[int]
 ) -> Integers:
-    """Return the rows of layers with experts, with these layers numbered from 0.
+    """Remove rows of layers without experts, and number the layers with experts from 0.
 
-    Files whose numbers are of that kind already, as some tools write them, are returned as they are.
+    Files of some tools number only the layers with experts already; their rows are returned as they are.
 
-    routed: the model's numbers of its layers with experts.
+    Args:
+        rows: rows as `_rows` yields them, with column 2 for the layer.
+        routed: the model's numbers of its layers with experts.
 
     Raises:
-        BadInput: a row has different experts in a layer without experts.
+        BadInput: a row of a layer without experts has different expert ids.
     """
     layers_N = rows[:, 2]
     if layers_N.max() < len(routed):
@@ -132,9 +138,14 @@ def _with_consecutive_layers(
 
 
 def _require_each_once(where: str, rows: Integers, numbers: Sequence[int]) -> None:
-    """Require that sorted rows have each layer of each token of each request once, counted from 0.
+    """Require one row for each request, token and layer, all three counted from 0 without gaps.
 
-    numbers: the model's numbers of the layers, for errors.
+    Args:
+        rows: rows as `_rows` yields them, sorted by request, token and layer.
+        numbers: the model's number of each layer, for error messages.
+
+    Raises:
+        BadInput: a row is missing, or comes twice.
     """
     layers = len(numbers)
     lines_N, requests_N, layers_N, tokens_N = rows[:, :_PLACES].T
@@ -163,9 +174,12 @@ def _require_each_once(where: str, rows: Integers, numbers: Sequence[int]) -> No
 
 
 def _after(here: tuple[int, int, int], next_request: int, layers: int) -> tuple[int, int, int]:
-    """Return the request, token and layer that should follow those of a row.
+    """Return the request, token and layer that the next row should have.
 
-    next_request: request of the row that follows it in the file.
+    Args:
+        here: request, token and layer of a row.
+        next_request: request of the next row that the file has.
+        layers: number of layers with experts.
     """
     request, token, layer = here
     if layer < layers - 1:

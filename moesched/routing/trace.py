@@ -54,13 +54,19 @@ class RoutingTrace(NamedTuple):
         )
 
     def _choices_in(self, layer: int) -> Integers:
-        """Return the experts of all tokens in a layer, flat; empty if all ids are 0, as in a layer without experts."""
+        """Return the expert ids of all tokens in a layer, as a flat array (tokens * top_k,).
+
+        The array is empty if all ids are 0, as in a layer without experts.
+        """
         chosen: Integers = self.chosen[:, layer].ravel()
         return chosen if self.chosen.shape[2] == 1 or chosen.any() else chosen[:0]
 
 
 class RecordedChoices:
-    """Expert choices of a trace, which is repeated for requests and positions beyond its end."""
+    """The expert choices that a trace recorded, as a source for simulations.
+
+    After the trace's last request, and after a request's last token, the choices repeat from the first one.
+    """
 
     def __init__(self, trace: RoutingTrace) -> None:
         self.experts = trace.experts
@@ -69,7 +75,12 @@ class RecordedChoices:
         self._starts = np.cumsum(trace.request_tokens) - trace.request_tokens
 
     def of_tokens(self, layer: int, requests_T: Integers, positions_T: Integers) -> Integers:
-        """The experts (T, k), ascending, of T tokens in a layer, given the request and the position of each token."""
+        """Return the ids (T, k) of the experts that T tokens choose in a layer, ascending in each row.
+
+        Args:
+            requests_T: the index of each token's request.
+            positions_T: each token's position in its request, from 0.
+        """
         recorded_T = requests_T % len(self._lengths)
         rows_T = self._starts[recorded_T] + positions_T % self._lengths[recorded_T]
         experts_Tk: Integers = self._chosen[rows_T, layer]
@@ -81,7 +92,10 @@ class RecordedChoices:
         return int(self._lengths.sum())
 
     def unused(self, lengths: Sequence[int]) -> int:
-        """Number of the trace's tokens that requests of these lengths do not use."""
+        """Return the number of the trace's tokens that a simulation does not use.
+
+        lengths: number of tokens of each simulated request.
+        """
         used = np.zeros_like(self._lengths)
         for request, length in enumerate(lengths):
             recorded = request % len(used)

@@ -1,4 +1,4 @@
-"""Transitions between layers: which experts tokens choose in a layer, given those that they chose in an earlier one."""
+"""Counts of the experts that tokens choose in a layer, given the experts that they chose some layers earlier."""
 
 from __future__ import annotations
 
@@ -11,36 +11,45 @@ from moesched.routing.trace import RoutingTrace
 
 
 class TransitionCounts:
-    """Counts of pairs of experts that tokens chose in a layer and in the one that is `distance` layers later."""
+    """For pairs of layers, the number of tokens that chose expert a in one layer and expert b `distance` layers later.
+
+    Args:
+        layers: number of layers of the model.
+        experts: number of experts in a layer.
+        distance: number of layers from the earlier to the later layer of a pair.
+    """
 
     def __init__(self, layers: int, experts: int, distance: int) -> None:
         self._distance = distance
         self._counts_LEE = np.zeros((max(0, layers - distance), experts, experts))
 
     def add_trace(self, trace: RoutingTrace) -> None:
-        """Count the choices of all tokens of a trace."""
+        """Add the pairs of experts that all tokens of a trace chose."""
         for layer, counts_EE in enumerate(self._counts_LEE):
             earlier_Tk, later_Tk = trace.chosen[:, layer], trace.chosen[:, layer + self._distance]
             np.add.at(counts_EE, (earlier_Tk[:, :, None], later_Tk[:, None, :]), 1)
 
     def add(self, layer: int, earlier: Mapping[int, int], later: Mapping[int, int]) -> None:
-        """Count the choices of a micro-batch, whose single tokens are not known.
+        """Add an estimate of the pairs in a micro-batch, of which only the number of tokens by expert is known.
 
-        So each token of an expert in `layer` counts for all experts that are chosen `distance` layers later, by their
-        shares.
+        Each token of an expert in `layer` is divided among the experts of the later layer, by their shares of its
+        tokens.
 
-        earlier, later: number of tokens by expert, in `layer` and `distance` layers later.
+        Args:
+            layer: number of the earlier layer.
+            earlier: number of tokens by expert id in `layer`.
+            later: number of tokens by expert id `distance` layers later.
         """
         weight = np.fromiter(later.values(), float) / max(1, sum(later.values()))
         more = np.multiply.outer(np.fromiter(earlier.values(), float), weight)
         self._counts_LEE[layer][np.ix_(list(earlier), list(later))] += more
 
     def expected(self, layer: int, chosen: Mapping[int, int]) -> npt.NDArray[np.float64]:
-        """Return the expected number of tokens (E,) of each expert `distance` layers after `layer`.
+        """Return the expected number of tokens of each expert (experts,) in the layer `distance` layers after `layer`.
 
-        They are all 0 if none of the chosen experts was counted.
+        All numbers are 0 if no pair with one of the chosen experts was counted.
 
-        chosen: number of tokens by expert in `layer`.
+        chosen: number of tokens by expert id in `layer`.
         """
         rows = self._counts_LEE[layer][list(chosen)]
         totals = rows.sum(axis=1)

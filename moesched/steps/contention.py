@@ -22,8 +22,8 @@ def devices_contend(plan: Plan) -> bool:
 def host_contends(plan: Plan) -> bool:
     """Test whether the host computes from the memory that copies to the accelerator read meanwhile.
 
-    False for a machine whose processors name no class of hardware, and for one with measured costs: their rates are
-    used as they are.
+    False for a machine whose processors and memories name no class of hardware, and for one with measured costs: their
+    rates are used as they are.
     """
     if not is_rated(plan.machine) or plan.machine.cost_table:
         return False

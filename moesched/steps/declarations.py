@@ -82,8 +82,8 @@ class Declarations(ReadOnly):
     def task_limit(self) -> int:
         """The most tasks that a step may submit; a policy may assign another number in `plan`.
 
-        The default is far above the needs of policies: for each micro-batch, twenty times the sum of the model's pages
-        and of all layers' verbs and experts.
+        The default is far above the needs of policies: for each micro-batch, twenty times the number of pages plus that
+        of the layers' verbs and experts.
         """
         return self._declared.task_limit or self._default_task_limit
 

@@ -45,10 +45,11 @@ DEFAULTS: Axes = {"model": [MODEL], "workload": [WORKLOAD]}
 
 
 class Sweep(msgspec.Struct, frozen=True):
-    """The axes of a sweep, with their values, as the user gave them.
+    """The axes of a sweep and the prices of machines, as the user gave them.
 
     Attributes:
-        prices: dollars per hour of a machine, by its name.
+        axes: values of each axis, by name.
+        prices: dollars per hour, by name of a machine.
     """
 
     axes: Axes
@@ -74,7 +75,8 @@ def sweep_of_options(texts: Mapping[str, Iterable[str]]) -> Sweep:
     """Make a sweep from the options of the command line.
 
     Args:
-        texts: values of each option, by its keyword, such as "1,2"; those of a table have a key, such as "ahead=1,2".
+        texts: arguments of each option, by the option's keyword. An argument is values with commas, such as "1,2", or
+            for an option that is a table a key with values, such as "ahead=1,2".
 
     Raises:
         BadInput: as `read_sweep`.
@@ -103,7 +105,9 @@ def sweep_of_options(texts: Mapping[str, Iterable[str]]) -> Sweep:
 
 
 def merged(file: Sweep, options: Sweep) -> Sweep:
-    """Join a file's sweep with one from options, whose axes replace those of the file; defaults are added.
+    """Join the sweep of a file with the sweep of the command line, and add the default model and workload.
+
+    An axis in `options` replaces the file's axis of the same name; so do prices, by machine.
 
     Raises:
         BadInput: no machine or no policy is given.
@@ -127,7 +131,10 @@ def option_of(name: str) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The end of an error about an unknown name: a question about the most similar name, or a list of all names."""
+    """Return the end of an error message about an unknown name.
+
+    This is a question with the most similar known name or, if none is similar, a list of all known names.
+    """
     keys = list(known)
     if not keys:
         return "they take none"
@@ -136,7 +143,15 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def _sweep_of(given: Mapping[str, Any], title: Callable[[str], str]) -> Sweep:
-    """Make a sweep from values, which are converted to lists of their options' types; `title` names keys in errors."""
+    """Make a sweep from values by the name of their option; a single value becomes a list of one.
+
+    Args:
+        given: a value, a list, or for a table a mapping of keys to these; types must be those of the option.
+        title: takes the name of an option or a key, and returns its title in errors.
+
+    Raises:
+        BadInput: an axis or table is empty, or a value is of another type or out of bounds.
+    """
     axes: Axes = {}
     prices: dict[str, float] = {}
     for name, value in given.items():

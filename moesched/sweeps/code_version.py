@@ -1,4 +1,4 @@
-"""The version of the code that simulates a point: a hash of its sources."""
+"""Versions of the code that simulates a sweep's points, by which results of older code are recognised."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ def code_version() -> str:
 
 
 def policy_version(policy: type[Policy]) -> str:
-    """A hash of a policy's file, and of the files in its folder that it imports, directly or not; "" without a file.
+    """Return a hash of the policy's file and of the files in the same folder that it imports, also indirectly.
+
+    The result is empty if the policy's class is not from a Python file.
 
     Raises:
         BadInput: a file cannot be read.
@@ -57,7 +59,10 @@ def _collect(module: str, folder: Path, found: dict[Path, None]) -> None:
 
 
 def _imported(file: Path, package: str) -> Iterator[str]:
-    """Yield the names of the modules that a file imports, and all that `from package import name` may import."""
+    """Yield the full name of each module that a Python file may import; some names may be of other objects in a module.
+
+    package: the file's package, from which relative imports start; empty for none.
+    """
     for node in ast.walk(ast.parse(file.read_bytes())):
         if isinstance(node, ast.Import):
             yield from (each.name for each in node.names)

@@ -13,12 +13,12 @@ from moesched.system.plain_text import shown
 
 
 class Metric(NamedTuple):
-    """A figure of a point.
+    """A kind of figure that each point of a sweep has, such as its throughput.
 
     Attributes:
-        title: the figure with its unit, for the axis of a picture.
-        best: `max` if larger values are better, otherwise `min`.
-        of: returns the figure of a line of results; None if the line has none.
+        title: name and unit, for the axis of a picture.
+        best: the function `max` if larger values are better, otherwise `min`.
+        of: takes a line of results and facts about machines, and returns the figure; None if the line has none.
     """
 
     title: str
@@ -38,7 +38,13 @@ class Figures(NamedTuple):
     prices: Mapping[str, float]
 
     def value(self, line: Line, name: str) -> Any:
-        """The value of a metric or an axis for a line of results; None if it has none, as metrics of a failed point."""
+        """Return the value of a metric, or of an axis, for a line of results.
+
+        The value is None if the line has none: all metrics of a failed point, and settings that its policy does not
+        take.
+
+        name: name of the metric or axis.
+        """
         if name not in METRICS:
             return axis_value(line.inputs, name)
         return None if line.failure is not None else METRICS[name].of(line, self)
@@ -75,12 +81,13 @@ METRICS = {
 
 
 class Best(NamedTuple):
-    """The best policy of a case.
+    """The best policy of a case: of all points with equal values of the axes other than policy and its settings.
 
     Attributes:
-        case: values of the axes with several values, apart from the policy and its settings.
-        beside: the best point's other figures, by metric.
-        next_best: the next policy with its throughput; None if there is no other.
+        case: values of these axes, by name, for those with several values in the sweep.
+        settings: the policy's settings at its best point, by name.
+        beside: all metrics of this point, by name; None for one that it lacks.
+        next_best: the next best policy and its throughput in tokens per second; None if there is no other.
     """
 
     case: dict[str, Any]
@@ -105,7 +112,9 @@ def title_of(name: str) -> str:
 
 
 def require_figure(name: str, axes: Collection[str], option: str) -> None:
-    """Require that a name is that of a metric or of one of `axes`; `option` is named in the error.
+    """Require that `name` names a metric or one of `axes`.
+
+    option: the command-line option that gave the name, for the error message.
 
     Raises:
         BadInput: there is no metric or axis of that name.
@@ -122,7 +131,11 @@ def varying(axes: Axes) -> list[str]:
 
 
 def best_by_case(lines: Iterable[Line], axes: Axes, figures: Figures) -> list[Best]:
-    """The policy with the highest throughput in each case, in the order of the points."""
+    """Find the policy with the highest throughput in each case, in the order of the cases' first points.
+
+    A case is all points with equal values of the axes other than policy and its settings. Cases without results are
+    left out.
+    """
     names = [name for name in varying(axes) if name.partition(".")[0] not in ("policy", "settings")]
     cases: dict[str, tuple[dict[str, Any], list[Line]]] = {}
     for line in lines:
@@ -149,7 +162,12 @@ def _rate(line: Line) -> float:
 
 
 def pareto_front(lines: Iterable[Line], first: str, second: str, figures: Figures) -> list[Line]:
-    """The points that no other point beats in both metrics, the best in the first metric first."""
+    """Return the lines of the points on the Pareto front of two metrics; the best in the first metric comes first.
+
+    Points that lack one of the metrics are left out.
+
+    first, second: names of the metrics.
+    """
     signs = [-1 if METRICS[name].best is max else 1 for name in (first, second)]
     placed = []
     for line in lines:

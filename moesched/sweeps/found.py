@@ -1,4 +1,4 @@
-"""The models, machines and other objects that points of a sweep name, found before one runs, and the points' keys."""
+"""Loads the models, machines, workloads and routings that a sweep's points name, and makes the points' keys."""
 
 from __future__ import annotations
 
@@ -34,11 +34,13 @@ _KEY_DIGITS = 32
 
 
 class Found(msgspec.Struct):
-    """The objects that points of a sweep name, each once; points share them. Worker processes get a copy.
+    """The objects that a sweep's points name, each loaded once; worker processes get a copy.
 
     Attributes:
-        code: the version of the package.
-        policies: the version of each policy's code, by name.
+        code: the version of the package's code, as `code_version` gives it.
+        policies: the version of each policy's code, by the policy's name.
+        configs, machines, workloads, sources: models, machines, workloads and sources of routing, by the inputs that
+            determine them; a source is None for points without routing.
     """
 
     code: str = ""
@@ -49,7 +51,12 @@ class Found(msgspec.Struct):
     sources: dict[Name, Popularity | RoutingTrace | None] = {}
 
     def scenario(self, inputs: Inputs, given: SimulationOptions) -> Scenario:
-        """The scenario of a point: the model, the machine and the workload that its inputs name."""
+        """Return the model, the machine, the workload and the expert choices of a point.
+
+        Args:
+            inputs: the point's inputs.
+            given: the point's options, whose seed the expert choices take.
+        """
         config = self.configs[_model(inputs)]
         source = self.sources[_routing(inputs)]
         choices = None if source is None else choices_of(source, config, given.seed)
@@ -57,10 +64,13 @@ class Found(msgspec.Struct):
 
 
 class Finder:
-    """Finds the objects that points name, and makes the points' keys.
+    """Loads the objects that points name, and makes the points' keys.
+
+    Args:
+        policies: names of the sweep's policies.
 
     Attributes:
-        policies: the classes of the policies, by name.
+        policies: the classes of these policies, by name.
         found: the objects found so far.
     """
 
@@ -73,7 +83,7 @@ class Finder:
         self._digests: dict[Name, str] = {}
 
     def key(self, inputs: Inputs) -> str:
-        """Find the objects that a point names, and make the point's key, a hash of its inputs, objects and code.
+        """Load the objects that a point names, and return its key: a hash of its inputs, these objects and the code.
 
         Raises:
             BadInput: a name is unknown, a file cannot be used, or a value is impossible.
@@ -122,7 +132,10 @@ class Finder:
                 )
 
     def _digest(self, name: Name, content: Callable[[], Any]) -> str:
-        """The hash of an object's content, made once for each name."""
+        """Return the hash of an object that points name; it is computed once for each `name`.
+
+        content: returns the object, which is encoded as JSON.
+        """
         if name not in self._digests:
             encoded = msgspec.json.encode(content(), order="deterministic")
             self._digests[name] = hashlib.sha256(encoded).hexdigest()

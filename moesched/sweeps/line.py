@@ -25,11 +25,13 @@ class Sizes(msgspec.Struct, frozen=True):
 
 
 class Line(msgspec.Struct, frozen=True, kw_only=True):
-    """The part of a line of results that tables and pictures show; in the file it has all keys of a report.
+    """The keys of a line of results that tables and pictures show; in the file a line also has the report's other keys.
 
     Attributes:
         key: hash of the point's inputs, the objects that they name, and the code.
-        failure: the reason why the point has no figures, or only some; None if it did not fail.
+        failure: the reason why the point failed and has no figures, or only some; None if it did not fail.
+        plan: sizes that the point ran with; None if it failed before it ran.
+        peak_bytes: peak of each memory in bytes, by name.
     """
 
     key: str
@@ -46,11 +48,13 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
 def encode_line(
     key: str, inputs: Inputs, code: str, report: JobReport | None, failure: str | None = None
 ) -> bytes:
-    """Encode the line of a point as JSON.
+    """Encode the results of a point as a line of JSON, with a newline at its end.
 
     Args:
+        key: the point's key.
         code: the version of the code.
         report: the report of the point; None if it failed before it ran.
+        failure: the reason why the point failed; None if it did not.
     """
     content: dict[str, Any] = {} if report is None else report.as_dict()
     for name in ("request_times", "micro_batch_times"):  # thousands of numbers

@@ -27,11 +27,12 @@ def require_parquet() -> None:
 
 
 def write_parquet(path: Path, whole: Iterable[bytes], lines: Sequence[Line], figures: Figures) -> None:
-    """Write results: a row for each point, a column for each key, and one for each figure that pictures show.
+    """Write results as a Parquet file: a row for each point, a column for each key of the lines and for each metric.
 
     Args:
-        whole: the lines as they are in the file of results.
+        whole: the lines as bytes, with all their keys, as the file of results has them.
         lines: the same lines, parsed.
+        figures: facts about machines, from which metrics are computed.
 
     Raises:
         BadInput: the file cannot be written, or values of one input are of different types.

@@ -59,17 +59,27 @@ class Picture(NamedTuple):
 
 
 def default_x(axes: Axes) -> str:
-    """The default axis for x: the batch size or, if it has one value, the first axis with several numbers."""
+    """Return the axis of the sweep that a picture has for x by default.
+
+    This is the batch size if it has several values, otherwise the first axis with several numbers, or with several
+    values.
+    """
     several = [name for name in ("batch_size", *varying(axes)) if len(axes.get(name, [])) > 1]
     numbers = [name for name in several if all(map(_is_number, axes[name]))]
     return (numbers or several or ["batch_size"])[0]
 
 
 def draw_sweep(path: Path, picture: Picture, lines: Sequence[Line], axes: Axes, figures: Figures) -> None:
-    """Draw a picture of a sweep's points, as a .png or .svg file.
+    """Draw the points of a sweep to a .png or .svg file.
+
+    Args:
+        picture: the figures to draw over each other.
+        lines: results of the points; those without one of the figures are left out.
+        axes: the axes of the sweep.
+        figures: facts about machines, from which metrics are computed.
 
     Raises:
-        BadInput: no point has a figure for each axis of the picture, or the file cannot be written.
+        BadInput: no point has both figures of the picture, or the file cannot be written.
     """
     shown = [line for line in lines if None not in _position(line, picture, figures)]
     if not shown:
@@ -129,14 +139,20 @@ def _categories(lines: Sequence[Line], picture: Picture, figures: Figures) -> li
 
 
 def _beside(number: int, count: int) -> float:
-    """The offset of a series' points from the middle of their category, whose width is 1; `count` series share it."""
+    """Return the horizontal offset of a series' points from the middle of their category, which is 1 wide.
+
+    Args:
+        number: number of the series, from 0.
+        count: number of series, which lie side by side.
+    """
     return SPREAD * ((number + 0.5) / count - 0.5)
 
 
 def _divided(axes: Axes, picture: Picture) -> tuple[list[str], list[str]]:
-    """Divide the axes of a sweep: those with a panel for each value, and those with a series for each value in a panel.
+    """Return the axes whose values get a panel each, and the axes whose values get a series each within a panel.
 
-    In a Pareto picture only models have panels; machines, policies and settings are series, other axes are points.
+    Both are names of axes with several values. In a Pareto picture only models have panels, and machines, policies and
+    settings are series; values of other axes are points of a series.
     """
     several = [name for name in varying(axes) if name not in picture]
     tables = {name: name.partition(".")[0] for name in several}
@@ -153,7 +169,12 @@ def _divided(axes: Axes, picture: Picture) -> tuple[list[str], list[str]]:
 def _draw_series(
     panel: Panel, name: str, places: Sequence[Place], style: tuple[str, str], *, curve: bool
 ) -> None:
-    """Draw the points of a series and, if `curve`, lines that join them from left to right."""
+    """Draw the points of one series in a panel and, if `curve`, a line that joins them from left to right.
+
+    Args:
+        places: x and y of each point.
+        style: marker and colour.
+    """
     marker, colour = style
     line = "-" if curve else "none"
     xs, ys = zip(*sorted(places), strict=True)
@@ -174,7 +195,12 @@ def _label(panel: Panel, title: str, picture: Picture) -> None:
 
 
 def _scale(panel: Panel, places: Sequence[Place], picture: Picture, categories: Sequence[str]) -> None:
-    """Use logarithmic axes where values differ much, and label the values of an axis of the sweep."""
+    """Set the scales of a panel's axes: logarithmic where values differ much, with ticks at an axis's values.
+
+    Args:
+        places: x and y of all points of the picture.
+        categories: names on the horizontal axis; empty if it has numbers.
+    """
     xs, ys = zip(*places, strict=True)
     if categories:
         panel.set_xlim(-0.5, len(categories) - 0.5)
@@ -222,7 +248,10 @@ def _add_legend(figure: Figure, names: Sequence[str]) -> None:
 
 
 def _ranked(lines: Sequence[Line], names: Sequence[str], picture: Picture, figures: Figures) -> list[str]:
-    """The names of all series, those with the best values first."""
+    """Return the names of all series, from the best to the worst by each series' best value of the figure for y.
+
+    names: axes of the sweep whose values distinguish the series.
+    """
     sign = 1.0 if METRICS[picture.y].best is min else -1.0
     tops = {
         name: min(sign * figures.value(line, picture.y) for line in members)
@@ -232,7 +261,10 @@ def _ranked(lines: Sequence[Line], names: Sequence[str], picture: Picture, figur
 
 
 def _grouped(lines: Iterable[Line], names: Sequence[str]) -> dict[str, list[Line]]:
-    """Group lines by their values of some axes; each key is a title with these values, in the order of the points."""
+    """Group lines that have equal values of some axes; returns the groups by a title with these values.
+
+    names: names of the axes.
+    """
     groups: dict[str, list[Line]] = {}
     for line in lines:
         told = (_told(name, axis_value(line.inputs, name)) for name in names)
@@ -241,7 +273,7 @@ def _grouped(lines: Iterable[Line], names: Sequence[str]) -> dict[str, list[Line
 
 
 def _told(name: str, value: Any) -> str:
-    """The value of an axis as text for a title; numbers and settings with the name of the axis."""
+    """Return the value of an axis as text for a title, numbers and settings with the axis's name; empty for None."""
     if value is None:
         return ""
     table, _, key = name.partition(".")

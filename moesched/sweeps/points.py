@@ -31,13 +31,15 @@ def policies_of(axes: Axes) -> list[str]:
 
 
 def points_of(axes: Axes, policies: Mapping[str, type[Policy]]) -> list[Inputs]:
-    """All points of a sweep, each once. A setting is given only to policies that take it.
+    """Return the inputs of all points of a sweep: one for each combination of the axes' values, without duplicates.
+
+    A setting is given only to policies that take it.
 
     Args:
-        policies: the classes of all policies, by name.
+        policies: the classes of the sweep's policies, by name.
 
     Raises:
-        BadInput: no policy takes a setting, or there are more points than the limit.
+        BadInput: no policy takes a setting, or there are more than `MOST_POINTS` combinations.
     """
     known = list(dict.fromkeys(name for each in policies.values() for name in setting_names(each)))
     for name in axes:

@@ -1,7 +1,7 @@
-"""The results of sweeps: a file of JSON lines, one for each point, from which a sweep that ended early goes on.
+"""The file of a sweep's results: a line of JSON for each point; a sweep that ended early goes on from this file.
 
-Each line is appended as soon as its point is done. A line that was cut off, since the process was killed or the disk
-became full, is removed when the file is opened again. One process at a time has the file.
+Each line is appended as soon as its point is done. If the last line is cut off, since the process was killed or the
+disk became full, it is removed when the file is opened again. Only one process at a time can open the file.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ MOST_BYTES = 64_000_000
 
 
 class _Place(NamedTuple):
-    """The place of a line in the file, in bytes."""
+    """The position of a line in the file: its first byte, and its number of bytes."""
 
     start: int
     length: int
 
 
 class Store:
-    """The lines of a file of results. Use it as a context.
+    """A file of results, open and locked; a context manager, which closes the file.
 
     Attributes:
         path: path of the file.
-        lines: the newest line for each combination of inputs, by key.
+        lines: the newest line for each different inputs of a point, by the line's key.
 
     Raises:
-        BadInput: the file cannot be read or written, another sweep has it, or a line is not of a sweep.
+        BadInput: the file cannot be read or written, another sweep has locked it, or a line is not a sweep's result.
     """
 
     def __init__(self, path: Path) -> None:
@@ -69,10 +69,12 @@ class Store:
             os.close(self._descriptor)
 
     def append(self, line: bytes) -> Line:
-        """Append a line, which ends in a newline, to the file. It replaces an earlier line with the same inputs.
+        """Append a line, which ends in a newline, to the file; returns the parsed line.
+
+        In `lines` it replaces an earlier line with the same inputs.
 
         Raises:
-            BadInput: it cannot be written; the file is as before.
+            BadInput: the line cannot be written; the file is as before.
         """
         read = parse_line(line, str(self.path))
         remedy = "all finished ones are in it; free some space, and run the same command again to go on"
@@ -164,7 +166,12 @@ def _write(descriptor: int, line: bytes) -> None:
 
 @contextmanager
 def _told(what: str, remedy: str) -> Iterator[None]:
-    """A context that converts errors of the system to BadInput with the text `what` and a remedy."""
+    """Return a context that converts an OSError to a BadInput.
+
+    Args:
+        what: first part of the message: the operation that failed.
+        remedy: last part of the message.
+    """
     try:
         yield
     except OSError as error:

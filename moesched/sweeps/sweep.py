@@ -1,4 +1,4 @@
-"""A sweep: its points are checked, those that the file of results lacks run, and each is kept as soon as it is done."""
+"""Prepares and runs a sweep: all points are checked, those without a result run, and each result is kept at once."""
 
 from __future__ import annotations
 
@@ -23,7 +23,13 @@ TRIED_FIRST = 24
 
 
 class Prepared(NamedTuple):
-    """A sweep whose names were found and whose values were checked."""
+    """A sweep whose values are checked and whose objects are loaded.
+
+    Attributes:
+        sweep: the axes and prices.
+        points: all points, each with its key.
+        found: the objects that the points name.
+    """
 
     sweep: Sweep
     points: list[Point]
@@ -31,7 +37,7 @@ class Prepared(NamedTuple):
 
     @property
     def figures(self) -> Figures:
-        """The facts about machines that the figures of the sweep's points need."""
+        """The facts about machines (accelerators' memories, prices) from which the points' figures are computed."""
         fast = {inputs: machine.accelerator.memory for (inputs, *_), machine in self.found.machines.items()}
         return Figures(fast, self.sweep.prices)
 

@@ -1,4 +1,4 @@
-"""Processes that simulate points, one on each core. They stay for all points, and end with this process."""
+"""Worker processes that simulate points of a sweep, by default one on each core, each for many points."""
 
 from __future__ import annotations
 
@@ -39,9 +39,13 @@ _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM
 
 
 class Workers:
-    """Processes that simulate points, one point at a time each. Use it as a context.
+    """Worker processes that simulate points, each one point at a time; a context manager, which ends them.
 
-    Each process has a pool of its own, so that one that is killed takes only its own point with it.
+    If a process is killed, only its own point is affected.
+
+    Args:
+        found: the objects that the points name.
+        count: number of processes.
     """
 
     def __init__(self, found: Found, count: int) -> None:
@@ -68,7 +72,9 @@ class Workers:
             each.kill()
 
     def lines(self, points: Iterable[Point]) -> Iterator[bytes]:
-        """Simulate points; yields each point's line of results when it is done, until all are or `stop` is called.
+        """Simulate points, and yield each point's line of results, encoded, as soon as it is done.
+
+        The lines end when all points are done or `stop` was called.
 
         Raises:
             MoeschedError: a process cannot start.
@@ -110,7 +116,10 @@ class Workers:
 
 
 class _Worker:
-    """One process, which ends when the writer of its pipe is closed: by `kill`, or because this process ended."""
+    """One worker process.
+
+    The process ends when the parent's end of a pipe is closed: by `kill`, or because the parent process ended.
+    """
 
     def __init__(self, found: Found) -> None:
         context: SpawnContext = get_context("spawn")
@@ -146,7 +155,14 @@ _found = Found()
 
 
 def _begin(parent: Connection, found: Found) -> None:
-    """Prepare a new worker process: it ignores signals, which its parent handles; prints go to standard error."""
+    """Prepare a new worker process, in which this runs first.
+
+    The process ignores signals, which its parent handles, ends with its parent, and prints to standard error.
+
+    Args:
+        parent: the reading end of the pipe whose closing ends the process.
+        found: the objects that the points name.
+    """
     for number in ENDING:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
@@ -162,7 +178,7 @@ def _end_with(parent: Connection) -> None:
 
 
 def _line_of(key: str, inputs: Inputs) -> bytes:
-    """Simulate a point, and return its line of results; an error that was raised is its `failure`."""
+    """Simulate a point, and return its encoded line of results; if an error is raised, the line has it as `failure`."""
     report, failure = None, None
     with forgotten_awaits() as forgotten:
         try:
@@ -176,7 +192,13 @@ def _line_of(key: str, inputs: Inputs) -> bytes:
 
 @cache
 def _require_unchanged(policy: str) -> None:
-    """Require that this process loads the same version of a policy as the process that started the sweep."""
+    """Require that this worker process loads the version of a policy that the sweep began with.
+
+    policy: name of the policy.
+
+    Raises:
+        BadInput: the policy's code has changed.
+    """
     if policy_version(find_policy(policy)) != _found.policies[policy]:
         raise BadInput(f"policy {policy} changed while the sweep ran: run the sweep again")
 
@@ -207,9 +229,9 @@ def _one_thread_each() -> Iterator[None]:
 
 @contextmanager
 def _signals_blocked() -> Iterator[None]:
-    """A context in which signals are blocked, so that a process that starts in it blocks them until it is ready.
+    """Return a context that blocks the signals of `ENDING`, also in a process that starts in it until that is ready.
 
-    multiprocessing's own tracker, which starts with the first process, unblocks them again.
+    multiprocessing's own tracker process, which starts with the first worker, unblocks them again.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
     try:
