@@ -73,6 +73,15 @@ def test_the_planner_chooses_a_policy_that_fits_by_the_first_call_and_keeps_it(m
     assert first.tokens == second.tokens == whole.tokens
 
 
+def test_the_planner_chooses_by_a_batch_where_not_all_prompts_fit_at_once(model: Path) -> None:
+    prompts = [[1 + number % 99, 5, 9] * 20 for number in range(64)]
+    few = moesched.run_model(model, prompts[:4], policy="auto", max_new_tokens=3)
+    budgets = {"host": few.peak_bytes["host"]}
+    report = moesched.run_model(model, prompts, policy="auto", max_new_tokens=3, budgets=budgets)
+    assert report.batches > 1
+    assert report.chosen_at
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_weights_that_stay_are_read_once(model: Path, device: str) -> None:
     with moesched.Session(model, device=device) as session:

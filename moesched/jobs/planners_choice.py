@@ -80,11 +80,14 @@ def _looks(
     slot_bytes: Callable[[Page], int],
     on_progress: Callable[[str], object],
 ) -> list[Look]:
-    """Return the planner's predictions for policies that hold all requests at once, the fastest first.
+    """Return the planner's predictions, the fastest policy first, for as many requests as some policy holds at once.
 
-    If no policy holds all requests, the list has one prediction, of a policy that does not.
+    These are all of the requests, or else the first half of them, the first quarter, and so on.
     """
     count, size = len(lengths), job.options.micro_batch_size
     sizes = [min(size, count)] if size else [count, -(-count // 4), 1]
     looks = fastest_policies(job.setting(lengths, new_tokens, slot_bytes), sizes, on_progress)
-    return [look for look in looks if look.throughput] or looks[:1]
+    holding = [look for look in looks if look.throughput]
+    if holding or count == 1:
+        return holding or looks[:1]
+    return _looks(job, lengths[: count // 2], new_tokens, slot_bytes, on_progress)
