@@ -65,8 +65,8 @@ class GpuExtent(msgspec.Struct, frozen=True, kw_only=True):
     dtypes: tuple[str, ...] = ("bfloat16", FULL)
     matrices: tuple[tuple[int, int], ...] = ((1536, 2048), (2048, 4096), (4096, 4096), (14336, 4096))
     rows: tuple[int, ...] = (1, 8, 16, 64, 512, 4096)
-    host_rows: tuple[int, ...] = (1, 8, 16, 64, 256)
-    coded_rows: tuple[int, ...] = (1, 8, 64)
+    host_rows: tuple[int, ...] = (1, 2, 4, 8, 16, 64, 256)
+    coded_rows: tuple[int, ...] = (1, 2, 4, 8, 64)
     small: int = 64 << 10
     large: int = 64 << 20
     stream: int = 512 << 20

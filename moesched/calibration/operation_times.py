@@ -28,7 +28,8 @@ DISK = "disk->host"
 READ, STREAM = "read", "stream"
 DTYPES: tuple[DType, ...] = ("bfloat16", "float32")
 LINEAR = "float32"
-"""Dtype in which the time of a product with coded weights is linear in its rows, so that two numbers suffice."""
+"""Dtype in which the time of a product with coded weights is linear in its rows, so that few rows suffice."""
+FEW_ROWS = 8
 SCRATCH_BLOCK = 16 << 20
 
 
@@ -151,7 +152,9 @@ class OperationTimes:
         outputs, inputs = matrix
         with self._probe.ready():
             of_rows = self._probe.product(dtype, outputs, inputs, stored=stored, packed=packed)
-        rows = self._extent.rows[:2] if stored and dtype == LINEAR else self._extent.rows
+        rows = self._extent.rows
+        if stored and dtype == LINEAR:
+            rows = tuple(count for count in rows if count <= FEW_ROWS)
         product = Operation(
             RESIDENT_PRODUCT if packed else PRODUCT,
             outputs * STORED_FORMATS[dtype if stored in ("", COLUMNS) else stored].row_bytes(inputs),
