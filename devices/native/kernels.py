@@ -88,7 +88,7 @@ class NativeKernels:
 
     def prepared_expert(self, gate: Blocks, up: Blocks, down: Blocks) -> Callable[[Tensor, Tensor], None]:
         """Prepare an expert; returns the function (x_nD, y_nD) -> None, which writes the outputs to y, a contiguous
-        tensor.
+        tensor. The caller must keep the weights alive while it calls the function.
         """
         width, matrices = _outputs(gate), [matrix_of(blocks) for blocks in (gate, up, down)]
         return partial(self._run_expert, matrices, array("q", map(address, matrices)), width)
