@@ -101,6 +101,13 @@ def test_in_a_container_the_tree_begins_at_its_own_group(tmp_path: Path, path: s
     assert [group.limit for group in control_groups(root)] == [2_000_000_000]
 
 
+def test_names_that_the_system_cuts_within_a_character_are_read(tmp_path: Path) -> None:
+    file = tmp_path / "proc/meminfo"
+    file.parent.mkdir()
+    file.write_bytes("Name:\tgrößer".encode()[:-3] + b"\nMemTotal:\t2000 kB\n")
+    assert total_memory(tmp_path) == 2_048_000
+
+
 def test_this_process_has_a_peak_at_least_as_high_as_its_present_size() -> None:
     assert 10 * MB < resident_bytes() <= peak_resident_bytes() <= total_memory()
 

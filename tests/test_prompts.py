@@ -171,6 +171,17 @@ def test_what_never_becomes_whole_comes_at_the_end(tokenizer: Tokenizer) -> None
     assert pieces == ["a", "", "", "\ufffd"]
 
 
+def test_characters_in_bytes_follow_each_other() -> None:
+    names = {f"<0x{byte:02X}>": byte for byte in range(256)}
+    decoder = tokenizers.Tokenizer(tokenizers.models.BPE(names, [], byte_fallback=True))
+    decoder.decoder = tokenizers.decoders.Sequence(
+        [tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse()]
+    )
+    text = "漢字仮名交文日本語"
+    streamed = TextStream(decoder, list(text.encode()))
+    assert [piece for byte in text.encode() if (piece := streamed.push(byte))] == list(text)
+
+
 @given(text=st.text(max_size=60), cut=st.integers(0, 30))
 def test_the_pieces_are_the_whole_text(tokenizer: Tokenizer, text: str, cut: int) -> None:
     cut = min(cut, len(text))

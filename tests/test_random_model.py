@@ -168,6 +168,19 @@ def test_an_empty_directory_is_filled_and_a_used_one_left_alone(tmp_path: Path) 
     assert {path: path.stat().st_mtime_ns for path in empty.iterdir()} == before
 
 
+def test_through_a_link_an_empty_directory_is_filled_but_never_the_current_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to("empty")
+    monkeypatch.chdir(tmp_path / "empty")
+    with pytest.raises(BadInput, match=r"\. is a mount or the current folder, .* name one in it"):
+        write_random_model(TINY, Path())
+    monkeypatch.chdir(tmp_path)
+    write_random_model(TINY, tmp_path / "link")
+    assert (tmp_path / "empty" / "config.json").is_file()
+
+
 def test_a_file_in_the_place_of_a_folder_is_told(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.touch()

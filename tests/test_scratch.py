@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import pytest
 
 from moesched.system.scratch import new_scratch_folder, remove, scratch_beside, scratch_folder, sweep
 from moesched.system.whole_file import whole_file
+from traces import largest_file
 
 OWNER = """
 import sys
@@ -84,6 +86,15 @@ def test_a_ledger_cannot_make_a_sweep_remove_other_files(cache: Path, tmp_path: 
     assert kept.exists()
 
 
+def test_a_sweep_leaves_files_of_a_machine_whose_name_begins_alike(cache: Path, outputs: Path) -> None:
+    kept = outputs / ".report.json.partial"
+    kept.touch()
+    (cache / "scratch").mkdir(parents=True)
+    (cache / "scratch" / f"{platform.node()}-2-1234-abcd").write_bytes(os.fsencode(kept) + b"\0")
+    sweep()
+    assert kept.exists()
+
+
 def test_a_folder_is_private_and_goes_with_its_context(outputs: Path) -> None:
     with scratch_folder(outputs) as folder:
         assert folder.stat().st_mode & 0o077 == 0
@@ -108,6 +119,14 @@ def test_without_a_cache_folder_files_are_removed_all_the_same(
         file.write(b"{}")
     remove(new_scratch_folder(outputs))
     assert [each.name for each in outputs.iterdir()] == ["report.json"]
+
+
+def test_where_the_disk_of_the_cache_is_full_other_disks_are_written(outputs: Path) -> None:
+    with largest_file(0):
+        folder = new_scratch_folder(outputs)
+        assert folder.is_dir()
+        remove(folder)
+    assert list(outputs.iterdir()) == []
 
 
 def test_a_forked_process_removes_nothing_of_its_parents(outputs: Path) -> None:

@@ -162,6 +162,10 @@ class TextStream:
     def __init__(self, tokenizer: Decodes, context: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
         self._ids = list(context[-_CONTEXT_TOKENS:])
+        while self._ids and tokenizer.decode(self._ids).startswith(UNFINISHED):
+            del self._ids[
+                0
+            ]  # the rest of a character; some decoders give no character of the bytes behind it
         self._shown = len(self._ids)
         self._before = 0
 
@@ -184,8 +188,7 @@ class TextStream:
         ):  # more are no character's bytes
             return ""
         if fresh:
-            self._before = max(self._before, self._shown - _CONTEXT_TOKENS)
-            self._shown = len(self._ids)
+            self._before, self._shown = self._shown, len(self._ids)  # both between characters
         return fresh
 
 

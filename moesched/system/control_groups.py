@@ -36,6 +36,6 @@ def groups_of(controller: str, root: Path = ROOT) -> Iterator[Path]:
 def lines_of(file: Path) -> list[str]:
     """Return the lines of a file; an empty list if the file cannot be read."""
     try:
-        return file.read_text().splitlines()
+        return file.read_text(errors="surrogateescape").splitlines()  # names that are cut within a character
     except OSError:
         return []

@@ -45,6 +45,7 @@ def new_path(target: Path, needed: int, smaller: str) -> Iterator[Path]:
     """
     try:
         _refuse_used(target)
+        target = target.resolve()  # of a link to an empty folder the folder is replaced
         _require_space(target, needed, smaller)
         target.parent.mkdir(parents=True, exist_ok=True)
         with scratch_beside(target) as partial:
@@ -83,6 +84,10 @@ def reserve(descriptor: int, nbytes: int) -> None:
 
 def _refuse_used(target: Path) -> None:
     if is_folder(target) and not any(target.iterdir()):
+        if target.is_mount() or target.samefile(Path.cwd()):
+            raise BadInput(
+                f"{target} is a mount or the current folder, which no other replaces; name one in it"
+            )
         return
     if exists(target) or target.is_symlink():
         raise BadInput(f"{target} exists already; remove it or choose another directory")

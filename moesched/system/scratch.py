@@ -89,9 +89,11 @@ def remove_all() -> None:
 
 def sweep() -> None:
     """Remove the temporary files and folders of dead processes on this machine."""
-    for file in _ledger_folder().glob(f"{platform.node()}-*"):
-        with suppress(OSError):
-            _sweep(file)
+    for file in _ledger_folder().glob("[!.]*"):
+        host, *_ = file.name.rsplit("-", 2)
+        if host == platform.node():
+            with suppress(OSError):
+                _sweep(file)
 
 
 def _sweep(file: Path) -> None:
@@ -146,7 +148,8 @@ class _Ledger:
                 self._begin()
             self._paths.append(path)
             if self._descriptor >= 0:
-                os.write(self._descriptor, os.fsencode(path) + b"\0")
+                with suppress(OSError):  # the cache's disk is full
+                    os.write(self._descriptor, os.fsencode(path) + b"\0")
 
     def drop(self, path: Path) -> None:
         """Remove a path from the list, and the ledger's file with the last path."""
