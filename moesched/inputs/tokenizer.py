@@ -162,10 +162,9 @@ class TextStream:
     def __init__(self, tokenizer: Decodes, context: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
         self._ids = list(context[-_CONTEXT_TOKENS:])
+        # The rest of a character: some decoders give no character of the bytes behind it.
         while self._ids and tokenizer.decode(self._ids).startswith(UNFINISHED):
-            del self._ids[
-                0
-            ]  # the rest of a character; some decoders give no character of the bytes behind it
+            del self._ids[0]
         self._shown = len(self._ids)
         self._before = 0
 
