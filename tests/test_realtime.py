@@ -341,6 +341,27 @@ def test_an_interruption_waits_for_what_runs_and_withdraws_the_rest() -> None:
     assert machine.done == ["running"]
 
 
+@pytest.mark.parametrize("has_begun", [True, False])
+def test_an_interruption_cancels_what_only_waits_on_the_loop(has_begun: bool) -> None:
+    machine = Machine("arrivals", kind="awaitable")
+    interrupts: list[Callable[[], object]] = []
+
+    async def for_ever(task: Task) -> None:
+        if has_begun:
+            interrupts[0]()
+        await asyncio.Event().wait()
+
+    async def policy(interrupt: Callable[[], object]) -> None:
+        interrupts.append(interrupt)
+        waiting = machine.submit("arrivals", "wait")
+        if not has_begun:
+            interrupt()
+        await waiting
+
+    machine.driver = RealtimeDriver([machine.engine], for_ever, kinds={"arrivals": "awaitable"})
+    interrupted(machine, policy)
+
+
 def test_an_interrupted_policy_may_clean_up() -> None:
     go_on = threading.Event()
     machine = Machine("gpu", bodies={"running": lambda task: go_on.wait(30)})

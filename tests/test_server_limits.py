@@ -13,6 +13,9 @@ import pytest
 from starlette.types import Message
 
 from fronts import CHAT, HELLO, Server, answered, chat
+from moesched.server.bodies import MOST_BYTES
+from moesched.server.fields import MOST_CHOICES
+from moesched.server.messages import LENGTH, Frames, ToEngine
 
 
 @asynccontextmanager
@@ -153,6 +156,10 @@ def test_a_body_that_is_too_long_is_refused_before_it_comes() -> None:
         assert client.status == 413
 
     answered(use)
+
+
+def test_the_longest_body_with_the_most_answers_fits_into_a_frame_to_the_engine() -> None:
+    assert [*Frames(ToEngine).feed(LENGTH.pack(MOST_BYTES * MOST_CHOICES))] == [], "the rest is waited for"
 
 
 def test_a_body_that_is_not_said_to_be_json_is_refused() -> None:

@@ -81,6 +81,11 @@ def test_an_engine_that_dies_without_a_word_is_named_with_its_end(ends: str, say
         serve(TINY, FrontOptions(port=0), ["sh", "-c", ends], IGNORE)
 
 
+def test_an_engine_that_cannot_be_understood_and_goes_on_is_ended() -> None:
+    with pytest.raises(MoeschedError, match="the engine has ended: it wrote a frame of 4294967295 bytes"):
+        serve(TINY, FrontOptions(port=0), ["sh", "-c", r"printf '\377\377\377\377'; exec sleep 1000"], IGNORE)
+
+
 def test_an_engine_that_is_ended_before_it_is_ready_leaves_nothing_to_complain_of(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -51,8 +51,8 @@ class InprocTransport:
         """Return all ranks' parts in the order of the ranks, on the root; None on the other ranks. Raises as
         `all_reduce`.
         """
-        parts: Sequence[Array] = self._meet("gather", rank, exchange, part, tuple)
-        return [each.copy() for each in parts] if rank == root else None
+        parts: list[Array] = self._meet("gather", rank, exchange, part, _copies)
+        return parts if rank == root else None
 
     def abandon(self, rank: int, exchange: Exchange, reason: str) -> None:
         """Tell the other ranks that this rank takes no part in an exchange, so that they do not wait
@@ -131,11 +131,20 @@ def _sum(parts: Sequence[Array]) -> Array:
 
 
 def _sent_by(root: int, parts: Sequence[Array | None]) -> Array:
-    """Return the root's array; raises TransportError if the root has none."""
+    """Return a copy of the root's array, which may change once the root has its result.
+
+    Raises:
+        TransportError: the root has none.
+    """
     array = parts[root]
     if array is None:
         raise TransportError("the root has nothing to send")
-    return array
+    return array.copy()
+
+
+def _copies(parts: Sequence[Array]) -> list[Array]:
+    """Return copies of all parts, which may change once their ranks have returned."""
+    return [part.copy() for part in parts]
 
 
 class _Meeting:

@@ -218,7 +218,10 @@ class LoopRunner:
 
 
 class AwaitableRunner:
-    """Runs tasks such as network calls, whose execution returns an awaitable, on the event loop."""
+    """Runs tasks such as network calls, whose execution returns an awaitable, on the event loop.
+
+    `close` cancels those that run, and those that begin later.
+    """
 
     guest = host = False
 
@@ -226,6 +229,7 @@ class AwaitableRunner:
         self._driver = driver
         self._execute = execute
         self._running: set[asyncio.Future[None]] = set()
+        self._closed = False
         self._loop: asyncio.AbstractEventLoop
 
     def open(self) -> None:
@@ -235,18 +239,26 @@ class AwaitableRunner:
         self._loop.call_soon_threadsafe(self._spawn, task)
 
     def close(self) -> None:
+        self._closed = True
         for running in self._running:
             running.cancel()
 
     def _spawn(self, task: Task) -> None:
-        running = asyncio.ensure_future(self._run(task))
+        asyncio.ensure_future(self._run(task)).add_done_callback(self._running.discard)
+
+    def _note_begun(self) -> None:
+        """Let `close` cancel the current call; before it began, a cancellation would keep it from reporting its end."""
+        if self._closed:
+            raise asyncio.CancelledError
+        running = asyncio.current_task()
+        assert running is not None
         self._running.add(running)
-        running.add_done_callback(self._running.discard)
 
     async def _run(self, task: Task) -> None:
         value = error = None
         task.start = self._driver.clock() - self._driver.origin
         try:
+            self._note_begun()
             value = await self._execute(task)
         except BaseException as raised:
             error = raised

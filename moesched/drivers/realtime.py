@@ -170,7 +170,8 @@ class RealtimeDriver:
     async def run(self, *mains: Coroutine[Task, Any, Any]) -> list[Any]:
         """Run one coroutine per rank and all tasks that they submit; return the coroutines' results.
 
-        A cancellation (Ctrl-C) cancels tasks that have not started, waits for the others, then raises CancelledError.
+        A cancellation (Ctrl-C) cancels tasks that have not started or only wait on the loop, waits for the others, then
+        raises CancelledError.
 
         Raises:
             Exception: an error of an observer, or else the first error of a coroutine, after all have ended.
@@ -226,13 +227,16 @@ class RealtimeDriver:
             self._over.set_result(None)
 
     async def _stop(self) -> None:
-        """Cancel the tasks that have not started, and wait for the others."""
+        """Cancel the tasks that have not started, and the awaitables that run, and wait for the others."""
         self._over = self._loop.create_future()
         with self.lock:
             interrupted = TaskCancelled("the run was interrupted")
             for rank, engine in enumerate(self._engines):
                 engine.halt(interrupted)
                 self._rendezvous.leave(rank, interrupted)
+        for runner in self._runners:
+            if isinstance(runner, AwaitableRunner):
+                runner.close()
         for run in self._runs:  # without the lock: a policy's `finally` may submit
             run.close()
         with self.lock:

@@ -29,8 +29,9 @@ class Transport(Protocol):
     """Carries out collectives between ranks, on arrays in host memory.
 
     Calls come in the same order on all ranks, each on the thread of a lane, which it blocks until the result is there.
-    Every call returns the same bits on every rank that gets a result. Parts are not changed; results belong to the
-    caller. Each rank has a transport of its own, unless the ranks are threads of one process, which may share one.
+    Every call returns the same bits on every rank that gets a result. Parts are not changed, and their
+    owners may change them once the call returns; results belong to the caller. Each rank has a transport of its own,
+    unless the ranks are threads of one process, which may share one.
 
     Raises:
         TransportError: a rank does not arrive in time, is lost, or is in another exchange. Every call may raise it, on

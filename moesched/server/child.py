@@ -74,6 +74,7 @@ class _FromEngine(asyncio.Protocol):
         try:
             self._link.feed(data)
         except BadFrame as error:
+            self._process.kill()  # nobody understands it any more
             self._link.end(f"it wrote {error}")
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -83,10 +84,11 @@ class _FromEngine(asyncio.Protocol):
 
 
 def end_of(process: subprocess.Popen[bytes]) -> str:
-    """Wait for the end of a process that closed its output, and say how it ended."""
+    """Wait for the end of a process that closed its output, or end it, and say how it ended."""
     try:
         code = process.wait(PATIENCE_SECONDS)
     except subprocess.TimeoutExpired:
+        process.kill()
         return "its process says nothing more"
     if code == -signal.SIGKILL:
         return "its process was killed, as the system does where memory runs out"
