@@ -26,7 +26,7 @@ class CGOPipe:
     """
 
     def __init__(self, ahead: int = 2, kv_on_gpu: float = 0.0) -> None:
-        require_at_least(0, ahead=ahead)
+        require_at_least(1, ahead=ahead)
         self.ahead = ahead
         self.kv_on_gpu = kv_on_gpu
 

@@ -352,6 +352,12 @@ def test_experts_in_a_layer_that_has_none_are_refused(tmp_path: Path, write: Wri
     assert f"{DENSE_FIRST.name} has no experts in" in refusal(file, DENSE_FIRST)
 
 
+def test_rows_of_layers_without_experts_only_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "rows.csv"
+    file.write_text("layer,token,experts\n2,0,0\n")
+    assert "rows of layers without experts only: write those of layers [1, 3]" in refusal(file, INTERLEAVED)
+
+
 def test_layers_without_experts_do_not_count_as_unpopular(tmp_path: Path) -> None:
     trace = of_model(DENSE_FIRST, tokens=300)
     assert set(trace.profile().counts[0]) == {0}

@@ -119,7 +119,7 @@ def _with_consecutive_layers(
         routed: the model's numbers of its layers with experts.
 
     Raises:
-        BadInput: a row of a layer without experts has different expert ids.
+        BadInput: a row of a layer without experts has different expert ids, or there are no other rows.
     """
     layers_N = rows[:, 2]
     if layers_N.max() < len(routed):
@@ -133,6 +133,8 @@ def _with_consecutive_layers(
             "of such layers, or with zeros there"
         )
     rows = rows[is_routed_N]
+    if not len(rows):
+        raise BadInput(f"{where} has rows of layers without experts only: write those of layers {list(routed)}")
     rows[:, 2] = np.searchsorted(routed, rows[:, 2])
     return rows
 
