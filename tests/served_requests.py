@@ -65,7 +65,7 @@ def assert_as_alone(serving: Serving, alone: Mapping[int, Sequence[int]], stop: 
         end = whole.index(stop) + 1 if stop in whole else len(whole)
         assert served.tokens == whole[:end][: len(served.tokens)]
         assert served.ending == "left" or len(served.tokens) == end
-    assert serving.occupancy.held[-1] == serving.occupancy.running[-1] == 0
+    assert serving.held == serving.running == 0
 
 
 def torch_device(checkpoint: Checkpoint) -> Device:

@@ -27,6 +27,7 @@ from moesched.runs.hardware import run
 from moesched.runs.planning import as_used_by, plan_run
 from moesched.runs.served_parts import ServingSetup
 from moesched.runs.served_runs import serve_on, simulate_serving
+from moesched.runs.service_report import Ran, service_report
 from moesched.runs.serving import Served, Serving
 from moesched.seams import Device, Policy
 from moesched.serving.admission import ShortestPrompt
@@ -194,7 +195,7 @@ def test_a_request_whose_logits_are_not_finite_ends_and_the_others_go_on(
     plan = planned(policy, device=device)
     serving = serve_on(device, ServingSetup(plan, policy, CAPACITY, ListedArrivals(asked(10))))
     device.close()
-    assert serving.occupancy.held[-1] == 0
+    assert serving.held == 0
     for number, served in serving.requests.items():
         assert served.tokens == good_tokens(served.request, alone[number], broken)
         is_whole = len(served.tokens) == served.request.new_tokens
@@ -272,7 +273,7 @@ def test_one_who_leaves_between_two_parts_of_its_prompt_gives_its_blocks_to_othe
     serving = simulate_serving(ServingSetup(planned(policy, capacity), policy, capacity, arrivals))
     assert (serving.requests[0].ending, serving.requests[0].tokens) == ("left", [])
     assert [len(serving.requests[number].tokens) for number in range(1, 4)] == [3, 3, 3]
-    assert serving.occupancy.held[-1] == 0
+    assert serving.held == 0
 
 
 @pytest.mark.parametrize("name", ["resident", "expert_streaming", "expert_cache"])
@@ -322,6 +323,14 @@ def test_a_request_that_waits_for_a_place_enters_once_blocks_are_free() -> None:
     assert max(serving.occupancy.waiting) > 0
     assert entered == sorted(entered)
     assert all(len(served.tokens) == 12 for served in serving.requests.values())
+
+
+def test_requests_run_from_their_place_to_their_last_token_and_none_run_in_between() -> None:
+    serving, _ = simulated([request(0), request(1, arrives=10**12), request(2, arrives=10**12, new_tokens=1)])
+    in_places = sum(each.ended - each.entered for each in serving.requests.values())
+    mean, most = service_report(Ran("", "", "", "", measured=False), serving, CAPACITY, None).running
+    assert mean == pytest.approx(in_places / serving.occupancy.times[-1])
+    assert most == 2
 
 
 def test_one_who_leaves_takes_part_in_one_more_step_at_most() -> None:

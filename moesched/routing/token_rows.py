@@ -134,7 +134,9 @@ def _with_consecutive_layers(
         )
     rows = rows[is_routed_N]
     if not len(rows):
-        raise BadInput(f"{where} has rows of layers without experts only: write those of layers {list(routed)}")
+        raise BadInput(
+            f"{where} has rows of layers without experts only: write those of layers {list(routed)}"
+        )
     rows[:, 2] = np.searchsorted(routed, rows[:, 2])
     return rows
 

@@ -194,16 +194,16 @@ def _keeps(served: Served, objectives: Objectives) -> bool:
 
 
 def _mean(seen: Occupancy, numbers: Sequence[int]) -> float:
-    """Return the mean of a quantity over time.
+    """Return the mean of a quantity over time, from 0 to the end of the last step.
 
     Args:
-        seen: has the end of each step.
-        numbers: the quantity's value in each step.
+        seen: has the start and the end of each step.
+        numbers: the quantity's value in each step; it is 0 between steps, where there are no requests.
     """
-    spans = [end - start for start, end in pairwise([0, *seen.times])]
-    total = sum(spans)
+    total = seen.times[-1] if seen.times else 0
     if not total:
         return fmean(numbers) if numbers else 0.0
+    spans = [end - start for start, end in zip(seen.starts, seen.times, strict=True)]
     return sum(span * number for span, number in zip(spans, numbers, strict=True)) / total
 
 

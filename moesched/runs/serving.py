@@ -64,12 +64,15 @@ class Occupancy(msgspec.Struct):
     """The use of a capacity's places. Each list has one number for each step.
 
     Attributes:
+        starts: the end of the step before, or of the time without requests before this step; as `times`.
         times: the end of the step; nanoseconds since the first request could run.
-        held: tokens of the KV cache that the requests' blocks hold, in whole blocks.
-        running: number of requests that ran.
+        held: tokens of the KV cache that the requests' blocks held at that time, in whole blocks; the step's last
+            tokens still count.
+        running: number of requests that had a place at that time, those that ended with the step included.
         waiting: number of requests that waited for a place.
     """
 
+    starts: list[int] = []
     times: list[int] = []
     held: list[int] = []
     running: list[int] = []
@@ -143,6 +146,8 @@ class Serving:
         self._on_step = on_step
         self._waiting: deque[Request] = deque()
         self._before: Phase = "decode"
+        self._since = 0
+        """Start of the present step, as `Occupancy.starts` has it."""
 
     async def run(self) -> Mapping[int, Served]:
         """Run steps until no more requests arrive and all have ended; returns the requests by number."""
@@ -172,6 +177,22 @@ class Serving:
             else:
                 self._give_notice({}, index)
                 await self._wait()
+                self._since = self._now()
+
+    @property
+    def running(self) -> int:
+        """Number of requests that have a place now."""
+        return len(self._places)
+
+    @property
+    def waiting(self) -> int:
+        """Number of requests that wait for a place now."""
+        return len(self._waiting)
+
+    @property
+    def held(self) -> int:
+        """Tokens of the KV cache that the requests' blocks hold now, in whole blocks."""
+        return self._places.held
 
     @property
     def busy(self) -> dict[str, int]:
@@ -242,8 +263,8 @@ class Serving:
                 served = self.requests.get(number)
                 if served is not None and served.ending is None:
                     self._take(served, token, sample.end - self.loaded, is_part=number in parts)
-        self._places.collected(index)
         self._note(end)
+        self._places.collected(index)
         if self._listener is not None:
             self._listener.step(self)
 
@@ -285,10 +306,12 @@ class Serving:
         if not self._keeps_history:
             self.occupancy = Occupancy()
         seen = self.occupancy
+        seen.starts.append(self._since)
         seen.times.append(now)
-        seen.held.append(self._places.held)
-        seen.running.append(len(self._places))
-        seen.waiting.append(len(self._waiting))
+        seen.held.append(self.held)
+        seen.running.append(self.running)
+        seen.waiting.append(self.waiting)
+        self._since = now
 
     async def wait_for_news(self) -> None:
         """Wait in real time until a request arrives or leaves, no more will come, or the other nodes need a notice."""

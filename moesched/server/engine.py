@@ -87,7 +87,7 @@ class Teller:
 
     def step(self, serving: Serving) -> None:
         """Send the messages of the step, with the engine's state where it is due."""
-        now, runs = time.monotonic(), bool(serving.occupancy.running[-1])
+        now, runs = time.monotonic(), bool(serving.running)
         if now - self._told >= STATE_SECONDS or runs != self._ran:
             self._told, self._ran = now, runs
             self._messages.append(self._state(serving))
@@ -95,9 +95,8 @@ class Teller:
         self._messages = []
 
     def _state(self, serving: Serving) -> State:
-        seen = serving.occupancy
-        held, busy = seen.held[-1], busy_seconds(serving)
-        return State(seen.running[-1], seen.waiting[-1], held, self._room, serving.steps, busy)
+        busy = busy_seconds(serving)
+        return State(serving.running, serving.waiting, serving.held, self._room, serving.steps, busy)
 
 
 def busy_seconds(serving: Serving) -> dict[str, float]:
