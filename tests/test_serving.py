@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -450,6 +451,21 @@ def test_waiting_for_requests_ends_with_the_next_one_or_at_the_close() -> None:
         return arrivals.over
 
     assert [asyncio.run(woken(act)) for act in ("add", "remove", "close")] == [False, False, True]
+
+
+def test_requests_may_still_be_added_after_a_run_that_waited_was_given_up() -> None:
+    arrivals = LiveArrivals()
+
+    async def give_up() -> None:
+        waiting = asyncio.ensure_future(arrivals.wait(0))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        with suppress(asyncio.CancelledError):
+            await waiting
+
+    asyncio.run(give_up())
+    arrivals.add(request(0))
+    assert arrivals.news(0).came == [request(0)]
 
 
 def test_a_device_that_runs_batches_only_is_refused_with_a_remedy(checkpoint: Checkpoint) -> None:

@@ -59,8 +59,12 @@ class LiveArrivals:
         with self._lock:
             if self._closed or self._news.came or self._news.left:
                 return
-            self._waiting = asyncio.get_running_loop().create_future()
-        await self._waiting
+            self._waiting = waiting = asyncio.get_running_loop().create_future()
+        try:
+            await waiting
+        finally:  # also if the run is cancelled: its loop ends, and others still add
+            with self._lock:
+                self._waiting = None
 
     def _wake(self) -> None:
         waiting, self._waiting = self._waiting, None
