@@ -22,8 +22,9 @@ from moesched.models.shards import INDEX_NAME, read_shards
 from moesched.models.stored_formats import StoredFormat
 from moesched.models.tensor_shapes import Shape
 from moesched.system.cells import counted_in_cell
-from moesched.system.new_folder import new_folder, reserve, write_at, write_json
+from moesched.system.new_folder import new_folder, reserve, write_at
 from moesched.system.own_loop import interruptible
+from moesched.system.whole_file import write_json
 
 COPIED_BYTES = 8 << 20
 """Most bytes in memory at a time, whatever the sizes of tensors."""
@@ -117,7 +118,9 @@ def prestack_model(
                 if progress is not None:
                     progress(done, total)
         weight_map = {array.name: name for name, arrays in files.items() for array in arrays}
-        write_json(folder / INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": weight_map})
+        write_json(
+            folder / INDEX_NAME, "index", {"metadata": {"total_size": total}, "weight_map": weight_map}
+        )
         checkpoint.require_unchanged()
     return Prestacked(
         target, by, len(stacked), max(array.nbytes for array in stacked), sum(each.nbytes for each in others)

@@ -73,7 +73,7 @@ class StoredFormat(NamedTuple):
         block_bytes: bytes of a block; rows are whole blocks.
         codes: None in a plain format, which has a dtype's number for each weight.
         scale, minimum: offsets of these numbers in a block, in bytes; a format without a minimum has None.
-        number: how they are stored: as float16, or as a byte e that stands for 2 ** (e - 128).
+        scale_encoding: how they are stored: as float16, or as a byte e that stands for 2 ** (e - 128).
         groups: number of groups of a block.
         factors: the factors of a block's groups; None where a block is one group.
         in_files: the dtype of its rows in safetensors: those of a coded format are bytes.
@@ -85,7 +85,7 @@ class StoredFormat(NamedTuple):
     codes: Codes | None = None
     scale: int = 0
     minimum: int | None = None
-    number: Literal["float16", "exponent"] = "float16"
+    scale_encoding: Literal["float16", "exponent"] = "float16"
     groups: int = 1
     factors: Factors | None = None
     in_files: str = "U8"
@@ -151,7 +151,9 @@ _FORMATS = (
         groups=16,
         factors=Factors("bytes", 192),
     ),
-    StoredFormat("mxfp4", 32, 17, Codes(Bits(4, 1, 16), zero=0, largest=12, values=_FP4), number="exponent"),
+    StoredFormat(
+        "mxfp4", 32, 17, Codes(Bits(4, 1, 16), zero=0, largest=12, values=_FP4), scale_encoding="exponent"
+    ),
 )
 
 STORED_FORMATS: Mapping[str, StoredFormat] = MappingProxyType({each.name: each for each in _FORMATS})

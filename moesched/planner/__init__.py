@@ -11,7 +11,7 @@ from moesched.planner.cluster import ClusterProposal, plan_cluster
 from moesched.planner.proposal import MOST_REQUESTS, Proposal, plan_model
 from moesched.planner.search_policies import (
     FIRST,
-    Best,
+    BestPlan,
     Look,
     fastest_policies,
     plan_best,
@@ -24,7 +24,7 @@ __all__ = [
     "FIRST",
     "KV_SHARE",
     "MOST_REQUESTS",
-    "Best",
+    "BestPlan",
     "ClusterProposal",
     "Look",
     "Proposal",

@@ -17,7 +17,7 @@ from moesched.server.errors import ApiError, ClientLeft, bad_request
 from moesched.server.fields import ChatRequest, CompletionRequest, Generated
 from moesched.server.forms import ChatForm, CompletionForm, Form, gathered
 from moesched.server.gate import Gate
-from moesched.server.generation import Generation, Piece, Prompt, Wanted
+from moesched.server.generation import AnswerPiece, AnswersInProgress, Prompt, Wanted
 from moesched.server.link import EngineLink
 from moesched.server.metrics import Metrics
 from moesched.server.model import Model
@@ -75,13 +75,13 @@ class Endpoint(ABC, Generic[Given]):
             user = given.user or (request.client.host if request.client else "")
             with self._gate.entered(given.answers):
                 asked = await self.understand(given, user)
-                generation = Generation(self._link, self.model.codec, asked.prompts, asked.wanted)
+                generation = AnswersInProgress(self._link, self.model.codec, asked.prompts, asked.wanted)
                 with _left_when_over(generation, receive), self._metrics.timed(generation):
                     await self._answer(given, asked, generation, send)
         except ClientLeft:
             pass  # nobody reads an answer
 
-    async def _answer(self, given: Given, asked: Asked, generation: Generation, send: Send) -> None:
+    async def _answer(self, given: Given, asked: Asked, generation: AnswersInProgress, send: Send) -> None:
         async with aclosing(self._metrics.observed(generation)) as pieces:
             if not given.stream:
                 parts = [piece async for several in pieces for piece in several]
@@ -162,7 +162,7 @@ def _settings(given: Generated, user: str) -> dict[str, Any]:
     }
 
 
-def _usage(generation: Generation) -> Usage:
+def _usage(generation: AnswersInProgress) -> Usage:
     return usage(generation.prompt_tokens, generation.answer_tokens)
 
 
@@ -170,7 +170,7 @@ def _usage(generation: Generation) -> Usage:
 
 
 @contextmanager
-def _left_when_over(generation: Generation, receive: Receive) -> Iterator[None]:
+def _left_when_over(generation: AnswersInProgress, receive: Receive) -> Iterator[None]:
     """Stop the generation when the client closes the connection, and when the context ends."""
     watcher = asyncio.ensure_future(_until_disconnected(receive))
     watcher.add_done_callback(lambda _: generation.leave())
@@ -209,7 +209,7 @@ async def _send_stream(send: Send, events: AsyncIterator[bytes]) -> None:
 
 
 async def _events(
-    pieces: AsyncIterator[list[Piece]], form: Form, generation: Generation, *, with_usage: bool
+    pieces: AsyncIterator[list[AnswerPiece]], form: Form, generation: AnswersInProgress, *, with_usage: bool
 ) -> AsyncIterator[bytes]:
     """Yield a stream's server-sent events as bytes; pieces that arrived together are yielded together."""
     async for several in pieces:

@@ -33,7 +33,7 @@ Name = tuple[Any, ...]
 _KEY_DIGITS = 32
 
 
-class Found(msgspec.Struct):
+class SweepObjects(msgspec.Struct):
     """The objects that a sweep's points name, each loaded once; worker processes get a copy.
 
     Attributes:
@@ -79,7 +79,7 @@ class Finder:
         for name, policy in self.policies.items():
             require_defaults(policy, f"policy {name}")
         versions = {name: policy_version(policy) for name, policy in self.policies.items()}
-        self.found = Found(code_version(), versions)
+        self.found = SweepObjects(code_version(), versions)
         self._digests: dict[Name, str] = {}
 
     def key(self, inputs: Inputs) -> str:

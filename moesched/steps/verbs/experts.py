@@ -9,7 +9,7 @@ from moesched.errors import OutOfOrder, PolicyError
 from moesched.steps.micro_batch import HostOutput, MicroBatch, RoutingState
 from moesched.steps.node_experts import ownership_problem
 from moesched.steps.pipeline_stages import PipelineStage
-from moesched.steps.preview_accuracy import Answer
+from moesched.steps.preview_accuracy import PredictorAnswer
 from moesched.steps.verbs.base import Verbs
 from moesched.steps.verbs.expert_rows import (
     missing,
@@ -398,7 +398,7 @@ def note_forecast(
         if micro_batch not in step._batches:
             raise step._not_there(ROUTE, layer, micro_batch)
         ahead = layer - (step._batches[micro_batch].progress - ROUTED) // STRIDE
-        step._state.previews.expect(layer, micro_batch, Answer(predictor, ahead, tokens))
+        step._state.previews.expect(layer, micro_batch, PredictorAnswer(predictor, ahead, tokens))
 
 
 def _expert_and_row(ran: tuple[int, range]) -> tuple[int, int]:
