@@ -6,7 +6,8 @@ from collections.abc import Collection, Iterator, Sequence
 
 from moesched.models.layout import Page
 from moesched.steps.claims import Claim
-from moesched.steps.memory import Fixed, Home, Memory, Pool, slots_of
+from moesched.steps.fixed_pages import Fixed, Home
+from moesched.steps.memory import Memory, Pool, slots_of
 from moesched.steps.read_only import ReadOnly
 
 LOAD_BUFFERS = 4
