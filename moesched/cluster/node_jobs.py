@@ -93,6 +93,8 @@ class NodeJob:
     """A node's policy, layout, machine and device, which stay open between orders.
 
     Args:
+        checkpoint: the model's files.
+        run: the options that all orders share.
         memory: bytes of the accelerator's memory that the node may use; None for all.
         on_loading: called with (resident pages loaded, all resident pages).
         on_tokens: called with new tokens by request, and with the requests that end with them.

@@ -58,7 +58,7 @@ def find_scenario(given: ScenarioOptions) -> Scenario:
 
 
 def joined(machine: Machine, nodes: int | None, network: Network | str | None) -> Machine:
-    """Return the machine with the network that connects several such machines.
+    """Return the machine with the network that connects `nodes` such machines; None for one machine.
 
     Raises:
         BadInput: the network is unknown, several nodes have no network, or a network is given without nodes.

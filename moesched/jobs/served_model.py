@@ -67,6 +67,7 @@ class ServedModel:
         """Serve until no more requests arrive; at the end or after an error, write the trace if one is asked for.
 
         Args:
+            arrivals: gives the requests as they arrive, and says when no more will come.
             listener: told of each token and each step.
             observers: told of each task that ran.
             keeps_history: whether to keep requests that have ended, for a report.

@@ -38,6 +38,8 @@ class Prestacked(NamedTuple):
     """Summary of a prestacked checkpoint.
 
     Attributes:
+        directory: the checkpoint's folder.
+        by: whether an array has the matrices of an expert, or a matrix of all experts of a layer.
         arrays: number of stacked arrays.
         largest: bytes of the largest array.
         others: bytes of all tensors that are not stacked.
@@ -75,12 +77,13 @@ class _Array(NamedTuple):
 def prestack_model(
     model: Path | str, directory: Path | str, *, by: StackedBy = "expert", progress: Progress | None = None
 ) -> Prestacked:
-    """Copy a checkpoint, stacking the weights of its experts.
+    """Copy a checkpoint, with the weights of its experts stacked into large arrays.
 
-    The copy opens like any other checkpoint and generates the same tokens. A prestacked checkpoint may be stacked the
-    other way. Data is streamed, with 8 MiB in memory at a time.
+    The copy opens like any other checkpoint and generates the same tokens. At most 8 MiB are in memory at a time.
 
     Args:
+        model: folder of the checkpoint, which may be prestacked the other way.
+        directory: the folder to make.
         by: `expert` writes one array per expert, with its matrices of all layers, for nodes that have whole experts:
             they need only their files, and the `.header` files of the others;
             `layer` writes one array per matrix of a layer, with all experts, for `gather_mm`.

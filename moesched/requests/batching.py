@@ -16,7 +16,7 @@ class BatchSizes(NamedTuple):
 
     Attributes:
         batch_size: the most requests that run together.
-        micro_batch_size: the most requests that share a kernel.
+        micro_batch_size: the most requests of a micro-batch.
         cache_tokens: the most tokens of a micro-batch in the KV cache at the end, in whole blocks; None for no limit.
         kv_on_gpu: share of the KV cache that stays on the accelerator; None leaves it to the policy.
         beams: sequences per request in decode.
@@ -37,7 +37,7 @@ class BatchSizes(NamedTuple):
 
 
 class Placed(NamedTuple):
-    """Indices of requests: those of each micro-batch, and those left for later batches."""
+    """Indices of requests: those of each micro-batch, and those deferred to later batches."""
 
     micro_batches: list[list[int]]
     deferred: list[int]

@@ -59,10 +59,12 @@ class Endpoint(ABC, Generic[Given]):
 
     @abstractmethod
     async def understand(self, given: Given, user: str) -> Asked:
-        """Turn a request's fields into prompts.
+        """Check a request's fields, and make prompts and settings of them.
+
+        user: whose request it is, for admission.
 
         Raises:
-            ApiError: they cannot be used.
+            ApiError: a field cannot be used.
         """
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -150,7 +152,7 @@ def _for_template(message: Any) -> dict[str, Any]:
 
 
 def _settings(given: Generated, user: str) -> dict[str, Any]:
-    """Return the fields that completions and chats share, as keyword arguments of `Wanted`."""
+    """Convert the fields that completions and chats share to keyword arguments of `Wanted`."""
     return {
         "answers": given.n or 1,
         "temperature": 1.0 if given.temperature is None else given.temperature,

@@ -38,6 +38,8 @@ class Front:
     """The application that answers HTTP requests about one model.
 
     Args:
+        model: the model that is served.
+        link: the pipe to the engine's process.
         key: the API key that clients have to send; None for none.
 
     Attributes:

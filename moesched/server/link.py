@@ -74,7 +74,7 @@ class Mailbox:
 
 
 class EngineLink:
-    """Numbers requests, sends them to the engine, and hands its tokens to those who wait.
+    """Numbers requests, sends them to the engine, and puts its tokens into the mailboxes of those who wait.
 
     Args:
         write: takes bytes for the engine.
@@ -127,10 +127,10 @@ class EngineLink:
             self._send([Close()])
 
     def feed(self, data: bytes) -> None:
-        """Handle bytes that the engine wrote.
+        """Decode bytes that the engine wrote, and put the messages in them into the mailboxes of those who wait.
 
         Raises:
-            BadFrame: they are no frame.
+            BadFrame: the bytes are no frame.
         """
         for message in self._frames.feed(data):
             self._take(message)  # type: ignore[arg-type]  # frames of the engine have nothing else
