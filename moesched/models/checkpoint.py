@@ -19,7 +19,7 @@ from moesched.models.file_identity import FileIdentity
 from moesched.models.gguf.contents import gguf_contents
 from moesched.models.gguf.parts import is_gguf
 from moesched.models.headers import FoundTensor
-from moesched.models.mxfp4 import CODE_BYTES, MXFP4, joined
+from moesched.models.mxfp4 import CODE_BYTES, MXFP4, join_codes_and_scales
 from moesched.models.published import Published, extra_names, other_tensors, published_tensors
 from moesched.models.reading import read_config, require_runs
 from moesched.models.shards import FLOATS, read_shards
@@ -173,7 +173,11 @@ def read_contents(model: Path, *, partial: bool = False) -> Contents:
 
 def checkpoint_of(contents: Contents) -> Checkpoint:
     """Locate every tensor of a model, given the headers of its files; errors are those of `open_checkpoint`."""
-    config, names, found_tensors = contents.config, contents.names, [*joined(contents.shards.tensors)]
+    config, names, found_tensors = (
+        contents.config,
+        contents.names,
+        [*join_codes_and_scales(contents.shards.tensors)],
+    )
     tensors: dict[str, StoredTensor] = {}
     skipped: list[str] = []
     for found in found_tensors:

@@ -27,7 +27,7 @@ def with_experts_in_mxfp4(config: ModelConfig) -> ModelConfig:
     return replace(plain, pattern=tuple(replace(layer, formats=formats) for layer in plain.pattern))
 
 
-def joined(tensors: Iterable[FoundTensor]) -> Iterator[FoundTensor]:
+def join_codes_and_scales(tensors: Iterable[FoundTensor]) -> Iterator[FoundTensor]:
     """Yield the tensors of files, but each pair of codes and scales as one tensor with rows in MXFP4.
 
     Raises:

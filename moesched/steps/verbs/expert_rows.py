@@ -98,7 +98,7 @@ def require_whole(batch: MicroBatch, layer: int, expert: int) -> None:
         )
 
 
-def take(share: Share, expert: int) -> None:
+def mark_as_run(share: Share, expert: int) -> None:
     """Note that a task runs the rows of a share, so that they are no longer pending."""
     routing, rows = share.batch.routing, share.rows
     if len(rows) == share.tokens:

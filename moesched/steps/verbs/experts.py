@@ -12,13 +12,13 @@ from moesched.steps.pipeline_stages import PipelineStage
 from moesched.steps.preview_accuracy import PredictorAnswer
 from moesched.steps.verbs.base import Verbs
 from moesched.steps.verbs.expert_rows import (
+    mark_as_run,
     missing,
     named_micro_batches,
     ranges_of,
     require_each_once,
     require_whole,
     share_of,
-    take,
 )
 from moesched.steps.verbs.table import (
     ASSIGN,
@@ -251,7 +251,7 @@ class ExpertVerbs(Verbs):
         view = self._expert_view(first.stage, at, layer, expert, tokens)
         reads, outputs = [], []
         for share in shares:
-            take(share, expert)
+            mark_as_run(share, expert)
             routing, blocks = share.batch.routing, share.batch.blocks
             output = Block(f"output E{expert} mb{share.batch.index}")
             outputs.append(output)
