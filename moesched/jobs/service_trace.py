@@ -56,7 +56,7 @@ class RequestSpans:
             self._listener.token(served)
 
     def step(self, serving: Serving) -> None:
-        """Tell the other listener of the step."""
+        """Pass the call on to the other listener."""
         if self._listener is not None:
             self._listener.step(serving)
 

@@ -134,7 +134,7 @@ class Inbox:
         self._send = send
 
     def take(self, message: ToEngine) -> None:
-        """Take one message; a request that does not fit is refused."""
+        """Carry out a message of the front: run a request, drop one, or close; requests that do not fit are refused."""
         if isinstance(message, Ask):
             try:
                 request = request_of(message)

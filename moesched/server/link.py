@@ -35,7 +35,7 @@ IDLE = State(0, 0, 0, 0, 0, {})
 
 
 class Arrived(NamedTuple):
-    """A message about an answer, with the answer's index in its group of answers."""
+    """A message about an answer, and the answer's index in its group: all answers to one request."""
 
     answer: int
     message: Token | Refused | Broken
@@ -55,7 +55,7 @@ class Mailbox:
         self._came.set()
 
     def end(self, why: MoeschedError) -> None:
-        """Have `take` raise an error from now on."""
+        """Have `take` raise the error `why` from now on."""
         self._over = why
         self._came.set()
 

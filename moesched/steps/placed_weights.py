@@ -61,18 +61,18 @@ class PlacedWeights(ReadOnly):
             self._filled.append((pool, tuple(filled)))
 
     def keep(self, memory: Memory, pages: Sequence[Page], sizes: Sequence[int]) -> Fixed:
-        """Declare pages that stay in a memory, and whose bytes `reserve` reserves.
+        """Add pages that stay in a memory for the whole run; `reserve` takes their bytes later.
 
-        sizes: bytes of each page in a slot of the device.
+        sizes: bytes of memory that each page takes on the device.
         """
         resident = self.hold(memory, pages, sizes)
         self._in_order.append(resident)
         return resident
 
     def hold(self, memory: Memory, pages: Sequence[Page], sizes: Sequence[int]) -> Fixed:
-        """Declare pages that stay in a memory, where their bytes are reserved already.
+        """Add pages that stay in a memory for the whole run; their bytes are reserved already.
 
-        sizes: bytes of each page in a slot of the device.
+        sizes: bytes of memory that each page takes on the device.
         """
         resident = Fixed(f"kept {len(self._resident)}", memory, pages, sizes)
         self._resident.append(resident)
