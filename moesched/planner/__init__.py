@@ -12,7 +12,7 @@ from moesched.planner.proposal import MOST_REQUESTS, Proposal, plan_model
 from moesched.planner.search_policies import (
     FIRST,
     BestPlan,
-    Look,
+    PolicyEstimate,
     fastest_policies,
     plan_best,
     plannable,
@@ -26,7 +26,7 @@ __all__ = [
     "MOST_REQUESTS",
     "BestPlan",
     "ClusterProposal",
-    "Look",
+    "PolicyEstimate",
     "Proposal",
     "Setting",
     "fastest_policies",

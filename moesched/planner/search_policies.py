@@ -32,7 +32,7 @@ Found = TypeVar("Found")
 FIRST = "resident"
 """The policy that wins a tie, since it moves nothing."""
 TIE = 1.05
-"""A policy beats `FIRST` at first sight only if it is faster by more than this factor, since looks are rough."""
+"""A policy beats `FIRST` at first sight only if it is faster by more than this factor, since estimates are rough."""
 PROMISING = 0.75
 """Least share of the best rate so far that a policy reaches if its sizes are searched for."""
 MOST_TASKS = 60_000
@@ -135,8 +135,8 @@ def plan_best(
     return _best_of(dict(found), [each.row() for each in misfits], band, on_progress)
 
 
-class Look(NamedTuple):
-    """A first look at a policy: tokens per second of a schedule of all requests; 0 if not all of them fit at once."""
+class PolicyEstimate(NamedTuple):
+    """A policy's tokens per second by the schedule of all requests, roughly; 0 if not all of them fit at once."""
 
     policy: str
     throughput: float
@@ -144,10 +144,10 @@ class Look(NamedTuple):
 
 def fastest_policies(
     setting: Setting, sizes: Sequence[int], on_progress: Callable[[str], object] = lambda what: None
-) -> list[Look]:
-    """Rank the policies that one machine can run by a first look at each, the fastest first; `FIRST` wins near ties.
+) -> list[PolicyEstimate]:
+    """Rank the policies that one machine can run by an estimate of each, the fastest first; `FIRST` wins near ties.
 
-    A look simulates a few layers of a schedule of all requests. `plan_best` searches for sizes as well, and takes
+    An estimate simulates a few layers of a schedule of all requests. `plan_best` searches for sizes as well, and takes
     several times as long.
 
     Args:
@@ -163,17 +163,17 @@ def fastest_policies(
         split = chosen.is_class and splits_kv(chosen.cls, setting.machine)
         return replace(setting, make=chosen.make, splits_kv=split, kv_on_gpu=None)
 
-    def look(name: str, its_setting: Setting) -> Look:
+    def estimate(name: str, its_setting: Setting) -> PolicyEstimate:
         on_progress(f"first look at {name}")
         its_setting.plan(its_setting.batch(1, 1))
         schedules = (first_schedule(its_setting, size) for size in sizes)
-        return Look(name, next((one.throughput for one in schedules if one is not None), 0.0))
+        return PolicyEstimate(name, next((one.throughput for one in schedules if one is not None), 0.0))
 
-    looks, misfits = _each(plannable(), {}, setting_of, look)
-    if not looks:
+    estimates, misfits = _each(plannable(), {}, setting_of, estimate)
+    if not estimates:
         raise _nothing_fits(in_order([], [each.row() for each in misfits]))
     return sorted(
-        looks, key=lambda each: each.throughput * (TIE if each.policy == FIRST else 1), reverse=True
+        estimates, key=lambda each: each.throughput * (TIE if each.policy == FIRST else 1), reverse=True
     )
 
 
@@ -181,17 +181,17 @@ def _each(
     asked: Sequence[PolicyGiven],
     settings: Mapping[str, Any],
     setting_of: Callable[[ChosenPolicy], Setting],
-    look: Callable[[str, Setting], Found],
+    act: Callable[[str, Setting], Found],
     *,
     named: bool = False,
 ) -> tuple[list[Found], list[Misfit]]:
-    """Call `look` with the name and the setting of each policy.
+    """Call `act` with the name and the setting of each policy.
 
     Args:
         asked: the policies.
         settings: the policies' own settings, by name.
         setting_of: a function that makes the planner's setting for a policy.
-        look: a function from a policy's name and setting to a result; it raises an error if the policy does not fit.
+        act: a function from a policy's name and setting to a result; it raises an error if the policy does not fit.
         named: whether the user named the policies; an error of a policy is then raised, and not kept for the ranking.
 
     Returns:
@@ -211,7 +211,7 @@ def _each(
         setting = setting_of(chosen)
         try:
             with no_garbage_collection():
-                found.append(look(name, setting))
+                found.append(act(name, setting))
         except Exception as error:  # an installed plug-in may raise anything
             if not isinstance(error, BadInput) and (named or name in plugins.shipped("policies")):
                 raise

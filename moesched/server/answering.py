@@ -34,7 +34,7 @@ Given = TypeVar("Given", bound=Generated)
 _json = msgspec.json.Encoder()
 
 
-class Asked(NamedTuple):
+class CheckedRequest(NamedTuple):
     """A request that was read and checked: its prompts, the settings of their answers, and the form of the response."""
 
     prompts: Sequence[Prompt]
@@ -58,7 +58,7 @@ class Endpoint(ABC, Generic[Given]):
         self._metrics = metrics
 
     @abstractmethod
-    async def understand(self, given: Given, user: str) -> Asked:
+    async def understand(self, given: Given, user: str) -> CheckedRequest:
         """Check a request's fields, and make prompts and settings of them.
 
         user: whose request it is, for admission.
@@ -83,7 +83,9 @@ class Endpoint(ABC, Generic[Given]):
         except ClientLeft:
             pass  # nobody reads an answer
 
-    async def _answer(self, given: Given, asked: Asked, generation: AnswersInProgress, send: Send) -> None:
+    async def _answer(
+        self, given: Given, asked: CheckedRequest, generation: AnswersInProgress, send: Send
+    ) -> None:
         async with aclosing(self._metrics.observed(generation)) as pieces:
             if not given.stream:
                 parts = [piece async for several in pieces for piece in several]
@@ -100,7 +102,7 @@ class Completions(Endpoint[CompletionRequest]):
 
     kind = CompletionRequest
 
-    async def understand(self, given: CompletionRequest, user: str) -> Asked:
+    async def understand(self, given: CompletionRequest, user: str) -> CheckedRequest:
         """Encode the prompts."""
         prompt_only = given.max_tokens == 0
         if prompt_only and not given.echo:
@@ -119,7 +121,7 @@ class Completions(Endpoint[CompletionRequest]):
             scored=given.logprobs is not None,
             with_usage=given.streams_usage,
         )
-        return Asked(prompts, wanted, form)
+        return CheckedRequest(prompts, wanted, form)
 
     async def _prompt(self, prompt: str | Sequence[int]) -> Prompt:
         return await self.model.of_text(prompt) if isinstance(prompt, str) else self.model.of_ids(prompt)
@@ -130,7 +132,7 @@ class Chats(Endpoint[ChatRequest]):
 
     kind = ChatRequest
 
-    async def understand(self, given: ChatRequest, user: str) -> Asked:
+    async def understand(self, given: ChatRequest, user: str) -> CheckedRequest:
         """Make a prompt of the conversation."""
         if given.top_logprobs and not given.logprobs:
             raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")
@@ -143,7 +145,7 @@ class Chats(Endpoint[ChatRequest]):
         form = ChatForm(
             self.model.name, self.model.codec, scored=bool(given.logprobs), with_usage=given.streams_usage
         )
-        return Asked([prompt], wanted, form)
+        return CheckedRequest([prompt], wanted, form)
 
 
 def _for_template(message: Any) -> dict[str, Any]:
