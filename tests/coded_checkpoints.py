@@ -22,7 +22,7 @@ def random_blocks(stored: StoredFormat, rows: int, blocks: int) -> npt.NDArray[n
     """Rows of any bytes, but for scales and minimums, by which weights are finite."""
     random = np.random.default_rng(7)
     raw = random.integers(0, 256, (rows, blocks, stored.block_bytes), dtype=np.uint8)
-    if stored.number == "exponent":
+    if stored.scale_encoding == "exponent":
         raw[..., stored.scale] %= 250
     else:
         for offset in [stored.scale] if stored.minimum is None else [stored.scale, stored.minimum]:

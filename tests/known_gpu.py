@@ -9,7 +9,7 @@ import msgspec
 from msgspec.structs import replace
 
 from moesched.calibration.exercise import FinishedTasks
-from moesched.calibration.gpu_probe import GPU, HOST, Answer, Copy, Launches, Operation, Product, Stream
+from moesched.calibration.gpu_probe import GPU, HOST, Copy, Launches, Operation, Product, RoundTrip, Stream
 from moesched.machines import Contention, CostPoint, Machine
 from moesched.machines.estimates import Estimate
 from moesched.models.config import ITEM_BYTES, DType, ModelConfig
@@ -168,7 +168,7 @@ class KnownGpu:
                 return latency + operation.nbytes / bandwidth
             case Launches():
                 return operation.kernels * rates.launch
-            case Answer():
+            case RoundTrip():
                 return rates.launch + rates.answer
 
     def _product(self, product: Product) -> float:

@@ -16,8 +16,8 @@ from msgspec.structs import replace
 
 from clusters import cluster
 from gguf_headers import byte_pairs, gpt_oss, mixtral
+from moesched.analysis.compared_runs import read_run, replayed_run
 from moesched.analysis.explanation import explain
-from moesched.analysis.sides import read_side, replayed_side
 from moesched.cluster.cluster_file import cluster_toml, load_cluster
 from moesched.cluster.curve.keys import make_keys, read_keys
 from moesched.cluster.launch_env import rank_given
@@ -256,11 +256,11 @@ def _packed_trace(folder: Path) -> Path:
 
 
 def _read_run(file: Path) -> None:
-    side = read_side(file)
-    if side.trace is not None:
-        replayed_side(side)
-        explanation = explain(side.trace.recording, side.trace.about)
-        write_run_page(file.with_suffix(".html"), *side.trace, explanation=explanation)
+    run = read_run(file)
+    if run.trace is not None:
+        replayed_run(run)
+        explanation = explain(run.trace.recording, run.trace.about)
+        write_run_page(file.with_suffix(".html"), *run.trace, explanation=explanation)
 
 
 @cache

@@ -8,6 +8,8 @@ import pytest
 
 from benchmarks.shared.small_runs import ONE_MEMORY
 from moesched.devices.torch.device import TorchDevice
+from moesched.errors import BadInput
+from moesched.machines import Machine, load_machine
 from moesched.models.checkpoint import Checkpoint
 from moesched.models.layout import weight_layout
 from moesched.plugins import make_policy
@@ -16,14 +18,20 @@ from moesched.requests.sampling import Sampling
 from moesched.runs.hardware import run
 from moesched.runs.planning import plan_run
 from moesched.runs.serving import Serving
-from moesched.seams import Device
+from moesched.seams import Device, Policy
 from moesched.serving.capacity import Capacity
 from moesched.serving.request import Request
+from moesched.steps.plan import Plan
 from moesched.testing.served_checks import random_requests
 from small_models import SMALL
 
 CAPACITY = Capacity(2, 3, 6 * 16, 24, 32)
 LAYOUT = weight_layout(SMALL, "float32")
+T4 = load_machine("t4")
+
+
+def request(number: int, prompt: int = 4, new_tokens: int = 3, arrives: int = 0) -> Request:
+    return Request(number=number, prompt=prompt, new_tokens=new_tokens, arrives=arrives)
 
 
 def asked(count: int, seed: int = 1) -> list[Request]:
@@ -39,6 +47,21 @@ def asked(count: int, seed: int = 1) -> list[Request]:
         )
         for each in random_requests(seed, 20, 8, count)
     ]
+
+
+def planned(
+    policy: Policy, capacity: Capacity = CAPACITY, device: Device | None = None, machine: Machine = T4
+) -> Plan:
+    """A plan with as little fast memory as the policy accepts, of a few sizes."""
+    whole = sum(page.nbytes for page in LAYOUT.pages)
+    batch, slot_bytes = capacity.fullest(), None if device is None else device.slot_bytes
+    for share in (1.1, 1.4, 1.7):
+        budgets = {machine.accelerator.memory: int(whole * share)}
+        try:
+            return plan_run(machine, LAYOUT, batch, policy, budgets, slot_bytes)
+        except BadInput:
+            continue
+    return plan_run(machine, LAYOUT, batch, policy)
 
 
 def tokens_alone(checkpoint: Checkpoint, requests: Iterable[Request]) -> dict[int, list[int]]:

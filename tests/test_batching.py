@@ -23,7 +23,7 @@ SIZES = st.builds(
 def test_the_longest_prompt_goes_to_the_micro_batch_with_the_fewest_tokens() -> None:
     placed = assign_requests([4, 9, 1, 7, 3], 1, micro_batches=2, micro_batch_size=5)
     assert placed.micro_batches == [[1, 4], [0, 2, 3]]  # 9 + 3 and 7 + 4 + 1
-    assert placed.left == []
+    assert placed.deferred == []
 
 
 def test_a_full_micro_batch_gets_no_more() -> None:
@@ -39,15 +39,15 @@ def test_micro_batches_that_are_not_full_come_out_too() -> None:
 def test_where_all_micro_batches_are_full_the_shortest_prompts_are_left() -> None:
     placed = assign_requests([1, 8, 6, 2, 7], 1, micro_batches=1, micro_batch_size=3)
     assert placed.micro_batches == [[1, 2, 4]]
-    assert placed.left == [0, 3]
+    assert placed.deferred == [0, 3]
 
 
 def test_the_cache_is_counted_in_blocks_with_what_will_be_generated() -> None:
     room_for_two = 2 * cached_tokens(10 + 8)
     placed = assign_requests([10] * 3, 8, micro_batches=1, micro_batch_size=9, cache_tokens=room_for_two)
-    assert (placed.micro_batches, placed.left) == ([[0, 1]], [2])
+    assert (placed.micro_batches, placed.deferred) == ([[0, 1]], [2])
     placed = assign_requests([10] * 3, 8, micro_batches=1, micro_batch_size=9, cache_tokens=room_for_two - 1)
-    assert (placed.micro_batches, placed.left) == ([[0]], [1, 2])
+    assert (placed.micro_batches, placed.deferred) == ([[0]], [1, 2])
 
 
 @given(prompts=LENGTHS, new_tokens=st.integers(1, 20), sizes=SIZES)

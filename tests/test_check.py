@@ -17,7 +17,7 @@ from moesched.system.cache import cache_folder
 from moesched.testing.grid import Cell, Fault, GridReport, cells_of
 from moesched.testing.grid.advice import advice_of_lanes
 from moesched.testing.grid.check import ChildRun
-from moesched.testing.grid.child import Order
+from moesched.testing.grid.child import ChildOrder
 from moesched.testing.grid.faults import endless_line
 from moesched.testing.grid.items import Item, Outcome, Subject, cell_item, trial_item
 from moesched.testing.grid.results import rank_among
@@ -203,7 +203,7 @@ def test_cases_that_the_limit_leaves_no_time_for_are_named() -> None:
 
 
 def in_child(policy: str, *, patience: float = 10.0, limit: float = 60.0) -> GridReport:
-    run = ChildRun(Order(Subject(policy, {}), [SMALL], patience, limit))
+    run = ChildRun(ChildOrder(Subject(policy, {}), [SMALL], patience, limit))
     run.wait()
     return run.report(0.0)
 

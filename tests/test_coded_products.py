@@ -14,8 +14,8 @@ from coded_checkpoints import random_blocks
 from kernel_tables import kernels_of
 from moesched.devices.kernels.functions import norm
 from moesched.devices.kernels.layer_weights import Weights
-from moesched.devices.kernels.memory import Memory
 from moesched.devices.kernels.samples import coded_block
+from moesched.devices.kernels.workspace import Workspace
 from moesched.devices.native.compiled import availability, formats, instruction_sets
 from moesched.devices.native.kernels import NativeKernels
 from moesched.devices.products.coded_linear import coded_linear
@@ -76,7 +76,7 @@ def test_neither_other_rows_nor_row_blocks_show_in_the_bits(
 @pytest.mark.parametrize("name", CODED)
 def test_embeddings_are_unpacked_to_the_bits_of_torch(name: str, native: NativeKernels) -> None:
     embedding, config = coded(name, 40), SMALL.varied(hidden=INPUTS, vocabulary=40)
-    embed = kernels_of(config, native).bound("embed", Weights({"embedding": [embedding]}), Memory(3))
+    embed = kernels_of(config, native).bound("embed", Weights({"embedding": [embedding]}), Workspace(3))
     hidden_TD, _ = embed([7, 39, 0], [0, 1, 2], [])
     assert torch.equal(hidden_TD, embedding.take(torch.tensor([7, 39, 0])).plain(torch.bfloat16))
 
@@ -86,7 +86,7 @@ def test_queries_keys_and_values_may_have_formats_of_their_own(native: NativeKer
     parts = [coded(name, rows) for name, rows in (("q4_k", 256), ("q4_k", 128), ("q6_k", 128))]
     weights = Weights({"qkv": parts, "attention_norm": [torch.ones(INPUTS)]}, config.layer(0))
     x_TD, ones_Td, zeros_Td = inputs(5), torch.ones(5, 1, 64), torch.zeros(5, 1, 64)
-    run = kernels_of(config, native).bound("attention_inputs", weights, Memory(5))
+    run = kernels_of(config, native).bound("attention_inputs", weights, Workspace(5))
     projected = run(x_TD, (ones_Td, zeros_Td))
     normed_TD = norm(x_TD, torch.ones(INPUTS), config.norm_eps)
     for got, part in zip(projected, parts, strict=True):

@@ -10,9 +10,9 @@ import pytest
 
 from commands import SIMULATE, refused
 from moesched.analysis.compare import compare_runs
+from moesched.analysis.compared_runs import run_of_recording
 from moesched.analysis.comparison import Comparison, Row
 from moesched.analysis.published import PREFILL_ERROR
-from moesched.analysis.sides import side_of_recording
 from moesched.errors import BadInput
 from moesched.plugins import make_policy
 from moesched.runs.simulation import simulate
@@ -31,8 +31,8 @@ from traces import MEASURED, PREDICTED
 
 
 def test_the_error_of_a_prediction_is_in_percent_of_what_was_measured() -> None:
-    predicted = side_of_recording("p", recording(fetch=80), PREDICTED)
-    measured = side_of_recording("m", recording(fetch=100), MEASURED)
+    predicted = run_of_recording("p", recording(fetch=80), PREDICTED)
+    measured = run_of_recording("m", recording(fetch=100), MEASURED)
     row = find(compare_runs([predicted, measured]), "kind", "fetch on link", "time")
     assert row.values == [80e-9, 100e-9]
     assert row.ratios == [1.0, 1.25]
@@ -43,23 +43,23 @@ def test_the_error_of_a_prediction_is_in_percent_of_what_was_measured() -> None:
 
 
 def test_two_policies_differ_first_in_what_their_lanes_do() -> None:
-    sides = [
-        side_of_recording(policy, run.recording, run.about)
+    runs = [
+        run_of_recording(policy, virtual.recording, virtual.about)
         for policy in ("expert_cache", "flexgen")
-        for run in [virtual_run(policy, budgets=FORTY_PERCENT, requests=2)]
+        for virtual in [virtual_run(policy, budgets=FORTY_PERCENT, requests=2)]
     ]
-    comparison = compare_runs(sides)
+    comparison = compare_runs(runs)
     difference = comparison.difference
     assert difference is not None
     moved = next(each for each in difference.works if (each.what, each.lane) == ("bytes", "host->gpu"))
     assert moved.amounts == tuple(
         sum(
             each.task.nbytes
-            for each in side.trace.recording.slices
+            for each in run.trace.recording.slices
             if each.step >= 0 and each.lane.name == "host->gpu"
         )
-        for side in sides
-        if side.trace is not None
+        for run in runs
+        if run.trace is not None
     )
     shares = [each.amounts for each in difference.works if each.what == "experts"]
     assert [sum(of_all) for of_all in zip(*shares, strict=True)] == pytest.approx([1, 1])
@@ -71,8 +71,8 @@ def test_two_policies_differ_first_in_what_their_lanes_do() -> None:
 
 
 def test_neither_of_two_measured_runs_is_in_error() -> None:
-    sides = [side_of_recording(str(length), recording(fetch=length), MEASURED) for length in (1000, 1500)]
-    comparison = compare_runs(sides)
+    runs = [run_of_recording(str(length), recording(fetch=length), MEASURED) for length in (1000, 1500)]
+    comparison = compare_runs(runs)
     row = find(comparison, "kind", "fetch on link", "time")
     assert (row.ratios, row.error_percents) == ([1.0, 1.5], [None, None])
     table = comparison.table()
@@ -85,13 +85,13 @@ def test_neither_of_two_measured_runs_is_in_error() -> None:
 
 def test_runs_of_different_models_are_told_apart_first() -> None:
     other = msgspec.structs.replace(MEASURED, model="n")
-    sides = [side_of_recording(about.model, recording(fetch=10), about) for about in (MEASURED, other)]
-    assert compare_runs(sides).reasons()[0] == "The models differ: m (measured) ran m, and n (measured) n."
-    assert not compare_runs([sides[0], sides[0]]).reasons()[0].startswith("The models differ")
+    runs = [run_of_recording(about.model, recording(fetch=10), about) for about in (MEASURED, other)]
+    assert compare_runs(runs).reasons()[0] == "The models differ: m (measured) ran m, and n (measured) n."
+    assert not compare_runs([runs[0], runs[0]]).reasons()[0].startswith("The models differ")
 
 
 def test_what_only_one_run_has_stands_alone() -> None:
-    both = [side_of_recording(verb, recording(**{verb: 10}), MEASURED) for verb in ("fetch", "pin")]
+    both = [run_of_recording(verb, recording(**{verb: 10}), MEASURED) for verb in ("fetch", "pin")]
     found = {verb: find(compare_runs(both), "kind", f"{verb} on link", "time") for verb in ("fetch", "pin")}
     values, ratios, errors = zip(
         *((row.values, row.ratios, row.error_percents) for row in found.values()), strict=True
@@ -104,7 +104,7 @@ def test_what_only_one_run_has_stands_alone() -> None:
 def test_more_than_two_runs_are_held_against_the_first() -> None:
     figures = {10: MEASURED, 20: MEASURED, 40: PREDICTED}
     runs = [
-        side_of_recording(str(length), recording(fetch=length), about) for length, about in figures.items()
+        run_of_recording(str(length), recording(fetch=length), about) for length, about in figures.items()
     ]
     row = find(compare_runs(runs), "lane", "link", "busy")
     assert row.ratios == [1.0, 2.0, 4.0]
@@ -153,18 +153,18 @@ def test_a_report_that_tells_its_kinds_is_compared_by_kind(tmp_path: Path) -> No
     kinds = summarize(recording(fetch=50)).kinds
     report = {"policy": "P", "tokens": [[1]], "lanes": {}, "kinds": msgspec.to_builtins(kinds)}
     (tmp_path / "report.json").write_bytes(msgspec.json.encode(report))
-    predicted = side_of_recording("p", recording(fetch=60), PREDICTED)
+    predicted = run_of_recording("p", recording(fetch=60), PREDICTED)
     comparison = compare_runs([tmp_path / "report.json", predicted])
     assert comparison.runs[0].figures == "measured"
     assert find(comparison, "kind", "fetch on link", "time").error_percents[1] == pytest.approx(20)
 
 
 def test_the_first_step_of_a_trimmed_trace_has_no_say_in_the_mean() -> None:
-    run = virtual_run("cgopipe", budgets=FORTY_PERCENT, new_tokens=6)
+    whole = virtual_run("cgopipe", budgets=FORTY_PERCENT, new_tokens=6)
     last = virtual_run("cgopipe", LastSteps(2), budgets=FORTY_PERCENT, new_tokens=6)
-    side = side_of_recording("last", last.recording, last.about)
-    row = find(compare_runs([side, side]), "total", "decode step", "time")
-    ends = run.generation.step_ends
+    run = run_of_recording("last", last.recording, last.about)
+    row = find(compare_runs([run, run]), "total", "decode step", "time")
+    ends = whole.generation.step_ends
     assert row.values[0] == pytest.approx((ends[5] - ends[4]) / 1e9)
 
 

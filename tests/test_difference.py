@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from moesched.analysis.compare import compare_runs
+from moesched.analysis.compared_runs import run_of_recording
 from moesched.analysis.difference import Cause, Difference, explain_difference
-from moesched.analysis.sides import side_of_recording
 from moesched.errors import BadInput
 from moesched.trace import (
     LaneName,
@@ -97,8 +97,8 @@ def test_runs_with_nothing_in_common_differ_by_their_graphs_and_a_run_not_from_i
 def test_the_measured_run_is_explained_by_the_predicted_one_whichever_comes_first_in_words_and_tables() -> (
     None
 ):
-    predicted = side_of_recording("p", pipeline(fetch=10, kernel=2), PREDICTED)
-    measured = side_of_recording("m", pipeline(fetch=15, kernel=2), MEASURED)
+    predicted = run_of_recording("p", pipeline(fetch=10, kernel=2), PREDICTED)
+    measured = run_of_recording("m", pipeline(fetch=15, kernel=2), MEASURED)
     for sides, places in (([measured, predicted], (1, 0)), ([predicted, measured], (0, 1))):
         comparison = compare_runs(sides)
         told = comparison.difference
@@ -116,7 +116,7 @@ def test_the_measured_run_is_explained_by_the_predicted_one_whichever_comes_firs
 
 
 def test_reports_and_more_than_two_runs_are_not_explained() -> None:
-    sides = [side_of_recording(str(length), pipeline(length, 1), MEASURED) for length in (1, 2, 3)]
+    sides = [run_of_recording(str(length), pipeline(length, 1), MEASURED) for length in (1, 2, 3)]
     assert compare_runs(sides).difference is None
     assert compare_runs(sides).reasons() == []
 
@@ -143,7 +143,7 @@ def test_two_runs_stand_in_one_trace_with_decoding_aligned(tmp_path: Path) -> No
         "measured": realtime_run("cgopipe", budgets=FORTY_PERCENT),
     }
     for name in ("both.json.gz", "both.json"):
-        sides = [side_of_recording(f"{kind}.json", run.recording, run.about) for kind, run in runs.items()]
+        sides = [run_of_recording(f"{kind}.json", run.recording, run.about) for kind, run in runs.items()]
         compare_runs(sides, trace=tmp_path / name)
         assert check_trace(tmp_path / name) == []
     events = events_of(tmp_path / "both.json")
@@ -170,15 +170,15 @@ def test_two_runs_stand_in_one_trace_with_decoding_aligned(tmp_path: Path) -> No
 def test_runs_without_a_common_step_are_shown_as_they_were(tmp_path: Path) -> None:
     loading = one_task("load", 10, step=-1)
     sides = [
-        side_of_recording("a", loading, PREDICTED),
-        side_of_recording("b", one_task("fetch", 10, step=2), MEASURED),
+        run_of_recording("a", loading, PREDICTED),
+        run_of_recording("b", one_task("fetch", 10, step=2), MEASURED),
     ]
     compare_runs(sides, trace=tmp_path / "both.json")
     assert check_trace(tmp_path / "both.json") == []
 
 
 def test_a_trace_of_two_runs_is_not_read_as_one(tmp_path: Path) -> None:
-    sides = [side_of_recording(name, pipeline(2, 1), MEASURED) for name in "ab"]
+    sides = [run_of_recording(name, pipeline(2, 1), MEASURED) for name in "ab"]
     compare_runs(sides, trace=tmp_path / "both.json")
     with pytest.raises(
         BadInput, match=r"both\.json shows several runs side by side: name the trace of one of them"

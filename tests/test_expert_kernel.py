@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from benchmarks.shared.fresh_process import FreshProcess, in_fresh_process
 from kernel_tables import TINY, kernels_of, logits_by
 from moesched.devices.kernels.layer_weights import Weights
-from moesched.devices.kernels.memory import Memory
+from moesched.devices.kernels.workspace import Workspace
 from moesched.devices.native.compiled import availability, instruction_sets
 from moesched.devices.native.kernels import NativeKernels
 from moesched.devices.products import crossover
@@ -146,7 +146,7 @@ def test_several_lanes_may_call_at_once(kernel: NativeKernels) -> None:
 def test_other_work_is_left_to_torch(x_TD: Tensor, blocks: list[Tensor]) -> None:
     weights = Weights({"matrix": blocks})
     with closing(NativeKernels(8, threads=1)) as kernel:
-        product = kernels_of(SMALL, kernel, x_TD.dtype).bound("product", weights, Memory(len(x_TD)))
+        product = kernels_of(SMALL, kernel, x_TD.dtype).bound("product", weights, Workspace(len(x_TD)))
         assert torch.equal(product(x_TD), linear(x_TD, blocks))
 
 

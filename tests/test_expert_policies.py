@@ -311,7 +311,7 @@ def test_where_links_are_slow_and_answers_short_the_planner_has_the_ffn_on_the_c
     )
     assert best.ranking[0].policy == "cpu_ffn"
     assert not best.ffn_on_gpu
-    assert 0 < best.seen.kv_on_gpu < 1
+    assert 0 < best.schedule.kv_on_gpu < 1
     assert best.bound_by == "host"
 
 

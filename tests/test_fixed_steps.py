@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks.shared.small_runs import TWO_MEMORIES
-from moesched.devices.kernels.memory import Memory
+from moesched.devices.kernels.workspace import Workspace
 from moesched.devices.lagging.device import GPU_DEVICE, LaggingDevice, LaggingGpu
 from moesched.devices.torch.captured import WARM_CALLS, Graphs
 from moesched.devices.torch.device import TorchDevice
@@ -40,7 +40,7 @@ class Steps:
     """Decode steps of kernels whose layers overwrite each other's results, and the numbers that they should give."""
 
     def __init__(self, replays: Replays, scratch: torch.Tensor | None = None) -> None:
-        self.memory = Memory(1)
+        self.memory = Workspace(1)
         self.given, self.hidden = (torch.zeros(3, device=GPU_DEVICE) for _ in range(2))
         self._inner = torch.zeros(3, device=GPU_DEVICE) if scratch is None else scratch
         kernels = {

@@ -19,9 +19,9 @@ from moesched.devices.kernels import samples
 from moesched.devices.kernels.check import check_kernel, cpu_resources
 from moesched.devices.kernels.expert_of_products import ExpertOfProducts
 from moesched.devices.kernels.layer_weights import Weights
-from moesched.devices.kernels.memory import Memory
 from moesched.devices.kernels.seam import OPERATIONS, ROWS, Bound, Case, Kernel
 from moesched.devices.kernels.table import KernelTable
+from moesched.devices.kernels.workspace import Workspace
 from moesched.devices.products.linear import expert_ffn
 from moesched.devices.torch.device import TorchDevice
 from moesched.errors import BadInput, KernelFailed, MoeschedError
@@ -202,12 +202,12 @@ def test_two_rows_with_one_name_and_a_row_of_no_operation_are_refused() -> None:
 def test_a_bound_kernel_stays_bound_to_its_weights() -> None:
     weights = Weights({"o": [torch.randn(SMALL.hidden, SMALL.attention.attended_width)]}, SMALL.layer(0))
     kernels = kernels_of(SMALL, None, torch.float32)
-    first, second = (kernels.bound("output_projection", weights, Memory(3)) for _ in range(2))
+    first, second = (kernels.bound("output_projection", weights, Workspace(3)) for _ in range(2))
     assert first is second
 
 
 def test_memory_for_results_is_written_to_in_inference_mode_and_outside_of_it() -> None:
-    memory = Memory(3)
+    memory = Workspace(3)
     with torch.inference_mode():
         made = memory.tensor("kept", 3, dtype=torch.float32, zero=True)
         shared = memory.scratch.tensor("shared", 3, dtype=torch.float32, device=torch.device("cpu"))
@@ -306,7 +306,7 @@ def test_an_expert_keeps_no_tensors_for_each_number_of_rows_that_it_had() -> Non
 def test_weights_keep_a_limited_number_of_the_kernels_bound_to_them() -> None:
     weights = samples.MAKERS["route"](SMALL, torch.float32, 1, samples.Cut(1)).weights
     kernels = kernels_of(SMALL, None, torch.float32)
-    kept = {kernels.bound("route", weights, Memory(rows)) for rows in range(1, 1500)} & {
+    kept = {kernels.bound("route", weights, Workspace(rows)) for rows in range(1, 1500)} & {
         *weights.bounds.values()
     }
     assert 400 < len(kept) == len(weights.bounds) < 1100

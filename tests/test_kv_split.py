@@ -245,8 +245,8 @@ def fastest(
         budgets={"gpu": room},
         band=False,
     )
-    assert found.seen.peak_bytes["gpu"] <= room
-    return found.seen.throughput, found.seen.kv_on_gpu
+    assert found.schedule.peak_bytes["gpu"] <= room
+    return found.schedule.throughput, found.schedule.kv_on_gpu
 
 
 @pytest.mark.usefixtures("as_users_run")
@@ -396,7 +396,7 @@ def test_the_plan_for_one_request_falls_off_no_cliff_where_the_budget_grows(obje
             policies=policies,
             budgets={"gpu": budget},
             band=False,
-        ).seen.rate
+        ).schedule.rate
         for budget in (800_000_000, 900_000_000, 950_000_000, 1_000_000_000, 1_100_000_000)
     ]
     assert all(0.97 * less <= more <= 1.15 * less for less, more in pairwise(rates))

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from moesched.calibration.exercise import FinishedTasks
 from moesched.dispatch.expert_latencies import ExpertLatencies
-from moesched.dispatch.layer_makespan import FEW, Layer, LayerDecision, decide
+from moesched.dispatch.layer_makespan import FEW, ChosenExperts, LayerDecision, decide
 from moesched.machines import load_machine
 from moesched.machines.sustained import at_peak
 from moesched.models.layout import weight_layout
@@ -79,7 +79,7 @@ def subsets(count: int) -> Iterator[tuple[int, ...]]:
     return chain.from_iterable(combinations(range(count), size) for size in range(count + 1))
 
 
-def end_of(layer: Layer, away: Sequence[int], fetched: Sequence[int]) -> float:
+def end_of(layer: ChosenExperts, away: Sequence[int], fetched: Sequence[int]) -> float:
     """The makespan with resident experts `away` on the host, and missing ones `fetched` in this order."""
     left = [m for m in range(len(layer.missing)) if m not in fetched]
     return layer.end(
@@ -90,7 +90,7 @@ def end_of(layer: Layer, away: Sequence[int], fetched: Sequence[int]) -> float:
     )
 
 
-def brute_force(layer: Layer) -> float:
+def brute_force(layer: ChosenExperts) -> float:
     """The least end of all choices; the experts that are fetched come with the largest first."""
     return min(
         end_of(layer, away, fetched)
@@ -104,7 +104,7 @@ def brute_force(layer: Layer) -> float:
 def test_a_decision_is_within_two_percent_of_the_best_of_all(
     kept: list[int], missing: list[int], costs: Costs, resident_on_host: bool
 ) -> None:
-    layer = Layer(kept, missing[::-1], costs, resident_on_host=resident_on_host)
+    layer = ChosenExperts(kept, missing[::-1], costs, resident_on_host=resident_on_host)
     choice = decide(layer)
     assert choice.seconds == pytest.approx(end_of(layer, choice.away, choice.fetched))
     assert choice.seconds <= 1.02 * brute_force(layer)
@@ -117,7 +117,7 @@ def test_with_many_experts_that_share_little_no_threshold_is_much_better(
     kept: list[int], missing: list[int], costs: Costs, rate: float
 ) -> None:
     costs = costs._replace(rates=(rate, rate))
-    layer = Layer(kept, missing[::-1], costs, resident_on_host=False)
+    layer = ChosenExperts(kept, missing[::-1], costs, resident_on_host=False)
     choice = decide(layer)
     assert choice.seconds == pytest.approx(end_of(layer, choice.away, choice.fetched))
     best = min(end_of(layer, (), range(count)) for count in range(len(missing) + 1))
@@ -136,18 +136,21 @@ def test_with_many_experts_that_share_little_no_threshold_is_much_better(
     ],
 )
 def test_link_and_host_share_a_layer(missing: list[int], fetched: int) -> None:
-    assert decide(Layer([], missing, Costs(), resident_on_host=False)).fetched == tuple(range(fetched))
+    assert decide(ChosenExperts([], missing, Costs(), resident_on_host=False)).fetched == tuple(
+        range(fetched)
+    )
 
 
 def test_an_expert_that_stays_runs_on_an_idle_host_if_that_has_its_weights() -> None:
-    assert decide(Layer([1, 1], [], Costs(), resident_on_host=True)).away == (0,)
-    assert decide(Layer([1, 1], [], Costs(), resident_on_host=False)).away == ()
-    assert decide(Layer([3], [], Costs(), resident_on_host=False)) == LayerDecision((), (), 5.0)
+    assert decide(ChosenExperts([1, 1], [], Costs(), resident_on_host=True)).away == (0,)
+    assert decide(ChosenExperts([1, 1], [], Costs(), resident_on_host=False)).away == ()
+    assert decide(ChosenExperts([3], [], Costs(), resident_on_host=False)) == LayerDecision((), (), 5.0)
 
 
 def test_slower_side_by_side_means_a_later_end_and_fewer_fetches() -> None:
     alone, together = (
-        Layer([], [200] * 6, Costs(rates=rates), resident_on_host=False) for rates in ((1.0, 1.0), (0.5, 0.6))
+        ChosenExperts([], [200] * 6, Costs(rates=rates), resident_on_host=False)
+        for rates in ((1.0, 1.0), (0.5, 0.6))
     )
     assert end_of(together, (), (0, 1)) > 1.2 * end_of(alone, (), (0, 1))
     assert end_of(together, (), ()) == end_of(alone, (), ()), "nothing runs beside the host"
@@ -204,7 +207,9 @@ def test_a_layer_ends_when_it_was_estimated_to() -> None:
     kept = {0, 1}  # 14 of 64 experts, spread evenly over the layers
     assert {task.expert for task in tasks if task.verb == "fetch"}.isdisjoint(kept)
     plan = Plan(at_peak(load_machine("rtx6000")), MIXTRAL, split_batch([4], 2, 1))
-    layer = Layer([200, 300], [150, 120, 110, 90, 60, 20], ExpertLatencies(plan), resident_on_host=True)
+    layer = ChosenExperts(
+        [200, 300], [150, 120, 110, 90, 60, 20], ExpertLatencies(plan), resident_on_host=True
+    )
     assert (end - begin) / 1e9 == pytest.approx(decide(layer).seconds, rel=0.01)
 
 

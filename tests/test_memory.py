@@ -7,8 +7,9 @@ import pytest
 from engine_script import Script
 from moesched.drivers.validation import BrokenRule
 from moesched.errors import NotResident, OverBudget, PolicyError, TaskFailed
+from moesched.steps.fixed_pages import Fixed
 from moesched.steps.ledger import ledger_problems
-from moesched.steps.memory import Fixed, Memory, Replacement, slots_of
+from moesched.steps.memory import Memory, Replacement, slots_of
 from moesched.steps.views import Views
 from page_bench import PAGES, Bench
 

@@ -17,12 +17,12 @@ from moesched.devices.kernels import functions, qkv_functions
 from moesched.devices.kernels.binder import Binder
 from moesched.devices.kernels.check import check_kernel
 from moesched.devices.kernels.layer_weights import Weights
-from moesched.devices.kernels.memory import Memory
 from moesched.devices.kernels.native_products import NativeColumns
 from moesched.devices.kernels.native_rows import NATIVE
 from moesched.devices.kernels.samples import MAKERS, coded_block
 from moesched.devices.kernels.torch_kernels import rows_for_native
 from moesched.devices.kernels.torch_rows import TORCH as TORCH_KERNELS
+from moesched.devices.kernels.workspace import Workspace
 from moesched.devices.native.compiled import (
     TORCH,
     VERSION,
@@ -104,7 +104,7 @@ def _blocks(tensor: Tensor) -> list[Tensor]:
 
 def inputs(kernels: Binder, hidden_TD: Tensor, weights: Weights, angles: tuple[Tensor, Tensor]) -> Tensor:
     """Queries, keys and values, side by side."""
-    qkv = kernels.bound("attention_inputs", weights, Memory(len(hidden_TD)))(hidden_TD, angles)
+    qkv = kernels.bound("attention_inputs", weights, Workspace(len(hidden_TD)))(hidden_TD, angles)
     return torch.cat([part.flatten(1) for part in qkv], dim=1)
 
 
@@ -112,7 +112,7 @@ def after_attention(
     kernels: Binder, hidden_TD: Tensor, attended_TX: Tensor, weights: Weights
 ) -> tuple[Tensor, Tensor, dict[int, int]]:
     """The new hidden states, the experts of each token, the rows of each expert."""
-    run = kernels.fused("moe_layer", weights, Memory(len(hidden_TD)))
+    run = kernels.fused("moe_layer", weights, Workspace(len(hidden_TD)))
     assert run is not None, "a native kernel takes it"
     result: tuple[Tensor, Tensor, dict[int, int]] = run(attended_TX, hidden_TD)
     return result
@@ -122,7 +122,7 @@ def greedy(
     config: ModelConfig, native: NativeKernels, weights: Weights, hidden_TD: Tensor, rows: list[int]
 ) -> tuple[Tensor, list[int]]:
     """Logits of some rows, and their likeliest tokens."""
-    run = kernels_of(config, native).fused("greedy", weights, Memory(len(rows)))
+    run = kernels_of(config, native).fused("greedy", weights, Workspace(len(rows)))
     assert run is not None, "a native kernel takes it"
     result: tuple[Tensor, list[int]] = run(hidden_TD, rows)
     return result
@@ -144,7 +144,7 @@ def test_embeddings_are_copied_and_angles_are_those_of_torch(native: NativeKerne
     embedding_VD = random(PLAIN.vocabulary, PLAIN.hidden, seed=1)
     ids, positions = [7, 100, 0], [0, 31, 4000]
     weights = Weights({"embedding": [embedding_VD]})
-    embed = kernels_of(PLAIN, native).bound("embed", weights, Memory(3))
+    embed = kernels_of(PLAIN, native).bound("embed", weights, Workspace(3))
     hidden_TD, angles = embed(ids, positions, [])
     assert torch.equal(hidden_TD, embedding_VD[ids])
     expected = qkv_functions.rotary_angles(torch.tensor(positions), PLAIN.attention)
@@ -233,7 +233,7 @@ def check_parts(native: NativeKernels, config: ModelConfig, weights: Weights) ->
     )
     together, chosen_Tk, counts = after_attention(kernels, hidden_TD, attended_TX, weights)
 
-    memory = Memory(7)
+    memory = Workspace(7)
     projected_TD = kernels.bound("output_projection", weights, memory)(attended_TX, hidden_TD)
     x_TD, experts_Tk, weights_Tk, _ = kernels.bound("route", weights, memory)(projected_TD)
     rows = ExpertRows(x_TD, experts_Tk, weights_Tk, config.routed)
@@ -275,8 +275,8 @@ def test_a_token_has_the_same_bits_alone_and_beside_few_or_many_others(
 
 
 def test_the_memory_of_prompts_is_not_kept() -> None:
-    assert Memory(KEPT_ROWS).kept
-    assert not Memory(KEPT_ROWS + 1).kept
+    assert Workspace(KEPT_ROWS).kept
+    assert not Workspace(KEPT_ROWS + 1).kept
 
 
 @pytest.mark.skipif(not instruction_sets(), reason=availability())
@@ -319,7 +319,9 @@ def test_norms_and_a_router_may_be_in_float32(native: NativeKernels, config: Mod
     )
     angles = qkv_functions.rotary_angles(torch.arange(9), config.attention)
     assert torch.equal(*(inputs(kernels, hidden_TD, each, angles) for each in (weights, wide)))
-    (routed, wide_routed) = (kernels.bound("route", each, Memory(9))(hidden_TD) for each in (weights, wide))
+    (routed, wide_routed) = (
+        kernels.bound("route", each, Workspace(9))(hidden_TD) for each in (weights, wide)
+    )
     assert torch.equal(routed.x_TD, wide_routed.x_TD)
     assert torch.allclose(routed.logits_TE, wide_routed.logits_TE, atol=1e-2)
     out_TD, wide_TD = (after_attention(kernels, hidden_TD, attended_TX, each)[0] for each in (weights, wide))
@@ -353,9 +355,9 @@ def test_rows_beyond_the_limit_and_columns_are_left_to_torch() -> None:
     )
     with closing(NativeKernels(4, threads=1)) as native:
         kernels = kernels_of(PLAIN, native)
-        assert kernels.fused("moe_layer", weights, Memory(4))
-        assert not kernels.fused("moe_layer", weights, Memory(5))
-        assert not kernels.fused("moe_layer", columns, Memory(4))
+        assert kernels.fused("moe_layer", weights, Workspace(4))
+        assert not kernels.fused("moe_layer", weights, Workspace(5))
+        assert not kernels.fused("moe_layer", columns, Workspace(4))
 
 
 # -- a library that cannot be used -----------------------------------------------------------------

@@ -17,7 +17,6 @@ from msgspec.structs import replace
 from benchmarks.shared.small_runs import TWO_MEMORIES, Generated, generate, same_bits
 from moesched.devices.kernels.check import check_kernel, cpu_resources
 from moesched.devices.kernels.layer_weights import Weights
-from moesched.devices.kernels.memory import Memory
 from moesched.devices.kernels.resources import host_upload
 from moesched.devices.kernels.seam import Bound, Case
 from moesched.devices.kernels.triton_attention_rows import TritonAttention, TritonAttentionInputs
@@ -31,6 +30,7 @@ from moesched.devices.kernels.triton_rows import (
     TritonOutputProjection,
     TritonRoute,
 )
+from moesched.devices.kernels.workspace import Workspace
 from moesched.devices.lagging.device import LaggingDevice, LaggingGpu
 from moesched.devices.torch.captured import identities
 from moesched.devices.torch.device import TorchDevice
@@ -180,11 +180,11 @@ def test_a_step_of_another_phase_begins_with_another_call() -> None:
     """The first call of a fixed step launches all others, which depend on the phase."""
     calls = []
 
-    def recorded(run: Bound, operation: str, memory: Memory) -> Bound:
+    def recorded(run: Bound, operation: str, memory: Workspace) -> Bound:
         return lambda *arguments: calls.append(identities(arguments))
 
     resources = dataclasses.replace(cpu_resources(MODEL, torch.float32, None), captured=recorded)
-    cache, memory = BlockedKV(MODEL, 4, block_size=4), Memory(1)
+    cache, memory = BlockedKV(MODEL, 4, block_size=4), Workspace(1)
     cache.table.open(0)
     embedding = Weights({"embedding": [torch.ones(MODEL.vocabulary, MODEL.hidden)]})
     embed = TritonEmbed(resources).bind(Case("embed", 1, frozenset(), "float32", "cpu"), embedding, memory)
@@ -212,7 +212,7 @@ def test_layers_in_caches_with_other_blocks_have_tables_of_their_own() -> None:
     """A step attends in the first cache, in the second, and in the first again."""
     layer = MODEL.layer(0)
     case = Case("attention", 1, frozenset(), "float32", "cpu", layer, decodes=True)
-    memory = Memory(1)
+    memory = Workspace(1)
     kernel = TritonAttention(cpu_resources(MODEL, torch.float32, None))
     layers = [kernel.bind(case, Weights(), memory) for _ in range(3)]
     caches = [BlockedKV(MODEL, 4, block_size=4) for _ in range(2)]
@@ -258,7 +258,7 @@ def test_all_numbers_of_a_step_of_prompts_come_with_its_tokens_in_one_upload() -
         raise AssertionError("an upload of its own")
 
     resources = dataclasses.replace(cpu_resources(MODEL, torch.float32, None), indices=refused, upload=upload)
-    cache, memory = BlockedKV(MODEL, 4, block_size=4, indices=refused), Memory(5)
+    cache, memory = BlockedKV(MODEL, 4, block_size=4, indices=refused), Workspace(5)
     for sequence in range(2):
         cache.table.open(sequence)
     step = cache.extend([0, 1], [2, 3])

@@ -271,8 +271,8 @@ def test_the_links_of_the_stages_share_the_hosts_memory() -> None:
 def test_a_pipeline_is_planned_for_with_all_its_memories() -> None:
     budgets = {"gpu": 10**9}
     found = plan_best(TWO, SMALL, [100] * 256, 16, policies=["flexgen_pipeline"], budgets=budgets)
-    assert found.attention_on_gpu and not found.seen.kv_on_gpu
-    assert found.seen.peak_bytes.keys() > {"gpu", "gpu 1"}
-    assert max(found.seen.peak_bytes[name] for name in ("gpu", "gpu 1")) <= budgets["gpu"]
-    assert found.seen.weights_on_gpu == 1, "1.5 GB, of which one GPU holds two thirds at most"
-    assert found.seen.throughput <= found.seen.bound
+    assert found.attention_on_gpu and not found.schedule.kv_on_gpu
+    assert found.schedule.peak_bytes.keys() > {"gpu", "gpu 1"}
+    assert max(found.schedule.peak_bytes[name] for name in ("gpu", "gpu 1")) <= budgets["gpu"]
+    assert found.schedule.weights_on_gpu == 1, "1.5 GB, of which one GPU holds two thirds at most"
+    assert found.schedule.throughput <= found.schedule.bound

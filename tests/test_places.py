@@ -52,7 +52,7 @@ class Blocks:
     def embed(self, rows: dict[int, Rows]) -> None:
         under_way = set().union(*self.in_flight)
         for number, place in rows.items():
-            for request in place.left:
+            for request in place.departed:
                 assert request not in under_way, "its blocks are freed while a step may write to them"
                 del self.held[number][request]
             for row in place.rows:

@@ -16,7 +16,7 @@ from moesched.machines import load_machine
 from moesched.machines.sustained import at_peak
 from moesched.models.layout import weight_layout
 from moesched.models.shapes import SHAPES
-from moesched.planner import Best, Setting, plan_best, plan_model, plannable, splits_kv
+from moesched.planner import BestPlan, Setting, plan_best, plan_model, plannable, splits_kv
 from moesched.planner.candidate import Candidate
 from moesched.planner.few_layers import few_layers
 from moesched.planner.missing import missing_bytes
@@ -40,7 +40,7 @@ def asking(policy: str, **budgets: int) -> Setting:
 
 
 @pytest.fixture(scope="module")
-def bests() -> dict[Objective, Best]:
+def bests() -> dict[Objective, BestPlan]:
     """For one request all policies, for a batch only some of them: their schedules have many tasks."""
     asked: dict[Objective, list[str] | None] = {
         "throughput": ["resident", "cgopipe", "twiddler", "layer_streaming"],
@@ -65,7 +65,7 @@ def bests() -> dict[Objective, Best]:
 # -- all policies, best first ------------------------------------------------------------------------------------------
 
 
-def test_all_policies_that_one_machine_can_run_are_ranked(bests: dict[Objective, Best]) -> None:
+def test_all_policies_that_one_machine_can_run_are_ranked(bests: dict[Objective, BestPlan]) -> None:
     shared = [
         name for name in plugins.names("policies") if is_expert_parallel(plugins.find("policies", name))
     ]
@@ -73,7 +73,7 @@ def test_all_policies_that_one_machine_can_run_are_ranked(bests: dict[Objective,
     assert sorted(row.policy for row in bests["latency"].ranking) == sorted(plannable())
 
 
-def test_the_best_policy_comes_first_by_the_figure_of_the_objective(bests: dict[Objective, Best]) -> None:
+def test_the_best_policy_comes_first_by_the_figure_of_the_objective(bests: dict[Objective, BestPlan]) -> None:
     def seconds(objective: Objective, row: Ranked) -> float:
         assert row.throughput_tokens_per_second and row.decode_step_seconds and row.first_token_seconds
         if objective == "throughput":
@@ -85,23 +85,23 @@ def test_the_best_policy_comes_first_by_the_figure_of_the_objective(bests: dict[
         figures = [seconds(objective, row) for row in best.ranking if row.fits]
         assert figures == sorted(figures)
         assert best.policy == best.ranking[0].policy
-        assert best.seen.trial_run.step_seconds == best.ranking[0].decode_step_seconds
+        assert best.schedule.trial_run.step_seconds == best.ranking[0].decode_step_seconds
 
 
-def test_latency_and_interactive_are_for_one_request(bests: dict[Objective, Best]) -> None:
-    assert bests["throughput"].seen.batch_size > 100
+def test_latency_and_interactive_are_for_one_request(bests: dict[Objective, BestPlan]) -> None:
+    assert bests["throughput"].schedule.batch_size > 100
     for objective in ("latency", "interactive"):
         assert {row.batch_size for row in bests[objective].ranking if row.fits} == {1}
 
 
-def test_a_batch_wants_another_policy_than_one_request(bests: dict[Objective, Best]) -> None:
+def test_a_batch_wants_another_policy_than_one_request(bests: dict[Objective, BestPlan]) -> None:
     """A batch streams weights that many tokens share; one request runs its few experts where they are."""
     alone = {row.policy: row.decode_step_seconds or 0.0 for row in bests["latency"].ranking}
     assert bests["throughput"].policy == "cgopipe"
     assert alone["cgopipe"] > 2 * alone[bests["latency"].policy]
 
 
-def test_each_row_tells_its_busiest_lane_and_the_change_that_helps(bests: dict[Objective, Best]) -> None:
+def test_each_row_tells_its_busiest_lane_and_the_change_that_helps(bests: dict[Objective, BestPlan]) -> None:
     rows = {row.policy: row for row in bests["latency"].ranking}
     assert rows["layer_streaming"].bound_by == "host->gpu"
     gain = rows["layer_streaming"].gain

@@ -17,7 +17,7 @@ from moesched.machines.cost import cost_model
 from moesched.machines.sustained import at_peak
 from moesched.models.layout import WeightLayout, weight_layout
 from moesched.models.shapes import SHAPES
-from moesched.planner import Best, plan_best, plan_model
+from moesched.planner import BestPlan, plan_best, plan_model
 from moesched.planner.candidate import Candidate
 from moesched.planner.schedules import Point, Schedules
 from moesched.planner.search import best
@@ -176,8 +176,8 @@ def test_a_users_own_policy_is_planned_for_like_those_that_ship() -> None:
         plan_best(T4, SMALL, [100] * 16, 4, policies=[policy], budgets=budgets, band=False)
         for policy in (f"{__name__}:Thrifty", "cgopipe")
     )
-    assert theirs.seen.throughput < ours.seen.throughput
-    assert theirs.seen.peak_bytes["gpu"] <= budgets["gpu"]
+    assert theirs.schedule.throughput < ours.schedule.throughput
+    assert theirs.schedule.peak_bytes["gpu"] <= budgets["gpu"]
 
 
 def test_a_micro_batch_takes_the_bytes_of_all_layers_wherever_its_cache_is() -> None:
@@ -195,7 +195,7 @@ def test_a_micro_batch_takes_the_bytes_of_all_layers_wherever_its_cache_is() -> 
 def test_a_workload_whose_first_prompts_are_its_longest_is_planned_too(policy: str) -> None:
     lengths = [500] * 16 + [20] * 240
     found = plan_best(T4, SMALL, lengths, 8, policies=[policy], budgets={"gpu": 2 * 10**9}, band=False)
-    assert found.seen.batch_size >= 4
+    assert found.schedule.batch_size >= 4
 
 
 # -- a look at a schedule ---------------------------------------------------------------------------------------------
@@ -216,7 +216,7 @@ def test_a_look_at_a_schedule_tells_what_all_of_it_comes_to(policy: str) -> None
 
 
 @pytest.fixture(scope="module")
-def best_on_t4() -> Best:
+def best_on_t4() -> BestPlan:
     return plan_best(
         at_peak(T4),
         LAYOUT,
@@ -227,23 +227,23 @@ def best_on_t4() -> Best:
     )
 
 
-def test_the_plan_for_mixtral_on_a_t4_streams_weights_and_attends_on_the_host(best_on_t4: Best) -> None:
+def test_the_plan_for_mixtral_on_a_t4_streams_weights_and_attends_on_the_host(best_on_t4: BestPlan) -> None:
     assert best_on_t4.ranking[0].policy == "cgopipe"
     assert (best_on_t4.attention_on_gpu, best_on_t4.ffn_on_gpu) == (False, True)
     assert best_on_t4.bound_by in ("accelerator", "host->gpu")
-    seen = best_on_t4.seen
-    assert seen.trial_run.utilization["host->gpu"] > 0.75
-    assert seen.throughput <= seen.bound
+    schedule = best_on_t4.schedule
+    assert schedule.trial_run.utilization["host->gpu"] > 0.75
+    assert schedule.throughput <= schedule.bound
     assert [row.policy for row in best_on_t4.ranking if not row.fits] == ["resident"]
-    assert all(peak <= T4.memories[memory].nbytes for memory, peak in seen.peak_bytes.items())
+    assert all(peak <= T4.memories[memory].nbytes for memory, peak in schedule.peak_bytes.items())
 
 
 def test_where_everything_fits_weights_stay() -> None:
     found = plan_best(load_machine("h200"), SMALL, [100] * 64, 4, policies=["cgopipe"], band=False)
-    assert found.seen.weights_on_gpu == 1
+    assert found.schedule.weights_on_gpu == 1
 
 
-def test_it_says_what_more_of_each_resource_would_buy(best_on_t4: Best) -> None:
+def test_it_says_what_more_of_each_resource_would_buy(best_on_t4: BestPlan) -> None:
     gains = {gain.resource: gain.share for gain in best_on_t4.gains}
     assert gains["host->gpu bandwidth"] > 0 and gains["gpu capacity"] > 0
     assert gains["cpu FLOP/s"] == 0, "the host is idle most of the time"
@@ -300,13 +300,13 @@ def test_a_bound_is_never_below_what_is_predicted(
         cost=cost_model(machine, "bfloat16"),
         objective=objective,
     )
-    seen = Schedules(where, deep=False).see(Point(size, count))
-    assert seen.throughput <= seen.bound
+    schedule = Schedules(where, deep=False).at(Point(size, count))
+    assert schedule.throughput <= schedule.bound
 
 
 def test_a_few_layers_have_room_for_the_copies_that_all_layers_have_room_for() -> None:
     where = setting("layer_split", new_tokens=32, lengths=(418,) * 128)
-    few, whole = (Schedules(where, deep=deep).see(Point(32, 4)).trial_run for deep in (False, True))
+    few, whole = (Schedules(where, deep=deep).at(Point(32, 4)).trial_run for deep in (False, True))
     assert few.tasks < whole.tasks
     assert few.prefill_seconds == pytest.approx(whole.prefill_seconds, rel=0.05)
     assert few.step_seconds == pytest.approx(whole.step_seconds, rel=0.05)

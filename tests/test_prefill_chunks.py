@@ -18,7 +18,7 @@ import moesched
 from benchmarks.shared.forked_nodes import ForkServer
 from benchmarks.shared.random_models import mixtral
 from moesched.cluster.cluster_jobs import run_local
-from moesched.cluster.node_jobs import LONG_PROMPTS, Ask, NodeJob, NodeRun
+from moesched.cluster.node_jobs import LONG_PROMPTS, NodeJob, NodeOrder, NodeRun
 from moesched.errors import BadInput, NotFinite, OutOfOrder
 from moesched.inputs.options import SizeOptions
 from moesched.machines import load_machine
@@ -341,7 +341,7 @@ def long_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_two_chunks_are_in_flight(
     long_model: Path, prompts: list[list[int]], sizes: SizeOptions, chunk: int | None
 ) -> None:
-    ask = Ask(nodes=2, node=0, prompts=prompts, new_tokens=2, sizes=sizes)
+    ask = NodeOrder(nodes=2, node=0, prompts=prompts, new_tokens=2, sizes=sizes)
     with closing(NodeJob(open_checkpoint(long_model), NodeRun(policy="ep_naive"))) as job:
         found, _ = job.prepare(ask)
     assert found.prefill_chunk == chunk

@@ -18,7 +18,7 @@ from benchmarks.shared.small_runs import ONE_MEMORY, fast_memory
 from kernel_tables import kernels_of
 from moesched.devices.kernels.binder import Binder
 from moesched.devices.kernels.layer_weights import Weights
-from moesched.devices.kernels.memory import MOST_BOUND, Memory, Scratch
+from moesched.devices.kernels.workspace import MOST_BOUND, Scratch, Workspace
 from moesched.devices.native.attention import LayerAddresses, NativeAttention, SequencesInBlocks
 from moesched.devices.native.compiled import availability, instruction_sets
 from moesched.devices.native.kernels import NativeKernels
@@ -101,7 +101,7 @@ def test_a_decode_step_whose_shapes_repeat_calls_nothing_of_torch_and_makes_no_a
     assert not steps & set(range(2, 18)), device.calls
 
 
-def captured(kernels: Binder, memory: Memory) -> torch.Tensor:
+def captured(kernels: Binder, memory: Workspace) -> torch.Tensor:
     """The hidden states after a layer of a step of as many tokens as the memory has rows."""
     weights, tokens = weights_of(PLAIN), range(memory.rows)
     embedding = Weights({"embedding": [random(PLAIN.vocabulary, PLAIN.hidden, seed=1)]})
@@ -117,7 +117,7 @@ def test_a_batch_that_shrinks_has_the_same_bits_in_memory_that_shares_what_is_in
     kernels: Binder,
 ) -> None:
     scratch = Scratch()
-    large, small = (captured(kernels, Memory(rows, scratch)) for rows in (7, 2))
+    large, small = (captured(kernels, Workspace(rows, scratch)) for rows in (7, 2))
     assert torch.equal(small, large[:2])
 
 
@@ -129,7 +129,7 @@ def test_a_place_keeps_memory_for_several_numbers_of_rows_and_the_oldest_makes_r
 
 
 def test_kernels_bound_to_streamed_weights_do_not_add_up() -> None:
-    memory = Memory(1)
+    memory = Workspace(1)
     for number in range(3 * MOST_BOUND):
         memory.keep(number, lambda: 0)
     kept = sum(memory.bound(number) is not None for number in range(3 * MOST_BOUND))
@@ -137,7 +137,7 @@ def test_kernels_bound_to_streamed_weights_do_not_add_up() -> None:
 
 
 def test_hidden_states_from_elsewhere_are_read_there_and_change_no_bound_kernel(kernels: Binder) -> None:
-    weights, memory = weights_of(PLAIN), Memory(3)
+    weights, memory = weights_of(PLAIN), Workspace(3)
     own_TD, other_TD = (random(3, PLAIN.hidden, seed=seed) for seed in (2, 3))
     angles = tuple(torch.full((3, 1, PLAIN.attention.head_dim), 0.5) for _ in range(2))
 
@@ -174,4 +174,4 @@ def test_an_accelerator_with_a_memory_of_its_own_has_no_native_tasks(model: Path
     compute = Compute("cuda", layout, "auto", pin=False, threads=1)
     with closing(compute):
         compute.start(1.0)
-        assert compute.kernels.fused("moe_layer", weights_of(PLAIN), Memory(1)) is None
+        assert compute.kernels.fused("moe_layer", weights_of(PLAIN), Workspace(1)) is None

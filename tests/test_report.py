@@ -15,7 +15,7 @@ import pytest
 from msgspec.structs import replace
 
 from commands import SIMULATE, refused
-from moesched.analysis.compare import compare_runs, read_sides
+from moesched.analysis.compare import compare_runs, read_runs
 from moesched.analysis.families import family_of
 from moesched.errors import BadInput
 from moesched.report import write_comparison_page, write_run_page
@@ -268,7 +268,7 @@ def test_runs_that_are_compared_stand_one_below_the_other(run: Run, tmp_path: Pa
     other = virtual_run("flexgen", budgets=FORTY_PERCENT)
     for name, each in {"a.json": run, "b.json": other}.items():
         write_trace(tmp_path / name, each.recording, each.about)
-    sides = read_sides([tmp_path / "a.json", tmp_path / "b.json"])
+    sides = read_runs([tmp_path / "a.json", tmp_path / "b.json"])
     shown = [TitledRun(side.title, *side.trace) for side in sides if side.trace]
     write_comparison_page(tmp_path / "both.html", compare_runs(sides), shown)
     page = (tmp_path / "both.html").read_text()

@@ -19,7 +19,7 @@ from moesched.reproduce.moe_lightning.calibration import calibrate, predict_cell
 from moesched.reproduce.moe_lightning.cpu_memory import MICRO_BATCH
 from moesched.reproduce.moe_lightning.paper import Column, Paper, Row, moe_lightning
 from moesched.reproduce.moe_lightning.policy_map import policy_map
-from moesched.reproduce.moe_lightning.rates import Rates, machine_at
+from moesched.reproduce.moe_lightning.rate_factors import RateFactors, machine_at
 from moesched.reproduce.moe_lightning.speedups import MOE_LIGHTNING
 from moesched.reproduce.moe_lightning.systems import SYSTEMS, Predicted, predict, setting_of
 from moesched.reproduce.moe_lightning.tables import Cell, accuracy
@@ -88,45 +88,45 @@ def test_three_cells_of_synthetic_reasoning_on_s1_are_fitted_and_no_others() -> 
 # -- calibration -------------------------------------------------------------------------------------------------------
 
 
-def made_up(rates: Rates, micro_batches: int) -> Paper:
-    """The fitted column alone, with few micro-batches, as if it had been measured at these rates."""
+def made_up(factors: RateFactors, micro_batches: int) -> Paper:
+    """The fitted column alone, with few micro-batches, as if it had been measured with these factors."""
     column = PAPER.cells[0]
     rows = [replace(row, micro_batches=min(row.micro_batches, micro_batches)) for row in column.rows]
     rows = [
-        replace(row, tokens_per_second=predict_cell(PAPER, column, row, rates).tokens_per_second)
+        replace(row, tokens_per_second=predict_cell(PAPER, column, row, factors).tokens_per_second)
         for row in rows
     ]
     return replace(PAPER, cells=[replace(column, rows=rows)])
 
 
-def test_the_fit_finds_the_rates_that_its_three_cells_were_made_with() -> None:
-    rates = Rates(link=0.8, kernels=0.2, flexgen_attention=0.05)
-    found = calibrate(made_up(rates, 8))
-    assert found.link == pytest.approx(rates.link, rel=2e-3)
-    assert found.kernels == pytest.approx(rates.kernels, rel=2e-3)
-    assert found.flexgen_attention == pytest.approx(rates.flexgen_attention, rel=5e-3)
+def test_the_fit_finds_the_factors_that_its_three_cells_were_made_with() -> None:
+    factors = RateFactors(link=0.8, kernels=0.2, flexgen_attention=0.05)
+    found = calibrate(made_up(factors, 8))
+    assert found.link == pytest.approx(factors.link, rel=2e-3)
+    assert found.kernels == pytest.approx(factors.kernels, rel=2e-3)
+    assert found.flexgen_attention == pytest.approx(factors.flexgen_attention, rel=5e-3)
 
 
 def test_a_cell_that_no_rate_can_meet_is_refused() -> None:
-    paper = made_up(Rates(link=0.8, kernels=0.2, flexgen_attention=0.05), 1)
+    paper = made_up(RateFactors(link=0.8, kernels=0.2, flexgen_attention=0.05), 1)
     column = paper.cells[0]
     rows = [replace(row, tokens_per_second=1e6) if row.fit == "link" else row for row in column.rows]
     with pytest.raises(BadInput, match="DeepSpeed on S1 cannot be met by its rate of link"):
         calibrate(replace(paper, cells=[replace(column, rows=rows)]))
 
 
-def test_rates_change_the_links_and_the_gpu_and_flexgens_host_only_where_flexgen_attends() -> None:
-    machine, rates = (
+def test_factors_change_the_links_and_the_gpu_and_flexgens_host_only_where_flexgen_attends() -> None:
+    machine, factors = (
         at_peak(PAPER.settings["S2"].described()),
-        Rates(link=0.5, kernels=0.25, flexgen_attention=0.1),
+        RateFactors(link=0.5, kernels=0.25, flexgen_attention=0.1),
     )
-    ours = machine_at(machine, rates)
+    ours = machine_at(machine, factors)
     assert ours.link("host", "gpu").bandwidth == 12e9
     assert ours.link("host", "pinned") == machine.link("host", "pinned")
     assert ours.memories["gpu"].bandwidth == 75e9
     assert ours.peak("gpu", "bfloat16") == 30.25e12
     assert (ours.memories["host"], ours.host) == (machine.memories["host"], machine.host)
-    theirs = machine_at(machine, rates, attends_as_flexgen=True)
+    theirs = machine_at(machine, factors, attends_as_flexgen=True)
     assert theirs.memories["host"].bandwidth == 10e9
     assert theirs.memories["host"].capacity == machine.memories["host"].capacity
 
@@ -207,7 +207,7 @@ def test_the_policy_map_offloads_weights_for_a_fast_link_and_attends_on_a_fast_c
 
 
 RESULTS = StoredResults("moe-lightning")
-RATES = Rates(**{row["rate"]: row["share"] for row in RESULTS.found["calibration"]})
+FACTORS = RateFactors(**{row["rate"]: row["share"] for row in RESULTS.found["calibration"]})
 
 
 @pytest.mark.parametrize(
@@ -228,7 +228,7 @@ def test_cells_of_the_tables_are_computed_as_the_results_have_them(
     )
     (row,) = (each for each in column.rows if each.name == name)
     (found,) = RESULTS.rows(table.lower().replace(" ", "-"), workload=workload, setting=setting, system=name)
-    computed = predict_cell(PAPER, column, row, RATES).tokens_per_second
+    computed = predict_cell(PAPER, column, row, FACTORS).tokens_per_second
     assert computed == pytest.approx(found["ours"], rel=2e-3)
 
 
@@ -236,7 +236,7 @@ def test_a_speedups_cell_is_computed_as_the_results_have_it() -> None:
     (found,) = RESULTS.rows(
         "speedups", setting="S1", new_tokens=32, system="MoE-Lightning(p)", sizes_by="its own search"
     )
-    setting = setting_of(SYSTEMS["MoE-Lightning(p)"], PAPER.settings["S1"], "mtbench", 32, RATES)
+    setting = setting_of(SYSTEMS["MoE-Lightning(p)"], PAPER.settings["S1"], "mtbench", 32, FACTORS)
     computed = predict(setting, *MOE_LIGHTNING["S1"])
     assert computed.batch_size == found["batch_size"]
     assert computed.tokens_per_second == pytest.approx(found["tokens_per_second"], rel=2e-3)
@@ -246,7 +246,7 @@ def test_a_cell_of_host_memory_is_computed_as_the_results_have_it() -> None:
     (found,) = RESULTS.rows("cpu-memory", system="MoE-Lightning(p)", share=0.8)
     requests = found["batch_size"]
     setting = setting_of(
-        SYSTEMS["MoE-Lightning(p)"], PAPER.settings["S1"], "mtbench", 128, RATES, requests=requests
+        SYSTEMS["MoE-Lightning(p)"], PAPER.settings["S1"], "mtbench", 128, FACTORS, requests=requests
     )
     setting.budgets[setting.machine.host.memory] = UNLIMITED
     computed = predict(setting, requests // MICRO_BATCH, MICRO_BATCH)
@@ -259,7 +259,7 @@ def test_a_cell_on_two_gpus_is_computed_as_the_results_have_it() -> None:
     where = PAPER.settings["S6"]
     computed = moesched.simulate_model(
         where.model,
-        machine=machine_at(where.described(), RATES),
+        machine=machine_at(where.described(), FACTORS),
         policy="cgopipe",
         workload=given_lengths([load_workload("mtbench").longest], 32),
         requests=found["batch_size"],
@@ -272,7 +272,7 @@ def test_a_cell_on_two_gpus_is_computed_as_the_results_have_it() -> None:
 
 def test_cpu_attention_is_computed_as_the_results_have_it() -> None:
     for computed, found in zip(
-        attention_section(PAPER, RATES).rows, RESULTS.rows("cpu-attention"), strict=True
+        attention_section(PAPER, FACTORS).rows, RESULTS.rows("cpu-attention"), strict=True
     ):
         assert computed == pytest.approx(found, rel=2e-3)
 

@@ -16,7 +16,7 @@ from moesched.plugins import make_policy
 from moesched.runs.planning import plan_run
 from moesched.runs.served_parts import ServingSetup
 from moesched.runs.served_runs import simulate_serving
-from moesched.runs.service_report import Ran
+from moesched.runs.service_report import RunNames
 from moesched.runs.serving import Served, Serving
 from moesched.serving.arrivals import ListedArrivals
 from moesched.serving.capacity import Capacity
@@ -79,7 +79,7 @@ def test_a_long_run_leaves_its_last_steps_and_what_was_answered_in_them(tmp_path
     arrivals = ListedArrivals(asked(5, apart=100_000_000))
     setup = ServingSetup(plan, policy, CAPACITY, arrivals, listener=spans, keeps_history=False)
     serving = simulate_serving(setup, recorder=recorder)
-    ran = Ran("small", "t4", "cgopipe", "bfloat16", measured=False)
+    ran = RunNames("small", "t4", "cgopipe", "bfloat16", measured=False)
     write_service_trace(tmp_path / "trace.json", recorder, spans.ended, ran, CAPACITY, plan)
     assert check_trace(tmp_path / "trace.json") == []
     recording = read_trace(tmp_path / "trace.json").recording

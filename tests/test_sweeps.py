@@ -16,7 +16,7 @@ from moesched.errors import BadInput
 from moesched.jobs.report import JobReport
 from moesched.jobs.simulate_model import simulate_model, simulate_scenario
 from moesched.sweeps.axes import Axes, merged, read_sweep, sweep_of_options
-from moesched.sweeps.figures import METRICS, Figures, best_by_case, pareto_front
+from moesched.sweeps.figures import METRICS, MachineFacts, best_by_case, pareto_front
 from moesched.sweeps.found import Finder, options_of
 from moesched.sweeps.line import Line, Sizes
 from moesched.sweeps.plots import Picture, default_x, draw_sweep
@@ -127,7 +127,7 @@ def test_an_unwritable_picture_is_refused_before_the_first_point(command: Any, t
 # -- axes, points, keys, files and figures ---------------------------------------------------------
 
 GUIDE = Path(__file__).parents[1] / "docs" / "sweeps.md"
-FIGURES = Figures({"t4": "gpu", "l4": "gpu"}, {"t4": 0.36})
+FIGURES = MachineFacts({"t4": "gpu", "l4": "gpu"}, {"t4": 0.36})
 
 
 POINT: dict[str, Any] = {

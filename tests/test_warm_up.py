@@ -12,7 +12,7 @@ from moesched.devices.lagging.device import LaggingDevice, LaggingGpu
 from moesched.devices.shared.verbs import after
 from moesched.devices.torch.device import TorchDevice
 from moesched.devices.torch.resident_pages import ResidentPages
-from moesched.devices.torch.warm_up import Shapes, WarmUps
+from moesched.devices.torch.warm_up import WarmUps, WarmUpSizes
 from moesched.models.checkpoint import Checkpoint
 from moesched.plugins import make_policy
 from moesched.requests.batch import split_batch
@@ -114,5 +114,5 @@ def test_an_error_of_the_warm_up_is_raised_where_it_is_waited_for() -> None:
 
 
 def test_shapes_are_new_once() -> None:
-    warm_ups, shapes = WarmUps(), Shapes(1, 2, 3, 4, 5)
+    warm_ups, shapes = WarmUps(), WarmUpSizes(1, 2, 3, 4, 5)
     assert [warm_ups.is_new(shapes), warm_ups.is_new(shapes)] == [True, False]

@@ -18,13 +18,13 @@ class Inbox:
 
     Attributes:
         reached: the last frame of each rank, by rank.
-        left: the reasons of ranks that closed their transport, by rank.
+        departed: the reasons of ranks that closed their transport, by rank.
         early: frames of later exchanges, by the exchange's number.
     """
 
     def __init__(self, mesh: Mesh) -> None:
         self.reached: dict[int, Frame] = {}
-        self.left: dict[int, str] = {}
+        self.departed: dict[int, str] = {}
         self.early: dict[int, list[Frame]] = {}
         self._mesh = mesh
         self._sequence = 0
@@ -44,7 +44,7 @@ class Inbox:
         if frame is None:
             return None
         if frame.kind is Kind.LEAVE:
-            self.left[frame.rank] = frame.text
+            self.departed[frame.rank] = frame.text
         if frame.kind in (Kind.LEAVE, Kind.HERE) or frame.sequence < self._sequence:
             return None
         self.reached[frame.rank] = frame

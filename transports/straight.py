@@ -1,7 +1,7 @@
 """The fast path of an all-reduce of small parts, for the case that the next messages are the parts of all other ranks.
 
 Every token takes this path in every layer, mostly with cold caches, so the path makes few calls. If another message
-comes, or none in time, a `Turn` does the rest.
+comes, or none in time, an `ExchangePart` does the rest.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from moesched.seams import Exchange
 
 from .frames import SENDER_BYTES, common_of_parts
 from .listener import Message
-from .waiting import Side
+from .waiting import TransportState
 
 if TYPE_CHECKING:
     from moesched.seams import Array
@@ -34,7 +34,7 @@ PAUSE_SECONDS = 100e-6
 
 
 class Rest(NamedTuple):
-    """The rest of an all-reduce that `swap` has left to a `Turn`.
+    """The rest of an all-reduce that `swap` has left to an `ExchangePart`.
 
     Attributes:
         unsent: the ranks to which the part has still to be sent.
@@ -45,7 +45,7 @@ class Rest(NamedTuple):
     message: Message | None = None
 
 
-def swap(side: Side, exchange: Exchange, part: Array, parts: dict[int, Array]) -> Rest | None:
+def swap(state: TransportState, exchange: Exchange, part: Array, parts: dict[int, Array]) -> Rest | None:
     """Send a part to all other ranks, and put their parts into `parts`, by rank; returns the rest to do, or None if
     done.
 
@@ -55,19 +55,19 @@ def swap(side: Side, exchange: Exchange, part: Array, parts: dict[int, Array]) -
     Raises:
         TransportError: the array cannot be sent.
     """
-    mesh, others = side.mesh, side.others
+    mesh, others = state.mesh, state.others
     ticket, signature, step, layer = exchange
-    after = common_of_parts((side.epoch, side.sequence, ticket, step, layer), part, signature)
-    frame = b"".join((side.sender, after, part.data))
+    after = common_of_parts((state.epoch, state.sequence, ticket, step, layer), part, signature)
+    frame = b"".join((state.sender, after, part.data))
     nbytes = len(frame)
     if nbytes > mesh.max_bytes:
         return Rest(others)
     for sent, rank in enumerate(others):
         if not mesh.send(rank, frame):
             return Rest(others[sent:])
-    if monotonic() - side.swapped > PAUSE_SECONDS:
+    if monotonic() - state.swapped > PAUSE_SECONDS:
         sched_yield()
-    senders, start = side.senders, SENDER_BYTES + len(after)
+    senders, start = state.senders, SENDER_BYTES + len(after)
     while len(parts) <= len(others):
         message = mesh.receive()
         if message is None:
@@ -78,6 +78,6 @@ def swap(side: Side, exchange: Exchange, part: Array, parts: dict[int, Array]) -
         if sender is None or sender in parts or not alike or not mesh.is_from(message, sender):
             return Rest((), message)
         parts[sender] = np.ndarray(part.shape, part.dtype, data, start)
-    side.sequence += 1
-    side.swapped = monotonic()
+    state.sequence += 1
+    state.swapped = monotonic()
     return None

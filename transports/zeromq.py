@@ -13,12 +13,12 @@ from moesched.errors import TransportError
 from moesched.seams import Exchange
 
 from .curve import Keys
+from .exchange_part import ExchangePart
 from .frames import Frame, Kind, pack, sender
 from .inbox import Inbox
 from .mesh import Mesh
 from .straight import Rest, swap
 from .sums import pieces, sum_in_order
-from .turn import Turn
 
 if TYPE_CHECKING:
     from moesched.seams import Array
@@ -97,50 +97,50 @@ class ZeroMqTransport:
                 try:
                     rest = swap(self, exchange, part, parts)
                 except BaseException:
-                    with Turn(self, Kind.ALL_REDUCE, rank, exchange, part):
+                    with ExchangePart(self, Kind.ALL_REDUCE, rank, exchange, part):
                         raise
                 if rest is None:
                     return self._sum(parts)
             else:
                 rest = Rest(self.others)
-            with Turn(self, Kind.ALL_REDUCE, rank, exchange, part) as turn:
+            with ExchangePart(self, Kind.ALL_REDUCE, rank, exchange, part) as own_part:
                 if self.ranks > 2 and part.nbytes > WHOLE_UP_TO:
-                    return self._sum_in_pieces(turn, part)
-                turn.go_on(Kind.ALL_REDUCE, parts, rest.message)
-                turn.send(Kind.ALL_REDUCE, rest.unsent, part)
-                return self._sum(turn.receive(Kind.ALL_REDUCE, self.others))
+                    return self._sum_in_pieces(own_part, part)
+                own_part.go_on(Kind.ALL_REDUCE, parts, rest.message)
+                own_part.send(Kind.ALL_REDUCE, rest.unsent, part)
+                return self._sum(own_part.receive(Kind.ALL_REDUCE, self.others))
 
     def broadcast(self, rank: int, exchange: Exchange, array: Array | None, root: int) -> Array:
         """Return the root's array on every rank; the root does not wait for the others. Raises as `all_reduce`.
 
         array: the array to send on the root, None on other ranks.
         """
-        with self.calling, Turn(self, Kind.BROADCAST, rank, exchange, array, root) as turn:
+        with self.calling, ExchangePart(self, Kind.BROADCAST, rank, exchange, array, root) as own_part:
             if rank != root:
-                found: Array = turn.receive(Kind.BROADCAST, (root,))[root].copy()
+                found: Array = own_part.receive(Kind.BROADCAST, (root,))[root].copy()
                 return found
             if array is None:
                 raise TransportError("the root has nothing to send")
-            turn.send(Kind.BROADCAST, self.others, contiguous(array))
+            own_part.send(Kind.BROADCAST, self.others, contiguous(array))
             return array.copy()
 
     def gather(self, rank: int, exchange: Exchange, part: Array, root: int) -> list[Array] | None:
         """Return all ranks' parts in order, on the root; None on the others, which do not wait. Raises as
         `all_reduce`.
         """
-        with self.calling, Turn(self, Kind.GATHER, rank, exchange, part, root) as turn:
+        with self.calling, ExchangePart(self, Kind.GATHER, rank, exchange, part, root) as own_part:
             if rank != root:
-                turn.send(Kind.GATHER, (root,), contiguous(part))
+                own_part.send(Kind.GATHER, (root,), contiguous(part))
                 return None
-            parts = turn.receive(Kind.GATHER, self.others)
+            parts = own_part.receive(Kind.GATHER, self.others)
             return [part.copy() if each == root else parts[each].copy() for each in range(self.ranks)]
 
     def abandon(self, rank: int, exchange: Exchange, reason: str) -> None:
         """Tell the other ranks that this rank takes no part in an exchange, so that they do not wait
         until the timeout.
         """
-        with self.calling, Turn(self, Kind.ABANDON, rank, exchange) as turn:
-            turn.abandon(reason)
+        with self.calling, ExchangePart(self, Kind.ABANDON, rank, exchange) as own_part:
+            own_part.abandon(reason)
 
     async def aclose(self) -> None:
         """Close the transport: a call that waits gets an error, the other ranks are told, and all sockets are freed."""
@@ -149,23 +149,23 @@ class ZeroMqTransport:
     def _sum(self, parts: Mapping[int, Array]) -> Array:
         return sum_in_order([*map(parts.__getitem__, range(self.ranks))])
 
-    def _sum_in_pieces(self, turn: Turn, part: Array) -> Array:
+    def _sum_in_pieces(self, own_part: ExchangePart, part: Array) -> Array:
         """All-reduce a large array in pieces: each rank sums one piece of all parts, and sends the sum to
         the others.
         """
         flat = part.reshape(-1)
         cuts = pieces(flat.size, self.ranks)
         for each in self.others:
-            turn.send(Kind.SCATTER, (each,), flat[cuts[each]])
-        theirs = turn.receive(Kind.SCATTER, self.others)
+            own_part.send(Kind.SCATTER, (each,), flat[cuts[each]])
+        theirs = own_part.receive(Kind.SCATTER, self.others)
         own = flat[cuts[self.rank]]
         if any(piece.size != own.size for piece in theirs.values()):
             raise TransportError("a rank sent too little")
         mine = self._sum({**theirs, self.rank: own})
-        turn.send(Kind.SUM, self.others, mine)
+        own_part.send(Kind.SUM, self.others, mine)
         total = np.empty_like(flat)
         total[cuts[self.rank]] = mine
-        for each, piece in turn.receive(Kind.SUM, self.others).items():
+        for each, piece in own_part.receive(Kind.SUM, self.others).items():
             total[cuts[each]] = piece
         return total.reshape(part.shape)
 

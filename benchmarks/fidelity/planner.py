@@ -37,13 +37,13 @@ from moesched.machines import Machine, load_machine
 from moesched.machines.build import Parts, build_machine
 from moesched.machines.cost import cost_model
 from moesched.models.layout import room_for, weight_layout
-from moesched.planner import Best, Setting, plan_best, plannable, splits_kv
+from moesched.planner import BestPlan, Setting, plan_best, plannable, splits_kv
 from moesched.planner.candidate import Candidate
 from moesched.planner.climb import CHUNK
 from moesched.planner.objectives import requests_for
 from moesched.planner.proposal import MOST_REQUESTS
 from moesched.planner.ranking import Ranked
-from moesched.planner.schedules import Point, Seen, resident_of
+from moesched.planner.schedules import Point, Schedule, resident_of
 from moesched.planner.setting import KV_SHARE
 from moesched.plugins import find
 from moesched.requests.workloads import Workload, load_workload
@@ -182,7 +182,7 @@ def judged(case: Case, rounds: int) -> dict[str, Any]:
     return about if best is None else {**about, **beside_grid(case, best), **beside_simulate(case, best)}
 
 
-def searched(case: Case) -> Best | None:
+def searched(case: Case) -> BestPlan | None:
     """The planner's choice; None where nothing fits."""
     layout = weight_layout(find_shape(*case.shape))
     lengths = WORK.lengths(MOST_REQUESTS)
@@ -196,32 +196,32 @@ def searched(case: Case) -> Best | None:
 # -- the grid --------------------------------------------------------------------------------------
 
 
-def beside_grid(case: Case, best: Best) -> dict[str, Any]:
+def beside_grid(case: Case, best: BestPlan) -> dict[str, Any]:
     """The regrets of the planner's choice, and of its sizes for some policies."""
-    of_policies: dict[str, tuple[Candidate, list[Seen]]] = {}
+    of_policies: dict[str, tuple[Candidate, list[Schedule]]] = {}
     for name in plannable():
         with suppress(BadInput):
             candidate = Candidate(name, case.setting(name))
-            if seen := list(grid(candidate)):
-                of_policies[name] = candidate, seen
-    every = [(candidate, each) for candidate, seen in of_policies.values() for each in seen]
+            if schedules := list(grid(candidate)):
+                of_policies[name] = candidate, schedules
+    every = [(candidate, each) for candidate, schedules in of_policies.values() for each in schedules]
     chosen = deepened(every)
     sizes = {}
     for name in SIZED if case.objective == "throughput" else ():
         if name in of_policies:
-            candidate, seen = of_policies[name]
+            candidate, schedules = of_policies[name]
             own = candidate.schedules.deepened(candidate.search())
-            sizes[name] = regret(deepened([(candidate, each) for each in seen])[1], own)
+            sizes[name] = regret(deepened([(candidate, each) for each in schedules])[1], own)
     return {
-        "chosen": figures(best.policy, best.seen),
+        "chosen": figures(best.policy, best.schedule),
         "best_of_grid": figures(chosen[0].name, chosen[1]),
-        "regret": regret(chosen[1], best.seen),
+        "regret": regret(chosen[1], best.schedule),
         "regrets_of_sizes": sizes,
         "regret_of_sizes": max(sizes.values(), default=0.0),
     }
 
 
-def grid(candidate: Candidate) -> Iterator[Seen]:
+def grid(candidate: Candidate) -> Iterator[Schedule]:
     """All that fits of a policy's grid, in a few layers."""
     setting = candidate.setting
     many = setting.objective == "throughput"
@@ -233,7 +233,7 @@ def grid(candidate: Candidate) -> Iterator[Seen]:
             chunks = (None, CHUNK) if size * max(setting.lengths) > CHUNK else (None,)
             for chunk in chunks if resident or not share else ():
                 with suppress(BadInput):
-                    yield candidate.schedules.see(Point(size, count, resident, chunk))
+                    yield candidate.schedules.at(Point(size, count, resident, chunk))
 
 
 def most_fitting(setting: Setting, size: int, share: float) -> int:
@@ -250,37 +250,37 @@ def most_fitting(setting: Setting, size: int, share: float) -> int:
     return bisect_left(counts, True, key=too_many)
 
 
-def deepened(seen: Sequence[tuple[Candidate, Seen]]) -> tuple[Candidate, Seen]:
+def deepened(schedules: Sequence[tuple[Candidate, Schedule]]) -> tuple[Candidate, Schedule]:
     """The best of several schedules, of those near it with all layers."""
-    found = sorted(seen, key=lambda each: each[1].rate, reverse=True)
+    found = sorted(schedules, key=lambda each: each[1].rate, reverse=True)
     near = [each for each in found[:MOST_DEEP] if each[1].rate * NEAR >= found[0][1].rate]
     whole = [(candidate, candidate.schedules.deepened(each)) for candidate, each in near]
     return max(whole, key=lambda each: each[1].rate)
 
 
-def regret(best: Seen, own: Seen) -> float:
+def regret(best: Schedule, own: Schedule) -> float:
     """The relative advantage of the best; 0 if it has none."""
     return round(max(0.0, best.rate / own.rate - 1), 4)
 
 
-def figures(policy: str, seen: Seen) -> dict[str, Any]:
+def figures(policy: str, schedule: Schedule) -> dict[str, Any]:
     """A schedule's sizes, and what it reaches."""
     return {
         "policy": policy,
-        "micro_batch_size": seen.micro_batch_size,
-        "batch_size": seen.batch_size,
-        "prefill_chunk": seen.chunk,
-        "kv_on_gpu": round(seen.kv_on_gpu, 3),
-        "tokens_per_second": round(seen.throughput, 3),
-        "decode_step_seconds": round(seen.trial_run.step_seconds, 5),
-        "first_token_seconds": round(seen.trial_run.first_token_seconds, 4),
+        "micro_batch_size": schedule.micro_batch_size,
+        "batch_size": schedule.batch_size,
+        "prefill_chunk": schedule.chunk,
+        "kv_on_gpu": round(schedule.kv_on_gpu, 3),
+        "tokens_per_second": round(schedule.throughput, 3),
+        "decode_step_seconds": round(schedule.trial_run.step_seconds, 5),
+        "first_token_seconds": round(schedule.trial_run.first_token_seconds, 4),
     }
 
 
 # -- the table -------------------------------------------------------------------------------------
 
 
-def beside_simulate(case: Case, best: Best) -> dict[str, Any]:
+def beside_simulate(case: Case, best: BestPlan) -> dict[str, Any]:
     """The rows of the plan's table beside `simulate`; rows with equal sizes and figures are one schedule."""
     fitting = [row for row in best.ranking if row.fits]
     simulated: dict[str, float] = {}
@@ -300,7 +300,7 @@ def beside_simulate(case: Case, best: Best) -> dict[str, Any]:
         "estimates": len(fitting) - len(errors),
         "worst_error": round(max(errors, default=0.0), 4),
         "lost_by_first": round(max(rates) / rates[0] - 1, 4) if case.objective != "latency" else 0.0,
-        "bound_over_predicted": round(best.seen.bound / best.seen.throughput, 4),
+        "bound_over_predicted": round(best.schedule.bound / best.schedule.throughput, 4),
     }
 
 

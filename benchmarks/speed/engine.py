@@ -20,7 +20,7 @@ import simpy
 
 from benchmarks.record.benchmark import Benchmark, track
 from benchmarks.record.claims import Claim, Result
-from moesched.drivers.capture import CapturingEngine, Template, capture
+from moesched.drivers.capture import CapturingEngine, StepGraph, capture
 from moesched.drivers.pricing import nanoseconds, no_garbage_collection
 from moesched.drivers.realtime import RealtimeDriver, SharedEngine
 from moesched.machines import load_machine
@@ -104,7 +104,7 @@ def same_makespan() -> bool:
     return run_in_simpy(steps, cost) == round(report.simulated_seconds * 1e9)
 
 
-def captured() -> tuple[list[Template], Roofline]:
+def captured() -> tuple[list[StepGraph], Roofline]:
     """The graph of a few steps, and what prices it."""
     plan, policy = planned(SIMPY_STEPS)
     lanes = make_lanes(plan)
@@ -113,7 +113,7 @@ def captured() -> tuple[list[Template], Roofline]:
         return capture(run_state, policy), Roofline(plan.machine, plan.layout.dtype)
 
 
-def run_in_simpy(steps: list[Template], cost: Roofline) -> int:
+def run_in_simpy(steps: list[StepGraph], cost: Roofline) -> int:
     """One process for each task: wait for those before it, take the lane, spend the time; returns the end."""
     world = simpy.Environment()
     lanes: dict[Lane, simpy.PriorityResource] = {}
@@ -135,9 +135,9 @@ def run_in_simpy(steps: list[Template], cost: Roofline) -> int:
     def submit() -> Any:
         base = 0
         gates = []
-        for template in steps:
-            gates.append([base + position for position in template.last])
-            base += len(template.tasks)
+        for graph in steps:
+            gates.append([base + position for position in graph.final])
+            base += len(graph.tasks)
         for index, gate in enumerate(submitted):
             if index:
                 yield simpy.AllOf(world, [ends[number] for number in gates[max(0, index - 2)]])
@@ -145,8 +145,8 @@ def run_in_simpy(steps: list[Template], cost: Roofline) -> int:
         yield simpy.AllOf(world, [ends[number] for number in gates[-1]])
         return world.now
 
-    for step, template in enumerate(steps):
-        for task, edges in zip(template.tasks, template.edges, strict=True):
+    for step, graph in enumerate(steps):
+        for task, edges in zip(graph.tasks, graph.edges, strict=True):
             ends.append(world.event())
             world.process(process(task, edges, len(ends) - 1, step))
     last = world.process(submit())

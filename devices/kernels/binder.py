@@ -9,9 +9,9 @@ from moesched.models.config import ModelConfig
 
 from .kernel_weights import KernelWeights
 from .layer_weights import Weights
-from .memory import Memory
 from .seam import OPERATIONS, Bound, Case, Kernel
 from .table import KernelTable
+from .workspace import Workspace
 
 
 class Binder:
@@ -34,7 +34,7 @@ class Binder:
         self._device = device
         self.beside_attention: dict[tuple[int, str], Weights] = {}
 
-    def bound(self, operation: str, weights: KernelWeights[Any], memory: Memory) -> Bound:
+    def bound(self, operation: str, weights: KernelWeights[Any], memory: Workspace) -> Bound:
         """Return the function that computes an operation with these weights on the accelerator, for `memory.rows` rows.
 
         The first call binds the kernel; later calls find the bound kernel in the memory or with the weights.
@@ -45,7 +45,7 @@ class Binder:
             or self._bind(self._case(operation, weights, memory.rows), weights, memory)
         )
 
-    def fused(self, operation: str, weights: KernelWeights[Any], memory: Memory) -> Bound | None:
+    def fused(self, operation: str, weights: KernelWeights[Any], memory: Workspace) -> Bound | None:
         """Return the function that computes an operation with these weights; None if no kernel takes the operation.
 
         If the result is None, the caller computes the operation's parts (`Operation.parts`) one by one.
@@ -59,7 +59,7 @@ class Binder:
             weights.refused.add(key)
         return found
 
-    def attention(self, layer: int, memory: Memory, *, decodes: bool, on_host: bool = False) -> Bound:
+    def attention(self, layer: int, memory: Workspace, *, decodes: bool, on_host: bool = False) -> Bound:
         """Return the function that attends over the KV cache of a layer for `memory.rows` new tokens.
 
         decodes: True in a decode step, which has one new token for each sequence. on_host: True for attention on the
@@ -110,7 +110,7 @@ class Binder:
             bound = part.bounds[kernel.name] = self.table.bound_to(kernel, case, part)
         return kernel, bound
 
-    def combine(self, memory: Memory) -> Bound:
+    def combine(self, memory: Workspace) -> Bound:
         """Return the function that computes the weighted sum of the experts' outputs plus the residual."""
         return memory.bound("combine") or self._bind_for(
             memory, "combine", Case("combine", memory.rows, frozenset(), self.dtype, self._device)
@@ -120,13 +120,15 @@ class Binder:
         formats = weights.formats(OPERATIONS[operation])
         return Case(operation, rows, formats, self.dtype, self._device, weights.layer)
 
-    def _bind_for(self, memory: Memory, key: Hashable, case: Case, weights: Weights | None = None) -> Bound:
+    def _bind_for(
+        self, memory: Workspace, key: Hashable, case: Case, weights: Weights | None = None
+    ) -> Bound:
         """Bind the first kernel that takes a case, and keep the resulting function in the memory under a key."""
         bound = self.table.bind(case, weights, memory)
         memory.keep(key, bound)
         return bound
 
-    def _bind(self, case: Case, weights: KernelWeights[Any], memory: Memory) -> Bound:
+    def _bind(self, case: Case, weights: KernelWeights[Any], memory: Workspace) -> Bound:
         kernel = self.table.require(case)
         bound = self.table.bound_to(kernel, case, weights, memory)
         if kernel.uses_memory:

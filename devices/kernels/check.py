@@ -25,13 +25,13 @@ from ..shared.page_reader import DTYPES
 from . import samples
 from .guarded import Guarded
 from .layer_weights import Tensor, Weights
-from .memory import Memory
 from .resources import Resources, as_it_is, host_indices, host_upload
 from .samples import Cut, Sample
 from .seam import OPERATIONS, Case, Kernel
 from .table import KernelTable
 from .torch_kernels import fill, guarded
 from .torch_rows import TorchKernel
+from .workspace import Workspace
 
 ROWS = (1, 2, 3, 5, 16, 33, 130)
 """Numbers of rows that are tried."""
@@ -181,7 +181,7 @@ def _outcome(kernel: Guarded, resources: Resources, rows: int, cut: Cut) -> Tens
         return None
     title = f"kernel {kernel.name} ({case})"
     before = [_cloned(value) for value in sample.inputs]
-    bound = kernel.bind(case, sample.weights, Memory(rows))
+    bound = kernel.bind(case, sample.weights, Workspace(rows))
     first = sample.run(bound, range(rows))
     assert all(map(_same, before, sample.inputs)), f"{title}: it wrote to one of its inputs"
     second = sample.run(bound, range(rows))
@@ -191,7 +191,7 @@ def _outcome(kernel: Guarded, resources: Resources, rows: int, cut: Cut) -> Tens
         for row in {0, rows // 2, rows - 1}:
             alone = _case(kernel, resources, sample.weights, 1)
             if not kernel.refusal(alone):
-                own = sample.run(kernel.bind(alone, sample.weights, Memory(1)), range(row, row + 1))
+                own = sample.run(kernel.bind(alone, sample.weights, Workspace(1)), range(row, row + 1))
                 assert torch.equal(own, first[row : row + 1]), (
                     f"{title}: row {row} alone has other bits: set `independent = False`, or let no sum depend on "
                     "the number of rows"
@@ -216,7 +216,7 @@ def _require_close(title: str, got: Tensor, resources: Resources, sample: Sample
         for row in resources.table.rows
         if row.operation == case.operation and isinstance(row, TorchKernel) and not row.refusal(plain)
     )
-    theirs = sample.run(torchs.bind(plain, weights, Memory(case.rows)), range(case.rows))
+    theirs = sample.run(torchs.bind(plain, weights, Workspace(case.rows)), range(case.rows))
     error, allowed = ((each - sample.exact).square().mean().item() for each in (got, theirs))
     assert error <= WORSE * allowed + LEAST_ERROR, (
         f"{title}: mean squared error {error:.3g} from the exact results, of torch {allowed:.3g}"

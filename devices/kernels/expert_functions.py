@@ -20,7 +20,7 @@ ACTIVATED_ROWS = 64
 """Rows of a limited activation that are computed in float32 at a time, to bound the memory."""
 
 
-class Order(NamedTuple):
+class ExpertOrder(NamedTuple):
     """The order in which experts read their input rows; a row is a pair of a token and one of its k experts.
 
     Rows are sorted by expert, then by token. tokens_n: the token of each row. rows_Tk: the row of each pair.
@@ -112,18 +112,18 @@ def activated(gate_nI: Tensor, up_nI: Tensor, activation: Activation) -> Tensor:
     return gate_nI
 
 
-def sorted_by_expert(experts_Tk: Tensor) -> Order:
+def sorted_by_expert(experts_Tk: Tensor) -> ExpertOrder:
     """Sort the pairs of a token and one of its experts by expert; the pairs of one expert stay in the order of
     tokens.
     """
     order_n = experts_Tk.view(-1).argsort(stable=True)
-    return Order(order_n // max(1, experts_Tk.shape[1]), order_n.argsort().view_as(experts_Tk))
+    return ExpertOrder(order_n // max(1, experts_Tk.shape[1]), order_n.argsort().view_as(experts_Tk))
 
 
 def sum_experts(y_nD: Tensor, rows_Tk: Tensor, weights_Tk: Tensor) -> Tensor:
     """Sum each token's expert outputs, weighted by the router: (T, D), float32.
 
-    y_nD: the experts' outputs, a row for each pair of token and expert. rows_Tk: the row of each pair, as in `Order`.
+    y_nD: the experts' outputs, a row for each pair of token and expert. rows_Tk: each pair's row, as in `ExpertOrder`.
     A token's outputs are added in ascending order of expert, whatever the order in which the experts ran.
     """
     tokens, choices = rows_Tk.shape

@@ -29,7 +29,7 @@ class KernelWeights(dict[str, list[T]]):
 
     Attributes:
         layer: the description of the layer that the tensors belong to; None for tensors outside the layers.
-        number: a unique number of this object; `Memory` uses it in the keys of bound kernels.
+        number: a unique number of this object; `Workspace` uses it in the keys of bound kernels.
         bounds: bound kernels that write to no memory of a micro-batch, by operation and number of rows.
         refused: pairs of operation and number of rows that no kernel takes.
     """

@@ -15,7 +15,7 @@ from moesched.models.config import ModelConfig
 from . import mlx_functions as functions
 from .mlx_functions import MANY_ROWS, Array, Rows, Stack
 from .mlx_weights import Arrays
-from .seam import OPERATIONS, STACK, Bound, Case, Kernel, Routed
+from .seam import OPERATIONS, STACK, Bound, Case, Kernel, RouterOutput
 from .table import KernelTable
 
 
@@ -123,7 +123,7 @@ class MlxRoute(MlxKernel):
 
     def bind(self, case: Case, weights: Arrays, memory: object) -> Bound:
         """Return the function that normalises hidden states and chooses each token's experts: (hidden_TD) ->
-        `Routed`.
+        `RouterOutput`.
         """
         assert case.layer is not None, "it is in a layer"
         network, config = case.layer.feed_forward, self._config
@@ -135,10 +135,10 @@ class MlxRoute(MlxKernel):
         return partial(_route, norm, weights["router"], choose)
 
 
-def _route_to_one(norm: Callable[[Array], Array], hidden_TD: Array) -> Routed:
+def _route_to_one(norm: Callable[[Array], Array], hidden_TD: Array) -> RouterOutput:
     x_TD = norm(hidden_TD)
     ones_T1 = mx.ones((len(x_TD), 1))
-    return Routed(x_TD, mx.zeros((len(x_TD), 1), dtype=mx.uint32), ones_T1, ones_T1)
+    return RouterOutput(x_TD, mx.zeros((len(x_TD), 1), dtype=mx.uint32), ones_T1, ones_T1)
 
 
 def _route(
@@ -146,10 +146,10 @@ def _route(
     router: Sequence[Array],
     choose: Callable[[Array], tuple[Array, Array]],
     hidden_TD: Array,
-) -> Routed:
+) -> RouterOutput:
     x_TD = norm(hidden_TD)
     logits_TE = functions.router_logits(x_TD, router)
-    return Routed(x_TD, *choose(logits_TE), logits_TE)
+    return RouterOutput(x_TD, *choose(logits_TE), logits_TE)
 
 
 class GatheredExperts(MlxKernel):

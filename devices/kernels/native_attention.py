@@ -15,10 +15,10 @@ from ..native.attention import (
 )
 from ..native.compiled import instruction_sets
 from .layer_weights import Tensor, Weights, sinks_of
-from .memory import Memory
 from .native_kernel import LibraryKernel
 from .resources import Resources
 from .seam import Bound, Case
+from .workspace import Workspace
 
 QKV = tuple[Tensor, Tensor, Tensor]
 
@@ -51,7 +51,7 @@ class NativeDecodeAttention(NativeAttentionKernel):
             return "it attends in float32 and bfloat16"
         return "" if case.decodes else "it takes one new token for each sequence"
 
-    def bind(self, case: Case, weights: Weights, memory: Memory) -> Bound:
+    def bind(self, case: Case, weights: Weights, memory: Workspace) -> Bound:
         """Return the function that stores new keys and values and attends over the KV cache: (qkv, cached, step) ->
         attended_TX.
 

@@ -13,9 +13,9 @@ from ..native.compiled import library
 from ..native.kernels import NativeKernels, address, check, matrix_of, numbers
 from . import qkv_functions
 from .layer_weights import Tensor, Weights
-from .memory import Memory
 from .native_kernel import NativeKernel, NativeMemoryKernel, hidden_states
 from .seam import Bound, Case
+from .workspace import Workspace
 
 
 class NativeEmbed(NativeMemoryKernel):
@@ -25,7 +25,7 @@ class NativeEmbed(NativeMemoryKernel):
 
     operation = "embed"
 
-    def bind(self, case: Case, weights: Weights, memory: Memory) -> Bound:
+    def bind(self, case: Case, weights: Weights, memory: Workspace) -> Bound:
         """Return the function that looks up embeddings: (token ids, positions, steps) -> hidden_TD, (cosines, sines).
 
         The cosines and sines are those of the rotary embedding at each position. steps: the step in each KV cache, read
@@ -102,7 +102,7 @@ class NativeGreedy(NativeMemoryKernel):
 
     operation = "greedy"
 
-    def bind(self, case: Case, weights: Weights, memory: Memory) -> Bound:
+    def bind(self, case: Case, weights: Weights, memory: Workspace) -> Bound:
         """Return the function that computes logits and the likeliest tokens: (hidden_TD, rows) -> logits_SV, tokens.
 
         rows: indices of the S rows of hidden_TD whose logits are wanted. tokens: the likeliest token of each row; -1

@@ -14,10 +14,10 @@ from moesched.models.config import ModelConfig
 from ..native.compiled import formats, why_unusable
 from ..native.kernels import NativeKernels
 from .layer_weights import Tensor
-from .memory import Memory
 from .native_preparation import Preparation
 from .resources import Resources
 from .seam import CODED, ROWS, Case, Kernel
+from .workspace import Workspace
 
 BFLOAT16 = torch.bfloat16
 MOST_GROUPS = 64
@@ -82,7 +82,7 @@ class NativeMemoryKernel(NativeKernel):
     uses_memory = True
 
 
-def hidden_states(memory: Memory, config: ModelConfig) -> Tensor:
+def hidden_states(memory: Workspace, config: ModelConfig) -> Tensor:
     """Return the tensor for hidden states (T, D) in a micro-batch's memory; the kernels of all layers write to this
     tensor.
     """

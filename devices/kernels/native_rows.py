@@ -17,11 +17,11 @@ from ..native.arguments import Inputs, Layer
 from ..native.compiled import library
 from ..native.kernels import address, check, numbers
 from .layer_weights import Tensor, Weights
-from .memory import Memory
 from .native_ends import NATIVE_ENDS
 from .native_kernel import BFLOAT16, NativeKernel, NativeMemoryKernel, hidden_states
 from .native_products import NATIVE_PRODUCTS
-from .seam import Bound, Case, Routed
+from .seam import Bound, Case, RouterOutput
+from .workspace import Workspace
 
 
 class NativeAttentionInputs(NativeMemoryKernel):
@@ -29,7 +29,7 @@ class NativeAttentionInputs(NativeMemoryKernel):
 
     operation = "attention_inputs"
 
-    def bind(self, case: Case, weights: Weights, memory: Memory) -> Bound:
+    def bind(self, case: Case, weights: Weights, memory: Workspace) -> Bound:
         """Return the function that makes queries, keys and values: (hidden_TD, angles) -> q_THd, k_TKd, v_TKd.
 
         The function normalises hidden states, projects them, and rotates queries and keys. angles: cosines and sines
@@ -80,9 +80,9 @@ class NativeRoute(NativeMemoryKernel):
 
     operation = "route"
 
-    def bind(self, case: Case, weights: Weights, memory: Memory) -> Bound:
+    def bind(self, case: Case, weights: Weights, memory: Workspace) -> Bound:
         """Return the function that normalises hidden states and chooses each token's experts: (hidden_TD) ->
-        `Routed`.
+        `RouterOutput`.
         """
         assert case.layer is not None, "it is in a layer"
         choices = choices_in(memory, self._config.hidden, case.layer.feed_forward)
@@ -94,8 +94,8 @@ class NativeRoute(NativeMemoryKernel):
 
 
 def _route(
-    run: Callable[[], int], layer: Layer, choices: Routed, held: Tensor | None, hidden_TD: Tensor
-) -> Routed:
+    run: Callable[[], int], layer: Layer, choices: RouterOutput, held: Tensor | None, hidden_TD: Tensor
+) -> RouterOutput:
     layer.residual = hidden_TD.data_ptr()
     check(run())
     return choices
@@ -124,7 +124,7 @@ class NativeCombine(NativeMemoryKernel):
 
     operation = "combine"
 
-    def bind(self, case: Case, weights: object, memory: Memory) -> Bound:
+    def bind(self, case: Case, weights: object, memory: Workspace) -> Bound:
         """Return the function that sums experts' outputs: (y_nD, rows_Tk, weights_Tk, residual_TD) -> hidden_TD.
 
         y: the outputs, a row for each pair of a token and one of its k experts. rows: the row of y for each pair.
@@ -160,7 +160,7 @@ class NativeMoELayer(NativeMemoryKernel):
             "" if usual else "it runs experts of three matrices, and adds no bias"
         )
 
-    def bind(self, case: Case, weights: Weights, memory: Memory) -> Bound:
+    def bind(self, case: Case, weights: Weights, memory: Workspace) -> Bound:
         """Return the function that computes a layer after attention: (attended_TX, hidden_TD) -> hidden_TD, experts_Tk,
         counts.
 
@@ -205,7 +205,7 @@ class _MoELayer:
         run: Callable[[], int],
         layer: Layer,
         out_TD: Tensor,
-        choices: Routed,
+        choices: RouterOutput,
         between: tuple[Tensor | None, ...],
         counts: array[int],
     ) -> None:
@@ -227,13 +227,13 @@ class _MoELayer:
         return self._out_TD, self._experts_Tk, counts
 
 
-def choices_in(memory: Memory, hidden: int, network: FeedForward) -> Routed:
+def choices_in(memory: Workspace, hidden: int, network: FeedForward) -> RouterOutput:
     """Return the tensors for a router's result in a micro-batch's memory.
 
     The logits begin as zeros, and stay zeros in a layer with a single expert, which has no router.
     """
     rows = memory.rows
-    return Routed(
+    return RouterOutput(
         memory.tensor("experts' input", rows, hidden, dtype=BFLOAT16),
         memory.tensor("experts", rows, network.top_k, dtype=torch.int64),
         memory.tensor("weights", rows, network.top_k, dtype=torch.float32),
@@ -241,7 +241,7 @@ def choices_in(memory: Memory, hidden: int, network: FeedForward) -> Routed:
     )
 
 
-def _write_choices(layer: Layer, choices: Routed, memory: Memory, case: Case) -> Tensor | None:
+def _write_choices(layer: Layer, choices: RouterOutput, memory: Workspace, case: Case) -> Tensor | None:
     """Write the addresses of the tensors for a router's result to a native call's arguments.
 
     Returns memory for the scores of a sigmoid router, which C uses and the caller must keep; None for softmax.

@@ -14,9 +14,9 @@ from moesched.models.config import ModelConfig
 
 from ..native.kernels import NativeKernels
 from ..products.team import Team
-from .memory import Memory
 from .seam import Bound
 from .table import KernelTable
+from .workspace import Workspace
 
 Indices = Callable[[Sequence[int]], torch.Tensor]
 """A function that makes an int64 tensor of numbers on the accelerator."""
@@ -24,7 +24,7 @@ host_indices: Indices = partial(torch.tensor, dtype=torch.int64)
 """The `Indices` of the host."""
 Upload = Callable[[Sequence[int], torch.Tensor], None]
 """A function that copies numbers to the first entries of an int64 tensor on the accelerator."""
-Capture = Callable[[Bound, str, Memory], Bound]
+Capture = Callable[[Bound, str, Workspace], Bound]
 """A function that wraps a bound kernel so that a GPU replays it as a graph where its calls repeat.
 
 Its arguments are the bound kernel, which must only launch GPU kernels and write to memory that stays; its operation;
@@ -37,7 +37,7 @@ def host_upload(numbers: Sequence[int], into: torch.Tensor) -> None:
     into.view(-1)[: len(numbers)] = host_indices(numbers)
 
 
-def as_it_is(run: Bound, operation: str, memory: Memory) -> Bound:
+def as_it_is(run: Bound, operation: str, memory: Workspace) -> Bound:
     """Return the bound kernel unchanged; devices that replay no graphs have this function as their `Capture`."""
     return run
 

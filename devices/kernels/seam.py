@@ -31,7 +31,7 @@ EXPERT_MATRICES = ("gate", "up", "gate_up", "down")
 """The matrices of an expert; gate_up takes the place of gate and up in some models."""
 
 
-class Routed(NamedTuple):
+class RouterOutput(NamedTuple):
     """A router's result for T tokens.
 
     Attributes:

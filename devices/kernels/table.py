@@ -8,11 +8,11 @@ from typing import Any
 from moesched.errors import BadInput, MoeschedError
 from moesched.seams import KernelRow
 
-from .memory import Memory
 from .seam import OPERATIONS, Bound, Case, Kernel
+from .workspace import Workspace
 
-NOTHING = Memory(0)
-"""Memory for kernels that use none."""
+NOTHING = Workspace(0)
+"""Workspace for kernels that use none."""
 
 
 class KernelTable:
@@ -78,7 +78,7 @@ class KernelTable:
             raise MoeschedError(f"no kernel takes {case}: {reasons}")
         return kernel
 
-    def bind(self, case: Case, weights: Any = None, memory: Memory = NOTHING) -> Bound:
+    def bind(self, case: Case, weights: Any = None, memory: Workspace = NOTHING) -> Bound:
         """Bind the first kernel that takes a case to weights and memory; returns the function that computes the case.
 
         Raises:
@@ -86,7 +86,7 @@ class KernelTable:
         """
         return self.bound_to(self.require(case), case, weights, memory)
 
-    def bound_to(self, kernel: Kernel, case: Case, weights: Any, memory: Memory = NOTHING) -> Bound:
+    def bound_to(self, kernel: Kernel, case: Case, weights: Any, memory: Workspace = NOTHING) -> Bound:
         """Bind a kernel to weights and memory, and list its name in `used`; returns the function that computes the
         case.
         """

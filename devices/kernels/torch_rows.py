@@ -16,7 +16,7 @@ from . import attention_functions, expert_functions, functions, qkv_functions
 from .attention_functions import KVView
 from .layer_weights import Blocks, Tensor, Weights, sinks_of
 from .resources import Resources
-from .seam import CODED, OPERATIONS, Bound, Case, Kernel, Routed
+from .seam import CODED, OPERATIONS, Bound, Case, Kernel, RouterOutput
 
 
 class TorchKernel(Kernel):
@@ -205,7 +205,7 @@ class TorchRoute(TorchKernel):
 
     def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
         """Return the function that normalises hidden states and chooses each token's experts: (hidden_TD) ->
-        `Routed`.
+        `RouterOutput`.
         """
         assert case.layer is not None, "it is in a layer"
         network = case.layer.feed_forward
@@ -223,13 +223,13 @@ class TorchRoute(TorchKernel):
         return partial(_route, norm, logits, choose)
 
 
-def _route_to_all(experts: int, norm: Callable[[Tensor], Tensor], hidden_TD: Tensor) -> Routed:
+def _route_to_all(experts: int, norm: Callable[[Tensor], Tensor], hidden_TD: Tensor) -> RouterOutput:
     """Normalise hidden states; each token gets the only expert with weight 1, or no expert in a layer without
     experts.
     """
     x_TD = norm(hidden_TD)
     ones_Tk = x_TD.new_ones((len(x_TD), experts), dtype=torch.float32)
-    return Routed(x_TD, x_TD.new_zeros((len(x_TD), experts), dtype=torch.int64), ones_Tk, ones_Tk)
+    return RouterOutput(x_TD, x_TD.new_zeros((len(x_TD), experts), dtype=torch.int64), ones_Tk, ones_Tk)
 
 
 def _route(
@@ -237,10 +237,10 @@ def _route(
     logits: Callable[[Tensor], Tensor],
     choose: Callable[[Tensor], tuple[Tensor, Tensor]],
     hidden_TD: Tensor,
-) -> Routed:
+) -> RouterOutput:
     x_TD = norm(hidden_TD)
     logits_TE = logits(x_TD)
-    return Routed(x_TD, *choose(logits_TE), logits_TE)
+    return RouterOutput(x_TD, *choose(logits_TE), logits_TE)
 
 
 class TorchExpert(PlainKernel):

@@ -14,10 +14,10 @@ from moesched.models.replayed import PART_TOKENS
 
 from . import attention_functions, operators
 from .layer_weights import Blocks, Tensor, Weights
-from .memory import Memory
 from .resources import Resources
 from .seam import Bound, Case
 from .triton_kernel import TritonKernel, power_of_two
+from .workspace import Workspace
 
 
 class TritonAttentionInputs(TritonKernel):
@@ -39,7 +39,7 @@ class TritonAttentionInputs(TritonKernel):
         }
         return super().refusal(case) or next((reason for reason, true in refusals.items() if true), "")
 
-    def bind(self, case: Case, weights: Weights, memory: Memory) -> Bound:
+    def bind(self, case: Case, weights: Weights, memory: Workspace) -> Bound:
         """Return the function that makes queries, keys and values: (hidden_TD, angles) -> q_THd, k_TKd, v_TKd.
 
         The function normalises hidden states, projects them, and rotates queries and keys. angles: cosines and sines
@@ -74,7 +74,7 @@ class TritonAttention(TritonKernel):
         super().__init__(resources)
         self._bind = resources.table.bind
 
-    def bind(self, case: Case, weights: Weights, memory: Memory) -> Bound:
+    def bind(self, case: Case, weights: Weights, memory: Workspace) -> Bound:
         """Return the function that stores new keys and values and attends over the KV cache: (qkv, cached, step) ->
         attended_TX.
 
@@ -83,7 +83,7 @@ class TritonAttention(TritonKernel):
         """
         return self._decode_step(case, memory) if case.decodes else self._prompts(case, weights, memory)
 
-    def _prompts(self, case: Case, weights: Weights, memory: Memory) -> Bound:
+    def _prompts(self, case: Case, weights: Weights, memory: Workspace) -> Bound:
         """Return the attention function for any number of new tokens in each sequence."""
         assert case.layer is not None, "it is in a layer"
         attention = case.layer.grouped
@@ -105,14 +105,14 @@ class TritonAttention(TritonKernel):
 
         return attend
 
-    def _decode_step(self, case: Case, memory: Memory) -> Bound:
+    def _decode_step(self, case: Case, memory: Workspace) -> Bound:
         """Return the attention function for one new token in each sequence."""
         assert case.layer is not None, "it is in a layer"
         attention = case.layer.grouped
         heads, head_dim = attention.heads, attention.head_dim
         window = attention.window or operators.UNLIMITED
         # Another layer may be in another cache, with another table.
-        upload = partial(self._uploaded, Memory(case.rows))
+        upload = partial(self._uploaded, Workspace(case.rows))
         attended_SX = self._result(memory, "attended", case.rows, heads * head_dim)
 
         @lru_cache(maxsize=1)
@@ -139,7 +139,7 @@ class TritonAttention(TritonKernel):
 
         return attend
 
-    def _uploaded(self, memory: Memory, numbers: Sequence[int]) -> Tensor:
+    def _uploaded(self, memory: Workspace, numbers: Sequence[int]) -> Tensor:
         """Copy numbers to an int64 tensor on the accelerator, whose address stays the same while sequences grow."""
         table = self._result(memory, "blocks", power_of_two(len(numbers)), dtype=torch.int64)
         self._upload(numbers, table)

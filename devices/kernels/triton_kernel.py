@@ -13,9 +13,9 @@ from moesched.models.replayed import MOST_TABLES
 
 from . import operators
 from .layer_weights import Blocks, Tensor
-from .memory import Memory
 from .resources import Resources
 from .seam import ROWS, Bound, Case, Kernel
+from .workspace import Workspace
 
 ALIGNED_BYTES = 16
 """Alignment of the rows of matrices, so that a GPU reads them in its widest loads."""
@@ -76,21 +76,21 @@ class TritonKernel(Kernel):
             return f"its rows are multiples of {ALIGNED_BYTES} bytes"
         return ""
 
-    def _captured(self, run: Bound, memory: Memory) -> Bound:
+    def _captured(self, run: Bound, memory: Workspace) -> Bound:
         """Wrap a function so that the GPU replays its launches as a graph, on a device that can do that."""
         return self._capture(run, self.operation, memory)
 
-    def _result(self, memory: Memory, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+    def _result(self, memory: Workspace, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Return the tensor of this name and shape in the memory for results; dtype None for that of hidden states."""
         return memory.tensor(name, *shape, dtype=dtype or self._dtype, device=self._device)
 
-    def _scratch(self, memory: Memory, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+    def _scratch(self, memory: Workspace, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Return the tensor of this name and shape in the memory for intermediate results; dtype None for hidden
         states' dtype.
         """
         return memory.scratch.tensor(name, *shape, dtype=dtype or self._dtype, device=self._device)
 
-    def _normed(self, norm_D: Tensor, rows: int, memory: Memory) -> Callable[[Tensor], Tensor]:
+    def _normed(self, norm_D: Tensor, rows: int, memory: Workspace) -> Callable[[Tensor], Tensor]:
         """Return the function that normalises hidden states: (hidden_TD) -> x_TD; later calls of any norm
         overwrite x.
         """

@@ -20,9 +20,8 @@ from moesched.models.networks import FeedForward
 from . import operators, qkv_functions
 from .kernel_weights import EXPERT_PARTS
 from .layer_weights import Tensor, Weights
-from .memory import Memory, SharedMemory
 from .resources import Resources, as_it_is
-from .seam import Bound, Case, Routed
+from .seam import Bound, Case, RouterOutput
 from .triton_attention_rows import (
     TritonAttention,
     TritonAttentionInputs,
@@ -30,6 +29,7 @@ from .triton_attention_rows import (
     parts_of,
 )
 from .triton_kernel import DTYPES, TritonKernel, power_of_two
+from .workspace import SharedMemory, Workspace
 
 T = TypeVar("T")
 
@@ -56,7 +56,7 @@ class TritonEmbed(TritonKernel):
         plain = self._config.attention.rotary.magnitude == 1
         return super().refusal(case) or ("" if plain else "its cosines and sines have magnitude 1")
 
-    def bind(self, case: Case, weights: Weights, memory: Memory) -> Bound:
+    def bind(self, case: Case, weights: Weights, memory: Workspace) -> Bound:
         """Return the function that looks up embeddings: (token ids, positions, steps) -> hidden_TD, (cosines, sines).
 
         The cosines and sines are those of the rotary embedding at each position. steps: the step in each KV cache, read
@@ -105,7 +105,7 @@ class TritonOutputProjection(TritonKernel):
 
     operation = "output_projection"
 
-    def bind(self, case: Case, weights: Weights, memory: Memory) -> Bound:
+    def bind(self, case: Case, weights: Weights, memory: Workspace) -> Bound:
         """Return the function that projects attention's output and adds the residual: (attended_TX, residual_TD) ->
         hidden_TD.
         """
@@ -138,14 +138,14 @@ class TritonRoute(TritonKernel):
         )
         return super().refusal(case) or ("" if plain else "it takes a router with softmax, without groups")
 
-    def bind(self, case: Case, weights: Weights, memory: Memory) -> Bound:
+    def bind(self, case: Case, weights: Weights, memory: Workspace) -> Bound:
         """Return the function that normalises hidden states and chooses each token's experts: (hidden_TD) ->
-        `Routed`.
+        `RouterOutput`.
         """
         assert case.layer is not None, "it is in a layer"
         network, rows = case.layer.feed_forward, case.rows
         norm_D, matrix = weights["ffn_norm"][0], self._matrix(weights["router"])
-        routed = Routed(
+        routed = RouterOutput(
             self._result(memory, "normed", rows, self._config.hidden),
             self._result(memory, "experts", rows, network.top_k, dtype=torch.int64),
             self._result(memory, "weights", rows, network.top_k, dtype=torch.float32),
@@ -153,7 +153,7 @@ class TritonRoute(TritonKernel):
         )
         settings = self._config.norm_eps, self._layer_norm, network.router.normalised
 
-        def route(hidden_TD: Tensor) -> Routed:
+        def route(hidden_TD: Tensor) -> RouterOutput:
             operators.route(hidden_TD, norm_D, *matrix, *settings, *routed)
             return routed
 
@@ -185,7 +185,7 @@ class TritonCombine(TritonKernel):
 
     operation = "combine"
 
-    def bind(self, case: Case, weights: object, memory: Memory) -> Bound:
+    def bind(self, case: Case, weights: object, memory: Workspace) -> Bound:
         """Return the function that sums experts' outputs: (y_nD, rows_Tk, weights_Tk, residual_TD) -> hidden_TD.
 
         y: the outputs, a row for each pair of a token and one of its k experts. rows: the row of y for each pair.
@@ -221,7 +221,7 @@ class TritonMoELayer(TritonKernel):
         shared = "it runs routed experts" if case.layer.feed_forward.shared else ""
         return self._route.refusal(case) or shared
 
-    def bind(self, case: Case, weights: Weights, memory: Memory) -> Bound:
+    def bind(self, case: Case, weights: Weights, memory: Workspace) -> Bound:
         """Return the function that computes a layer after attention: (attended_TX, hidden_TD) -> hidden_TD, experts_Tk,
         gated_nI.
 
@@ -232,7 +232,9 @@ class TritonMoELayer(TritonKernel):
         assert case.layer is not None, "it is in a layer"
         network = case.layer.feed_forward
         # Copied to the host when later layers may have run.
-        experts_Tk = self._result(Memory(case.rows), "experts", case.rows, network.top_k, dtype=torch.int64)
+        experts_Tk = self._result(
+            Workspace(case.rows), "experts", case.rows, network.top_k, dtype=torch.int64
+        )
         shared = SharedMemory(case.rows, memory.scratch, experts=experts_Tk)
         project, route = (part.bind(case, weights, shared) for part in (self._project, self._route))
         tokens = min(case.rows, max(1, GROUPED_BYTES // DTYPES[case.dtype] // network.top_k))
@@ -250,7 +252,7 @@ class TritonMoELayer(TritonKernel):
 
         return self._captured(run, memory)
 
-    def _gated(self, rows: int, intermediate: int, memory: Memory) -> Tensor | None:
+    def _gated(self, rows: int, intermediate: int, memory: Workspace) -> Tensor | None:
         """Return memory for the activations of experts (rows, I), float32; None in a kernel that does not report
         them.
         """
@@ -261,7 +263,7 @@ class TritonMoELayer(TritonKernel):
         tokens: int,
         network: FeedForward,
         weights: Weights,
-        memory: Memory,
+        memory: Workspace,
         gated_nI: Tensor | None,
     ) -> Callable[..., None]:
         """Return the function that runs the experts for up to `tokens` tokens and adds the residual, writing out_TD.
@@ -304,7 +306,7 @@ class TritonObservedLayer(TritonMoELayer):
         few = case.rows <= KEPT_ROWS and case.rows * DTYPES[case.dtype] <= GROUPED_BYTES // _top_k(case)
         return super().refusal(case) or ("" if few else f"it takes up to {KEPT_ROWS} rows in one part")
 
-    def _gated(self, rows: int, intermediate: int, memory: Memory) -> Tensor:
+    def _gated(self, rows: int, intermediate: int, memory: Workspace) -> Tensor:
         return self._scratch(memory, "gated", rows, intermediate, dtype=torch.float32)
 
 
@@ -313,14 +315,14 @@ class TritonLogits(TritonKernel):
 
     operation = "logits"
 
-    def bind(self, case: Case, weights: Weights, memory: Memory) -> Bound:
+    def bind(self, case: Case, weights: Weights, memory: Workspace) -> Bound:
         """Return the function that computes logits, float32, from hidden states: (hidden_TD, rows) -> logits_SV.
 
         rows: indices of the S rows of hidden_TD whose logits are wanted.
         """
         return partial(self._on_rows, self._captured(self._logits(case, weights, memory), memory))
 
-    def _logits(self, case: Case, weights: Weights, memory: Memory) -> Callable[[Tensor], Tensor]:
+    def _logits(self, case: Case, weights: Weights, memory: Workspace) -> Callable[[Tensor], Tensor]:
         normed = self._normed(weights["final_norm"][0], case.rows, memory)
         matrix = self._matrix(weights["lm_head"])
         vocabulary = sum(map(len, weights["lm_head"]))
@@ -342,7 +344,7 @@ class TritonGreedy(TritonLogits):
 
     operation = "greedy"
 
-    def bind(self, case: Case, weights: Weights, memory: Memory) -> Bound:
+    def bind(self, case: Case, weights: Weights, memory: Workspace) -> Bound:
         """Return the function that computes logits and the likeliest tokens: (hidden_TD, rows) -> logits_SV, tokens.
 
         rows: indices of the S rows of hidden_TD whose logits are wanted. tokens: the likeliest token of each row; -1

@@ -10,10 +10,10 @@ from moesched.tasks import Task
 
 from ..kernels import mlx_functions as functions
 from ..kernels.binder import Binder
-from ..kernels.memory import Memory
 from ..kernels.mlx_functions import Array, Rows
 from ..kernels.mlx_weights import Arrays
-from ..kernels.seam import Routed
+from ..kernels.seam import RouterOutput
+from ..kernels.workspace import Workspace
 from ..runner.micro_batch import MicroBatchState
 from .evaluations import Evaluations
 from .expert_rows import ExpertRows, Span, rows_of_one, zeros
@@ -42,7 +42,7 @@ class MlxExperts:
         self._kernels = kernels
         self._evaluations = evaluations
 
-    def group(self, task: Task, routed: Routed, read: Callable[..., Any], *arrays: Array) -> Any:
+    def group(self, task: Task, routed: RouterOutput, read: Callable[..., Any], *arrays: Array) -> Any:
         """Sort a micro-batch's rows by expert, and keep them in the micro-batch's state; returns the task's value.
 
         Args:
@@ -98,5 +98,5 @@ class MlxExperts:
         return rows.keep(span, self._run(stack, x_nD, rows_of_one(len(x_nD), index, many=rows.many)))
 
     def _run(self, stack: Arrays, x_nD: Array, rows: Rows) -> Array:
-        y_nD: Array = self._kernels.bound("experts", stack, Memory(len(x_nD)))(x_nD, rows)
+        y_nD: Array = self._kernels.bound("experts", stack, Workspace(len(x_nD)))(x_nD, rows)
         return y_nD

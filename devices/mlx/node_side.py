@@ -17,7 +17,7 @@ from moesched.tasks import Task
 
 from ..kernels import mlx_elements
 from ..kernels import mlx_functions as functions
-from ..kernels.seam import Routed
+from ..kernels.seam import RouterOutput
 from ..runner.micro_batch import MicroBatchState
 from ..runner.moe_layer import MoELayer
 from .evaluations import Evaluations
@@ -94,5 +94,5 @@ class MlxNodeSide:
         """
         width = routed_TX.shape[-1] - 2 * self._top_k
         x_TD, experts_Tk, weights_Tk = mx.split(mx.array(routed_TX), [width, width + self._top_k], axis=-1)
-        routed = Routed(x_TD.astype(self._dtype), experts_Tk.astype(mx.uint32), weights_Tk)
+        routed = RouterOutput(x_TD.astype(self._dtype), experts_Tk.astype(mx.uint32), weights_Tk)
         return self._moe.group(task, routed, reports=False)

@@ -11,7 +11,7 @@ from moesched.tasks import Task
 
 from ..kernels.binder import Binder
 from ..kernels.kernel_weights import KernelWeights
-from ..kernels.memory import Scratch
+from ..kernels.workspace import Scratch
 from .micro_batch import MicroBatchState
 
 WeightsOf = Callable[[Any], KernelWeights[Any]]

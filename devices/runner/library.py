@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from moesched.tasks import Task
 
-from ..kernels.seam import Routed
+from ..kernels.seam import RouterOutput
 
 
 class Library(Protocol):
@@ -46,7 +46,7 @@ class Library(Protocol):
 class Experts(Protocol):
     """The interface to run the experts of a layer on rows of micro-batches."""
 
-    def group(self, task: Task, routed: Routed, read: Callable[..., Any], *tensors: Any) -> Any:
+    def group(self, task: Task, routed: RouterOutput, read: Callable[..., Any], *tensors: Any) -> Any:
         """Sort a micro-batch's rows by expert and keep them in its state; returns the task's value, as `Library.value`
         does.
 

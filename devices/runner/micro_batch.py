@@ -9,7 +9,7 @@ from moesched.requests.chunks import Chunk
 from moesched.requests.logprobs import WantedLogprobs
 from moesched.requests.sampling import Sampling
 
-from ..kernels.memory import Memory, Scratch
+from ..kernels.workspace import Scratch, Workspace
 
 
 class MicroBatchState:
@@ -56,8 +56,8 @@ class MicroBatchState:
         self.samplings: list[Sampling] | None = None
         self.logprobs: list[WantedLogprobs | None] | None = None
         self.following: list[int | None] = []
-        self.memory: Memory | None = None
-        self._memories: dict[int, Memory] = {}
+        self.memory: Workspace | None = None
+        self._memories: dict[int, Workspace] = {}
         self.decodes = False
         self.caches: tuple[Any, ...] = ()
         self._cached: dict[int, tuple[Any, int]] = {}
@@ -93,14 +93,14 @@ class MicroBatchState:
         for request, token in zip(mine, tokens, strict=True):
             whole.new[whole.requests.index(request)] = [token]
 
-    def take_memory(self, rows: int, scratch: Scratch) -> Memory:
+    def take_memory(self, rows: int, scratch: Scratch) -> Workspace:
         """Return memory for the results of a step; it is kept for later steps with this number of rows, unless `rows`
         is large.
 
         rows: number of tokens in the step.
         scratch: memory for intermediate results.
         """
-        memory = self._memories.get(rows) or Memory(rows, scratch)
+        memory = self._memories.get(rows) or Workspace(rows, scratch)
         if memory.kept and rows not in self._memories:
             if len(self._memories) == self.most_memories:
                 del self._memories[next(iter(self._memories))]
@@ -121,11 +121,11 @@ class MicroBatchState:
         return self.steps[0]
 
     @property
-    def results(self) -> Memory:
+    def results(self) -> Workspace:
         """Return memory for the results of a kernel: the step's memory, or new memory at each call if the step has many
         tokens.
         """
-        return self.memory or Memory(len(self.hidden_TD))
+        return self.memory or Workspace(len(self.hidden_TD))
 
     def add_cache(self, cache: Any) -> None:
         """Add a KV cache that holds some of the layers."""

@@ -16,8 +16,8 @@ from moesched.tasks import Task
 
 from ..kernels.binder import Binder
 from ..kernels.kernel_weights import KernelWeights
-from ..kernels.memory import Memory
-from ..kernels.seam import Routed
+from ..kernels.seam import RouterOutput
+from ..kernels.workspace import Workspace
 from .attention import Attention, WeightsOf
 from .library import Experts, Library, counted, with_rows
 from .micro_batch import MicroBatchState
@@ -124,12 +124,12 @@ class MoELayer:
         self._experts.run_shared(task, self._weights(task.operands))
         return value
 
-    def route(self, task: Task) -> Routed:
+    def route(self, task: Task) -> RouterOutput:
         """Run norm and router for a task's micro-batch; returns each token's experts and weights."""
         state = self._states[task.micro_batch]
         return self._route(state.hidden_TD, self._weights(task.operands), state.results)
 
-    def group(self, task: Task, routed: Routed, *, reports: bool = True) -> dict[int, int]:
+    def group(self, task: Task, routed: RouterOutput, *, reports: bool = True) -> dict[int, int]:
         """Sort the rows of a micro-batch by expert and keep them in its state; returns each chosen expert's number of
         rows.
 
@@ -146,7 +146,7 @@ class MoELayer:
         have.
         """
         state, weights = self._states[task.micro_batch], self._weights(task.operands)
-        routed = self._route(state.hidden_TD, weights, Memory(len(state.hidden_TD)))
+        routed = self._route(state.hidden_TD, weights, Workspace(len(state.hidden_TD)))
         assert weights.layer is not None, "a view shows a layer"
         read = partial(_read, _ignore, weights.layer.feed_forward.experts)
         return self._library.value(task, read, routed.experts_Tk, *self._scores_of(routed))
@@ -171,11 +171,11 @@ class MoELayer:
     def _experts_of(self, task: Task) -> int:
         return self._config.layer(task.layer).feed_forward.experts
 
-    def _route(self, hidden_TD: Any, weights: KernelWeights[Any], memory: Memory) -> Routed:
-        routed: Routed = self._kernels.bound("route", weights, memory)(hidden_TD)
+    def _route(self, hidden_TD: Any, weights: KernelWeights[Any], memory: Workspace) -> RouterOutput:
+        routed: RouterOutput = self._kernels.bound("route", weights, memory)(hidden_TD)
         return routed
 
-    def _scores_of(self, routed: Routed) -> list[Any]:
+    def _scores_of(self, routed: RouterOutput) -> list[Any]:
         """Return the router's scores in a list of one tensor; an empty list if the plan requests no scores."""
         return [self._experts.scores(routed.logits_TE)] if self._scores else []
 

@@ -18,7 +18,7 @@ from moesched.tasks import Task
 
 from ..kernels.binder import Binder
 from ..kernels.kernel_weights import KernelWeights
-from ..kernels.memory import Memory
+from ..kernels.workspace import Workspace
 from .library import Library
 from .micro_batch import MicroBatchState
 
@@ -81,7 +81,7 @@ class NextTokens:
     def logits(self, state: MicroBatchState) -> Any:
         """Compute the logits (S, V), float32, of the last token of each sequence that a token is sampled for."""
         last = state.last
-        return self._kernels.bound("logits", self._head, Memory(len(last)))(state.hidden_TD, last)
+        return self._kernels.bound("logits", self._head, Workspace(len(last)))(state.hidden_TD, last)
 
     def draw(self, task: Task, logits_SV: Any) -> list[int] | list[Standing]:
         """Choose the next token of each sequence; with beam search, extend each request's beams and return the
@@ -156,7 +156,7 @@ class NextTokens:
         for start in range(0, len(ids) - 1, SCORED_ROWS):
             scored = ids[start + 1 : start + 1 + SCORED_ROWS]
             rows = range(first + start, first + start + len(scored))
-            logits = self._kernels.bound("logits", self._head, Memory(len(rows)))(state.hidden_TD, rows)
+            logits = self._kernels.bound("logits", self._head, Workspace(len(rows)))(state.hidden_TD, rows)
             found += logprobs_of(self._library.on_host(logits), scored, likeliest)
         return found
 
@@ -190,7 +190,7 @@ class NextTokens:
         _, tokens = greedy(state.hidden_TD, rows)  # other micro-batches may have the logits' memory by now
         return tokens
 
-    def _last_rows(self, state: MicroBatchState) -> tuple[Memory, Sequence[int]]:
+    def _last_rows(self, state: MicroBatchState) -> tuple[Workspace, Sequence[int]]:
         """Return memory for the logits, and the indices of the rows to sample from.
 
         The memory is the step's if the step samples from all its rows, else new memory.
@@ -198,4 +198,4 @@ class NextTokens:
         memory, sampled = state.memory, state.sampled
         if memory is not None and memory.rows == sampled:
             return memory, range(sampled)
-        return Memory(sampled), state.last
+        return Workspace(sampled), state.last

@@ -26,7 +26,7 @@ class ServedState(MicroBatchState):
         """Begin a step with the operands of `embed`: free the blocks of requests that left, and reserve blocks for new
         ones.
         """
-        for request in operands.left:
+        for request in operands.departed:
             self._sampled.pop(request, None)
             for cache in self.caches:
                 cache.close(request)

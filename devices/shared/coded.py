@@ -169,7 +169,7 @@ def _numbers(blocks_NBb: Tensor, offset: int, stored: StoredFormat) -> Tensor:
     """Read the number that is stored at an offset in each block, float32: (N, B, 1); NaN for the E8M0 exponent 255 (OCP
     MX).
     """
-    if stored.number == "exponent":
+    if stored.scale_encoding == "exponent":
         exponents_NB1 = _bytes_at(blocks_NBb, offset, 1).int()
         numbers_NB1 = torch.ldexp(torch.ones_like(exponents_NB1, dtype=torch.float32), exponents_NB1 - 128)
         return numbers_NB1.masked_fill(exponents_NB1 == 255, torch.nan)

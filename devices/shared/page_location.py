@@ -25,7 +25,7 @@ class Placement(NamedTuple):
     format: StoredFormat  # of the rows in the slot
 
 
-class Run(NamedTuple):
+class FileRead(NamedTuple):
     """A read of consecutive blocks of a file into a slot; the blocks contain neighbouring extents of a page."""
 
     file: Blocks
@@ -51,7 +51,7 @@ class PageLocation(NamedTuple):
     """
 
     placements: tuple[Placement, ...]
-    runs: tuple[Run, ...]
+    runs: tuple[FileRead, ...]
     nbytes: int
     bytes_to_read: int
 
@@ -129,12 +129,12 @@ def _must_convert(stored: StoredTensor, needed: StoredFormat, start: int) -> boo
 
 def _runs(
     spans: list[tuple[Path, int, int]], files: Mapping[Path, Blocks]
-) -> tuple[tuple[Run, ...], list[int]]:
+) -> tuple[tuple[FileRead, ...], list[int]]:
     """Return the reads that cover spans (path, start, end) of files, and the offset of each span in the slot.
 
     Reads of neighbouring spans are merged.
     """
-    runs: list[Run] = []
+    runs: list[FileRead] = []
     offsets = [0] * len(spans)
     for index, (path, start, end) in sorted(enumerate(spans), key=itemgetter(1)):
         file, last = files[path], runs[-1] if runs else None
@@ -146,8 +146,8 @@ def _runs(
     return tuple(runs), offsets
 
 
-def _run_to(file: Blocks, offset: int, end: int, at: int) -> Run:
-    return Run(file, offset, round_up(end) - offset, end - offset, at)
+def _run_to(file: Blocks, offset: int, end: int, at: int) -> FileRead:
+    return FileRead(file, offset, round_up(end) - offset, end - offset, at)
 
 
 def _placed(

@@ -19,7 +19,7 @@ from moesched.models.config import ModelConfig
 from moesched.models.host_buffers import CACHE_LINE
 from moesched.steps.plan import Plan
 
-from ..kernels.memory import Memory
+from ..kernels.workspace import Workspace
 from ..products.linear import Tensor
 from ..shared.arena import aligned_bytes, typed_view
 from .compute import Compute
@@ -51,7 +51,7 @@ class AttentionRows:
     def __init__(self, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, attended_TX: Tensor) -> None:
         self.qkv = q_THd, k_TKd, v_TKd
         self.attended_TX = attended_TX
-        self.memory = Memory(len(attended_TX), attended=attended_TX)
+        self.memory = Workspace(len(attended_TX), attended=attended_TX)
 
 
 class RoutedRows(NamedTuple):

@@ -14,7 +14,7 @@ from moesched.tasks import Task
 
 from ..kernels import expert_functions
 from ..kernels.layer_weights import Weights
-from ..kernels.seam import Routed
+from ..kernels.seam import RouterOutput
 from ..products.linear import Tensor, gated
 from ..runner.micro_batch import MicroBatchState
 from ..runner.observers import DeviceObservers
@@ -54,7 +54,7 @@ class TorchExperts:
         self._runner = ExpertRunner(config, compute.kernels, compute.use_cores_for)
         self._observers = observers
 
-    def group(self, task: Task, routed: Routed, read: Callable[..., Any], *tensors: Tensor) -> Any:
+    def group(self, task: Task, routed: RouterOutput, read: Callable[..., Any], *tensors: Tensor) -> Any:
         """Sort a micro-batch's rows by expert, and keep them in the micro-batch's state; returns the task's value.
 
         Args:

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..kernels.memory import Memory
 from ..kernels.seam import Bound
+from ..kernels.workspace import Workspace
 from .captured import Captured, Graphs, identities
 
 FIRST, OF_A_LAYER, LAST = "embed", ("attention_inputs", "attention", "moe_layer"), "greedy"
@@ -156,7 +156,7 @@ class Replays:
         self.graphs = graphs
         self.layers = 0
 
-    def captured(self, run: Bound, operation: str, memory: Memory) -> Bound:
+    def captured(self, run: Bound, operation: str, memory: Workspace) -> Bound:
         """Wrap a bound kernel so that calls with repeated arguments are replayed; see `Captured`.
 
         Args:

@@ -15,11 +15,11 @@ from moesched.calibration.gpu_probe import (
     GPU,
     HOST,
     PINNED,
-    Answer,
     Copy,
     Launches,
     Operation,
     Product,
+    RoundTrip,
     Stream,
 )
 from moesched.models.stored_formats import STORED_FORMATS
@@ -140,7 +140,7 @@ class GpuOperations:
             case Launches():
                 one = torch.ones(1, device=self._device)
                 return lambda: [one.add_(1.0) for _ in range(operation.kernels)]
-            case Answer():
+            case RoundTrip():
                 some = torch.ones(operation.nbytes // 4, device=self._device)
                 return lambda: some.add_(1.0).tolist()
 

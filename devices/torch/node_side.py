@@ -11,7 +11,7 @@ from moesched.steps.plan import Plan
 from moesched.tasks import Task
 
 from ..kernels import expert_functions
-from ..kernels.seam import Routed
+from ..kernels.seam import RouterOutput
 from ..products.linear import Tensor
 from ..products.team import use_cores
 from ..runner.micro_batch import MicroBatchState
@@ -93,7 +93,7 @@ class NodeSide:
         """
         ends = (-2 * self._top_k, -self._top_k)
         x_TD, experts_Tk, weights_Tk = self._on_device(routed_TX).tensor_split(ends, dim=-1)
-        routed = Routed(x_TD.to(self._dtype), experts_Tk.long(), weights_Tk)
+        routed = RouterOutput(x_TD.to(self._dtype), experts_Tk.long(), weights_Tk)
         return self._moe.group(task, routed, reports=False)
 
     def _on_device(self, array: Array) -> Tensor:

@@ -50,7 +50,7 @@ _PREFILL, _DECODE = (
 )
 
 
-class Shapes(NamedTuple):
+class WarmUpSizes(NamedTuple):
     """The sizes of a plan's largest micro-batches, as if all sequences were equally long.
 
     Attributes:
@@ -68,7 +68,7 @@ class Shapes(NamedTuple):
     workspace: int
 
 
-def shapes_of(plan: Plan, kv: Tensor | None) -> Shapes:
+def shapes_of(plan: Plan, kv: Tensor | None) -> WarmUpSizes:
     """Return the sizes of a plan's largest micro-batches for a warm-up.
 
     kv: memory of the accelerator for keys and values, which limits the cached tokens; None without any.
@@ -79,7 +79,7 @@ def shapes_of(plan: Plan, kv: Tensor | None) -> Shapes:
     sequences = max(map(plan.batch.sequences, plan.batch.micro_batches))
     blocks = 0 if kv is None else _blocks_in(kv, plan.layout.config) // sequences
     cached = max(0, min(max(plan.batch.prompts), blocks * KV_BLOCK_TOKENS - 1))
-    return Shapes(tokens // length, length, sequences, cached, plan.reservations.sizes.workspace)
+    return WarmUpSizes(tokens // length, length, sequences, cached, plan.reservations.sizes.workspace)
 
 
 def memory_for_kv(states: Sequence[MicroBatchState], kv_slots: Sequence[Tensor]) -> Tensor | None:
@@ -103,13 +103,13 @@ class ExpertWarmUp:
         self._weights = weights
 
     @torch.inference_mode()
-    def run(self, shapes: Shapes) -> None:
+    def run(self, shapes: WarmUpSizes) -> None:
         """Make the allocator map the plan's workspace, and run all kernels once, on the current stream."""
         torch.empty(shapes.workspace, dtype=torch.uint8, device=self._compute.accelerator)
         self._layer(shapes)
         self._expert(max(shapes.prompts * shapes.length, shapes.sequences))
 
-    def _layer(self, shapes: Shapes) -> None:
+    def _layer(self, shapes: WarmUpSizes) -> None:
         """Run all kernels of a layer except the experts'; none in this class, for a node that has only experts."""
 
     def _expert(self, most: int) -> None:
@@ -161,7 +161,7 @@ class WarmUp(ExpertWarmUp):
         )
         self._tokens = NextTokens(global_weights.head, states, kernels, library, choice, lambda _: "")
 
-    def _layer(self, shapes: Shapes) -> None:
+    def _layer(self, shapes: WarmUpSizes) -> None:
         """Run all kernels of a layer except the experts', once as in prefill and once as in decode."""
         self._prefill(shapes.prompts, shapes.length)
         self._decode(shapes.sequences, shapes.cached)
@@ -242,11 +242,11 @@ class WarmUps:
 
     def __init__(self) -> None:
         self.on_thread: Callable[[], object] | None = None
-        self._known: set[Shapes] = set()
+        self._known: set[WarmUpSizes] = set()
         self._thread: ThreadPoolExecutor | None = None
         self._seconds: Future[float] | None = None
 
-    def is_new(self, shapes: Shapes) -> bool:
+    def is_new(self, shapes: WarmUpSizes) -> bool:
         """Test whether these sizes are new, and remember them."""
         before = len(self._known)
         self._known.add(shapes)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from moesched.analysis.compared_runs import ComparedRun, Measure, read_run, replayed_run, trace_of
 from moesched.analysis.comparison import Comparison, Row, Title
 from moesched.analysis.difference import Difference, explain_difference
-from moesched.analysis.sides import Measure, Side, read_side, replayed_side, trace_of
 from moesched.errors import BadInput
 from moesched.system.cells import counted_in_cell
 from moesched.system.outputs import Output, require_outputs
@@ -17,7 +17,7 @@ from moesched.trace.chrome_writer import TitledRun, write_side_by_side
 
 @interruptible()
 def compare_runs(
-    sides: Sequence[Side | Path | str],
+    sources: Sequence[ComparedRun | Path | str],
     *,
     replayed: bool = False,
     trace: Path | str | None = None,
@@ -26,7 +26,7 @@ def compare_runs(
     """Compare runs with the first of them.
 
     Args:
-        sides: two or more runs, each as a `Side` or as the file of its trace or report.
+        sources: two or more runs, each as a `ComparedRun` or as the file of its trace or report.
         replayed: whether to add a replay of the first run's graph and durations on the virtual clock.
         trace: file to write all runs to as a single trace.
         progress: called with (replays done, all replays) while the difference is computed.
@@ -35,9 +35,9 @@ def compare_runs(
         BadInput: there are fewer than two runs and no replay, a file is neither a trace nor a report, or a report is
             given where a trace is needed.
     """
-    files = [side for side in sides if not isinstance(side, Side)]
+    files = [source for source in sources if not isinstance(source, ComparedRun)]
     require_outputs(Output("trace", trace), inputs=files)
-    runs = read_sides(sides, replayed=replayed)
+    runs = read_runs(sources, replayed=replayed)
     if trace is not None:
         shown = [TitledRun(run.title, *trace_of(run, "--trace shows")) for run in runs]
         write_side_by_side(trace, shown)
@@ -62,21 +62,23 @@ def compare_runs(
     )
 
 
-def read_sides(sides: Sequence[Side | Path | str], *, replayed: bool = False) -> list[Side]:
+def read_runs(sources: Sequence[ComparedRun | Path | str], *, replayed: bool = False) -> list[ComparedRun]:
     """Read the runs to compare; with `replayed`, a replay of the first run is inserted as the second.
 
     Raises:
         BadInput: there are fewer than two runs, a file is neither a trace nor a report, or a report is to be replayed.
     """
-    if len(sides) + replayed < 2:
-        raise BadInput(f"{len(sides)} run given: name two traces or reports to compare")
-    runs = [side if isinstance(side, Side) else read_side(side) for side in sides]
+    if len(sources) + replayed < 2:
+        raise BadInput(f"{len(sources)} run given: name two traces or reports to compare")
+    runs = [source if isinstance(source, ComparedRun) else read_run(source) for source in sources]
     if replayed:
-        runs.insert(1, replayed_side(runs[0]))
+        runs.insert(1, replayed_run(runs[0]))
     return runs
 
 
-def _difference(runs: Sequence[Side], progress: Callable[[int, int], object] | None) -> Difference | None:
+def _difference(
+    runs: Sequence[ComparedRun], progress: Callable[[int, int], object] | None
+) -> Difference | None:
     if len(runs) != 2 or any(run.trace is None for run in runs):
         return None
     places = (1, 0) if (runs[0].figures, runs[1].figures) == ("measured", "predicted") else (0, 1)
@@ -84,7 +86,7 @@ def _difference(runs: Sequence[Side], progress: Callable[[int, int], object] | N
     return explain_difference(first.recording, second.recording, places=places, progress=progress)
 
 
-def _row(measure: Measure, runs: Sequence[Side]) -> Row:
+def _row(measure: Measure, runs: Sequence[ComparedRun]) -> Row:
     first = runs[0]
     base = first.values.get(measure)
     values = [run.values.get(measure) for run in runs]
@@ -101,7 +103,7 @@ def _row(measure: Measure, runs: Sequence[Side]) -> Row:
     )
 
 
-def _error_percent(measure: Measure, first: Side, other: Side) -> float | None:
+def _error_percent(measure: Measure, first: ComparedRun, other: ComparedRun) -> float | None:
     """Return the error of a prediction in percent of the measured figure; None unless exactly one run is predicted."""
     if first.figures == other.figures:
         return None

@@ -7,9 +7,9 @@ from typing import Literal
 
 import msgspec
 
+from moesched.analysis.compared_runs import Section, Unit
 from moesched.analysis.difference import Cause, Difference
 from moesched.analysis.published import PUBLISHED_PREFILLS
-from moesched.analysis.sides import Section, Unit
 from moesched.system.cells import html_of
 from moesched.units import format_bytes, format_flops, format_number, format_seconds
 

@@ -60,7 +60,7 @@ class LaneCause(msgspec.Struct, frozen=True, kw_only=True):
     share: float | None
 
 
-class Wait(msgspec.Struct, frozen=True, kw_only=True):
+class WaitTotal(msgspec.Struct, frozen=True, kw_only=True):
     """Waits on the second run's critical path for the policy or the driver alone: their number and total seconds.
 
     Attributes:
@@ -94,7 +94,7 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
     causes: list[Cause]
     lanes: list[LaneCause]
-    waits: list[Wait]
+    waits: list[WaitTotal]
     works: list[WorkDifference]
 
 
@@ -295,7 +295,7 @@ def _lanes(
     return sorted(lanes, key=lambda lane: -abs(lane.seconds))
 
 
-def _waits(run: Recording) -> list[Wait]:
+def _waits(run: Recording) -> list[WaitTotal]:
     titles = run.titles
     seconds: Counter[tuple[str, str]] = Counter()
     times: Counter[tuple[str, str]] = Counter()
@@ -305,6 +305,6 @@ def _waits(run: Recording) -> list[Wait]:
             seconds[key] += hop.gap
             times[key] += 1
     return [
-        Wait(kind=kind, lane=lane, times=times[kind, lane], seconds=nanoseconds / 1e9)
+        WaitTotal(kind=kind, lane=lane, times=times[kind, lane], seconds=nanoseconds / 1e9)
         for (kind, lane), nanoseconds in seconds.most_common()
     ]

@@ -13,11 +13,11 @@ from moesched.calibration.gpu_probe import (
     GPU,
     HOST,
     PINNED,
-    Answer,
     Copy,
     Launches,
     Operation,
     Product,
+    RoundTrip,
     Stream,
 )
 from moesched.models.config import ModelConfig
@@ -107,7 +107,7 @@ class GpuExtent(msgspec.Struct, frozen=True, kw_only=True):
             yield Copy(source, destination, self.small)
             yield Copy(source, destination, self.large)
         yield Launches(self.kernels)
-        yield Answer(8)
+        yield RoundTrip(8)
 
     def pairs(self) -> Iterator[tuple[Copy, Copy]]:
         """Yield pairs of copies that run at once; only the first copy of each pair is timed."""

@@ -51,13 +51,13 @@ class Launches(NamedTuple):
     kernels: int
 
 
-class Answer(NamedTuple):
+class RoundTrip(NamedTuple):
     """An almost empty kernel, and the host's wait for its result of a few bytes."""
 
     nbytes: int
 
 
-Operation = Product | Stream | Copy | Launches | Answer
+Operation = Product | Stream | Copy | Launches | RoundTrip
 
 
 class GpuProbe(Protocol):

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from moesched.calibration.gpu_probe import Answer, Copy, Launches, Operation, Product, Stream
+from moesched.calibration.gpu_probe import Copy, Launches, Operation, Product, RoundTrip, Stream
 from moesched.calibration.task_times import LEAST_SECONDS, point, rounded
 from moesched.errors import BadInput
 from moesched.machines import CostPoint
@@ -101,7 +101,7 @@ def launch_seconds(times: Times) -> Estimate:
 
 def host_seconds(times: Times, launch: float) -> Estimate:
     """Return the seconds that the host waits for a kernel's result, less the `launch` seconds of its launch."""
-    waits = [seconds for each, rounds in times.items() if isinstance(each, Answer) for seconds in rounds]
+    waits = [seconds for each, rounds in times.items() if isinstance(each, RoundTrip) for seconds in rounds]
     return estimate([max(LEAST_SECONDS, seconds - launch) for seconds in waits])
 
 

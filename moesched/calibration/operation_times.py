@@ -51,7 +51,7 @@ class DeviceProbe(Protocol):
     def close(self) -> None: ...
 
 
-class Operation(NamedTuple):
+class TimedOperation(NamedTuple):
     """Key of a timed operation, as in `CostPoint`."""
 
     name: str
@@ -74,7 +74,7 @@ class OperationTimes:
         self._probe = probe
         self._scratch = scratch
         self._extent = extent
-        self._times: dict[Operation, list[float]] = {}
+        self._times: dict[TimedOperation, list[float]] = {}
 
     def write_scratch(self) -> None:
         """Write the scratch file through to the disk.
@@ -130,16 +130,17 @@ class OperationTimes:
 
     def _memory(self) -> Call:
         nbytes = self._extent.stream
-        streamed = self._measure(Operation(STREAM, nbytes), self._probe.stream(nbytes))
+        streamed = self._measure(TimedOperation(STREAM, nbytes), self._probe.stream(nbytes))
         copied = [
-            self._measure(Operation("copy", size), self._probe.copy(size)) for size in self._extent.copies
+            self._measure(TimedOperation("copy", size), self._probe.copy(size))
+            for size in self._extent.copies
         ]
         return partial(self._record_times, [streamed, *copied])
 
     def _reads(self) -> Call:
         found = [
             self._measure(
-                Operation(READ, nbytes, rows=pieces), self._probe.read(self._scratch, nbytes, pieces)
+                TimedOperation(READ, nbytes, rows=pieces), self._probe.read(self._scratch, nbytes, pieces)
             )
             for nbytes in self._extent.reads
             for pieces in self._extent.pieces
@@ -155,7 +156,7 @@ class OperationTimes:
         rows = self._extent.rows
         if stored and dtype == LINEAR:
             rows = tuple(count for count in rows if count <= FEW_ROWS)
-        product = Operation(
+        product = TimedOperation(
             RESIDENT_PRODUCT if packed else PRODUCT,
             outputs * STORED_FORMATS[dtype if stored in ("", COLUMNS) else stored].row_bytes(inputs),
             dtype,
@@ -164,10 +165,10 @@ class OperationTimes:
         found = [self._measure(product._replace(rows=count), of_rows(count)) for count in rows]
         return partial(self._record_times, found)
 
-    def _measure(self, operation: Operation, call: Call) -> tuple[Operation, float]:
+    def _measure(self, operation: TimedOperation, call: Call) -> tuple[TimedOperation, float]:
         with self._probe.ready():
             return operation, measure(call, self._extent.seconds)
 
-    def _record_times(self, found: Iterable[tuple[Operation, float]]) -> None:
+    def _record_times(self, found: Iterable[tuple[TimedOperation, float]]) -> None:
         for operation, seconds in found:
             self._times.setdefault(operation, []).append(seconds)

@@ -19,8 +19,8 @@ from moesched.system.whole_file import write_json
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from moesched.analysis.compared_runs import ComparedRun
     from moesched.analysis.comparison import Comparison
-    from moesched.analysis.sides import Side
 
 EPILOGUE = """Examples:
 
@@ -60,12 +60,12 @@ def compare(
     predicted and the other measured, the table shows the prediction's error in percent. For two traces it also explains
     why one took longer: by kind of task, by lane, and by the time between tasks.
     """
-    from moesched.analysis.compare import compare_runs, read_sides
+    from moesched.analysis.compare import compare_runs, read_runs
     from moesched.cli.results import say_where
 
     files = [first, *others]
     with Bar("comparing") as bar:
-        runs = read_sides(files, replayed=replayed)
+        runs = read_runs(files, replayed=replayed)
         comparison = compare_runs(runs, trace=trace, progress=bar.update)
         if report is not None:
             _write_report(report, comparison, runs)
@@ -79,7 +79,7 @@ def compare(
     say_where(trace, report if is_html(report) else None)
 
 
-def _write_report(path: Path, comparison: Comparison, runs: Sequence[Side]) -> None:
+def _write_report(path: Path, comparison: Comparison, runs: Sequence[ComparedRun]) -> None:
     from moesched.trace import TitledRun
 
     if not is_html(path):

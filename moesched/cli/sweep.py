@@ -23,7 +23,7 @@ from moesched.units import format_number
 
 if TYPE_CHECKING:
     from moesched.sweeps.axes import Sweep
-    from moesched.sweeps.figures import Best
+    from moesched.sweeps.figures import BestPolicy
     from moesched.sweeps.line import Line
     from moesched.sweeps.plots import Picture
     from moesched.sweeps.store import Store
@@ -210,7 +210,7 @@ def _reason(line: Line) -> str:
     )
 
 
-def _print_best(best: list[Best], *, dollars: bool) -> None:
+def _print_best(best: list[BestPolicy], *, dollars: bool) -> None:
     """Print a table of the best policy in each case.
 
     A case is a combination of values of the axes other than policy and its settings.

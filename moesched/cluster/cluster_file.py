@@ -132,8 +132,7 @@ def load_cluster(path: Path) -> Cluster:
 
 
 def parse_cluster(text: bytes, where: str) -> Cluster:
-    """Parse the text of a cluster file.
-
+    """Parse the text of a cluster file; `where` names the file in messages.
 
     Raises:
         BadInput: the text is not TOML, or a key is missing, unknown or has an invalid value. The message names `where`
@@ -170,6 +169,9 @@ LookUp = Callable[[str, None, int], object]
 def require_known_hosts(cluster: Cluster, where: str, look_up: LookUp = socket.getaddrinfo) -> None:
     """Check that the system can resolve the address of each host; names must have an IPv4 address.
 
+    Args:
+        where: the file's name, for messages.
+        look_up: resolves a host name.
 
     Raises:
         BadInput: an address cannot be resolved; the message names its key in the file.

@@ -45,7 +45,7 @@ class Numbered(Message, frozen=True, kw_only=True):
 
 
 class AboutOrder(Numbered, frozen=True, kw_only=True):
-    """A message about an order of an epoch."""
+    """A message about an order of an epoch: `order` and `epoch` are their numbers."""
 
     epoch: int
     order: int
@@ -239,7 +239,7 @@ class Order(AboutOrder, frozen=True, kw_only=True):
 
 
 class Member(msgspec.Struct, frozen=True, kw_only=True):
-    """Rank, address and public key of a member's transport."""
+    """A member's rank, and the address, port and public key of its transport."""
 
     rank: int
     address: str

@@ -30,7 +30,7 @@ from moesched.cluster.messages import (
 )
 from moesched.cluster.metered import Metered
 from moesched.cluster.node_exchanges import LET_GO, NodeExchanges
-from moesched.cluster.node_jobs import Ask, NodeJob
+from moesched.cluster.node_jobs import NodeJob, NodeOrder
 from moesched.cluster.node_reports import NodeReports
 from moesched.errors import BadInput, MoeschedError, PolicyError, RankLost, TransportError
 from moesched.inputs.defaults import JOIN_SECONDS
@@ -152,31 +152,31 @@ class _Node:
             raise
 
     def _prepare(self, job: NodeJob, order: Order) -> None:
-        sizes, placement = job.prepare(self._ask(order, order.sizes))
+        sizes, placement = job.prepare(self._node_order(order, order.sizes))
         self._port = self._exchanges.reserve()
         self._reports.prepared(self._port, sizes, placement)
 
     def _begin(self, job: NodeJob, welcome: Welcome, begin: Begin) -> None:
         order = self._reports.order
         assert order is not None, "a launcher begins only what it ordered"
-        ask = self._ask(order, begin.sizes)
+        node_order = self._node_order(order, begin.sizes)
         self._transport = self._exchanges.open(
             welcome.transport,
             begin,
-            ask.node,
+            node_order.node,
             port=self._port,
             lost_after=welcome.lost_after,
             on_loaded=self._reports.loaded,
         )
         try:
             self._reports.begin()
-            self._run(job, ask, self._transport)
+            self._run(job, node_order, self._transport)
         finally:
             self._transport = None
             self._exchanges.shut()
 
-    def _run(self, job: NodeJob, ask: Ask, transport: Metered) -> None:
-        for part in job.run(ask, transport):
+    def _run(self, job: NodeJob, node_order: NodeOrder, transport: Metered) -> None:
+        for part in job.run(node_order, transport):
             self._reports.content("report", part.report)
             if part.recording is not None:
                 self._reports.content("recording", part.recording)
@@ -190,8 +190,8 @@ class _Node:
                 return
         self._reports.done("")
 
-    def _ask(self, order: Order, sizes: SizeOptions) -> Ask:
-        return Ask(
+    def _node_order(self, order: Order, sizes: SizeOptions) -> NodeOrder:
+        return NodeOrder(
             nodes=len(order.members),
             node=order.members.index(self._host.rank),
             prompts=order.prompts,

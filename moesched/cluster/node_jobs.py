@@ -56,7 +56,7 @@ class NodeRun(DeviceOptions, BudgetOptions, DTypeOptions, PolicyOptions):
     traced: bool = False
 
 
-class Ask(msgspec.Struct, frozen=True, kw_only=True):
+class NodeOrder(msgspec.Struct, frozen=True, kw_only=True):
     """An order to all nodes, as one node carries it out.
 
     Attributes:
@@ -93,6 +93,8 @@ class NodeJob:
     """A node's policy, layout, machine and device, which stay open between orders.
 
     Args:
+        checkpoint: the model's files.
+        run: the options that all orders share.
         memory: bytes of the accelerator's memory that the node may use; None for all.
         on_loading: called with (resident pages loaded, all resident pages).
         on_tokens: called with new tokens by request, and with the requests that end with them.
@@ -138,17 +140,17 @@ class NodeJob:
             budgets, self._machine, process_of([self._device], self._machine), 1
         )
 
-    def prepare(self, ask: Ask) -> tuple[SizeOptions, list[list[int]]]:
+    def prepare(self, node_order: NodeOrder) -> tuple[SizeOptions, list[list[int]]]:
         """Return the largest batch sizes that fit into memory, with fixed ones kept, and the experts of each node.
 
         Raises:
             BadInput: not even one request fits; the message names the memory and the missing bytes.
         """
         problem = BadInput("no prompts were given: give at least one")
-        for sizes in self._candidates(ask):
+        for sizes in self._candidates(node_order):
             try:
-                batches = self._batches(ask, self._batch_sizes(sizes))
-                plans = [self._plan(ask, batch, self._make()) for batch in batches]
+                batches = self._batches(node_order, self._batch_sizes(sizes))
+                plans = [self._plan(node_order, batch, self._make()) for batch in batches]
             except BadInput as error:
                 problem = error
             else:
@@ -156,18 +158,18 @@ class NodeJob:
                 return sizes, [sorted(held) for held in plans[0].nodes.placement]
         raise problem
 
-    def run(self, ask: Ask, transport: Transport) -> Iterator[NodeBatch]:
+    def run(self, node_order: NodeOrder, transport: Transport) -> Iterator[NodeBatch]:
         """Run the batches of an order, whose sizes are all fixed, and yield each result; the last may have failed.
 
         Raises:
             BadInput: a file of weights has changed since it was opened.
         """
         self._checkpoint.require_unchanged()
-        sizes = self._batch_sizes(ask.sizes)
-        self._device.join(ask.node, transport, self._device)
+        sizes = self._batch_sizes(node_order.sizes)
+        self._device.join(node_order.node, transport, self._device)
         policies = BatchPolicies(self._make)
-        for batch in self._batches(ask, sizes):
-            yield self._run_batch(ask, batch, policies.next_of(ask.node))
+        for batch in self._batches(node_order, sizes):
+            yield self._run_batch(node_order, batch, policies.next_of(node_order.node))
 
     def stand_by(self) -> None:
         """Let the device keep its weights in memory; must be called several times a second while the node is idle."""
@@ -186,10 +188,10 @@ class NodeJob:
         if plan.nodes.attends:
             self._checkpoint.require_files(global_shapes(self._layout.config))
 
-    def _run_batch(self, ask: Ask, batch: Batch, policy: Policy) -> NodeBatch:
-        plan = self._plan(ask, batch, policy)
+    def _run_batch(self, node_order: NodeOrder, batch: Batch, policy: Policy) -> NodeBatch:
+        plan = self._plan(node_order, batch, policy)
         first = batch.first_request
-        mine = ask.prompts[first - ask.first_request :][: len(batch.prompts)]
+        mine = node_order.prompts[first - node_order.first_request :][: len(batch.prompts)]
         recorder = recorder_of(plan) if self._run.traced else None
         kinds = KindMeter()
         beams = batch.beams > 1
@@ -230,11 +232,11 @@ class NodeJob:
             self._on_tokens(held, list(held))
         return NodeBatch(report=finished, recording=recorder.recording() if recorder else None, ending=ending)
 
-    def _batches(self, ask: Ask, sizes: BatchSizes) -> Iterator[Batch]:
-        for batch in batches_of(list(map(len, ask.prompts)), ask.new_tokens, sizes):
-            yield replace(batch, first_request=ask.first_request + batch.first_request)
+    def _batches(self, node_order: NodeOrder, sizes: BatchSizes) -> Iterator[Batch]:
+        for batch in batches_of(list(map(len, node_order.prompts)), node_order.new_tokens, sizes):
+            yield replace(batch, first_request=node_order.first_request + batch.first_request)
 
-    def _plan(self, ask: Ask, batch: Batch, policy: Policy) -> Plan:
+    def _plan(self, node_order: NodeOrder, batch: Batch, policy: Policy) -> Plan:
         return plan_run(
             self._machine,
             self._layout,
@@ -242,8 +244,8 @@ class NodeJob:
             policy,
             self._budgets,
             self._device.slot_bytes,
-            nodes=ask.nodes,
-            node=ask.node,
+            nodes=node_order.nodes,
+            node=node_order.node,
             process=self._process,
         )
 
@@ -255,18 +257,18 @@ class NodeJob:
             prefill_chunk=fixed.prefill_chunk,
         )
 
-    def _candidates(self, ask: Ask) -> Iterator[SizeOptions]:
+    def _candidates(self, node_order: NodeOrder) -> Iterator[SizeOptions]:
         """Yield batch sizes to try, largest first: a single micro-batch sends only one message per layer and step.
 
         The prefill of long prompts is cut into two chunks, so that one is exchanged while the other is computed.
         """
-        fixed, count = ask.sizes, len(ask.prompts)
+        fixed, count = node_order.sizes, len(node_order.prompts)
         for batch_size in _halves(count) if fixed.batch_size is None else [min(fixed.batch_size, count)]:
             size = fixed.micro_batch_size
             for micro_batch_size in _halves(batch_size) if size is None else [min(size, batch_size)]:
                 chunk = fixed.prefill_chunk
-                if chunk is None and micro_batch_size == batch_size and ask.nodes > 1:
-                    tokens = sum(sorted(map(len, ask.prompts))[-batch_size:])
+                if chunk is None and micro_batch_size == batch_size and node_order.nodes > 1:
+                    tokens = sum(sorted(map(len, node_order.prompts))[-batch_size:])
                     chunk = -(-tokens // 2) if tokens >= LONG_PROMPTS else None
                 yield dataclasses.replace(
                     fixed, batch_size=batch_size, micro_batch_size=micro_batch_size, prefill_chunk=chunk

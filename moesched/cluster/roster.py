@@ -86,7 +86,7 @@ class Back(Exception):
 
 
 class Roster:
-    """All nodes of a cluster, and the members of the epoch: the nodes that currently carry out orders together.
+    """All nodes of a cluster; its members are those nodes that currently carry out orders together, in one epoch.
 
     Args:
         processes: the nodes' processes, by rank.

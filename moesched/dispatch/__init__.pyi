@@ -34,7 +34,7 @@ from moesched.dispatch.kv_placement import split_kv as split_kv
 from moesched.dispatch.layer_by_layer import LayerByLayer as LayerByLayer
 from moesched.dispatch.layer_decisions import Division as Division
 from moesched.dispatch.layer_decisions import LayerDecisions as LayerDecisions
-from moesched.dispatch.layer_makespan import Layer as Layer
+from moesched.dispatch.layer_makespan import ChosenExperts as ChosenExperts
 from moesched.dispatch.layer_makespan import LayerCosts as LayerCosts
 from moesched.dispatch.layer_makespan import LayerDecision as LayerDecision
 from moesched.dispatch.layer_makespan import decide as decide

@@ -13,7 +13,7 @@ from typing import Literal, get_args
 from moesched.errors import BadInput
 from moesched.models.layout import Page
 from moesched.routing.profile import read_routing_profile
-from moesched.steps.memory import Fixed
+from moesched.steps.fixed_pages import Fixed
 from moesched.steps.plan import Plan
 
 Expert = tuple[int, int]

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from moesched.dispatch.expert_latencies import ExpertLatencies
 from moesched.dispatch.expert_placement import Routed, tokens_of, users_of
-from moesched.dispatch.layer_makespan import Layer, LayerCosts, LayerDecision, decide
+from moesched.dispatch.layer_makespan import ChosenExperts, LayerCosts, LayerDecision, decide
 
 REMEMBERED = 4096
 
@@ -79,7 +79,7 @@ class LayerDecisions:
         costs: LayerCosts = self._latencies
         if micro_batches > 1:
             costs = _InParts(self._latencies, micro_batches)
-        layer = Layer(resident, missing, costs, resident_on_host=self._resident_on_host)
+        layer = ChosenExperts(resident, missing, costs, resident_on_host=self._resident_on_host)
         if self._on_host and (missing or self._resident_on_host):
             return decide(layer)
         seconds = layer.end(0.0, sum(layer.resident_here), layer.missing_here, 0)

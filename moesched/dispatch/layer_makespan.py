@@ -56,8 +56,8 @@ class LayerDecision(NamedTuple):
     """The experts of a layer that do not run in the memory that has their weights.
 
     Attributes:
-        away: experts on the accelerator that run on the host, as indices into `Layer.resident`.
-        fetched: experts that are fetched to the accelerator, in this order, as indices into `Layer.missing`.
+        away: experts on the accelerator that run on the host, as indices into `ChosenExperts.resident`.
+        fetched: experts that are fetched to the accelerator, in this order, as indices into `ChosenExperts.missing`.
         seconds: time from the end of routing until the last output is on the accelerator.
     """
 
@@ -66,7 +66,7 @@ class LayerDecision(NamedTuple):
     seconds: float
 
 
-class Layer:
+class ChosenExperts:
     """The chosen experts of a layer, each given by its number of tokens, with their latencies.
 
     Args:
@@ -139,7 +139,7 @@ class Layer:
         return throughout if throughout < for_a_time else for_a_time
 
 
-def decide(layer: Layer) -> LayerDecision:
+def decide(layer: ChosenExperts) -> LayerDecision:
     """Choose the assignment of a layer's experts with the least makespan.
 
     The makespan is within 1 % of the optimum for up to `FEW` experts; for more experts a heuristic chooses.
@@ -175,7 +175,7 @@ class _Thresholds:
     tokens are fetched. No other assignment with the same two numbers leaves the host less work.
     """
 
-    def __init__(self, layer: Layer) -> None:
+    def __init__(self, layer: ChosenExperts) -> None:
         self._layer = layer
         self._gathered = _sums(layer.missing_here)
         self._here = _sums_of_rest(layer.resident_here)
@@ -277,7 +277,7 @@ class _Search:
     Missing experts are assigned first, in descending order of tokens, then resident ones.
     """
 
-    def __init__(self, layer: Layer, best: LayerDecision) -> None:
+    def __init__(self, layer: ChosenExperts, best: LayerDecision) -> None:
         self._layer = layer
         self._best = best
         self._experts = len(layer.missing) + layer.movable

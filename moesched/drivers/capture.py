@@ -88,7 +88,7 @@ class NumberedStep(Step):
         return self._number
 
 
-class Template:
+class StepGraph:
     """The graph of one captured step. A task's position is its index among the step's tasks, in program order.
 
     Attributes:
@@ -96,7 +96,7 @@ class Template:
         first: id of the first task.
         lanes: for each task, the index of its lane among the run's lanes; -1 for a join, which has no lane.
         samples: positions of the `sample` tasks.
-        last: positions of the tasks whose ends are the step's end: the `samples`; in loading, all tasks.
+        final: positions of the tasks whose ends are the step's end: the `samples`; in loading, all tasks.
         by_lane: for each lane, the positions of its tasks.
         starts_on: like `lanes`, but -2 - lane for a collective, which the player starts after all other tasks of a
             moment.
@@ -127,7 +127,7 @@ class Template:
         ]
         self.classes = [class_of(task) << CLASS_SHIFT for task in tasks]
         self.samples = [position for position, task in enumerate(tasks) if task.verb == "sample"]
-        self.last = self.samples or range(len(tasks))
+        self.final = self.samples or range(len(tasks))
         self.edges = edges.needed(tasks)
         self.earlier: list[tuple[int, int]] = []
         self.waits = [0] * len(tasks)
@@ -153,7 +153,7 @@ class Template:
         """Return (micro-batch, verb, kind of layer) of a task, the key of its work in `nanoseconds` and `sized`."""
         return task.micro_batch, task.verb, self.kind_of[task.layer]
 
-    def repeats(self, other: Template) -> bool:
+    def repeats(self, other: StepGraph) -> bool:
         """Test whether this step and another one have the same graph; works that change with each step may differ."""
         return (
             self.edges == other.edges
@@ -184,7 +184,7 @@ class Template:
         self._durations = []
 
 
-def capture(run_state: RunState, policy: Policy) -> list[Template]:
+def capture(run_state: RunState, policy: Policy) -> list[StepGraph]:
     """Capture the graphs of a whole run: of loading, of prefill, then of each decode step.
 
     Once two steps in a row have the same graph, the last one stands for all later steps, provided that the policy
@@ -202,18 +202,18 @@ def capture(run_state: RunState, policy: Policy) -> list[Template]:
     count = run_state.steps
     numbered = False
 
-    def submit(index: int) -> Template:
+    def submit(index: int) -> StepGraph:
         nonlocal numbered
         step = NumberedStep(run_state, index, last=index == count - 1)
         _run_through(scheduled(policy, step))
         step.close()
         numbered = step.asked
-        return Template(engine.take(), engine.lanes, edges, run_state.works.kind_of)
+        return StepGraph(engine.take(), engine.lanes, edges, run_state.works.kind_of)
 
     for kept in run_state.plan.weights.resident:
         run_state.load(kept)
     run_state.fill()
-    steps = [Template(engine.take(), engine.lanes, edges, run_state.works.kind_of)]
+    steps = [StepGraph(engine.take(), engine.lanes, edges, run_state.works.kind_of)]
     index = 0
     while index < count:
         counted = [counts_of(pool).now() for pool in pools]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from moesched.drivers.capture import Template
+from moesched.drivers.capture import StepGraph
 
 
-def play_in_order(steps: Sequence[Template], durations: Iterable[list[int]]) -> tuple[list[int], list[int]]:
+def play_in_order(steps: Sequence[StepGraph], durations: Iterable[list[int]]) -> tuple[list[int], list[int]]:
     """Return the start and the end of every task, in nanoseconds.
 
     In-order lanes make no choice: the task before on a lane is one more edge, so that no queue of events is needed.
@@ -32,5 +32,5 @@ def play_in_order(steps: Sequence[Template], durations: Iterable[list[int]]) -> 
                     start = end
             starts.append(start)
             ends.append(start + duration)
-        sampled.append(max((ends[base + position] for position in step.last), default=0))
+        sampled.append(max((ends[base + position] for position in step.final), default=0))
     return starts, ends

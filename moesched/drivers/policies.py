@@ -10,12 +10,12 @@ from typing import Any
 from moesched.errors import PolicyError, TaskCancelled
 from moesched.seams import Policy
 from moesched.steps.step import Step
-from moesched.steps.verbs.base import turn_of
+from moesched.steps.verbs.base import gate_of
 from moesched.system.signal_origin import came_from_a_signal
 from moesched.tasks import DONE, Join, Lane, Task
 
 
-class PolicyRun:
+class PolicyCoroutine:
     """A policy's coroutine for one rank, with the handle that it awaits, and its result or error.
 
     Args:
@@ -87,15 +87,15 @@ def scheduled(policy: Policy, step: Step) -> Generator[Task, None, None]:
     Raises:
         PolicyError: the method is not `async def`, or raised something that is no `Exception`, such as SystemExit.
     """
-    turn, thrown = turn_of(step), None
+    gate, thrown = gate_of(step), None
     try:
-        turn.begin()
+        gate.open()
         main: object = policy.prefill(step) if step.kind == "prefill" else policy.decode(step)
         if not isinstance(main, Coroutine):
             raise _no_coroutine(policy, step, main)
         while True:
             awaited = main.send(None) if thrown is None else main.throw(thrown)
-            turn.pause()
+            gate.close()
             try:
                 thrown = None
                 yield awaited
@@ -103,7 +103,7 @@ def scheduled(policy: Policy, step: Step) -> Generator[Task, None, None]:
                 BaseException
             ) as error:  # the driver threw it: the policy awaits something else, or the run ends
                 thrown = error.with_traceback(None)
-            turn.begin()
+            gate.open()
     except StopIteration:
         return
     except BaseException as error:
@@ -112,7 +112,7 @@ def scheduled(policy: Policy, step: Step) -> Generator[Task, None, None]:
         with policys_failures():
             raise
     finally:
-        turn.end()
+        gate.end()
         thrown = None  # its traceback refers to this frame
 
 
@@ -147,7 +147,7 @@ def policys_failures() -> Iterator[None]:
         raise failure.with_traceback(error.__traceback__) from error
 
 
-def results_of(runs: Sequence[PolicyRun]) -> list[Any]:
+def results_of(runs: Sequence[PolicyCoroutine]) -> list[Any]:
     """Return the result of each coroutine, after all of them have ended.
 
     Raises:

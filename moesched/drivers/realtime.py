@@ -24,7 +24,7 @@ from moesched.drivers.lanes import (
     StreamRunner,
     ThreadRunner,
 )
-from moesched.drivers.policies import PolicyRun, results_of
+from moesched.drivers.policies import PolicyCoroutine, results_of
 from moesched.drivers.rendezvous import Rendezvous
 from moesched.engine import Engine
 from moesched.errors import TaskCancelled
@@ -128,7 +128,7 @@ class RealtimeDriver:
         self._rendezvous = Rendezvous(self._engines)
         self._started: list[Task] = []
         self._awaited: list[Task] = []
-        self._runs: list[PolicyRun] = []
+        self._runs: list[PolicyCoroutine] = []
         self._draining = False
         self._observer_error: BaseException | None = None
         self._over: asyncio.Future[None]
@@ -180,7 +180,7 @@ class RealtimeDriver:
         self._loop = asyncio.get_running_loop()
         self._over = self._loop.create_future()
         self._runs = [
-            PolicyRun(main, rank, engine.lanes)
+            PolicyCoroutine(main, rank, engine.lanes)
             for rank, (main, engine) in enumerate(zip(mains, self._engines, strict=True))
         ]
         with _quiet_interpreter(), ExitStack() as opened:
@@ -202,7 +202,7 @@ class RealtimeDriver:
 
     # -- on the loop -------------------------------------------------------------------------------
 
-    def _resume(self, run: PolicyRun) -> None:
+    def _resume(self, run: PolicyCoroutine) -> None:
         engine = self._engines[run.rank]
         if run.awaited is not None:
             engine.policy_since = run.awaited.end

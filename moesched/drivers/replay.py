@@ -15,7 +15,7 @@ from typing import Protocol, runtime_checkable
 
 import msgspec
 
-from moesched.drivers.capture import Price, Sized, Template, capture
+from moesched.drivers.capture import Price, Sized, StepGraph, capture
 from moesched.drivers.in_order import play_in_order
 from moesched.drivers.pricing import nanoseconds, no_garbage_collection
 from moesched.machines.demand import CostModel
@@ -38,7 +38,7 @@ class Timeline:
 
     def __init__(
         self,
-        steps: list[Template],
+        steps: list[StepGraph],
         works: list[dict[Sized, Work]],
         starts: list[int],
         ends: list[int],
@@ -63,7 +63,7 @@ class Timeline:
         """
         ends, base = [], 0
         for step in self.steps:
-            ends.append(max((self.ends[base + position] for position in step.last), default=0))
+            ends.append(max((self.ends[base + position] for position in step.final), default=0))
             base += len(step.tasks)
         return ends
 
@@ -106,18 +106,18 @@ class Timeline:
             before = max(0, index - 2)
             step = self.steps[before]
             if before or index == 1:
-                awaits += [(bases[before] + position, bases[index]) for position in step.last]
+                awaits += [(bases[before] + position, bases[index]) for position in step.final]
         return awaits
 
     def tasks(self) -> Iterator[Task]:
         """Yield the tasks as a driver would pass them to observers, step by step, joins included."""
         number = 0
-        for index, template in enumerate(self.steps):
-            shift = number - template.first
-            for captured in template.tasks:
+        for index, graph in enumerate(self.steps):
+            shift = number - graph.first
+            for captured in graph.tasks:
                 yield msgspec.structs.replace(
                     captured,
-                    work=_resized(captured.work, self.works[index].get(template.key(captured))),
+                    work=_resized(captured.work, self.works[index].get(graph.key(captured))),
                     id=number,
                     step=index - 1,
                     generated=_generated(captured, index - 1),
@@ -199,7 +199,7 @@ class CapturedRun:
             return _play(self._steps, self._run_state, price).step_ends()
 
 
-def _play(steps: list[Template], run_state: RunState, price: Price) -> Timeline:
+def _play(steps: list[StepGraph], run_state: RunState, price: Price) -> Timeline:
     lanes = run_state.engine.lanes
     priced = _PricedSteps(steps, run_state, price)
     if all(lane.in_order for lane in lanes):
@@ -215,7 +215,7 @@ class _PricedSteps:
     `works` holds, for each step, the works that differ between steps, by (micro-batch, verb, kind of layer).
     """
 
-    def __init__(self, steps: Sequence[Template], run_state: RunState, price: Price) -> None:
+    def __init__(self, steps: Sequence[StepGraph], run_state: RunState, price: Price) -> None:
         self.works: list[dict[Sized, Work]] = []
         self._steps = steps
         self._run_state = run_state
@@ -244,7 +244,7 @@ class Player:
         durations: returns the nanoseconds of the tasks of a step, given its index.
     """
 
-    def __init__(self, steps: Sequence[Template], lanes: int, durations: Callable[[int], list[int]]) -> None:
+    def __init__(self, steps: Sequence[StepGraph], lanes: int, durations: Callable[[int], list[int]]) -> None:
         self._steps = steps
         self._durations = durations
         self._step_ended = False
@@ -354,19 +354,19 @@ class Player:
             self._submit(index, now)
 
     def _submit(self, index: int, now: int) -> None:
-        template, tasks = self._steps[index], self._tasks
+        graph, tasks = self._steps[index], self._tasks
         base = len(tasks.starts)
-        tasks.append(template, self._durations(index))
-        for position, back in template.earlier:
+        tasks.append(graph, self._durations(index))
+        for position, back in graph.earlier:
             number = base + position
             if tasks.ends[number - back] < 0:
                 tasks.waits[number] += 1
                 self._crossing.setdefault(number - back, []).append(number)
-        for position in template.last:
+        for position in graph.final:
             self._crossing.setdefault(base + position, [])
             self._ends_step[base + position] = index
-        self._unsampled.append(len(template.last))
-        ready = [base + position for position in template.roots if not tasks.waits[base + position]]
+        self._unsampled.append(len(graph.final))
+        ready = [base + position for position in graph.roots if not tasks.waits[base + position]]
         while ready:
             number = heappop(ready)
             if tasks.lane_of[number] >= 0:
@@ -393,16 +393,16 @@ class _PlayedTasks:
         self.lane_of: list[int] = []
         self.classes: list[int] = []
 
-    def append(self, template: Template, durations: list[int]) -> None:
+    def append(self, graph: StepGraph, durations: list[int]) -> None:
         """Add the tasks of a step."""
         unknown = [-1] * len(durations)
         self.starts += unknown
         self.ends += unknown
         self.durations += durations
-        self.waits += template.waits
-        self.later += template.later
-        self.lane_of += template.starts_on
-        self.classes += template.classes
+        self.waits += graph.waits
+        self.later += graph.later
+        self.lane_of += graph.starts_on
+        self.classes += graph.classes
 
 
 class _PlayedLanes:

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from heapq import heappop, heappush
 from typing import Any
 
-from moesched.drivers.policies import PolicyRun, results_of
+from moesched.drivers.policies import PolicyCoroutine, results_of
 from moesched.drivers.pricing import nanoseconds, no_garbage_collection
 from moesched.drivers.rendezvous import Rendezvous
 from moesched.drivers.sharing import IDLE, Shared, SharedApart
@@ -85,7 +85,7 @@ class VirtualDriver:
             Exception: the first error of a coroutine, after all have ended.
         """
         runs = [
-            PolicyRun(main, rank, engine.lanes)
+            PolicyCoroutine(main, rank, engine.lanes)
             for rank, (main, engine) in enumerate(zip(mains, self._engines, strict=True))
         ]
         ready = deque(runs)

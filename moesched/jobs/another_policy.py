@@ -21,11 +21,11 @@ def another_policy(report: JobReport, job: Job, batch: Batch) -> list[Help]:
     rival = faster_policy(job.setting(batch.prompts, batch.new_tokens, room_for), report.policy, rate)
     if rival is None:
         return []
-    sizes = f"--batch-size {rival.seen.batch_size} --micro-batch-size {rival.seen.micro_batch_size}"
+    sizes = f"--batch-size {rival.schedule.batch_size} --micro-batch-size {rival.schedule.micro_batch_size}"
     return [
         Help(
             change=f"The policy {rival.policy} instead of {report.policy}",
             command=f"simulate ... --policy {rival.policy} {sizes}",
-            saved=1 - rate / rival.seen.throughput,
+            saved=1 - rate / rival.schedule.throughput,
         )
     ]

@@ -33,7 +33,7 @@ class BatchReports:
         self._ending = Ending()
 
     def add(self, job: Callable[..., JobReport], *arguments: Any) -> None:
-        """Run one batch and keep its report.
+        """Run one batch, by a call of `job` with `arguments`, and keep its report.
 
         Raises:
             Exception: the error of a batch that has no report, since it ended before it began.
@@ -48,7 +48,7 @@ class BatchReports:
             self._ending.error = self._ending.error or error
 
     def ended_early(self, number: int) -> bool:
-        """Test whether a batch has no report, or its report says that it was interrupted or failed."""
+        """Test whether batch `number`, from 0, has no report, or one that says that it was interrupted or failed."""
         if len(self.all) <= number:
             return True
         return self.all[number].interrupted or self.all[number].failure is not None

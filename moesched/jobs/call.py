@@ -38,7 +38,13 @@ from moesched.trace.recording import Roof
 
 
 class Call:
-    """A member's rank, and the address, port and public key of its transport."""
+    """One call of a session, on the model's open devices.
+
+    Args:
+        job: the job, made for this call.
+        prompts: token ids of each prompt.
+        obstacle: the reason why the call cannot be predicted; None if it can.
+    """
 
     def __init__(
         self,

@@ -56,7 +56,7 @@ class Expectation:
 
     Args:
         obstacle: the reason why the batch cannot be predicted; None if it can.
-        policies: policies for the simulation, which continue those of earlier batches.
+        policies: the simulation's policies; one that keeps state goes on from the batch before.
 
     Attributes:
         observers: observers to pass to the measured run.

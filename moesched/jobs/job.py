@@ -34,7 +34,10 @@ class Job:
     """Plans the batches of a job, which share policy, layout, machine and budgets.
 
     Args:
+        options: the user's policy, sizes and budgets.
+        config: the model.
         machine: the machine that the options name.
+        beams: sequences per request in decode.
         nodes: number of equal machines that share the experts.
         device: the device that runs the job; None in predictions.
 

@@ -12,7 +12,7 @@ from moesched.inputs.defaults import POLICY
 from moesched.jobs.job import Job
 from moesched.jobs.options import PlannedOptions
 from moesched.models.layout import Page
-from moesched.planner import FIRST, Look, fastest_policies, require_one_policy
+from moesched.planner import FIRST, PolicyEstimate, fastest_policies, require_one_policy
 from moesched.steps.process import Process
 
 Found = TypeVar("Found")
@@ -43,7 +43,7 @@ def choose_policy_of(
     process: Callable[[], Process],
     plan: Callable[[Job], Found],
     on_progress: Callable[[str], object],
-) -> tuple[Found, Look]:
+) -> tuple[Found, PolicyEstimate]:
     """Choose a policy for requests that run together.
 
     Args:
@@ -62,32 +62,32 @@ def choose_policy_of(
     """
     looking = copy(job)
     looking.use_process(process())
-    looks = _looks(looking, lengths, new_tokens, slot_bytes, on_progress)
+    estimates = _estimates(looking, lengths, new_tokens, slot_bytes, on_progress)
     job.use_process(process())
     refusals = []
-    for look in looks:
+    for estimate in estimates:
         try:
-            return plan(job.with_policy(look.policy)), look
-        except BadInput as error:  # a look has other sizes than the plan
+            return plan(job.with_policy(estimate.policy)), estimate
+        except BadInput as error:  # an estimate has other sizes than the plan
             refusals.append(error)
     raise refusals[0]
 
 
-def _looks(
+def _estimates(
     job: Job,
     lengths: Sequence[int],
     new_tokens: int,
     slot_bytes: Callable[[Page], int],
     on_progress: Callable[[str], object],
-) -> list[Look]:
+) -> list[PolicyEstimate]:
     """Return the planner's predictions, the fastest policy first, for as many requests as some policy holds at once.
 
     These are all of the requests, or else the first half of them, the first quarter, and so on.
     """
     count, size = len(lengths), job.options.micro_batch_size
     sizes = [min(size, count)] if size else [count, -(-count // 4), 1]
-    looks = fastest_policies(job.setting(lengths, new_tokens, slot_bytes), sizes, on_progress)
-    holding = [look for look in looks if look.throughput]
+    estimates = fastest_policies(job.setting(lengths, new_tokens, slot_bytes), sizes, on_progress)
+    holding = [estimate for estimate in estimates if estimate.throughput]
     if holding or count == 1:
-        return holding or looks[:1]
-    return _looks(job, lengths[: count // 2], new_tokens, slot_bytes, on_progress)
+        return holding or estimates[:1]
+    return _estimates(job, lengths[: count // 2], new_tokens, slot_bytes, on_progress)

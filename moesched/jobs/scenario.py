@@ -53,12 +53,12 @@ def find_scenario(given: ScenarioOptions) -> Scenario:
     workload = given.workload
     if workload is not None and not isinstance(workload, Workload):
         workload = find_workload(workload, given.model, config)
-    machine = joined(changed_machine(given.machine, given.machine_set), given.nodes, given.network)
+    machine = with_network(changed_machine(given.machine, given.machine_set), given.nodes, given.network)
     return Scenario(config, machine, workload, choices)
 
 
-def joined(machine: Machine, nodes: int | None, network: Network | str | None) -> Machine:
-    """Return the machine with the network that connects several such machines.
+def with_network(machine: Machine, nodes: int | None, network: Network | str | None) -> Machine:
+    """Return the machine with the network that connects `nodes` such machines; None for one machine.
 
     Raises:
         BadInput: the network is unknown, several nodes have no network, or a network is given without nodes.

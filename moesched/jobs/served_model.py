@@ -18,7 +18,7 @@ from moesched.models.checkpoint import Checkpoint, open_checkpoint
 from moesched.runs.ranks import Devices, open_devices, process_of
 from moesched.runs.served_parts import ServingSetup
 from moesched.runs.served_runs import serve_on
-from moesched.runs.service_report import Ran
+from moesched.runs.service_report import RunNames
 from moesched.runs.serving import Serving, ServingListener
 from moesched.seams import Observer
 from moesched.serving.arrivals import Arrivals
@@ -45,11 +45,11 @@ class ServedModel:
         self._devices = devices
 
     @property
-    def ran(self) -> Ran:
+    def ran(self) -> RunNames:
         """Names of model, machine, policy and dtype, for a report."""
         plan = self.planned.plan
         layout, machine = plan.layout, plan.machine.name
-        return Ran(layout.config.name, machine, self.planned.policy_name, layout.dtype, measured=True)
+        return RunNames(layout.config.name, machine, self.planned.policy_name, layout.dtype, measured=True)
 
     @property
     def pages_to_load(self) -> int:
@@ -67,6 +67,7 @@ class ServedModel:
         """Serve until no more requests arrive; at the end or after an error, write the trace if one is asked for.
 
         Args:
+            arrivals: gives the requests as they arrive, and says when no more will come.
             listener: told of each token and each step.
             observers: told of each task that ran.
             keeps_history: whether to keep requests that have ended, for a report.

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from moesched.jobs.trace_file import roofs_of, tasks_of_a_step
-from moesched.runs.service_report import Ran
+from moesched.runs.service_report import RunNames
 from moesched.runs.serving import Served, Serving, ServingListener
 from moesched.serving.capacity import Capacity
 from moesched.steps.plan import Plan
@@ -56,7 +56,7 @@ class RequestSpans:
             self._listener.token(served)
 
     def step(self, serving: Serving) -> None:
-        """Tell the other listener of the step."""
+        """Pass the call on to the other listener."""
         if self._listener is not None:
             self._listener.step(serving)
 
@@ -65,7 +65,7 @@ def write_service_trace(
     path: Path | str,
     recorder: Recorder | LastSteps,
     spans: Iterable[RequestSpan],
-    ran: Ran,
+    ran: RunNames,
     capacity: Capacity,
     plan: Plan,
 ) -> None:

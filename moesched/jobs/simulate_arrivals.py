@@ -26,7 +26,7 @@ from moesched.routing.served import ServedRouting
 from moesched.runs.ranks import Rank
 from moesched.runs.served_parts import ServingSetup
 from moesched.runs.served_runs import simulate_serving
-from moesched.runs.service_report import Ran, ServiceReport, parse_objectives, service_report
+from moesched.runs.service_report import RunNames, ServiceReport, parse_objectives, service_report
 from moesched.runs.serving import Served, Serving
 from moesched.seams import Routing
 from moesched.serving.arrival_files import POISSON, random_arrivals, read_arrivals
@@ -114,7 +114,7 @@ def simulate_arrivals(given: ServedScenarioOptions) -> ServiceReport:
         peers=peers,
     )
     machine = planned.plan.machine.name
-    ran = Ran(
+    ran = RunNames(
         scenario.config.name, machine, planned.policy_name, job.layout.dtype, measured=False, nodes=job.nodes
     )
     report = service_report(ran, serving, planned.capacity, objectives)

@@ -18,8 +18,8 @@ from moesched.models.contents import Contents, Names, require_counts, require_sh
 from moesched.models.file_identity import FileIdentity
 from moesched.models.gguf.contents import gguf_contents
 from moesched.models.gguf.parts import is_gguf
-from moesched.models.headers import Found
-from moesched.models.mxfp4 import CODE_BYTES, MXFP4, joined
+from moesched.models.headers import FoundTensor
+from moesched.models.mxfp4 import CODE_BYTES, MXFP4, join_codes_and_scales
 from moesched.models.published import Published, extra_names, other_tensors, published_tensors
 from moesched.models.reading import read_config, require_runs
 from moesched.models.shards import FLOATS, read_shards
@@ -173,7 +173,11 @@ def read_contents(model: Path, *, partial: bool = False) -> Contents:
 
 def checkpoint_of(contents: Contents) -> Checkpoint:
     """Locate every tensor of a model, given the headers of its files; errors are those of `open_checkpoint`."""
-    config, names, found_tensors = contents.config, contents.names, [*joined(contents.shards.tensors)]
+    config, names, found_tensors = (
+        contents.config,
+        contents.names,
+        [*join_codes_and_scales(contents.shards.tensors)],
+    )
     tensors: dict[str, StoredTensor] = {}
     skipped: list[str] = []
     for found in found_tensors:
@@ -201,7 +205,9 @@ def checkpoint_of(contents: Contents) -> Checkpoint:
     )
 
 
-def _parts_of(found: Found, published: Published, stored: StoredFormat) -> Iterator[tuple[str, StoredTensor]]:
+def _parts_of(
+    found: FoundTensor, published: Published, stored: StoredFormat
+) -> Iterator[tuple[str, StoredTensor]]:
     """Yield name and location of each canonical tensor in a stored tensor, which contains them one after the other.
 
     found: the stored tensor.
@@ -222,7 +228,9 @@ def _parts_of(found: Found, published: Published, stored: StoredFormat) -> Itera
         offset += nbytes
 
 
-def _coded_parts_of(codes: Found, scales: Found, published: Published) -> Iterator[tuple[str, StoredTensor]]:
+def _coded_parts_of(
+    codes: FoundTensor, scales: FoundTensor, published: Published
+) -> Iterator[tuple[str, StoredTensor]]:
     """Yield name and location of each canonical tensor in a stored tensor whose codes and scales are apart.
 
     codes, scales: the stored tensors with the codes and with the scales.
@@ -248,7 +256,7 @@ def _folder_contents(directory: Path, *, partial: bool) -> Contents:
     return Contents(directory, config, shards, names, CONFIG_NAME, functools.partial(_format_of, config))
 
 
-def _format_of(config: ModelConfig, found: Found, published: Published) -> StoredFormat:
+def _format_of(config: ModelConfig, found: FoundTensor, published: Published) -> StoredFormat:
     kept = config.kept_format(published.parts[0][0])
     if kept is not None:
         _require_rows(found, published.shape, kept)
@@ -261,7 +269,7 @@ def _format_of(config: ModelConfig, found: Found, published: Published) -> Store
 # ---------------------------------------------------------------- checks
 
 
-def _plain_format(found: Found) -> StoredFormat:
+def _plain_format(found: FoundTensor) -> StoredFormat:
     dtype = found.entry.dtype
     if dtype not in FLOATS:
         known = ", ".join(FLOATS)
@@ -269,7 +277,7 @@ def _plain_format(found: Found) -> StoredFormat:
     return FLOATS[dtype]
 
 
-def _require_rows(found: Found, shape: Shape, kept: StoredFormat) -> None:
+def _require_rows(found: FoundTensor, shape: Shape, kept: StoredFormat) -> None:
     """Check that a stored tensor has the rows that config.json describes.
 
     shape: the tensor's shape, in weights.
@@ -287,7 +295,7 @@ def _require_rows(found: Found, shape: Shape, kept: StoredFormat) -> None:
         )
 
 
-def _unknown(found: Found, contents: Contents) -> BadInput:
+def _unknown(found: FoundTensor, contents: Contents) -> BadInput:
     """Return the error for a tensor in the files that the architecture does not have."""
     if found.name.endswith(".bias"):
         return BadInput(f"{found.file}: {found.name} is a bias; use a checkpoint without biases")
@@ -299,7 +307,9 @@ def _unknown(found: Found, contents: Contents) -> BadInput:
     )
 
 
-def _stored_twice(second: Found, tensor: str, all_found: Iterable[Found], names: Names) -> BadInput:
+def _stored_twice(
+    second: FoundTensor, tensor: str, all_found: Iterable[FoundTensor], names: Names
+) -> BadInput:
     """Return the error for a tensor of the model that two tensors in the files contain.
 
     second: the second of the two tensors in the files.

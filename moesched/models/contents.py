@@ -12,7 +12,7 @@ from typing import NamedTuple
 from moesched.errors import BadInput
 from moesched.models.config import ModelConfig
 from moesched.models.gguf.vocabulary import Vocabulary
-from moesched.models.headers import MOST_TENSORS, Found
+from moesched.models.headers import MOST_TENSORS, FoundTensor
 from moesched.models.published import Published
 from moesched.models.shards import Shards
 from moesched.models.stored_formats import StoredFormat
@@ -74,7 +74,7 @@ class Contents(NamedTuple):
     shards: Shards
     names: Names
     described_in: str
-    format_of: Callable[[Found, Published], StoredFormat]
+    format_of: Callable[[FoundTensor, Published], StoredFormat]
     vocabulary: Vocabulary | None = None
 
 
@@ -88,7 +88,7 @@ def by_stored_name(tensors: Mapping[str, Published]) -> dict[str, Published]:
     return {without_prefix(name): stored for name, stored in tensors.items()}
 
 
-def require_shape(found: Found, shape: Shape, described_in: str) -> None:
+def require_shape(found: FoundTensor, shape: Shape, described_in: str) -> None:
     """Raise BadInput if a stored tensor has another shape than `shape`.
 
     described_in: the place of the configuration, in words, for the message.
@@ -98,7 +98,7 @@ def require_shape(found: Found, shape: Shape, described_in: str) -> None:
         raise BadInput(f"{found.file}: {what}; use the configuration and the weights of one checkpoint")
 
 
-def require_counts(path: Path, config: ModelConfig, found: Iterable[Found], described_in: str) -> None:
+def require_counts(path: Path, config: ModelConfig, found: Iterable[FoundTensor], described_in: str) -> None:
     """Raise BadInput if a configuration describes far more weights than the files contain.
 
     This is checked before tables as large as the configuration says are made.

@@ -32,7 +32,7 @@ def encoded(weights: Floats, stored: StoredFormat) -> Bytes:
     lowest = _lowest(groups, stored)
     furthest = _furthest(groups - lowest[:, None], signed=codes.largest < 0)
     blocks = np.zeros((weights.size // stored.block, stored.block_bytes), np.uint8)
-    if stored.number == "exponent":
+    if stored.scale_encoding == "exponent":
         scales = _write_exponents(blocks, stored.scale, furthest, codes.largest)
     else:
         scales, lowest = _write_scales(blocks, stored, furthest / np.float32(codes.largest), lowest)

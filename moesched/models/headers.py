@@ -47,7 +47,7 @@ class Entry(msgspec.Struct, gc=False):
     data_offsets: tuple[Offset, Offset]
 
 
-class Found(msgspec.Struct, gc=False):
+class FoundTensor(msgspec.Struct, gc=False):
     """A tensor in a file.
 
     Attributes:
@@ -62,7 +62,7 @@ class Found(msgspec.Struct, gc=False):
     name: str
     entry: Entry
     data_start: int
-    scales: Found | None = None
+    scales: FoundTensor | None = None
 
     @property
     def nbytes(self) -> int:
@@ -74,7 +74,7 @@ class Found(msgspec.Struct, gc=False):
 class Header(NamedTuple):
     """The tensors of a file, and the identity of the file before the header was read."""
 
-    tensors: list[Found]
+    tensors: list[FoundTensor]
     identity: FileIdentity
 
 
@@ -92,7 +92,9 @@ def read_header(path: Path) -> Header:
         text = _header_text(path, file, identity.size)
     entries = _entries(path, text)
     _require_layout(path, entries, 8 + len(text), identity.size)
-    return Header([Found(path, name, entry, 8 + len(text)) for name, entry in entries.items()], identity)
+    return Header(
+        [FoundTensor(path, name, entry, 8 + len(text)) for name, entry in entries.items()], identity
+    )
 
 
 def header_copy(path: Path) -> Path:
@@ -100,7 +102,7 @@ def header_copy(path: Path) -> Path:
     return path.with_name(f"{path.name}.header")
 
 
-def read_header_copy(path: Path) -> tuple[list[Found], int]:
+def read_header_copy(path: Path) -> tuple[list[FoundTensor], int]:
     """Read the copy of an absent file's header; return the file's tensors, and the file's size in bytes.
 
     path: path of the absent file.
@@ -118,7 +120,7 @@ def read_header_copy(path: Path) -> tuple[list[Found], int]:
     entries = _entries(copy, text)
     size = start + max((entry.data_offsets[1] for entry in entries.values()), default=0)
     _require_layout(copy, entries, start, size)
-    return [Found(path, name, entry, start) for name, entry in entries.items()], size
+    return [FoundTensor(path, name, entry, start) for name, entry in entries.items()], size
 
 
 def _entries(path: Path, text: bytes) -> dict[str, Entry]:

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from moesched.errors import BadInput
 from moesched.models.config import ModelConfig
-from moesched.models.headers import Entry, Found
+from moesched.models.headers import Entry, FoundTensor
 from moesched.models.stored_formats import STORED_FORMATS
 
 MXFP4 = STORED_FORMATS["mxfp4"]
@@ -27,13 +27,13 @@ def with_experts_in_mxfp4(config: ModelConfig) -> ModelConfig:
     return replace(plain, pattern=tuple(replace(layer, formats=formats) for layer in plain.pattern))
 
 
-def joined(tensors: Iterable[Found]) -> Iterator[Found]:
+def join_codes_and_scales(tensors: Iterable[FoundTensor]) -> Iterator[FoundTensor]:
     """Yield the tensors of files, but each pair of codes and scales as one tensor with rows in MXFP4.
 
     Raises:
         BadInput: one of a pair is missing, or their shapes do not match.
     """
-    pairs: dict[str, dict[str, Found]] = {}
+    pairs: dict[str, dict[str, FoundTensor]] = {}
     for found in tensors:
         ending = next((each for each in (CODES, SCALES) if found.name.endswith(each)), None)
         if ending is None:
@@ -48,7 +48,7 @@ def joined(tensors: Iterable[Found]) -> Iterator[Found]:
         yield _joined(name, pair[CODES], pair[SCALES])
 
 
-def _joined(name: str, codes: Found, scales: Found) -> Found:
+def _joined(name: str, codes: FoundTensor, scales: FoundTensor) -> FoundTensor:
     *outer, groups = scales.entry.shape
     wanted = (*scales.entry.shape, CODE_BYTES)
     if codes.entry.shape != wanted or (codes.entry.dtype, scales.entry.dtype) != ("U8", "U8"):
@@ -58,4 +58,4 @@ def _joined(name: str, codes: Found, scales: Found) -> Found:
             f"{list(wanted)}; {REMEDY}"
         )
     entry = Entry("U8", (*outer, groups * MXFP4.block_bytes), codes.entry.data_offsets)
-    return Found(codes.file, name, entry, codes.data_start, scales)
+    return FoundTensor(codes.file, name, entry, codes.data_start, scales)

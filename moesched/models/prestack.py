@@ -22,8 +22,9 @@ from moesched.models.shards import INDEX_NAME, read_shards
 from moesched.models.stored_formats import StoredFormat
 from moesched.models.tensor_shapes import Shape
 from moesched.system.cells import counted_in_cell
-from moesched.system.new_folder import new_folder, reserve, write_at, write_json
+from moesched.system.new_folder import new_folder, reserve, write_at
 from moesched.system.own_loop import interruptible
+from moesched.system.whole_file import write_json
 
 COPIED_BYTES = 8 << 20
 """Most bytes in memory at a time, whatever the sizes of tensors."""
@@ -37,6 +38,8 @@ class Prestacked(NamedTuple):
     """Summary of a prestacked checkpoint.
 
     Attributes:
+        directory: the checkpoint's folder.
+        by: whether an array has the matrices of an expert, or a matrix of all experts of a layer.
         arrays: number of stacked arrays.
         largest: bytes of the largest array.
         others: bytes of all tensors that are not stacked.
@@ -74,12 +77,13 @@ class _Array(NamedTuple):
 def prestack_model(
     model: Path | str, directory: Path | str, *, by: StackedBy = "expert", progress: Progress | None = None
 ) -> Prestacked:
-    """Copy a checkpoint, stacking the weights of its experts.
+    """Copy a checkpoint, with the weights of its experts stacked into large arrays.
 
-    The copy opens like any other checkpoint and generates the same tokens. A prestacked checkpoint may be stacked the
-    other way. Data is streamed, with 8 MiB in memory at a time.
+    The copy opens like any other checkpoint and generates the same tokens. At most 8 MiB are in memory at a time.
 
     Args:
+        model: folder of the checkpoint, which may be prestacked the other way.
+        directory: the folder to make.
         by: `expert` writes one array per expert, with its matrices of all layers, for nodes that have whole experts:
             they need only their files, and the `.header` files of the others;
             `layer` writes one array per matrix of a layer, with all experts, for `gather_mm`.
@@ -117,7 +121,9 @@ def prestack_model(
                 if progress is not None:
                     progress(done, total)
         weight_map = {array.name: name for name, arrays in files.items() for array in arrays}
-        write_json(folder / INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": weight_map})
+        write_json(
+            folder / INDEX_NAME, "index", {"metadata": {"total_size": total}, "weight_map": weight_map}
+        )
         checkpoint.require_unchanged()
     return Prestacked(
         target, by, len(stacked), max(array.nbytes for array in stacked), sum(each.nbytes for each in others)

@@ -24,7 +24,7 @@ StackedBy = Literal["expert", "layer"]
 
 
 class Published(msgspec.Struct, frozen=True, gc=False):
-    """A stored tensor's shape, and the canonical tensors that it contains, one after the other, with their shapes."""
+    """The shape of a tensor in a file, and `parts`: names and shapes of the model's tensors that it joins, in order."""
 
     shape: Shape
     parts: tuple[tuple[str, Shape], ...]
@@ -49,7 +49,7 @@ def known_tensors(config: ModelConfig) -> dict[str, Published]:
 
 
 def extra_names(config: ModelConfig) -> re.Pattern[str]:
-    """A pattern for the names, without "model.", of tensors in files that the model has no use for."""
+    """A pattern of names, without "model.", of tensors in files that the model does not use."""
     architecture, shapes = ARCHITECTURES[config.form], tensor_shapes(config)
     patterns = [*architecture.extra_tensors(config)]
     if config.routed.experts == 1:  # a choice of one has no weights
@@ -104,7 +104,7 @@ def published_config(config: ModelConfig) -> dict[str, Any]:
 
 
 def with_shapes(config: ModelConfig, tensors: Iterable[Stored]) -> dict[str, Published]:
-    """Give tensors of files the shapes that a configuration has for them, by name; leave out those that it lacks."""
+    """Return the shapes of tensors in files, by name; those of which the model `config` has no part are left out."""
     shapes = tensor_shapes(config)
     return {
         name: _published([(part, shapes[part]) for part in parts], stacks)

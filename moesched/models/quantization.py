@@ -54,7 +54,11 @@ class _Keys(msgspec.Struct, kw_only=True):
 
 
 def in_stored_format(config: ModelConfig, file: ConfigFile, quantization: dict[str, Any]) -> ModelConfig:
-    """The model with its weights in the format that config.json describes.
+    """Return the model with its weights in the storage format that config.json describes.
+
+    Args:
+        file: config.json; messages name it.
+        quantization: the file's value of the key `quantization_config`.
 
     Raises:
         BadInput: no known format has these bits.

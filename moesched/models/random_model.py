@@ -34,8 +34,9 @@ from moesched.models.stored_formats import STORED_FORMATS
 from moesched.models.written_tensor import WrittenTensor
 from moesched.system.cells import counted_in_cell
 from moesched.system.near_names import with_nearest
-from moesched.system.new_folder import new_folder, new_path, reserve, write_at, write_json
+from moesched.system.new_folder import new_folder, new_path, reserve, write_at
 from moesched.system.own_loop import interruptible
+from moesched.system.whole_file import write_json
 
 Progress = Callable[[int, int], object]
 
@@ -91,7 +92,7 @@ def write_random_model(
         return target
     nbytes = sum(tensor.nbytes for tensor in _tensors(config))
     with new_folder(target, nbytes, "ask for fewer layers") as folder:
-        write_json(folder / "config.json", published_config(config))
+        write_json(folder / "config.json", "config", published_config(config))
         if len(config.kinds) > 1 and read_config(folder).pattern != config.pattern:
             raise BadInput(
                 f"no config.json of the family {config.form} has layers that differ as those of {config.name}: "
@@ -99,7 +100,7 @@ def write_random_model(
             )
         shards = _plan_shards(config, shard_bytes)
         _write_shards(folder, shards, seed, progress)
-        write_json(folder / INDEX_NAME, _index(shards))
+        write_json(folder / INDEX_NAME, "index", _index(shards))
     return target
 
 

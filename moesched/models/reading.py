@@ -68,7 +68,7 @@ def _read_folder(directory: Path, stored_as: str | None) -> ModelConfig:
 
 
 def in_format(config: ModelConfig, name: str) -> ModelConfig:
-    """The model with its weights in a storage format.
+    """Return the model with its weights in the storage format `name`.
 
     Raises:
         BadInput: there is no such format, or models of this family do not have it.
@@ -88,7 +88,7 @@ def runs(config: ModelConfig) -> bool:
 
 
 def require_plain_layers(config: ModelConfig, who: str) -> None:
-    """Raise BadInput if a model has what `who` does not compute: biases, sinks, limits, shared networks, factors."""
+    """Raise BadInput if a model has biases, sinks, limits, shared networks or factors; `who` cannot compute them."""
     found = {part for layer in config.kinds for part in _particular(layer)}
     if (config.embedding_factor, config.residual_factor, config.logits_factor) != (1.0, 1.0, 1.0):
         found.add("factors of embeddings, residual or logits")

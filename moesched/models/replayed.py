@@ -31,6 +31,7 @@ def kept_bytes(operations: Operations, rows: int, blocks: int, *, loads: bool) -
     """Bytes of results that a micro-batch keeps, beside hidden states and angles; 0 if it has too many rows.
 
     Args:
+        rows: the micro-batch's new tokens in a step.
         blocks: blocks of its KV cache.
         loads: whether keys and values of the host are loaded, so that each layer has a list of blocks.
     """
@@ -46,12 +47,12 @@ def kept_bytes(operations: Operations, rows: int, blocks: int, *, loads: bool) -
 
 
 def shared_bytes(operations: Operations, kept: Collection[int], decode: int, longest: int) -> int:
-    """Bytes of memory that kernels of all micro-batches share, and of tables of row blocks.
+    """Bytes of memory that kernels of all micro-batches share, and of tables with the addresses of row blocks.
 
     Args:
-        kept: numbers of rows that this memory is made for, one after the other: it grows, and captured kernels still
-            use the smaller ones.
-        decode: the most rows of a decode step, once for each time that its memory may be made.
+        kept: numbers of rows for which this memory is allocated, one after the other. A larger one does not replace a
+            smaller one, which captured kernels still use.
+        decode: the most rows of a decode step, times the number of allocations for them.
         longest: tokens of the longest sequence at its end.
     """
     of_layers = {_scratch_of_a_row(kind) for kind in operations.kinds.values()}

@@ -30,7 +30,7 @@ class Slowing(msgspec.Struct, frozen=True, kw_only=True, tag_field="rope_type"):
         return 1.0
 
     def problem(self, pairs: int) -> str:
-        """The reason why no head of which `pairs` pairs turn can have this scaling; empty if there is none."""
+        """The reason why a head of which `pairs` pairs turn cannot have this scaling; empty if it can."""
         return ""
 
 
@@ -60,7 +60,7 @@ class Llama3(Slowing, frozen=True, kw_only=True, tag="llama3"):
         return [share + (1 - share) / self.factor for share in kept]
 
     def problem(self, pairs: int) -> str:
-        """The reason why this scaling is impossible; empty if there is none."""
+        """The reason why this scaling is impossible; empty if it is possible."""
         low, high = self.low_freq_factor, self.high_freq_factor
         if low < high:
             return ""
@@ -108,7 +108,7 @@ class Yarn(Slowing, frozen=True, kw_only=True, tag="yarn"):
         return [1 - share + share / self.factor for share in shares]
 
     def problem(self, pairs: int) -> str:
-        """The reason why this scaling is impossible; empty if there is none."""
+        """The reason why this scaling is impossible; empty if it is possible."""
         slow, fast = self.beta_slow, self.beta_fast
         if slow < fast:
             return ""
@@ -118,7 +118,7 @@ class Yarn(Slowing, frozen=True, kw_only=True, tag="yarn"):
         return 1.0 if self.factor <= 1 else 0.1 * scale * math.log(self.factor) + 1.0
 
     def _pair(self, turns: float, frequencies: Sequence[float]) -> float:
-        """The index, with a fraction, of the pair that turns this often in a context of the training."""
+        """The index, with a fraction, of the pair that makes `turns` full turns in a context of the training."""
         log_step = -math.log(frequencies[-1]) / (len(frequencies) - 1) if len(frequencies) > 1 else 1.0
         return math.log(self.original_max_position_embeddings / (turns * 2 * math.pi)) / log_step
 
@@ -155,7 +155,7 @@ class LongRope(Slowing, frozen=True, kw_only=True, tag="longrope"):
         return [1 / each for each in (self.long_factor if self.factor > 1 else self.short_factor)]
 
     def problem(self, pairs: int) -> str:
-        """The reason why no head of which `pairs` pairs turn can have this scaling; empty if there is none."""
+        """The reason why a head of which `pairs` pairs turn cannot have this scaling; empty if it can."""
         if self.original_max_position_embeddings == 1:
             return "original_max_position_embeddings is 1, but contexts of the training were longer"
         for name, factors in (("long_factor", self.long_factor), ("short_factor", self.short_factor)):

@@ -15,7 +15,7 @@ from moesched.models.file_identity import FileIdentity
 from moesched.models.headers import (
     LARGEST_JSON,
     RESTORE,
-    Found,
+    FoundTensor,
     header_copy,
     read_header,
     read_header_copy,
@@ -39,7 +39,7 @@ class Shards(NamedTuple):
         absent: sizes in bytes of files that are not here, by the copies of their headers.
     """
 
-    tensors: list[Found]
+    tensors: list[FoundTensor]
     identities: dict[Path, FileIdentity]
     absent: dict[Path, int]
 
@@ -124,7 +124,7 @@ def _first_file(directory: Path) -> Path | None:
     return next((path for path in paths if is_file(path) or is_file(header_copy(path))), None)
 
 
-def _read_into(shards: Shards, path: Path, *, partial: bool = False) -> list[Found]:
+def _read_into(shards: Shards, path: Path, *, partial: bool = False) -> list[FoundTensor]:
     """Read the tensors of a file, and add the file's identity or absence to `shards`."""
     if partial and not is_file(path) and is_file(header_copy(path)):
         found, shards.absent[path] = read_header_copy(path)

@@ -32,12 +32,12 @@ class Codes(NamedTuple):
     """The codes of a block.
 
     Attributes:
-        low: the lower bits of the codes; 8 of them are a signed number.
-        zero: the number that is subtracted from each stored one.
+        low: the place of the codes' lower bits; 8 of them are a signed number.
+        zero: the number that is subtracted from each stored code.
         largest: the code of the weight furthest from 0, by which a writer chooses the scale; below 0, weights of that
             sign have one code more, and the scale has the sign that gives the weight this code.
-        high: the bits above these, in a format that has them apart.
-        values: the numbers that stand for what is stored; empty where the codes are these numbers.
+        high: the place of the upper bits, in a format that stores them apart; else None.
+        values: the number that each stored code stands for; empty where the code itself is the number.
     """
 
     low: Bits
@@ -56,8 +56,8 @@ class Factors(NamedTuple):
     """Whole numbers by which the scale and the minimum of a block are multiplied for each of its groups.
 
     Attributes:
-        packing: "bytes" are signed, and of scales alone; "six bits" are those of eight scales and of eight minimums,
-            which are subtracted, in 12 bytes.
+        packing: "bytes": a signed byte for each scale; the format has no minimums. "six bits": 12 bytes with 6 bits for
+            each of eight scales and eight minimums; such minimums are subtracted.
         offset: the place of the first of these bytes in the block.
     """
 
@@ -71,9 +71,9 @@ class StoredFormat(NamedTuple):
     Attributes:
         group: weights that share a scale.
         block_bytes: bytes of a block; rows are whole blocks.
-        codes: None in a plain format, which has a dtype's number for each weight.
+        codes: the codes of a block; None in a plain format, which stores each weight as a number of a dtype.
         scale, minimum: offsets of these numbers in a block, in bytes; a format without a minimum has None.
-        number: how they are stored: as float16, or as a byte e that stands for 2 ** (e - 128).
+        scale_encoding: how they are stored: as float16, or as a byte e that stands for 2 ** (e - 128).
         groups: number of groups of a block.
         factors: the factors of a block's groups; None where a block is one group.
         in_files: the dtype of its rows in safetensors: those of a coded format are bytes.
@@ -85,7 +85,7 @@ class StoredFormat(NamedTuple):
     codes: Codes | None = None
     scale: int = 0
     minimum: int | None = None
-    number: Literal["float16", "exponent"] = "float16"
+    scale_encoding: Literal["float16", "exponent"] = "float16"
     groups: int = 1
     factors: Factors | None = None
     in_files: str = "U8"
@@ -151,7 +151,9 @@ _FORMATS = (
         groups=16,
         factors=Factors("bytes", 192),
     ),
-    StoredFormat("mxfp4", 32, 17, Codes(Bits(4, 1, 16), zero=0, largest=12, values=_FP4), number="exponent"),
+    StoredFormat(
+        "mxfp4", 32, 17, Codes(Bits(4, 1, 16), zero=0, largest=12, values=_FP4), scale_encoding="exponent"
+    ),
 )
 
 STORED_FORMATS: Mapping[str, StoredFormat] = MappingProxyType({each.name: each for each in _FORMATS})

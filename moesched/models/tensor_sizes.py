@@ -90,7 +90,7 @@ class TensorSizes:
         )
 
     def coded_bytes(self, shapes: Mapping[str, Shape]) -> BytesByFormat:
-        """Bytes of tensors in each coded storage format, and of plain ones that lie transposed; others are left out."""
+        """Bytes of tensors by coded storage format, and of transposed plain ones as `COLUMNS`; others are left out."""
         found: Counter[str] = Counter()
         for name, shape in shapes.items():
             kept = self.config.kept_format(name, self.layer)
@@ -130,7 +130,7 @@ class TensorSizes:
     def held_bytes(self, requests: Iterable[int], beams: int = 1) -> int:
         """Bytes of one layer's caches for requests with these numbers of cached tokens.
 
-        The cache of a window gives back the blocks that have left it.
+        A layer with a window keeps only the blocks of tokens in its window.
         """
         most = self.layer.attention.most_cached
         counts = [kept_tokens(count, most, beams) for count in requests]

@@ -92,7 +92,7 @@ def count_active_weights(config: ModelConfig, left_out: Collection[str] = ()) ->
 
 
 def file_bytes(config: ModelConfig) -> int:
-    """Bytes of all weights in the storage format, as in published files.
+    """Bytes of all weights in the model's storage format, as in published files.
 
     Weights that text does not need are in 16 bits, or in the format if that is the format of all matrices.
     """

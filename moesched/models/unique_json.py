@@ -21,6 +21,7 @@ def decode_unique(text: bytes, kind: type[T], where: str, remedy: str) -> T:
     """Decode JSON to a type.
 
     Args:
+        kind: the type.
         where: names the file in messages, perhaps with its expected kind.
         remedy: ends the message.
 

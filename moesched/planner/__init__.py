@@ -11,8 +11,8 @@ from moesched.planner.cluster import ClusterProposal, plan_cluster
 from moesched.planner.proposal import MOST_REQUESTS, Proposal, plan_model
 from moesched.planner.search_policies import (
     FIRST,
-    Best,
-    Look,
+    BestPlan,
+    PolicyEstimate,
     fastest_policies,
     plan_best,
     plannable,
@@ -24,9 +24,9 @@ __all__ = [
     "FIRST",
     "KV_SHARE",
     "MOST_REQUESTS",
-    "Best",
+    "BestPlan",
     "ClusterProposal",
-    "Look",
+    "PolicyEstimate",
     "Proposal",
     "Setting",
     "fastest_policies",

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from moesched.errors import BadInput
 from moesched.planner.climb import CHUNK, Climb, chunks_to_try, point_of
-from moesched.planner.schedules import Point, Schedules, Seen, resident_of, with_chunk
+from moesched.planner.schedules import Point, Schedule, Schedules, resident_of, with_chunk
 from moesched.planner.search import PolicyChoice, best, filled, least, most_of
 from moesched.planner.setting import Setting
 from moesched.planner.traits import Lesson, SizeOption, TraitProbe, Traits
@@ -84,14 +84,14 @@ class Candidate:
             options = self._options(self.setting, near)
             self.choice = self._best_of(self.setting, options) or self.choice
 
-    def first_trial(self) -> Seen:
+    def first_trial(self) -> Schedule:
         """Simulate the sizes with the highest bound, and large micro-batches, since bounds may err.
 
         Returns the faster schedule.
         """
         return self._tried([point_of(self.choice), *self._large([FEW])])[0]
 
-    def search(self) -> Seen:
+    def search(self) -> Schedule:
         """Find the best schedule, and return it.
 
         The search climbs from several promising sizes, and then simulates all layers of the best few.
@@ -100,18 +100,18 @@ class Candidate:
         starts = self._tried([point_of(self.choice), *self._large([1, FEW]), *self._edges()])
         for start in starts[:MOST_CLIMBS]:
             if start.rate * PROMISING >= starts[0].rate:
-                self._climb.from_seen(start)
-        self._try_chunks(self.schedules.seen[0])
+                self._climb.climb_from(start)
+        self._try_chunks(self.schedules.best_first[0])
         return self._best_in_all_layers()
 
-    def in_chunks(self, found: Seen) -> Seen:
+    def in_chunks(self, found: Schedule) -> Schedule:
         """Simulate a schedule's sizes with prompts in chunks, and return the faster schedule.
 
         The chunks are those that `simulate` uses by default.
         """
         if found.chunk is None and CHUNK in chunks_to_try(self.setting, found.micro_batch_size):
             with suppress(BadInput):
-                chunked = self.schedules.see(found.point._replace(chunk=CHUNK))
+                chunked = self.schedules.at(found.point._replace(chunk=CHUNK))
                 if chunked.batch_size == found.batch_size and chunked.rate > found.rate:
                     return chunked
         return found
@@ -130,7 +130,7 @@ class Candidate:
         shares = {0.0, resident, 1.0} if self.setting.searches_shares else {resident}
         return max(most_of(setting, traits, option, share) for share in shares)
 
-    def _tried(self, points: Iterable[Point]) -> list[Seen]:
+    def _tried(self, points: Iterable[Point]) -> list[Schedule]:
         """Simulate the points that fit; return their schedules, the one with the highest rate first.
 
         Raises:
@@ -145,7 +145,7 @@ class Candidate:
             return [self._climb.start(first)]
         with suppress(BadInput):
             found.append(self._climb.start(first))
-        return sorted(found, key=lambda seen: seen.rate, reverse=True)
+        return sorted(found, key=lambda schedule: schedule.rate, reverse=True)
 
     def _large(self, counts: Sequence[int]) -> Iterator[Point]:
         """Yield points to simulate with the largest micro-batches that fit, whatever their bounds.
@@ -205,7 +205,7 @@ class Candidate:
         if partly is not None:
             yield point_of(partly)
 
-    def _try_chunks(self, found: Seen) -> None:
+    def _try_chunks(self, found: Schedule) -> None:
         """Simulate a schedule's sizes with larger prefill chunks step by step, until fewer requests fit.
 
         Whole prompts are tried after the largest chunks.
@@ -218,19 +218,19 @@ class Candidate:
         ]
         for chunk in (*larger, None):
             with suppress(BadInput):
-                if self.schedules.see(found.point._replace(chunk=chunk)).batch_size < found.batch_size:
+                if self.schedules.at(found.point._replace(chunk=chunk)).batch_size < found.batch_size:
                     return
 
-    def _best_in_all_layers(self) -> Seen:
+    def _best_in_all_layers(self) -> Schedule:
         """Return the best of the finalists with all layers simulated.
 
         If all layers of the finalists would take too long to simulate, return the best schedule of a few layers.
         """
-        few = self.schedules.seen
-        finalists = [seen for seen in few[:FINALISTS] if seen.rate * CLOSE >= few[0].rate]
-        if sum(seen.tasks_of_all_layers for seen in finalists) > MOST_FINAL_TASKS:
+        few = self.schedules.best_first
+        finalists = [schedule for schedule in few[:FINALISTS] if schedule.rate * CLOSE >= few[0].rate]
+        if sum(schedule.tasks_of_all_layers for schedule in finalists) > MOST_FINAL_TASKS:
             return few[0]
-        return max(map(self.schedules.deepened, finalists), key=lambda seen: seen.rate)
+        return max(map(self.schedules.deepened, finalists), key=lambda schedule: schedule.rate)
 
     def _most_layers(self, size: int, chunk: int | None) -> PolicyChoice | None:
         """Choose one micro-batch with the KV cache of as many layers as fit on the accelerator.

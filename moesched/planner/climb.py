@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from moesched.errors import BadInput
-from moesched.planner.schedules import Point, Schedules, Seen, resident_of, with_count
+from moesched.planner.schedules import Point, Schedule, Schedules, resident_of, with_count
 from moesched.planner.search import PolicyChoice, filled
 from moesched.planner.setting import Setting
 from moesched.planner.traits import SizeOption, Traits
@@ -64,7 +64,7 @@ class Climb:
         self._option_of = option_of
         self._refuted = False
 
-    def start(self, point: Point) -> Seen:
+    def start(self, point: Point) -> Schedule:
         """Simulate a point and return its schedule; if not one micro-batch fits, smaller micro-batches are simulated.
 
         The point may not fit since the search for it knows only average prompt lengths.
@@ -77,29 +77,29 @@ class Climb:
         for size in sizes:
             count = -(-requests // size)
             with suppress(BadInput):
-                return self._see(
+                return self._simulated(
                     point._replace(size=size, micro_batches=count, resident=resident_of(share, count))
                 )
-        return self._see(point)
+        return self._simulated(point)
 
-    def from_seen(self, found: Seen) -> Seen:
+    def climb_from(self, found: Schedule) -> Schedule:
         """Move from a schedule to faster ones, in large steps first, then in small steps; return the fastest one."""
         for around in (self._far, self._near):
             found = self._uphill(found, around)
         return found
 
-    def _see(self, point: Point) -> Seen:
-        seen = self._schedules.see(point)
-        bound = self._bound(seen.point)
+    def _simulated(self, point: Point) -> Schedule:
+        schedule = self._schedules.at(point)
+        bound = self._bound(schedule.point)
         if (
             bound is None
-            or bound.micro_batches < seen.point.micro_batches
-            or seen.throughput > NEAR * bound.throughput
+            or bound.micro_batches < schedule.point.micro_batches
+            or schedule.throughput > NEAR * bound.throughput
         ):
             self._refuted = True
-        return seen
+        return schedule
 
-    def _uphill(self, found: Seen, around: Callable[[Seen], list[Point]]) -> Seen:
+    def _uphill(self, found: Schedule, around: Callable[[Schedule], list[Point]]) -> Schedule:
         """Move to faster schedules until no neighbour promises a better one, or `MOST_PREVIEWS` points were simulated.
 
         Args:
@@ -116,13 +116,13 @@ class Climb:
                 continue
             tried.add(point)
             with suppress(BadInput):
-                other = self._see(point)
+                other = self._simulated(point)
                 if other.rate > found.rate:
                     found = other
                     ahead = self._ahead(found, around(found))
         return found
 
-    def _ahead(self, found: Seen, points: Sequence[Point]) -> list[Point]:
+    def _ahead(self, found: Schedule, points: Sequence[Point]) -> list[Point]:
         """Return the points whose bounds allow a better schedule than `found`, the highest bound first."""
         bounds = {point: self._bound(point) for point in points}
         here = self._bound(found.point)
@@ -143,27 +143,27 @@ class Climb:
         }
         return sorted(known, key=lambda point: promise(known[point]), reverse=True)
 
-    def _far(self, seen: Seen) -> list[Point]:
+    def _far(self, schedule: Schedule) -> list[Point]:
         """Return far neighbours: about twice or half the size of micro-batches, or twice or half their number.
 
         Another size of micro-batches is tried for an equal number of requests; about twice the size also for an equal
         number of micro-batches. Chunks of prefill leave room for more micro-batches, so twice their number is tried
         with chunks, too.
         """
-        size, count, _, chunk = seen.point
+        size, count, _, chunk = schedule.point
         others = [min(self._ladder, key=lambda each: abs(each - aim)) for aim in (2 * size, size / 2)]
-        points = self._of_sizes(seen, [other for other in dict.fromkeys(others) if other != size])
-        points += [with_count(seen.point, 2 * count), with_count(seen.point, max(1, count // 2))]
-        points += [seen.point._replace(size=other) for other in others[:1]]
+        points = self._of_sizes(schedule, [other for other in dict.fromkeys(others) if other != size])
+        points += [with_count(schedule.point, 2 * count), with_count(schedule.point, max(1, count // 2))]
+        points += [schedule.point._replace(size=other) for other in others[:1]]
         if (
             chunk is None
             and self._setting.prefill_chunk is None
             and size * max(self._setting.lengths) > CHUNK
         ):
-            points.append(with_count(seen.point, 2 * count)._replace(chunk=CHUNK))
+            points.append(with_count(schedule.point, 2 * count)._replace(chunk=CHUNK))
         return points
 
-    def _near(self, seen: Seen) -> list[Point]:
+    def _near(self, schedule: Schedule) -> list[Point]:
         """Return near neighbours: a few more or fewer micro-batches, micro-batches of other sizes, other cache shares.
 
         The number of micro-batches changes by a fifth; other sizes are for as many requests. The share of the KV cache
@@ -171,10 +171,10 @@ class Climb:
         The last neighbour has a tenth more micro-batches, which have their cache on the accelerator, for when the
         host's memory is full.
         """
-        point, share = seen.point, self._share(seen)
+        point, share = schedule.point, self._share(schedule)
         size, count = point.size, point.micro_batches
         points = [with_count(point, -(-count * 6 // 5)), with_count(point, max(1, count * 5 // 6))]
-        points += self._of_sizes(seen, self._neighbours(size))
+        points += self._of_sizes(schedule, self._neighbours(size))
         if self._setting.searches_shares:
             parts = self._setting.layout.config.layers if count == 1 else count
             here, few = round(share * parts), -(-parts // 10)
@@ -186,14 +186,14 @@ class Climb:
                 points.append(point._replace(micro_batches=count + few, resident=here + few))
         return points
 
-    def _of_sizes(self, seen: Seen, sizes: Sequence[int]) -> list[Point]:
+    def _of_sizes(self, schedule: Schedule, sizes: Sequence[int]) -> list[Point]:
         """Return points with other sizes of micro-batches, for as many requests and an equal share of the KV cache."""
-        counts = [(size, -(-seen.batch_size // size)) for size in sizes]
-        share = self._share(seen)
-        return [Point(size, count, resident_of(share, count), seen.chunk) for size, count in counts]
+        counts = [(size, -(-schedule.batch_size // size)) for size in sizes]
+        share = self._share(schedule)
+        return [Point(size, count, resident_of(share, count), schedule.chunk) for size, count in counts]
 
-    def _share(self, seen: Seen) -> float:
-        return seen.point.resident / seen.point.micro_batches
+    def _share(self, schedule: Schedule) -> float:
+        return schedule.point.resident / schedule.point.micro_batches
 
     def _bound(self, point: Point) -> PolicyChoice | None:
         """Bound a point's throughput, with as many weights on the accelerator as fit.

@@ -16,7 +16,7 @@ from moesched.models.layout import WeightLayout, room_for, weight_layout
 from moesched.planner.objectives import require_objective
 from moesched.planner.ranking import Ranked
 from moesched.planner.resources import Gain
-from moesched.planner.search_policies import Best, plan_best
+from moesched.planner.search_policies import BestPlan, plan_best
 from moesched.planner.uncertainty import Figures
 from moesched.requests.workloads import load_workload
 from moesched.system.cells import named_in_cell
@@ -165,7 +165,7 @@ def plan_model(given: PlanOptions) -> Proposal:
 
 
 def _proposal(
-    best: Best, machine: str, workload: str, new_tokens: int, objective: Objective, layout: WeightLayout
+    best: BestPlan, machine: str, workload: str, new_tokens: int, objective: Objective, layout: WeightLayout
 ) -> Proposal:
     found = best.uncertainty
     return Proposal(
@@ -186,27 +186,27 @@ def _proposal(
     )
 
 
-def _sizes(best: Best) -> PlannedSizes:
+def _sizes(best: BestPlan) -> PlannedSizes:
     return PlannedSizes(
         policy=best.policy,
-        batch_size=best.seen.batch_size,
-        micro_batch_size=best.seen.micro_batch_size,
-        prefill_chunk=best.seen.chunk,
-        attention_on_gpu=best.attention_on_gpu or best.seen.kv_on_gpu == 1,
+        batch_size=best.schedule.batch_size,
+        micro_batch_size=best.schedule.micro_batch_size,
+        prefill_chunk=best.schedule.chunk,
+        attention_on_gpu=best.attention_on_gpu or best.schedule.kv_on_gpu == 1,
         ffn_on_gpu=best.ffn_on_gpu,
-        weights_on_gpu=best.seen.weights_on_gpu,
-        kv_on_gpu=best.seen.kv_on_gpu,
+        weights_on_gpu=best.schedule.weights_on_gpu,
+        kv_on_gpu=best.schedule.kv_on_gpu,
     )
 
 
-def _predicted(best: Best) -> Predicted:
-    seen = best.seen
+def _predicted(best: BestPlan) -> Predicted:
+    schedule = best.schedule
     return Predicted(
-        throughput_tokens_per_second=seen.throughput,
-        prefill_seconds=seen.trial_run.prefill_seconds,
-        decode_step_seconds=seen.trial_run.step_seconds,
+        throughput_tokens_per_second=schedule.throughput,
+        prefill_seconds=schedule.trial_run.prefill_seconds,
+        decode_step_seconds=schedule.trial_run.step_seconds,
         bound_by=best.bound_by,
-        bound_tokens_per_second=seen.bound,
-        utilization=seen.trial_run.utilization,
-        peak_bytes=seen.peak_bytes,
+        bound_tokens_per_second=schedule.bound,
+        utilization=schedule.trial_run.utilization,
+        peak_bytes=schedule.peak_bytes,
     )

@@ -11,7 +11,7 @@ from moesched.errors import BadInput
 from moesched.planner.candidate import Candidate
 from moesched.planner.missing import missing_bytes
 from moesched.planner.resources import Gain, gains
-from moesched.planner.schedules import Seen
+from moesched.planner.schedules import Schedule
 from moesched.planner.setting import Setting
 from moesched.runs.planning import SMALLER
 from moesched.system.source_lines import raising_line
@@ -63,28 +63,28 @@ class Ranked(msgspec.Struct, frozen=True, kw_only=True):
         return f"{lacking} would" if lacking else self.why or ""
 
 
-def ranked(candidate: Candidate, seen: Seen) -> Ranked:
+def ranked(candidate: Candidate, schedule: Schedule) -> Ranked:
     """Return the row of the ranking for a policy that fits.
 
     Args:
-        seen: the policy's best schedule.
+        schedule: the policy's best schedule.
     """
-    busy = seen.trial_run.utilization
-    best = next(iter(gains(candidate, seen)), None)
+    busy = schedule.trial_run.utilization
+    best = next(iter(gains(candidate, schedule)), None)
     lane = max(busy, key=busy.__getitem__)
     return Ranked(
         policy=candidate.name,
-        throughput_tokens_per_second=seen.throughput,
-        decode_step_seconds=seen.trial_run.step_seconds,
-        first_token_seconds=seen.trial_run.first_token_seconds,
+        throughput_tokens_per_second=schedule.throughput,
+        decode_step_seconds=schedule.trial_run.step_seconds,
+        first_token_seconds=schedule.trial_run.first_token_seconds,
         bound_by=lane,
         busy=busy[lane],
-        estimate=not seen.whole,
+        estimate=not schedule.whole,
         fits=True,
-        batch_size=seen.batch_size,
-        micro_batch_size=seen.micro_batch_size,
-        prefill_chunk=seen.chunk,
-        kv_on_gpu=seen.kv_on_gpu if candidate.setting.splits_kv else None,
+        batch_size=schedule.batch_size,
+        micro_batch_size=schedule.micro_batch_size,
+        prefill_chunk=schedule.chunk,
+        kv_on_gpu=schedule.kv_on_gpu if candidate.setting.splits_kv else None,
         gain=best if best is not None and best.share > 0 else None,
     )
 

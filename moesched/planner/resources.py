@@ -11,7 +11,7 @@ from moesched.machines import Machine
 from moesched.machines.cost import cost_model
 from moesched.planner.candidate import Candidate
 from moesched.planner.objectives import rate
-from moesched.planner.schedules import Seen
+from moesched.planner.schedules import Schedule
 from moesched.planner.setting import Setting
 from moesched.planner.trial_run import MOST_STEPS, trial_run
 
@@ -27,32 +27,33 @@ class Gain(msgspec.Struct, frozen=True):
     share: float
 
 
-def gains(candidate: Candidate, seen: Seen) -> list[Gain]:
+def gains(candidate: Candidate, schedule: Schedule) -> list[Gain]:
     """Return the gain from a tenth more of each resource, the largest first.
 
     Gains are increases of the candidate's bound on throughput or, if the plan is for one request, of a trial run's
     rate.
     """
     setting = candidate.setting
-    rate_with = candidate.bound_with if setting.objective == "throughput" else _trials(setting, seen)
+    rate_with = candidate.bound_with if setting.objective == "throughput" else _trials(setting, schedule)
     now = rate_with(setting)
     if not now:  # the bound does not hold for a policy that chooses places by what is free
         return []
     found = [
-        Gain(resource, max(0.0, rate_with(richer) / now - 1)) for resource, richer in _richer(setting, seen)
+        Gain(resource, max(0.0, rate_with(richer) / now - 1))
+        for resource, richer in _richer(setting, schedule)
     ]
     return sorted(found, key=lambda gain: gain.share, reverse=True)
 
 
-def _trials(setting: Setting, seen: Seen) -> Callable[[Setting], float]:
-    """Return a function from a setting to the rate that a trial run of `seen`'s schedule reaches in that setting."""
+def _trials(setting: Setting, schedule: Schedule) -> Callable[[Setting], float]:
+    """Return a function from a setting to the rate that a trial run of this schedule reaches in that setting."""
 
     def rate_with(richer: Setting) -> float:
-        if seen.few is not None:
-            trial, batch = seen.few.on(richer).trial(MOST_STEPS), seen.few.batch
+        if schedule.few is not None:
+            trial, batch = schedule.few.on(richer).trial(MOST_STEPS), schedule.few.batch
         else:
             batch = richer.batch(1, 1)
-            share = seen.kv_on_gpu if setting.splits_kv else None
+            share = schedule.kv_on_gpu if setting.splits_kv else None
             plan, policy = richer.plan(batch, kv_on_gpu=share)
             trial = trial_run(plan, policy)
         return rate(setting.objective, trial, batch)
@@ -60,7 +61,7 @@ def _trials(setting: Setting, seen: Seen) -> Callable[[Setting], float]:
     return rate_with
 
 
-def _richer(setting: Setting, seen: Seen) -> Iterator[tuple[str, Setting]]:
+def _richer(setting: Setting, schedule: Schedule) -> Iterator[tuple[str, Setting]]:
     """Yield each resource once, with a setting whose machine has a tenth more of the resource.
 
     Resources are capacities of memories and rates of lanes; rates are left out if costs were measured, as these hold
@@ -75,7 +76,7 @@ def _richer(setting: Setting, seen: Seen) -> Iterator[tuple[str, Setting]]:
         return
     given = set[str]()
     for lane, resource, faster in _faster(machine):
-        idle = setting.objective != "throughput" and seen.trial_run.utilization.get(lane, 1.0) < IDLE
+        idle = setting.objective != "throughput" and schedule.trial_run.utilization.get(lane, 1.0) < IDLE
         if not idle and resource not in given:  # two processors may share one memory
             given.add(resource)
             yield resource, replace(setting, machine=faster, cost=cost_model(faster, setting.layout.dtype))

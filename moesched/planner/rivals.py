@@ -12,7 +12,7 @@ from moesched import plugins
 from moesched.drivers.pricing import no_garbage_collection
 from moesched.errors import BadInput
 from moesched.planner.candidate import Candidate
-from moesched.planner.schedules import Seen
+from moesched.planner.schedules import Schedule
 from moesched.planner.search_policies import plannable
 from moesched.planner.setting import Setting, splits_kv
 
@@ -30,7 +30,7 @@ class Rival(NamedTuple):
     """A policy that is faster than another one, and its simulated schedule of all layers with the best sizes."""
 
     policy: str
-    seen: Seen
+    schedule: Schedule
 
 
 def faster_policy(setting: Setting, policy: str, rate: float) -> Rival | None:
@@ -50,9 +50,9 @@ def faster_policy(setting: Setting, policy: str, rate: float) -> Rival | None:
         for candidate, few in sorted(trials, key=lambda trial: -trial[1].throughput):
             if few.throughput > MUCH * rate and few.tasks_of_all_layers <= MOST_TASKS:
                 with suppress(BadInput):
-                    seen = candidate.schedules.deepened(few)
-                    if seen.throughput > MUCH * rate:
-                        return Rival(candidate.name, seen)
+                    schedule = candidate.schedules.deepened(few)
+                    if schedule.throughput > MUCH * rate:
+                        return Rival(candidate.name, schedule)
     return None
 
 

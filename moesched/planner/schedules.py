@@ -45,7 +45,7 @@ class Point(NamedTuple):
     chunk: int | None = None
 
 
-class Seen(msgspec.Struct, frozen=True, kw_only=True):
+class Schedule(msgspec.Struct, frozen=True, kw_only=True):
     """A simulated schedule of a policy: its sizes and its predicted figures.
 
     Attributes:
@@ -107,14 +107,14 @@ class Schedules:
         self.tasks = 0
         self._setting = setting
         self._deep = deep
-        self._seen: dict[tuple[Point, bool], Seen] = {}
+        self._schedules: dict[tuple[Point, bool], Schedule] = {}
 
     @property
-    def seen(self) -> list[Seen]:
+    def best_first(self) -> list[Schedule]:
         """The schedules simulated so far, the highest rate first."""
-        return sorted(self._seen.values(), key=lambda seen: seen.rate, reverse=True)
+        return sorted(self._schedules.values(), key=lambda schedule: schedule.rate, reverse=True)
 
-    def see(self, point: Point, *, deep: bool | None = None) -> Seen:
+    def at(self, point: Point, *, deep: bool | None = None) -> Schedule:
         """Return the schedule of a point, which is simulated unless it was before.
 
         If not all micro-batches of the point fit, fewer are simulated.
@@ -126,16 +126,16 @@ class Schedules:
             BadInput: not even one micro-batch fits, or the policy cannot run chunks that the user did not ask for.
         """
         deep = self._deep if deep is None else deep
-        if (point, deep) not in self._seen:
+        if (point, deep) not in self._schedules:
             try:
-                self._seen[point, deep] = self._simulated(point, deep)
+                self._schedules[point, deep] = self._simulated(point, deep)
             except PolicyError as error:
                 if point.chunk == self._setting.prefill_chunk:
                     raise
                 raise BadInput(f"the policy takes no chunks of {point.chunk} tokens: {error}") from error
-        return self._seen[point, deep]
+        return self._schedules[point, deep]
 
-    def _simulated(self, point: Point, deep: bool) -> Seen:
+    def _simulated(self, point: Point, deep: bool) -> Schedule:
         """Simulate the schedule of a point, in all layers or in a few.
 
         All layers are simulated if `deep` is true, or if they have few tasks.
@@ -145,16 +145,16 @@ class Schedules:
         share = plan.kv.on_gpu if setting.splits_kv else None
         steps = most_steps(setting.objective)
         found = None if deep else cut_like(setting, plan, share)
-        few, seen = None, None
+        few, trial = None, None
         if found is not None:
             few, prepared = found
-            seen = few.trial(steps, prepared)
-            self.tasks += seen.tasks
-        if few is None or seen is None or seen.tasks / few.part <= cheap_tasks(setting.objective):
-            seen = trial_run(plan, policy, setting.cost_of(plan), most_steps=max(steps, STEPS_OF_ALL_LAYERS))
-            self.tasks += seen.tasks
+            trial = few.trial(steps, prepared)
+            self.tasks += trial.tasks
+        if few is None or trial is None or trial.tasks / few.part <= cheap_tasks(setting.objective):
+            trial = trial_run(plan, policy, setting.cost_of(plan), most_steps=max(steps, STEPS_OF_ALL_LAYERS))
+            self.tasks += trial.tasks
         count = len(batch.micro_batches)
-        return Seen(
+        return Schedule(
             point=point._replace(micro_batches=count, resident=resident_of(share or 0, count)),
             batch_size=len(batch.prompts),
             weights_on_gpu=resident_bytes(plan) / weight_bytes(plan),
@@ -162,26 +162,26 @@ class Schedules:
             peak_bytes={
                 name: bytes_of_all_ranks(plan, memory, memory.peak) for name, memory in plan.memories.items()
             },
-            trial_run=seen,
+            trial_run=trial,
             few=few,
-            throughput=seen.tokens_per_second(batch),
-            bound=seen.bound(batch),
-            rate=rate(setting.objective, seen, batch),
+            throughput=trial.tokens_per_second(batch),
+            bound=trial.bound(batch),
+            rate=rate(setting.objective, trial, batch),
         )
 
-    def deepened(self, seen: Seen) -> Seen:
+    def deepened(self, schedule: Schedule) -> Schedule:
         """Return a schedule with all layers simulated."""
-        return seen if seen.whole else replace(self.see(seen.point, deep=True), few=seen.few)
+        return schedule if schedule.whole else replace(self.at(schedule.point, deep=True), few=schedule.few)
 
-    def uncertainty(self, seen: Seen) -> Uncertainty:
+    def uncertainty(self, schedule: Schedule) -> Uncertainty:
         """Compute the uncertainty band of a schedule, from trial runs.
 
         The runs have a few layers, if the times of these are like those of all layers.
         """
-        run, few = seen.trial_run, seen.few
+        run, few = schedule.trial_run, schedule.few
         return uncertainty(
-            lambda: [Rank(*(few.plan() if few else self._fitting(seen.point)))],
-            Figures(seen.throughput, run.step_seconds, run.prefill_seconds),
+            lambda: [Rank(*(few.plan() if few else self._fitting(schedule.point)))],
+            Figures(schedule.throughput, run.step_seconds, run.prefill_seconds),
         )
 
     def _fitting(self, point: Point) -> tuple[Plan, Policy]:

@@ -20,7 +20,7 @@ from moesched.planner.candidate import Candidate
 from moesched.planner.objectives import close, requests_for
 from moesched.planner.ranking import Misfit, Ranked, in_order, misfit, ranked
 from moesched.planner.resources import Gain, gains
-from moesched.planner.schedules import Seen
+from moesched.planner.schedules import Schedule
 from moesched.planner.setting import KV_SHARE, Setting, splits_kv
 from moesched.planner.sizing import first_schedule
 from moesched.planner.uncertainty import Uncertainty
@@ -32,7 +32,7 @@ Found = TypeVar("Found")
 FIRST = "resident"
 """The policy that wins a tie, since it moves nothing."""
 TIE = 1.05
-"""A policy beats `FIRST` at first sight only if it is faster by more than this factor, since looks are rough."""
+"""A policy beats `FIRST` at first sight only if it is faster by more than this factor, since estimates are rough."""
 PROMISING = 0.75
 """Least share of the best rate so far that a policy reaches if its sizes are searched for."""
 MOST_TASKS = 60_000
@@ -43,12 +43,12 @@ MOST_FAR_TASKS = 100_000
 """Most tasks in the runs of all layers of policies that do not come close to the best, all together."""
 
 
-class Best(msgspec.Struct, frozen=True, kw_only=True):
+class BestPlan(msgspec.Struct, frozen=True, kw_only=True):
     """The best plan found.
 
     Attributes:
         policy: name of the policy.
-        seen: the plan's simulated schedule: sizes and predicted figures.
+        schedule: the plan's simulated schedule: sizes and predicted figures.
         attention_on_gpu, ffn_on_gpu: whether the GPU computes attention and the FFN in decode.
         bound_by: the busiest lane in a decode step; in the prefill if there is no decode step.
         gains: relative increase of the bound for a tenth more of each resource, the largest first.
@@ -57,7 +57,7 @@ class Best(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     policy: str
-    seen: Seen
+    schedule: Schedule
     attention_on_gpu: bool
     ffn_on_gpu: bool
     bound_by: str
@@ -75,7 +75,7 @@ def plannable() -> list[str]:
     return sorted(names, key=lambda name: name != FIRST)
 
 
-class Resources(TypedDict, total=False):
+class SearchOptions(TypedDict, total=False):
     """Fields of `Setting`, all optional, that callers of a search may give."""
 
     budgets: dict[str, int]
@@ -94,8 +94,8 @@ def plan_best(
     settings: Mapping[str, Any] | None = None,
     band: bool = True,
     on_progress: Callable[[str], object] = lambda what: None,
-    **resources: Unpack[Resources],
-) -> Best:
+    **resources: Unpack[SearchOptions],
+) -> BestPlan:
     """Search for the plan that is best in an objective.
 
     Args:
@@ -126,17 +126,17 @@ def plan_best(
 
     asked = _asked(policies, settings)
 
-    def seen_first(name: str, setting: Setting) -> tuple[Candidate, Seen]:
+    def first_trial(name: str, setting: Setting) -> tuple[Candidate, Schedule]:
         on_progress(f"bound and schedule of {name}")
         candidate = Candidate(name, setting)
         return candidate, candidate.search() if len(asked) == 1 else candidate.first_trial()
 
-    found, misfits = _each(asked, settings, setting_of, seen_first, named=policies is not None)
+    found, misfits = _each(asked, settings, setting_of, first_trial, named=policies is not None)
     return _best_of(dict(found), [each.row() for each in misfits], band, on_progress)
 
 
-class Look(NamedTuple):
-    """A first look at a policy: tokens per second of a schedule of all requests; 0 if not all of them fit at once."""
+class PolicyEstimate(NamedTuple):
+    """A policy's tokens per second by the schedule of all requests, roughly; 0 if not all of them fit at once."""
 
     policy: str
     throughput: float
@@ -144,10 +144,10 @@ class Look(NamedTuple):
 
 def fastest_policies(
     setting: Setting, sizes: Sequence[int], on_progress: Callable[[str], object] = lambda what: None
-) -> list[Look]:
-    """Rank the policies that one machine can run by a first look at each, the fastest first; `FIRST` wins near ties.
+) -> list[PolicyEstimate]:
+    """Rank the policies that one machine can run by an estimate of each, the fastest first; `FIRST` wins near ties.
 
-    A look simulates a few layers of a schedule of all requests. `plan_best` searches for sizes as well, and takes
+    An estimate simulates a few layers of a schedule of all requests. `plan_best` searches for sizes as well, and takes
     several times as long.
 
     Args:
@@ -163,17 +163,17 @@ def fastest_policies(
         split = chosen.is_class and splits_kv(chosen.cls, setting.machine)
         return replace(setting, make=chosen.make, splits_kv=split, kv_on_gpu=None)
 
-    def look(name: str, its_setting: Setting) -> Look:
+    def estimate(name: str, its_setting: Setting) -> PolicyEstimate:
         on_progress(f"first look at {name}")
         its_setting.plan(its_setting.batch(1, 1))
-        seen = (first_schedule(its_setting, size) for size in sizes)
-        return Look(name, next((one.throughput for one in seen if one is not None), 0.0))
+        schedules = (first_schedule(its_setting, size) for size in sizes)
+        return PolicyEstimate(name, next((one.throughput for one in schedules if one is not None), 0.0))
 
-    looks, misfits = _each(plannable(), {}, setting_of, look)
-    if not looks:
+    estimates, misfits = _each(plannable(), {}, setting_of, estimate)
+    if not estimates:
         raise _nothing_fits(in_order([], [each.row() for each in misfits]))
     return sorted(
-        looks, key=lambda each: each.throughput * (TIE if each.policy == FIRST else 1), reverse=True
+        estimates, key=lambda each: each.throughput * (TIE if each.policy == FIRST else 1), reverse=True
     )
 
 
@@ -181,17 +181,17 @@ def _each(
     asked: Sequence[PolicyGiven],
     settings: Mapping[str, Any],
     setting_of: Callable[[ChosenPolicy], Setting],
-    look: Callable[[str, Setting], Found],
+    act: Callable[[str, Setting], Found],
     *,
     named: bool = False,
 ) -> tuple[list[Found], list[Misfit]]:
-    """Call `look` with the name and the setting of each policy.
+    """Call `act` with the name and the setting of each policy.
 
     Args:
         asked: the policies.
         settings: the policies' own settings, by name.
         setting_of: a function that makes the planner's setting for a policy.
-        look: a function from a policy's name and setting to a result; it raises an error if the policy does not fit.
+        act: a function from a policy's name and setting to a result; it raises an error if the policy does not fit.
         named: whether the user named the policies; an error of a policy is then raised, and not kept for the ranking.
 
     Returns:
@@ -211,7 +211,7 @@ def _each(
         setting = setting_of(chosen)
         try:
             with no_garbage_collection():
-                found.append(look(name, setting))
+                found.append(act(name, setting))
         except Exception as error:  # an installed plug-in may raise anything
             if not isinstance(error, BadInput) and (named or name in plugins.shipped("policies")):
                 raise
@@ -244,33 +244,33 @@ def require_one_policy(settings: Mapping[str, Any] | None) -> None:
 
 
 def _best_of(
-    seen: dict[Candidate, Seen],
+    schedules: dict[Candidate, Schedule],
     misfits: Sequence[Ranked],
     band: bool,
     on_progress: Callable[[str], object],
-) -> Best:
+) -> BestPlan:
     """Find the best plan among several candidates.
 
     Args:
-        seen: the first schedule of each candidate; better schedules replace them.
+        schedules: the first schedule of each candidate; better schedules replace them.
         misfits: rows of policies that do not fit, for the ranking.
         band: whether to find the uncertainty band of the best plan's figures.
     """
-    if not seen:
+    if not schedules:
         raise _nothing_fits(in_order([], misfits))
-    if len(seen) > 1:
-        _search_sizes(seen, on_progress)
-    _deepen(seen, on_progress)
-    best = _winner(seen)
-    sizes = seen[best]
+    if len(schedules) > 1:
+        _search_sizes(schedules, on_progress)
+    _deepen(schedules, on_progress)
+    best = _winner(schedules)
+    sizes = schedules[best]
     on_progress("gain from more of each resource")
-    rows = [(one.rate, ranked(candidate, one)) for candidate, one in seen.items()]
+    rows = [(one.rate, ranked(candidate, one)) for candidate, one in schedules.items()]
     gained = gains(best, sizes)
     if band:
         on_progress("the band of the figures")
-    return Best(
+    return BestPlan(
         policy=best.name,
-        seen=sizes,
+        schedule=sizes,
         attention_on_gpu=best.traits.attention_on_gpu,
         ffn_on_gpu=best.traits.ffn_on_gpu,
         bound_by=max(sizes.trial_run.utilization, key=sizes.trial_run.utilization.__getitem__),
@@ -280,49 +280,49 @@ def _best_of(
     )
 
 
-def _search_sizes(seen: dict[Candidate, Seen], on_progress: Callable[[str], object]) -> None:
-    """Replace the schedules in `seen` of promising policies by better ones, the best policy first.
+def _search_sizes(schedules: dict[Candidate, Schedule], on_progress: Callable[[str], object]) -> None:
+    """Replace the schedules of promising policies by better ones, the best policy first.
 
     The search ends after `MOST_TASKS` simulated tasks.
     """
     firsts: dict[float, Candidate] = {}
-    ahead = sorted(seen, key=lambda each: seen[each].rate, reverse=True)
+    ahead = sorted(schedules, key=lambda each: schedules[each].rate, reverse=True)
     before = sum(each.schedules.tasks for each in ahead)
     for candidate in ahead:
-        first, most = seen[candidate].rate, max(one.rate for one in seen.values())
+        first, most = schedules[candidate].rate, max(one.rate for one in schedules.values())
         if first < PROMISING * most or sum(each.schedules.tasks for each in ahead) - before > MOST_TASKS:
             break
         twin = firsts.setdefault(first, candidate)
         if twin is candidate:
             on_progress(f"schedules of {candidate.name}")
             with no_garbage_collection():
-                seen[candidate] = candidate.search()
+                schedules[candidate] = candidate.search()
         else:  # the same schedule by another name
-            seen[candidate] = replace(seen[twin], few=seen[candidate].few)
+            schedules[candidate] = replace(schedules[twin], few=schedules[candidate].few)
             candidate.choice = twin.choice
 
 
-def _deepen(seen: dict[Candidate, Seen], on_progress: Callable[[str], object]) -> None:
+def _deepen(schedules: dict[Candidate, Schedule], on_progress: Callable[[str], object]) -> None:
     """Simulate all layers of the best policy, of policies that a few layers cannot tell from it, and of some others.
 
-    The schedules in `seen` are replaced. The others follow in the order of their rates, as long as their tasks stay
+    Their schedules are replaced. The others follow in the order of their rates, as long as their tasks stay
     within a limit.
     """
-    deepened: dict[float, Seen] = {}
+    deepened: dict[float, Schedule] = {}
     tasks_left = float(MOST_FAR_TASKS)
 
     def deepen(candidate: Candidate) -> None:
-        few = seen[candidate]
+        few = schedules[candidate]
         if few.rate in deepened:  # the same schedule by another name
-            seen[candidate] = replace(deepened[few.rate], few=few.few)
+            schedules[candidate] = replace(deepened[few.rate], few=few.few)
             return
         on_progress(f"all layers of {candidate.name}")
         with no_garbage_collection():
-            seen[candidate] = candidate.schedules.deepened(candidate.in_chunks(few))
-        deepened[few.rate] = seen[candidate]
+            schedules[candidate] = candidate.schedules.deepened(candidate.in_chunks(few))
+        deepened[few.rate] = schedules[candidate]
 
-    for candidate in sorted(seen, key=lambda each: seen[each].rate, reverse=True):
-        few, most = seen[candidate], max(one.rate for one in seen.values())
+    for candidate in sorted(schedules, key=lambda each: schedules[each].rate, reverse=True):
+        few, most = schedules[candidate], max(one.rate for one in schedules.values())
         tasks = few.tasks_of_all_layers
         near = few.rate * close(candidate.setting.objective) >= most and tasks <= MOST_DEEP_TASKS
         if few.whole or near or few.rate in deepened:
@@ -330,13 +330,13 @@ def _deepen(seen: dict[Candidate, Seen], on_progress: Callable[[str], object]) -
         elif tasks <= tasks_left:
             tasks_left -= tasks
             deepen(candidate)
-    while not seen[_winner(seen)].whole:
-        deepen(_winner(seen))
+    while not schedules[_winner(schedules)].whole:
+        deepen(_winner(schedules))
 
 
-def _winner(seen: Mapping[Candidate, Seen]) -> Candidate:
+def _winner(schedules: Mapping[Candidate, Schedule]) -> Candidate:
     """Return the candidate with the highest rate; of equal rates, the first candidate."""
-    return max(seen, key=lambda candidate: seen[candidate].rate)
+    return max(schedules, key=lambda candidate: schedules[candidate].rate)
 
 
 def _needs_others(name: str) -> bool:

@@ -13,7 +13,7 @@ from moesched.inputs.options import SizeOptions
 from moesched.models.kv_blocks import KV_BLOCK_TOKENS, cached_tokens_of_beams
 from moesched.planner.candidate import MOST_CHUNKS, Candidate
 from moesched.planner.climb import CHUNK, chunks_to_try
-from moesched.planner.schedules import Point, Schedules, Seen, resident_of, with_chunk
+from moesched.planner.schedules import Point, Schedule, Schedules, resident_of, with_chunk
 from moesched.planner.setting import Setting
 from moesched.requests.batching import BatchSizes, batches_of
 from moesched.steps.plan import Plan
@@ -122,41 +122,46 @@ def _search(setting: Setting, given: int | None, successive: bool) -> BatchSizes
     if successive:  # the first batches tell about the others
         setting = replace(setting, lengths=tuple(Random(0).sample(setting.lengths, len(setting.lengths))))
     candidate = Candidate("that was asked for", setting, [given] if given else None)
-    seen = candidate.search()
-    if successive and seen.batch_size < len(setting.lengths) <= MOST_AT_ONCE * seen.batch_size:
-        seen = _rather_all(setting, candidate, seen)
-    share = seen.kv_on_gpu if setting.splits_kv else None
-    cut = with_chunk(setting, seen.chunk)
-    plan, _ = cut.plan(cut.batch(seen.point.micro_batches, seen.micro_batch_size), kv_on_gpu=share)
+    schedule = candidate.search()
+    if successive and schedule.batch_size < len(setting.lengths) <= MOST_AT_ONCE * schedule.batch_size:
+        schedule = _rather_all(setting, candidate, schedule)
+    share = schedule.kv_on_gpu if setting.splits_kv else None
+    cut = with_chunk(setting, schedule.chunk)
+    plan, _ = cut.plan(cut.batch(schedule.point.micro_batches, schedule.micro_batch_size), kv_on_gpu=share)
     sizes = BatchSizes(
-        seen.batch_size, seen.micro_batch_size, _cache_tokens(plan, setting), share, setting.beams, seen.chunk
+        schedule.batch_size,
+        schedule.micro_batch_size,
+        _cache_tokens(plan, setting),
+        share,
+        setting.beams,
+        schedule.chunk,
     )
-    takes_chunks = any(each.chunk for each in candidate.schedules.seen)
+    takes_chunks = any(each.chunk for each in candidate.schedules.best_first)
     return _fit_all(asked, sizes, CHUNK if takes_chunks else None) if successive else sizes
 
 
-def _rather_all(setting: Setting, candidate: Candidate, seen: Seen) -> Seen:
+def _rather_all(setting: Setting, candidate: Candidate, schedule: Schedule) -> Schedule:
     """Return the schedule that takes the least time for all requests, in one batch or in several successive batches.
 
     A single batch is chosen if it is about as fast as several. The last of several batches counts as a full one.
 
     Args:
-        seen: the schedule with the highest throughput, which is kept unless another is faster by `FASTER`.
+        schedule: the schedule with the highest throughput, which is kept unless another is faster by `FASTER`.
     """
     requests = len(setting.lengths)
-    count = -(-requests // seen.micro_batch_size)
-    share = seen.point.resident / seen.point.micro_batches
-    candidate.schedules.see(
-        seen.point._replace(micro_batches=count, resident=resident_of(share, count)), deep=seen.whole
+    count = -(-requests // schedule.micro_batch_size)
+    share = schedule.point.resident / schedule.point.micro_batches
+    candidate.schedules.at(
+        schedule.point._replace(micro_batches=count, resident=resident_of(share, count)), deep=schedule.whole
     )
 
-    def rate(seen: Seen) -> float:
-        batches = -(-requests // seen.batch_size)
-        filled = requests / (batches * seen.batch_size)
-        return seen.throughput * filled * (AS_FAST if batches == 1 else 1.0)
+    def rate(schedule: Schedule) -> float:
+        batches = -(-requests // schedule.batch_size)
+        filled = requests / (batches * schedule.batch_size)
+        return schedule.throughput * filled * (AS_FAST if batches == 1 else 1.0)
 
-    best = max(candidate.schedules.seen, key=rate)
-    return best if rate(best) > FASTER * rate(seen) else seen
+    best = max(candidate.schedules.best_first, key=rate)
+    return best if rate(best) > FASTER * rate(schedule) else schedule
 
 
 def _cache_tokens(plan: Plan, setting: Setting) -> int:
@@ -212,7 +217,7 @@ def _of_batch(setting: Setting, batch_size: int, given: int | None) -> BatchSize
     setting = replace(setting, lengths=longest)
     schedules = Schedules(setting, deep=False)
     sizes = [min(given, batch_size)] if given else list(_even_sizes(batch_size))
-    best: Seen | None = None
+    best: Schedule | None = None
     fitting: Point | None = None
     worse = 0
     for size in sizes:
@@ -224,9 +229,11 @@ def _of_batch(setting: Setting, batch_size: int, given: int | None) -> BatchSize
         for line in lines:
             with suppress(BadInput):  # a policy may take no chunks
                 found.append(_fastest(schedules, line))
-        better = [seen for seen in found if best is None or seen.throughput > best.throughput * BETTER]
+        better = [
+            schedule for schedule in found if best is None or schedule.throughput > best.throughput * BETTER
+        ]
         if better:
-            best, worse = max(better, key=lambda seen: seen.throughput), 0
+            best, worse = max(better, key=lambda schedule: schedule.throughput), 0
         elif best is not None and (worse := worse + 1) == MOST_WORSE:
             break
     if fitting is None:
@@ -235,7 +242,7 @@ def _of_batch(setting: Setting, batch_size: int, given: int | None) -> BatchSize
     return _batch_sizes(setting, fitting if best is None else best.point)
 
 
-def first_schedule(setting: Setting, size: int) -> Seen | None:
+def first_schedule(setting: Setting, size: int) -> Schedule | None:
     """Simulate all requests in micro-batches of `size` requests; None if they do not fit.
 
     Prompts pass in chunks if the policy takes chunks. The share of the KV cache on the accelerator is the fastest one.
@@ -270,7 +277,7 @@ def _shares(setting: Setting, size: int, chunk: int | None) -> list[Point]:
     return [Point(size, count, resident_of(share, count), chunk) for share in shares]
 
 
-def _fastest(schedules: Schedules, line: Sequence[Point]) -> Seen:
+def _fastest(schedules: Schedules, line: Sequence[Point]) -> Schedule:
     """Return the fastest schedule along a line of points.
 
     The search begins at the faster end of the line, and ends when schedules get slower.
@@ -279,14 +286,14 @@ def _fastest(schedules: Schedules, line: Sequence[Point]) -> Seen:
         BadInput: a point does not fit, or the policy takes no chunks.
     """
     ahead = list(line)
-    if schedules.see(line[-1]).throughput > schedules.see(line[0]).throughput:
+    if schedules.at(line[-1]).throughput > schedules.at(line[0]).throughput:
         ahead.reverse()
-    found = schedules.see(ahead[0])
+    found = schedules.at(ahead[0])
     for point in ahead[1:]:
-        seen = schedules.see(point)
-        if seen.throughput < found.throughput:
+        schedule = schedules.at(point)
+        if schedule.throughput < found.throughput:
             break
-        found = seen
+        found = schedule
     return found
 
 

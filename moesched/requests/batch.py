@@ -20,9 +20,9 @@ class Batch(msgspec.Struct, frozen=True):
         first_request: index of the batch's first request among all requests of the run.
         beams: sequences per request in decode.
         prefill_chunk: the most tokens of a micro-batch in prefill; None for no limit.
-        served: whether it is the most that requests which join and leave may take, instead of a batch that runs once.
-            Prompts are then cut over steps, instead of into chunks of one step.
-        longest: the longest prompt of such requests.
+        served: whether requests join and leave. The batch then has the most requests that may run at once, and prompts
+            are cut over several steps, instead of into chunks of one step.
+        longest: tokens of the longest prompt, if `served`.
     """
 
     prompts: tuple[int, ...]

@@ -16,7 +16,7 @@ class BatchSizes(NamedTuple):
 
     Attributes:
         batch_size: the most requests that run together.
-        micro_batch_size: the most requests that share a kernel.
+        micro_batch_size: the most requests of a micro-batch.
         cache_tokens: the most tokens of a micro-batch in the KV cache at the end, in whole blocks; None for no limit.
         kv_on_gpu: share of the KV cache that stays on the accelerator; None leaves it to the policy.
         beams: sequences per request in decode.
@@ -37,10 +37,10 @@ class BatchSizes(NamedTuple):
 
 
 class Placed(NamedTuple):
-    """Indices of requests: those of each micro-batch, and those left for later batches."""
+    """Indices of requests: those of each micro-batch, and those deferred to later batches."""
 
     micro_batches: list[list[int]]
-    left: list[int]
+    deferred: list[int]
 
 
 def assign_requests(
@@ -71,16 +71,16 @@ def assign_requests(
     """
     parts: list[list[int]] = [[] for _ in range(micro_batches)]
     cached = [0] * micro_batches
-    left = []
+    deferred = []
     open_parts = [(0, part) for part in range(micro_batches)]  # a heap: fewest prompt tokens first
     for request in sorted(range(len(prompts)), key=lambda request: -prompts[request]):
         if not open_parts:
-            left.append(request)
+            deferred.append(request)
             continue
         tokens, part = open_parts[0]
         needed = cached[part] + cached_tokens_of_beams(prompts[request], new_tokens, beams)
         if cache_tokens is not None and needed > cache_tokens:
-            left.append(request)
+            deferred.append(request)
             continue
         parts[part].append(request)
         cached[part] = needed
@@ -88,7 +88,7 @@ def assign_requests(
             heapq.heappop(open_parts)
         else:
             heapq.heapreplace(open_parts, (tokens + prompts[request], part))
-    return Placed([sorted(part) for part in parts if part], sorted(left))
+    return Placed([sorted(part) for part in parts if part], sorted(deferred))
 
 
 def batch_of(prompts: Sequence[int], new_tokens: int, sizes: BatchSizes, first_request: int = 0) -> Batch:
@@ -110,10 +110,10 @@ def batch_of(prompts: Sequence[int], new_tokens: int, sizes: BatchSizes, first_r
             cache_tokens=sizes.cache_tokens,
             beams=sizes.beams,
         )
-        if not placed.left:
+        if not placed.deferred:
             parts = tuple(map(tuple, placed.micro_batches))
             return Batch(tuple(taken), new_tokens, parts, first_request, sizes.beams, sizes.prefill_chunk)
-        taken = taken[: len(taken) - (len(placed.left) + 1) // 2]
+        taken = taken[: len(taken) - (len(placed.deferred) + 1) // 2]
     raise BadInput(
         f"a prompt of {prompts[0]} tokens and {new_tokens} new ones are more than the {sizes.cache_tokens} tokens of "
         "KV cache of a micro-batch: lower --gen, or raise the budget"

@@ -28,7 +28,7 @@ def sample(
     """Choose a token for each row of logits.
 
     Args:
-        sampling: the way that all tokens are chosen, or each row's.
+        sampling: the settings for all rows, or one for each row.
         requests: index of each row's request among all requests of the run.
         positions: position of each row's token in its sequence.
 
@@ -77,9 +77,9 @@ def _are_finite(logits_SV: Logits) -> npt.NDArray[np.bool_]:
 
 
 def traced(error: NotFinite, when: str, first_bad: str, dtype: str = "") -> NotFinite:
-    """Make an error that adds the step and the first tensor that is not finite to the error of bad logits.
+    """Make an error from `error`, about bad logits, that also names their step and the first tensor not finite.
 
-    dtype: dtype of the computation; numbers beyond 65,504 are not finite in float16.
+    when, first_bad: step and tensor, in words. dtype: of the computation; in float16 the message has another remedy.
     """
     remedy = "copy the checkpoint again, or try --dtype float32"
     if dtype == "float16":

@@ -50,9 +50,9 @@ class Rows(NamedTuple):
     Attributes:
         phase: the phase of all rows.
         rows: the rows in the order of their results.
-        left: requests that have left the place since its last step; their blocks of the KV cache are free from now on.
+        departed: requests that left the place since its last step; their blocks of the KV cache are free from now on.
     """
 
     phase: Phase
     rows: tuple[Row, ...]
-    left: tuple[int, ...] = ()
+    departed: tuple[int, ...] = ()

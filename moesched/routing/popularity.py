@@ -89,7 +89,7 @@ class Zipf:
 
 
 @dataclass(frozen=True)
-class Counted:
+class CountedPopularity:
     """Popularity as counted in a profile."""
 
     profile: RoutingProfile

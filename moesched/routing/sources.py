@@ -11,7 +11,7 @@ from moesched.models.config import ModelConfig
 from moesched.routing.choices import ExpertChoices
 from moesched.routing.files import read_routing_file
 from moesched.routing.generated import GeneratedChoices
-from moesched.routing.popularity import GENERATORS, Counted, Popularity, expected_profile
+from moesched.routing.popularity import GENERATORS, CountedPopularity, Popularity, expected_profile
 from moesched.routing.profile import RoutingProfile, require_shape
 from moesched.routing.trace import RecordedChoices, RoutingTrace
 from moesched.settings import check_settings
@@ -74,7 +74,7 @@ def profile_of(source: Popularity | RoutingTrace, config: ModelConfig, seed: int
     """Make the profile of a source: the counts of a profile or trace, or the expected counts of a generator."""
     if isinstance(source, RoutingTrace):
         return source.profile()
-    if isinstance(source, Counted):
+    if isinstance(source, CountedPopularity):
         return source.profile
     return expected_profile(source, config, seed, GENERATED_TOKENS)
 
@@ -113,7 +113,7 @@ def _with_settings(
     found: RoutingTrace | RoutingProfile, title: str, settings: Mapping[str, Any]
 ) -> Popularity | RoutingTrace:
     if isinstance(found, RoutingProfile):
-        return Counted(found, **check_settings(Counted, title, settings))
+        return CountedPopularity(found, **check_settings(CountedPopularity, title, settings))
     if settings:
         raise BadInput(f"{title} is a trace, which takes no settings: omit --routing-set")
     return found

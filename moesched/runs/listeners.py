@@ -12,7 +12,7 @@ from moesched.tasks import Task
 from moesched.trace.summary import KindUse
 
 if TYPE_CHECKING:
-    from moesched.drivers.capture import Sized, Template
+    from moesched.drivers.capture import Sized, StepGraph
     from moesched.drivers.replay import Timeline
 
 
@@ -82,21 +82,21 @@ class KindMeter:
 
     def replayed(self, timeline: Timeline) -> None:
         """Add the tasks of a replayed run to the sums, without making them."""
-        groups: dict[Template, dict[tuple[Sized, str], list[int]]] = {}
+        groups: dict[StepGraph, dict[tuple[Sized, str], list[int]]] = {}
         first = 0
-        for template, works in zip(timeline.steps, timeline.works, strict=True):
-            if template not in groups:
-                groups[template] = _alike(template)
-            for (sized, lane), positions in groups[template].items():
+        for graph, works in zip(timeline.steps, timeline.works, strict=True):
+            if graph not in groups:
+                groups[graph] = _alike(graph)
+            for (sized, lane), positions in groups[graph].items():
                 taken = sum(timeline.ends[first + each] - timeline.starts[first + each] for each in positions)
                 work = works.get(sized)
                 if work is not None:
                     nbytes, flops = len(positions) * work.nbytes, len(positions) * work.flops
                 else:
-                    nbytes = sum(template.tasks[each].work.nbytes for each in positions)
-                    flops = sum(template.tasks[each].work.flops for each in positions)
+                    nbytes = sum(graph.tasks[each].work.nbytes for each in positions)
+                    flops = sum(graph.tasks[each].work.flops for each in positions)
                 self._add(sized[1], lane, len(positions), taken, nbytes, flops)
-            first += len(template.tasks)
+            first += len(graph.tasks)
 
     def kinds(self) -> list[KindUse]:
         """Return the sums of each kind of task on each lane, with their rates."""
@@ -113,12 +113,12 @@ class KindMeter:
         sums[3] += flops
 
 
-def _alike(template: Template) -> dict[tuple[Sized, str], list[int]]:
+def _alike(graph: StepGraph) -> dict[tuple[Sized, str], list[int]]:
     """Positions of a captured step's tasks, grouped by micro-batch, verb, kind of layer and lane; without joins."""
     positions: dict[tuple[Sized, str], list[int]] = {}
-    for position, task in enumerate(template.tasks):
-        if template.lanes[position] >= 0:
-            positions.setdefault((template.key(task), task.lane.name), []).append(position)
+    for position, task in enumerate(graph.tasks):
+        if graph.lanes[position] >= 0:
+            positions.setdefault((graph.key(task), task.lane.name), []).append(position)
     return positions
 
 

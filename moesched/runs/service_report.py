@@ -110,7 +110,7 @@ class ServiceReport(msgspec.Struct, frozen=True, kw_only=True):
         return made
 
 
-class Ran(msgspec.Struct, frozen=True):
+class RunNames(msgspec.Struct, frozen=True):
     """The names of the model, machine, policy and dtype that ran, for a report, and whether they ran on hardware."""
 
     model: str
@@ -122,7 +122,7 @@ class Ran(msgspec.Struct, frozen=True):
 
 
 def service_report(
-    ran: Ran, serving: Serving, capacity: Capacity, objectives: Objectives | None
+    ran: RunNames, serving: Serving, capacity: Capacity, objectives: Objectives | None
 ) -> ServiceReport:
     """Make the report of a run that has ended.
 

@@ -210,12 +210,12 @@ class Serving:
             self._places.capacity.require(request)
             self.requests[request.number] = Served(request)
             self._waiting.append(request)
-        for number in news.left:
+        for number in news.departed:
             served = self.requests.get(number)
             if served is not None and served.ending is None:
                 self._end(served, "left", now)
-        if left := set(news.left):
-            self._waiting = deque(each for each in self._waiting if each.number not in left)
+        if departed := set(news.departed):
+            self._waiting = deque(each for each in self._waiting if each.number not in departed)
 
     def _admit(self) -> None:
         """Give places to waiting requests, in the order of admission, until one finds no place."""

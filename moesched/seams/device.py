@@ -159,7 +159,7 @@ class ChecksMachine(Protocol):
 
     @staticmethod
     def check_machine(machine: Machine) -> None:
-        """Accept a machine.
+        """Check that the device can run as a machine.
 
         Raises:
             BadInput: the device cannot run as that machine.

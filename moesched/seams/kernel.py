@@ -48,4 +48,7 @@ class Kernel(Protocol):
         """The reason why the kernel does not take a case; empty if it does."""
 
     def bind(self, case: Any, weights: Any, memory: Any) -> Callable[..., Any]:
-        """Make the function that computes a case with its weights; called only for cases that the kernel takes."""
+        """Make the function that computes a case, with these weights and with results in `memory`, a `Workspace`.
+
+        Called only for cases that the kernel takes. The function may be called often.
+        """

@@ -22,7 +22,7 @@ class Policy(Protocol):
     """
 
     def plan(self, plan: Plan) -> None:
-        """Declare where the KV cache lives, which pages stay, and which pools other pages stream through."""
+        """Declare on `plan` where the KV cache lies, which pages stay in memory, and the pools for all other pages."""
 
     async def prefill(self, step: Step) -> None:
         """Schedule the prompts, up to and including each micro-batch's `sample`."""

@@ -15,8 +15,8 @@ class Exchange(NamedTuple):
 
     Attributes:
         ticket: its number in the sequence of all collectives, from 0.
-        signature: text that says what is exchanged; ranks with different signatures get an error that names them.
-        step, layer: those that it belongs to; -1 for none.
+        signature: text that says what is exchanged; ranks with different signatures get an error that names both.
+        step, layer: numbers of the step and the layer that it belongs to; -1 for none.
     """
 
     ticket: int

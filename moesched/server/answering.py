@@ -17,7 +17,7 @@ from moesched.server.errors import ApiError, ClientLeft, bad_request
 from moesched.server.fields import ChatRequest, CompletionRequest, Generated
 from moesched.server.forms import ChatForm, CompletionForm, Form, gathered
 from moesched.server.gate import Gate
-from moesched.server.generation import Generation, Piece, Prompt, Wanted
+from moesched.server.generation import AnswerPiece, AnswersInProgress, Prompt, Wanted
 from moesched.server.link import EngineLink
 from moesched.server.metrics import Metrics
 from moesched.server.model import Model
@@ -34,7 +34,7 @@ Given = TypeVar("Given", bound=Generated)
 _json = msgspec.json.Encoder()
 
 
-class Asked(NamedTuple):
+class CheckedRequest(NamedTuple):
     """A request that was read and checked: its prompts, the settings of their answers, and the form of the response."""
 
     prompts: Sequence[Prompt]
@@ -58,11 +58,13 @@ class Endpoint(ABC, Generic[Given]):
         self._metrics = metrics
 
     @abstractmethod
-    async def understand(self, given: Given, user: str) -> Asked:
-        """Turn a request's fields into prompts.
+    async def understand(self, given: Given, user: str) -> CheckedRequest:
+        """Check a request's fields, and make prompts and settings of them.
+
+        user: whose request it is, for admission.
 
         Raises:
-            ApiError: they cannot be used.
+            ApiError: a field cannot be used.
         """
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -75,13 +77,15 @@ class Endpoint(ABC, Generic[Given]):
             user = given.user or (request.client.host if request.client else "")
             with self._gate.entered(given.answers):
                 asked = await self.understand(given, user)
-                generation = Generation(self._link, self.model.codec, asked.prompts, asked.wanted)
+                generation = AnswersInProgress(self._link, self.model.codec, asked.prompts, asked.wanted)
                 with _left_when_over(generation, receive), self._metrics.timed(generation):
                     await self._answer(given, asked, generation, send)
         except ClientLeft:
             pass  # nobody reads an answer
 
-    async def _answer(self, given: Given, asked: Asked, generation: Generation, send: Send) -> None:
+    async def _answer(
+        self, given: Given, asked: CheckedRequest, generation: AnswersInProgress, send: Send
+    ) -> None:
         async with aclosing(self._metrics.observed(generation)) as pieces:
             if not given.stream:
                 parts = [piece async for several in pieces for piece in several]
@@ -98,7 +102,7 @@ class Completions(Endpoint[CompletionRequest]):
 
     kind = CompletionRequest
 
-    async def understand(self, given: CompletionRequest, user: str) -> Asked:
+    async def understand(self, given: CompletionRequest, user: str) -> CheckedRequest:
         """Encode the prompts."""
         prompt_only = given.max_tokens == 0
         if prompt_only and not given.echo:
@@ -117,7 +121,7 @@ class Completions(Endpoint[CompletionRequest]):
             scored=given.logprobs is not None,
             with_usage=given.streams_usage,
         )
-        return Asked(prompts, wanted, form)
+        return CheckedRequest(prompts, wanted, form)
 
     async def _prompt(self, prompt: str | Sequence[int]) -> Prompt:
         return await self.model.of_text(prompt) if isinstance(prompt, str) else self.model.of_ids(prompt)
@@ -128,7 +132,7 @@ class Chats(Endpoint[ChatRequest]):
 
     kind = ChatRequest
 
-    async def understand(self, given: ChatRequest, user: str) -> Asked:
+    async def understand(self, given: ChatRequest, user: str) -> CheckedRequest:
         """Make a prompt of the conversation."""
         if given.top_logprobs and not given.logprobs:
             raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")
@@ -141,7 +145,7 @@ class Chats(Endpoint[ChatRequest]):
         form = ChatForm(
             self.model.name, self.model.codec, scored=bool(given.logprobs), with_usage=given.streams_usage
         )
-        return Asked([prompt], wanted, form)
+        return CheckedRequest([prompt], wanted, form)
 
 
 def _for_template(message: Any) -> dict[str, Any]:
@@ -150,7 +154,7 @@ def _for_template(message: Any) -> dict[str, Any]:
 
 
 def _settings(given: Generated, user: str) -> dict[str, Any]:
-    """Return the fields that completions and chats share, as keyword arguments of `Wanted`."""
+    """Convert the fields that completions and chats share to keyword arguments of `Wanted`."""
     return {
         "answers": given.n or 1,
         "temperature": 1.0 if given.temperature is None else given.temperature,
@@ -162,7 +166,7 @@ def _settings(given: Generated, user: str) -> dict[str, Any]:
     }
 
 
-def _usage(generation: Generation) -> Usage:
+def _usage(generation: AnswersInProgress) -> Usage:
     return usage(generation.prompt_tokens, generation.answer_tokens)
 
 
@@ -170,7 +174,7 @@ def _usage(generation: Generation) -> Usage:
 
 
 @contextmanager
-def _left_when_over(generation: Generation, receive: Receive) -> Iterator[None]:
+def _left_when_over(generation: AnswersInProgress, receive: Receive) -> Iterator[None]:
     """Stop the generation when the client closes the connection, and when the context ends."""
     watcher = asyncio.ensure_future(_until_disconnected(receive))
     watcher.add_done_callback(lambda _: generation.leave())
@@ -209,7 +213,7 @@ async def _send_stream(send: Send, events: AsyncIterator[bytes]) -> None:
 
 
 async def _events(
-    pieces: AsyncIterator[list[Piece]], form: Form, generation: Generation, *, with_usage: bool
+    pieces: AsyncIterator[list[AnswerPiece]], form: Form, generation: AnswersInProgress, *, with_usage: bool
 ) -> AsyncIterator[bytes]:
     """Yield a stream's server-sent events as bytes; pieces that arrived together are yielded together."""
     async for several in pieces:

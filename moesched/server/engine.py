@@ -56,7 +56,7 @@ NOT_FINITE = (
 Send = Callable[[list[ToFront]], object]
 
 
-class Teller:
+class TokenSender:
     """Sends tokens to the front after each step, and the engine's state from time to time.
 
     Args:
@@ -133,7 +133,7 @@ class Inbox:
         self._send = send
 
     def take(self, message: ToEngine) -> None:
-        """Take one message; a request that does not fit is refused."""
+        """Carry out a message of the front: run a request, drop one, or close; requests that do not fit are refused."""
         if isinstance(message, Ask):
             try:
                 request = request_of(message)
@@ -222,9 +222,9 @@ def run(options: dict[str, Any], source: int, send: Send) -> None:
         arrivals, capacity = LiveArrivals(), model.planned.capacity
         inbox = Inbox(arrivals, capacity, send)
         threading.Thread(target=inbox.read, args=(source,), name="reads the front", daemon=True).start()
-        teller = Teller(send, ready(model), capacity)
+        sender = TokenSender(send, ready(model), capacity)
         meter = LoadMeter(send, model.pages_to_load)
-        model.serve(arrivals, teller, observers=[meter])
+        model.serve(arrivals, sender, observers=[meter])
 
 
 def main() -> int:

@@ -12,7 +12,7 @@ from typing import ClassVar, NamedTuple
 import msgspec
 
 from moesched.server.codec import Codec
-from moesched.server.generation import Piece, Scored
+from moesched.server.generation import AnswerPiece, Scored
 from moesched.server.messages import Ending
 from moesched.server.replies import (
     AnswerMessage,
@@ -37,7 +37,7 @@ class Whole(NamedTuple):
     ending: Ending
 
 
-class Head(NamedTuple):
+class FirstFields(NamedTuple):
     """The first fields of each JSON object of an answer."""
 
     id: str
@@ -57,7 +57,7 @@ class Form(ABC):
     """The beginning of an answer's id."""
 
     def __init__(self, model: str, codec: Codec, *, scored: bool, with_usage: bool) -> None:
-        self._head = Head(f"{self.kind}-{secrets.token_hex(12)}", int(time.time()), model)
+        self._head = FirstFields(f"{self.kind}-{secrets.token_hex(12)}", int(time.time()), model)
         self._codec = codec
         self._scored = scored
         self._usage = None if with_usage else msgspec.UNSET
@@ -67,7 +67,7 @@ class Form(ABC):
         """Make the object with all answers, for a response that is no stream."""
 
     @abstractmethod
-    def chunk(self, piece: Piece) -> msgspec.Struct:
+    def chunk(self, piece: AnswerPiece) -> msgspec.Struct:
         """Make the event of a stream for a piece of an answer."""
 
     @abstractmethod
@@ -92,7 +92,7 @@ class CompletionForm(Form):
         ]
         return Completion(*self._head, choices, usage)
 
-    def chunk(self, piece: Piece) -> msgspec.Struct:
+    def chunk(self, piece: AnswerPiece) -> msgspec.Struct:
         logprobs = self._logprobs(piece.answer, piece.tokens)
         choice = CompletionChoice(piece.answer, piece.text, logprobs, piece.ending)
         return Completion(*self._head, [choice], self._usage)
@@ -124,7 +124,7 @@ class ChatForm(Form):
             choices.append(ChatChoice(index, AnswerMessage(text), logprobs, ending))
         return ChatCompletion(*self._head, choices, usage)
 
-    def chunk(self, piece: Piece) -> msgspec.Struct:
+    def chunk(self, piece: AnswerPiece) -> msgspec.Struct:
         first = piece.answer not in self._begun  # the first chunk of an answer has the role
         self._begun.add(piece.answer)
         delta = Delta("assistant" if first else None, piece.text if piece.text or first else None)
@@ -135,7 +135,7 @@ class ChatForm(Form):
         return ChatChunk(*self._head, [], usage)
 
 
-def gathered(pieces: Iterable[Piece], answers: int) -> list[Whole]:
+def gathered(pieces: Iterable[AnswerPiece], answers: int) -> list[Whole]:
     """Join the pieces of each answer, in order of the answers' indices."""
     texts: list[list[str]] = [[] for _ in range(answers)]
     tokens: list[list[Scored]] = [[] for _ in range(answers)]

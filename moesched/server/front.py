@@ -17,7 +17,7 @@ from moesched.errors import MoeschedError
 from moesched.server.answering import Chats, Completions
 from moesched.server.errors import ApiError
 from moesched.server.gate import Gate
-from moesched.server.guards import Counted, Keyed, OfThisMachine
+from moesched.server.guards import CountedResponses, Keyed, OfThisMachine
 from moesched.server.link import EngineLink
 from moesched.server.metrics import Metrics
 from moesched.server.model import Model
@@ -38,6 +38,8 @@ class Front:
     """The application that answers HTTP requests about one model.
 
     Args:
+        model: the model that is served.
+        link: the pipe to the engine's process.
         key: the API key that clients have to send; None for none.
 
     Attributes:
@@ -66,7 +68,7 @@ class Front:
         plain.router.redirect_slashes = False
         known = frozenset(route.path for route in routes)
         guarded = OfThisMachine(plain) if key is None else Keyed(plain, key)
-        self.app: ASGIApp = Counted(guarded, self._metrics, known)
+        self.app: ASGIApp = CountedResponses(guarded, self._metrics, known)
 
     async def models(self, _: Request) -> Response:
         """/v1/models: the model that is served."""

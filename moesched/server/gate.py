@@ -42,7 +42,7 @@ class Gate:
 
     @contextmanager
     def entered(self, answers: int) -> Iterator[None]:
-        """Count the answers of a request as inside until the context ends.
+        """Count the answers of a request as running or waiting, until the context ends.
 
         Raises:
             ApiError: the server closes, is full, or never has so much room.

@@ -54,7 +54,7 @@ class Scored(NamedTuple):
     logprob: Logprob | None
 
 
-class Piece(NamedTuple):
+class AnswerPiece(NamedTuple):
     """The next piece of an answer.
 
     Attributes:
@@ -81,7 +81,7 @@ class _Answer:
         self.over = False
         self.count = 0
 
-    def take(self, tokens: Sequence[Token]) -> Piece:
+    def take(self, tokens: Sequence[Token]) -> AnswerPiece:
         """Make one piece of the tokens that arrived together."""
         text, scored, ending = [], [], None
         if self._wanted.echo and not self.count:
@@ -102,7 +102,9 @@ class _Answer:
         if self.over and not self._text.stopped:
             text.append(self._text.finish())
             ending = "stop" if self._text.stopped else ending
-        return Piece(self._index, "".join(text), scored if self._wanted.logprobs is not None else [], ending)
+        return AnswerPiece(
+            self._index, "".join(text), scored if self._wanted.logprobs is not None else [], ending
+        )
 
     def _of_prompt(self, first: Token) -> list[Scored]:
         return [
@@ -110,7 +112,7 @@ class _Answer:
         ]
 
 
-class Generation:
+class AnswersInProgress:
     """All answers to one request, while the engine generates them."""
 
     def __init__(self, link: EngineLink, codec: Codec, prompts: Sequence[Prompt], wanted: Wanted) -> None:
@@ -145,7 +147,7 @@ class Generation:
         """Tokens of all answers so far."""
         return sum(answer.count for answer in self._answers)
 
-    async def pieces(self) -> AsyncGenerator[list[Piece]]:
+    async def pieces(self) -> AsyncGenerator[list[AnswerPiece]]:
         """Yield pieces as tokens come, until all answers have ended.
 
         Raises:

@@ -61,7 +61,7 @@ class OfThisMachine:
         await error.response()(scope, receive, send)
 
 
-class Counted:
+class CountedResponses:
     """Counts responses by path and status.
 
     Args:

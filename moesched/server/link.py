@@ -35,7 +35,7 @@ IDLE = State(0, 0, 0, 0, 0, {})
 
 
 class Arrived(NamedTuple):
-    """A message about an answer, with the answer's index in its group of answers."""
+    """A message about an answer, and the answer's index in its group: all answers to one request."""
 
     answer: int
     message: Token | Refused | Broken
@@ -55,7 +55,7 @@ class Mailbox:
         self._came.set()
 
     def end(self, why: MoeschedError) -> None:
-        """Have `take` raise an error from now on."""
+        """Have `take` raise the error `why` from now on."""
         self._over = why
         self._came.set()
 
@@ -74,7 +74,7 @@ class Mailbox:
 
 
 class EngineLink:
-    """Numbers requests, sends them to the engine, and hands its tokens to those who wait.
+    """Numbers requests, sends them to the engine, and puts its tokens into the mailboxes of those who wait.
 
     Args:
         write: takes bytes for the engine.
@@ -127,10 +127,10 @@ class EngineLink:
             self._send([Close()])
 
     def feed(self, data: bytes) -> None:
-        """Handle bytes that the engine wrote.
+        """Decode bytes that the engine wrote, and put the messages in them into the mailboxes of those who wait.
 
         Raises:
-            BadFrame: they are no frame.
+            BadFrame: the bytes are no frame.
         """
         for message in self._frames.feed(data):
             self._take(message)  # type: ignore[arg-type]  # frames of the engine have nothing else

@@ -8,7 +8,7 @@ from contextlib import aclosing, contextmanager
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from moesched.server.generation import Generation, Piece
+from moesched.server.generation import AnswerPiece, AnswersInProgress
 from moesched.server.messages import State
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 1, 2, 5, 10, 30, 60)
@@ -55,7 +55,7 @@ class Metrics:
         )
 
     @contextmanager
-    def timed(self, generation: Generation) -> Iterator[None]:
+    def timed(self, generation: AnswersInProgress) -> Iterator[None]:
         """Count a request's prompt tokens at once, and its answer tokens when the context ends."""
         self._prompt_tokens.inc(generation.prompt_tokens)
         try:
@@ -63,7 +63,7 @@ class Metrics:
         finally:
             self._answer_tokens.inc(generation.answer_tokens)
 
-    async def observed(self, generation: Generation) -> AsyncGenerator[list[Piece]]:
+    async def observed(self, generation: AnswersInProgress) -> AsyncGenerator[list[AnswerPiece]]:
         """Yield a generation's pieces; note the time to the first one, and from token to token."""
         began = time.monotonic()
         first = last = 0.0

@@ -21,6 +21,9 @@ class Model:
     """A served model.
 
     Args:
+        ready: the engine's message with the model's name and limits.
+        codec: converts texts to tokens and back.
+        template: renders conversations as prompts.
         chat_tokens: the most tokens of an answer in a chat that does not say how many.
 
     Attributes:

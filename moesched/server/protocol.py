@@ -40,7 +40,7 @@ class TimedProtocol(H11Protocol):
         self._expect_request()
 
     def data_received(self, data: bytes) -> None:
-        """Handle bytes of a request, or drop them after the last answer."""
+        """Parse bytes that the client sent, or drop them after the connection's last answer."""
         if self._lingering.drops:
             self._lingering.drop(data)
         else:

@@ -15,11 +15,11 @@ class News(NamedTuple):
 
     Attributes:
         came: the requests that arrived, in order of arrival.
-        left: the numbers of requests for whose answers nobody waits any more.
+        departed: the numbers of requests for whose answers nobody waits any more.
     """
 
     came: list[Request]
-    left: list[int]
+    departed: list[int]
 
 
 class Arrivals(Protocol):
@@ -65,7 +65,7 @@ class ListedArrivals:
         while self._requests and self._requests[0].arrives <= now:
             news.came.append(self._requests.popleft())
         while self._departures and self._departures[0][0] <= now:
-            news.left.append(self._departures.popleft()[1])
+            news.departed.append(self._departures.popleft()[1])
         return news
 
     def until_next(self, now: int) -> int:

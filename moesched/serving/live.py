@@ -29,7 +29,7 @@ class LiveArrivals:
     def remove(self, number: int) -> None:
         """Note that nobody waits for a request any more."""
         with self._lock:
-            self._news.left.append(number)
+            self._news.departed.append(number)
             self._wake()
 
     def close(self) -> None:
@@ -47,8 +47,8 @@ class LiveArrivals:
     def news(self, now: int) -> News:
         """Return the arrivals and departures since the last call."""
         with self._lock:
-            (came, left), self._news = self._news, News([], [])
-        return News([replace(request, arrives=now) for request in came], left)
+            (came, departed), self._news = self._news, News([], [])
+        return News([replace(request, arrives=now) for request in came], departed)
 
     def until_next(self, now: int) -> int:
         """Return 1, since nobody knows when the next request comes."""
@@ -57,7 +57,7 @@ class LiveArrivals:
     async def wait(self, now: int) -> None:
         """Wait for an arrival, a departure or `close`."""
         with self._lock:
-            if self._closed or self._news.came or self._news.left:
+            if self._closed or self._news.came or self._news.departed:
                 return
             self._waiting = waiting = asyncio.get_running_loop().create_future()
         try:

@@ -19,17 +19,17 @@ class Seat:
     Attributes:
         place: the number of the request's place.
         cached: number of the request's tokens that passed the layers before the next step.
-        left: number of tokens that may still be sampled for the request.
+        tokens_left: number of tokens that may still be sampled for the request.
         last_step: number of the last step that the request was part of; `NEVER` if it was part of none.
     """
 
-    __slots__ = ("cached", "last_step", "left", "place", "request")
+    __slots__ = ("cached", "last_step", "place", "request", "tokens_left")
 
     def __init__(self, request: Request, place: int) -> None:
         self.request = request
         self.place = place
         self.cached = 0
-        self.left = request.new_tokens
+        self.tokens_left = request.new_tokens
         self.last_step = NEVER
 
     @property
@@ -45,10 +45,10 @@ class Seat:
     def row(self, step: int, tokens: int) -> Row:
         """Take the request's next tokens into a step, and return them as a row."""
         request, start, prompts = self.request, self.cached, self.phase == "prefill"
-        generated = request.new_tokens - self.left
+        generated = request.new_tokens - self.tokens_left
         self.cached = start + tokens
         samples = not self.to_come
-        self.left -= samples
+        self.tokens_left -= samples
         self.last_step = step
         return Row(
             request.number,
@@ -77,7 +77,7 @@ class _Place:
     def __init__(self) -> None:
         self.seats: dict[int, Seat] = {}
         self.held = 0
-        self.left: list[int] = []
+        self.departed: list[int] = []
         """Requests whose blocks of the KV cache have become free since the place's last step."""
 
 
@@ -140,8 +140,8 @@ class Places:
             place, seats = self._places[number], by_place[number]
             shares = [(seat, 1) for seat in seats] if phase == "decode" else self._cut(seats)
             mine = tuple([seat.row(step, tokens) for seat, tokens in shares])
-            rows[number] = Rows(phase, mine, tuple(place.left))
-            place.left = []
+            rows[number] = Rows(phase, mine, tuple(place.departed))
+            place.departed = []
         return rows
 
     def leave(self, request: int) -> None:
@@ -159,7 +159,7 @@ class Places:
         done = [seat for seat in self._seats.values() if self._is_over(seat) and seat.last_step <= step]
         for seat in done:
             self._free(seat)
-            self._places[seat.place].left.append(seat.request.number)
+            self._places[seat.place].departed.append(seat.request.number)
 
     def _cut(self, seats: Iterable[Seat]) -> list[tuple[Seat, int]]:
         """Choose the prompts of a place's next step, in order of arrival.
@@ -186,7 +186,7 @@ class Places:
         return (seat for seat in self._seats.values() if seat.phase == phase and not self._is_over(seat))
 
     def _is_over(self, seat: Seat) -> bool:
-        return seat.left == 0 or seat.request.number in self._leaving
+        return seat.tokens_left == 0 or seat.request.number in self._leaving
 
     def _takes_prompt(self, place: _Place, request: Request) -> bool:
         """Test whether the next step of prompts has room for a prompt, or for its first part where prompts are cut."""

@@ -330,52 +330,6 @@ class Pool(ReadOnly):
         del self._held[slot.page.id]
 
 
-class Fixed(Pool):
-    """Pages that stay in a memory for the whole run, each in a slot of exactly the page's size."""
-
-    def __init__(self, name: str, memory: Memory, pages: Iterable[Page], sizes: Iterable[int]) -> None:
-        super().__init__(name, memory, 0, 0, "none")
-        for page, size in zip(pages, sizes, strict=True):
-            self._hold(page, size)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all slots."""
-        return sum(slot.nbytes for slot in self._slots)
-
-    def claims(self, free: int) -> Iterable[Claim]:
-        """One claim for all pages, or, where they do not fit in `free` bytes, one for each page."""
-        total, pages = self.nbytes, len(self._slots)
-        if total <= free:
-            return [Claim(f"{pages} pages, kept in {self.memory.name}", total)]
-        return [
-            Claim(
-                f"page {describe(slot.page)}, number {slot.index + 1} of {pages} kept in {self.memory.name},",
-                slot.nbytes,
-            )
-            for slot in self._slots
-            if slot.page is not None
-        ]
-
-    def _hold(self, page: Page, size: int) -> None:
-        slot = Slot(self, len(self._slots), size, fixed=True)
-        slot.page = page
-        self.memory._table[page.id] = self._held[page.id] = slot
-        self._slots.append(slot)
-
-
-class Home(Fixed):
-    """Pages in the memory that weights come from, for the host to compute with.
-
-    They are there already: nothing loads or moves them, and they claim no further bytes.
-    """
-
-    def __init__(self, memory: Memory, pages: Iterable[Page]) -> None:
-        super().__init__("home", memory, (), ())
-        for page in pages:
-            self._hold(page, page.nbytes)
-
-
 def note_use(slots: Iterable[Slot], step: int, tokens: int) -> bool:
     """Note that a task of `tokens` rows of the step `step` reads the pages in these slots.
 

@@ -114,19 +114,19 @@ class RoutingState:
     Attributes:
         decision: the task of `route`; None before it.
         pending: the experts that have yet to run on this node; None until the result of `route` is known.
-        left: for each pending expert of which a part has run, the ranges of rows that have yet to run.
+        rows_left: for each pending expert of which a part has run, the ranges of rows that have yet to run.
         owners: the node of each expert, as passed to `assign`; None before that.
         outputs: the blocks of experts' outputs that `combine` reads.
         on_host: outputs that are still on the host; None if the routed rows were not copied there.
         called: processors ("accelerator", "host") on which experts with resident weights have begun to run.
     """
 
-    __slots__ = ("called", "decision", "left", "on_host", "outputs", "owners", "pending")
+    __slots__ = ("called", "decision", "on_host", "outputs", "owners", "pending", "rows_left")
 
     def __init__(self) -> None:
         self.decision: Task | None = None
         self.pending: set[int] | None = None
-        self.left: dict[int, tuple[range, ...]] = {}
+        self.rows_left: dict[int, tuple[range, ...]] = {}
         self.owners: Mapping[int, int] | None = None
         self.outputs: list[Block] = []
         self.on_host: list[HostOutput] | None = None

@@ -6,7 +6,8 @@ from collections.abc import Collection, Iterator, Sequence
 
 from moesched.models.layout import Page
 from moesched.steps.claims import Claim
-from moesched.steps.memory import Fixed, Home, Memory, Pool, slots_of
+from moesched.steps.fixed_pages import Fixed, Home
+from moesched.steps.memory import Memory, Pool, slots_of
 from moesched.steps.read_only import ReadOnly
 
 LOAD_BUFFERS = 4
@@ -60,18 +61,18 @@ class PlacedWeights(ReadOnly):
             self._filled.append((pool, tuple(filled)))
 
     def keep(self, memory: Memory, pages: Sequence[Page], sizes: Sequence[int]) -> Fixed:
-        """Declare pages that stay in a memory, and whose bytes `reserve` reserves.
+        """Add pages that stay in a memory for the whole run; `reserve` takes their bytes later.
 
-        sizes: bytes of each page in a slot of the device.
+        sizes: bytes of memory that each page takes on the device.
         """
         resident = self.hold(memory, pages, sizes)
         self._in_order.append(resident)
         return resident
 
     def hold(self, memory: Memory, pages: Sequence[Page], sizes: Sequence[int]) -> Fixed:
-        """Declare pages that stay in a memory, where their bytes are reserved already.
+        """Add pages that stay in a memory for the whole run; their bytes are reserved already.
 
-        sizes: bytes of each page in a slot of the device.
+        sizes: bytes of memory that each page takes on the device.
         """
         resident = Fixed(f"kept {len(self._resident)}", memory, pages, sizes)
         self._resident.append(resident)

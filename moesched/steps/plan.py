@@ -15,7 +15,8 @@ from moesched.models.layout import Page
 from moesched.steps.claims import claim_of_slots
 from moesched.steps.declarations import require_slots, require_whole
 from moesched.steps.eviction_rule import Eviction
-from moesched.steps.memory import Fixed, Memory, Pool, Replacement
+from moesched.steps.fixed_pages import Fixed
+from moesched.steps.memory import Memory, Pool, Replacement
 from moesched.steps.model_pages import describe, require_list, require_pages
 from moesched.steps.node_experts import require_placement, require_routers
 from moesched.steps.plan_facts import PlanFacts

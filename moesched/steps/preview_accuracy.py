@@ -34,7 +34,7 @@ class Compared(NamedTuple):
         return Compared(self.forecasts + 1, self.chosen + len(chosen), self.found + found)
 
 
-class Answer(NamedTuple):
+class PredictorAnswer(NamedTuple):
     """The answer of a predictor about a later layer's router.
 
     Attributes:
@@ -71,10 +71,10 @@ class PreviewAccuracy:
     def __init__(self) -> None:
         self.ahead: dict[int, Compared] = {}
         self.by_predictor: dict[tuple[str, int], Compared] = {}
-        self.waiting: dict[tuple[int, int], list[Preview | Answer]] = {}
-        self._pairs: list[tuple[Preview | Answer, Task]] = []
+        self.waiting: dict[tuple[int, int], list[Preview | PredictorAnswer]] = {}
+        self._pairs: list[tuple[Preview | PredictorAnswer, Task]] = []
 
-    def expect(self, layer: int, micro_batch: int, forecast: Preview | Answer) -> None:
+    def expect(self, layer: int, micro_batch: int, forecast: Preview | PredictorAnswer) -> None:
         """Keep a forecast until its layer is routed."""
         self.waiting.setdefault((layer, micro_batch), []).append(forecast)
 
@@ -96,8 +96,8 @@ class PreviewAccuracy:
         self._pairs.clear()
         self.waiting.clear()
 
-    def _compare(self, forecast: Preview | Answer, chosen: Mapping[int, int]) -> None:
-        if isinstance(forecast, Answer):
+    def _compare(self, forecast: Preview | PredictorAnswer, chosen: Mapping[int, int]) -> None:
+        if isinstance(forecast, PredictorAnswer):
             key = forecast.predictor, forecast.ahead
             named = forecast.most_expected(len(chosen))
             self.by_predictor[key] = self.by_predictor.get(key, Compared()).plus(named, chosen)

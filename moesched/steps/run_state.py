@@ -10,7 +10,8 @@ from moesched.machines import INTERCONNECT
 from moesched.machines.networks import NETWORK
 from moesched.models.layout import Page
 from moesched.requests.rows import Rows
-from moesched.steps.memory import Fixed, Slot, counts_of, slots_of
+from moesched.steps.fixed_pages import Fixed
+from moesched.steps.memory import Slot, counts_of, slots_of
 from moesched.steps.micro_batch import MicroBatch, chunk_of, whole_micro_batch
 from moesched.steps.node_tasks import NodeTasks
 from moesched.steps.pipeline_stages import PipelineStage

@@ -40,7 +40,7 @@ the hidden state there. Token ids always come from the host.
 from __future__ import annotations
 
 from moesched.errors import OutOfOrder, PolicyError
-from moesched.steps.turn import NOBODY
+from moesched.steps.verb_gate import NOBODY
 from moesched.steps.verbs.attention import AttentionVerbs
 from moesched.steps.verbs.experts import ExpertVerbs
 from moesched.steps.verbs.outlook import Outlook
@@ -141,7 +141,7 @@ class Step(PageVerbs, AttentionVerbs, ExpertVerbs, Outlook):
             OutOfOrder: a micro-batch was not sampled.
             PolicyError: the policy called it.
         """
-        if self._turn.thread != NOBODY:
+        if self._gate.thread != NOBODY:
             raise PolicyError("close: a step is closed once prefill or decode has ended: return instead")
         samples = []
         for batch in self._batches.values():

@@ -23,10 +23,10 @@ class Metric(NamedTuple):
 
     title: str
     best: Callable[[float, float], float]
-    of: Callable[[Line, Figures], float | None]
+    of: Callable[[Line, MachineFacts], float | None]
 
 
-class Figures(NamedTuple):
+class MachineFacts(NamedTuple):
     """Facts about machines that figures need beside the lines of results.
 
     Attributes:
@@ -50,18 +50,18 @@ class Figures(NamedTuple):
         return None if line.failure is not None else METRICS[name].of(line, self)
 
 
-def _latency(line: Line, _: Figures) -> float | None:
+def _latency(line: Line, _: MachineFacts) -> float | None:
     if line.plan is None or not line.decode_tokens_per_second:
         return None
     return line.plan.batch_size / line.decode_tokens_per_second
 
 
-def _memory(line: Line, figures: Figures) -> float | None:
+def _memory(line: Line, figures: MachineFacts) -> float | None:
     peak = line.peak_bytes.get(figures.fast[line.inputs["machine"]])
     return None if peak is None else peak / 1e9
 
 
-def _dollars(line: Line, figures: Figures) -> float | None:
+def _dollars(line: Line, figures: MachineFacts) -> float | None:
     price = figures.prices.get(line.inputs["machine"])
     if price is None or not line.throughput_tokens_per_second:
         return None
@@ -80,7 +80,7 @@ METRICS = {
 """The metrics, by the names that options use. `latency` is that of a decode step."""
 
 
-class Best(NamedTuple):
+class BestPolicy(NamedTuple):
     """The best policy of a case: of all points with equal values of the axes other than policy and its settings.
 
     Attributes:
@@ -130,7 +130,7 @@ def varying(axes: Axes) -> list[str]:
     return [name for name, values in axes.items() if len(values) > 1 or values == ["all"]]
 
 
-def best_by_case(lines: Iterable[Line], axes: Axes, figures: Figures) -> list[Best]:
+def best_by_case(lines: Iterable[Line], axes: Axes, figures: MachineFacts) -> list[BestPolicy]:
     """Find the policy with the highest throughput in each case, in the order of the cases' first points.
 
     A case is all points with equal values of the axes other than policy and its settings. Cases without results are
@@ -144,11 +144,11 @@ def best_by_case(lines: Iterable[Line], axes: Axes, figures: Figures) -> list[Be
     return [_best(case, found, figures) for case, found in cases.values() if any(map(_rate, found))]
 
 
-def _best(case: dict[str, Any], lines: Sequence[Line], figures: Figures) -> Best:
+def _best(case: dict[str, Any], lines: Sequence[Line], figures: MachineFacts) -> BestPolicy:
     ranked = sorted((line for line in lines if _rate(line)), key=_rate, reverse=True)
     first = ranked[0]
     other = next((line for line in ranked if line.inputs["policy"] != first.inputs["policy"]), None)
-    return Best(
+    return BestPolicy(
         case,
         first.inputs["policy"],
         first.inputs.get("settings", {}),
@@ -161,7 +161,7 @@ def _rate(line: Line) -> float:
     return 0.0 if line.failure is not None else line.throughput_tokens_per_second or 0.0
 
 
-def pareto_front(lines: Iterable[Line], first: str, second: str, figures: Figures) -> list[Line]:
+def pareto_front(lines: Iterable[Line], first: str, second: str, figures: MachineFacts) -> list[Line]:
     """Return the lines of the points on the Pareto front of two metrics; the best in the first metric comes first.
 
     Points that lack one of the metrics are left out.

@@ -13,7 +13,7 @@ from moesched.errors import BadInput
 from moesched.inputs.budgets import PROCESS
 from moesched.inputs.lookup import changed_machine, find_policy, find_shape, find_workload
 from moesched.jobs.options import SimulationOptions
-from moesched.jobs.scenario import Scenario, joined
+from moesched.jobs.scenario import Scenario, with_network
 from moesched.machines import PINNED, Machine
 from moesched.models.config import ModelConfig
 from moesched.requests.workloads import Workload
@@ -33,7 +33,7 @@ Name = tuple[Any, ...]
 _KEY_DIGITS = 32
 
 
-class Found(msgspec.Struct):
+class SweepObjects(msgspec.Struct):
     """The objects that a sweep's points name, each loaded once; worker processes get a copy.
 
     Attributes:
@@ -79,7 +79,7 @@ class Finder:
         for name, policy in self.policies.items():
             require_defaults(policy, f"policy {name}")
         versions = {name: policy_version(policy) for name, policy in self.policies.items()}
-        self.found = Found(code_version(), versions)
+        self.found = SweepObjects(code_version(), versions)
         self._digests: dict[Name, str] = {}
 
     def key(self, inputs: Inputs) -> str:
@@ -175,7 +175,7 @@ def _text(inputs: Inputs, table: str) -> str:
 
 def _find_machine(inputs: Inputs) -> Machine:
     machine = changed_machine(inputs["machine"], inputs.get("machine_set"))
-    return joined(machine, inputs.get("nodes"), inputs.get("network"))
+    return with_network(machine, inputs.get("nodes"), inputs.get("network"))
 
 
 def _find_routing(inputs: Inputs, config: ModelConfig) -> Popularity | RoutingTrace | None:

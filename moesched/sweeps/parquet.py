@@ -7,7 +7,7 @@ from io import BytesIO
 from pathlib import Path
 
 from moesched.errors import BadInput
-from moesched.sweeps.figures import METRICS, Figures
+from moesched.sweeps.figures import METRICS, MachineFacts
 from moesched.sweeps.line import Line
 from moesched.system.whole_file import whole_file
 
@@ -26,7 +26,7 @@ def require_parquet() -> None:
         ) from None
 
 
-def write_parquet(path: Path, whole: Iterable[bytes], lines: Sequence[Line], figures: Figures) -> None:
+def write_parquet(path: Path, whole: Iterable[bytes], lines: Sequence[Line], figures: MachineFacts) -> None:
     """Write results as a Parquet file: a row for each point, a column for each key of the lines and for each metric.
 
     Args:

@@ -11,7 +11,7 @@ from moesched.analysis.families import COLOURS
 from moesched.analysis.pictures import drawing, write_picture
 from moesched.errors import BadInput
 from moesched.sweeps.axes import Axes
-from moesched.sweeps.figures import AXIS_TITLES, METRICS, Figures, pareto_front, title_of, varying
+from moesched.sweeps.figures import AXIS_TITLES, METRICS, MachineFacts, pareto_front, title_of, varying
 from moesched.sweeps.line import Line
 from moesched.sweeps.points import axis_value
 
@@ -69,7 +69,9 @@ def default_x(axes: Axes) -> str:
     return (numbers or several or ["batch_size"])[0]
 
 
-def draw_sweep(path: Path, picture: Picture, lines: Sequence[Line], axes: Axes, figures: Figures) -> None:
+def draw_sweep(
+    path: Path, picture: Picture, lines: Sequence[Line], axes: Axes, figures: MachineFacts
+) -> None:
     """Draw the points of a sweep to a .png or .svg file.
 
     Args:
@@ -89,7 +91,7 @@ def draw_sweep(path: Path, picture: Picture, lines: Sequence[Line], axes: Axes, 
         write_picture(_draw(picture, shown, axes, figures), path)
 
 
-def _draw(picture: Picture, lines: Sequence[Line], axes: Axes, figures: Figures) -> Figure:
+def _draw(picture: Picture, lines: Sequence[Line], axes: Axes, figures: MachineFacts) -> Figure:
     from matplotlib.figure import Figure as NewFigure
 
     apart, within = _divided(axes, picture)
@@ -132,7 +134,7 @@ def _common(lines: Sequence[Line]) -> str:
     return ", ".join(filter(None, (where, said.get("workload"))))
 
 
-def _categories(lines: Sequence[Line], picture: Picture, figures: Figures) -> list[str]:
+def _categories(lines: Sequence[Line], picture: Picture, figures: MachineFacts) -> list[str]:
     """The values of the horizontal axis in the order of the points, if they are names; empty if they are numbers."""
     values = list(dict.fromkeys(_position(line, picture, figures)[0] for line in lines))
     return [] if all(map(_is_number, values)) else [str(each) for each in values]
@@ -247,7 +249,9 @@ def _add_legend(figure: Figure, names: Sequence[str]) -> None:
         )
 
 
-def _ranked(lines: Sequence[Line], names: Sequence[str], picture: Picture, figures: Figures) -> list[str]:
+def _ranked(
+    lines: Sequence[Line], names: Sequence[str], picture: Picture, figures: MachineFacts
+) -> list[str]:
     """Return the names of all series, from the best to the worst by each series' best value of the figure for y.
 
     names: axes of the sweep whose values distinguish the series.
@@ -282,7 +286,7 @@ def _told(name: str, value: Any) -> str:
     return f"{key or title_of(table)} {value}"
 
 
-def _position(line: Line, picture: Picture, figures: Figures) -> Place:
+def _position(line: Line, picture: Picture, figures: MachineFacts) -> Place:
     x = figures.value(line, picture.x)
     if picture.x == "batch_size" and x is None and line.plan is not None:
         x = line.plan.batch_size  # the planner chose it

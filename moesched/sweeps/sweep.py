@@ -9,8 +9,8 @@ import msgspec
 
 from moesched.errors import BadInput
 from moesched.sweeps.axes import PRICES, Sweep, option_of
-from moesched.sweeps.figures import Figures
-from moesched.sweeps.found import Finder, Found, require_sensible
+from moesched.sweeps.figures import MachineFacts
+from moesched.sweeps.found import Finder, SweepObjects, require_sensible
 from moesched.sweeps.line import Line
 from moesched.sweeps.points import points_of, policies_of
 from moesched.sweeps.store import Store
@@ -33,13 +33,13 @@ class Prepared(NamedTuple):
 
     sweep: Sweep
     points: list[Point]
-    found: Found
+    found: SweepObjects
 
     @property
-    def figures(self) -> Figures:
+    def figures(self) -> MachineFacts:
         """The facts about machines (accelerators' memories, prices) from which the points' figures are computed."""
         fast = {inputs: machine.accelerator.memory for (inputs, *_), machine in self.found.machines.items()}
-        return Figures(fast, self.sweep.prices)
+        return MachineFacts(fast, self.sweep.prices)
 
 
 class SweepResult(msgspec.Struct, frozen=True, kw_only=True):

@@ -22,7 +22,7 @@ from moesched.jobs.simulate_model import simulate_scenario
 from moesched.runs.forgotten_awaits import forgotten_awaits
 from moesched.runs.policy_errors import explained, is_policys
 from moesched.sweeps.code_version import policy_version
-from moesched.sweeps.found import Found, options_of
+from moesched.sweeps.found import SweepObjects, options_of
 from moesched.sweeps.line import encode_line
 from moesched.sweeps.points import Inputs
 from moesched.system.signals import ENDING
@@ -48,7 +48,7 @@ class Workers:
         count: number of processes.
     """
 
-    def __init__(self, found: Found, count: int) -> None:
+    def __init__(self, found: SweepObjects, count: int) -> None:
         self._found = found
         self._count = count
         self._all: list[_Worker] = []
@@ -121,7 +121,7 @@ class _Worker:
     The process ends when the parent's end of a pipe is closed: by `kill`, or because the parent process ended.
     """
 
-    def __init__(self, found: Found) -> None:
+    def __init__(self, found: SweepObjects) -> None:
         context: SpawnContext = get_context("spawn")
         reader, self._writer = context.Pipe(duplex=False)
         with (
@@ -150,11 +150,11 @@ class _Worker:
         self._writer.close()
 
 
-_found = Found()
+_found = SweepObjects()
 """The objects that the sweep's points name, in a worker process."""
 
 
-def _begin(parent: Connection, found: Found) -> None:
+def _begin(parent: Connection, found: SweepObjects) -> None:
     """Prepare a new worker process, in which this runs first.
 
     The process ignores signals, which its parent handles, ends with its parent, and prints to standard error.

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from moesched.errors import BadInput
 from moesched.system.input_file import exists, is_folder
@@ -53,11 +51,6 @@ def new_path(target: Path, needed: int, smaller: str) -> Iterator[Path]:
             partial.rename(target)
     except OSError as error:
         raise _cannot_write(target, error, smaller) from error
-
-
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write a mapping as indented JSON with sorted keys."""
-    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def write_at(descriptor: int, data: memoryview, offset: int) -> int:

@@ -18,7 +18,7 @@ from moesched.models.gguf.rotation import rope_scaling
 from moesched.models.gguf.tensor_names import as_in_gguf
 from moesched.models.gguf.types import BY_NAME
 from moesched.models.gguf.vocabulary import Vocabulary
-from moesched.models.headers import RESTORE, Found
+from moesched.models.headers import RESTORE, FoundTensor
 from moesched.models.stored_formats import PLAIN
 from moesched.system.decoding import convert_value
 from moesched.system.near_names import with_nearest
@@ -94,7 +94,7 @@ def _keys(parts: GgufParts, family: GgufFamily) -> GgufKeys:
     return keys
 
 
-def _vocabulary_size(parts: GgufParts, embedding: Found, tokens: int, described: int | None) -> int:
+def _vocabulary_size(parts: GgufParts, embedding: FoundTensor, tokens: int, described: int | None) -> int:
     """Return the number of tokens of the vocabulary: the number of rows of the embedding.
 
     tokens: number of the tokenizer's tokens; 0 without a tokenizer.
@@ -112,7 +112,7 @@ def _vocabulary_size(parts: GgufParts, embedding: Found, tokens: int, described:
     return rows
 
 
-def _dtype(tensors: Iterable[Found]) -> str:
+def _dtype(tensors: Iterable[FoundTensor]) -> str:
     """Return the dtype of most weights of matrices; bfloat16, in which the model is computed, if most are coded."""
     weights: Counter[str] = Counter()
     for found in tensors:

@@ -16,7 +16,7 @@ from moesched.models.gguf.rotation import FACTORS
 from moesched.models.gguf.tensor_names import gguf_tensors, single_expert_tensors
 from moesched.models.gguf.types import BY_NAME, READABLE
 from moesched.models.gguf.vocabulary import read_vocabulary
-from moesched.models.headers import Found
+from moesched.models.headers import FoundTensor
 from moesched.models.published import Published, with_shapes
 from moesched.models.stored_formats import StoredFormat
 from moesched.system.near_names import with_nearest
@@ -67,7 +67,7 @@ def _unused(config: ModelConfig) -> re.Pattern[str]:
     return re.compile(re.escape(FACTORS) + prediction)
 
 
-def _format_of(found: Found, published: Published) -> StoredFormat:
+def _format_of(found: FoundTensor, published: Published) -> StoredFormat:
     kind = BY_NAME[found.entry.dtype]
     if kind.stored is None:
         remedy = with_nearest(kind.name, READABLE, f"use a file with {', '.join(READABLE)}")

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from moesched.errors import BadInput
 from moesched.models.file_identity import FileIdentity
 from moesched.models.gguf.types import TENSOR_TYPES, TensorType
-from moesched.models.headers import RESTORE, Entry, Found, require_count
+from moesched.models.headers import RESTORE, Entry, FoundTensor, require_count
 from moesched.system.input_file import is_file, open_input
 from moesched.system.plain_text import shown
 
@@ -58,7 +58,7 @@ class GgufHeader(NamedTuple):
 
     path: Path
     metadata: dict[str, Value]
-    tensors: list[Found]
+    tensors: list[FoundTensor]
     identity: FileIdentity
 
 
@@ -242,7 +242,7 @@ def _alignment(path: Path, metadata: dict[str, Value]) -> int:
 # ---------------------------------------------------------------- tensors
 
 
-def _read_tensors(source: _Source, count: int, alignment: int) -> list[Found]:
+def _read_tensors(source: _Source, count: int, alignment: int) -> list[FoundTensor]:
     entries: dict[str, Entry] = {}
     for number in range(count):
         source.about = f"tensor {number + 1:,}"
@@ -252,7 +252,7 @@ def _read_tensors(source: _Source, count: int, alignment: int) -> list[Found]:
         entries[name] = _read_entry(source, alignment)
     start = -(-source.at // alignment) * alignment
     _require_apart(source, entries.items(), start)
-    return [Found(source.path, name, entry, start) for name, entry in entries.items()]
+    return [FoundTensor(source.path, name, entry, start) for name, entry in entries.items()]
 
 
 def _read_entry(source: _Source, alignment: int) -> Entry:

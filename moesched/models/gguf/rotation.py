@@ -9,7 +9,7 @@ from typing import Any
 
 from moesched.errors import BadInput
 from moesched.models.gguf.keys import GgufKeys
-from moesched.models.headers import RESTORE, Found
+from moesched.models.headers import RESTORE, FoundTensor
 from moesched.models.rotary import Linear, LongRope, Yarn
 from moesched.system.input_file import open_input
 from moesched.system.near_names import with_nearest
@@ -22,7 +22,7 @@ KINDS = (NONE, LINEAR, YARN)
 
 
 def rope_scaling(
-    path: Path, keys: GgufKeys, tensors: Mapping[str, Found], *, truncate: bool
+    path: Path, keys: GgufKeys, tensors: Mapping[str, FoundTensor], *, truncate: bool
 ) -> dict[str, Any] | None:
     """Return the keys of config.json that describe the scaling of a rotary embedding; None without scaling.
 
@@ -64,7 +64,7 @@ def rope_scaling(
     }
 
 
-def _by_factors(found: Found, pairs: int) -> dict[str, Any]:
+def _by_factors(found: FoundTensor, pairs: int) -> dict[str, Any]:
     """Read the tensor of factors, and return it as the keys of config.json for LongRoPE.
 
     Long and short factors are equal, so that the length of the context does not matter.

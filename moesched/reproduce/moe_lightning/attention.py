@@ -8,7 +8,7 @@ from moesched.machines.sustained import at_peak
 from moesched.models.layout import weight_layout
 from moesched.models.operations import Operations
 from moesched.reproduce.moe_lightning.paper import Paper
-from moesched.reproduce.moe_lightning.rates import Rates, machine_at
+from moesched.reproduce.moe_lightning.rate_factors import RateFactors, machine_at
 from moesched.reproduce.report import Section, rounded
 from moesched.tasks import Work
 
@@ -18,11 +18,11 @@ CONTEXTS = (128, 512, 1024, 2048)
 NEARLY_SAME = 1.25
 
 
-def attention_section(paper: Paper, rates: Rates) -> Section:
+def attention_section(paper: Paper, factors: RateFactors) -> Section:
     """Make the section of Fig. 9: the times of one layer for several micro-batch sizes and context lengths."""
     where = paper.settings["S2"]
     layout = weight_layout(find_shape(where.model))
-    machine = machine_at(where.described(), rates)
+    machine = machine_at(where.described(), factors)
     cost, operations = cost_model(machine, layout.dtype), Operations(layout.config, layout.dtype)
     full = cost_model(at_peak(where.described()), layout.dtype)
     link = f"{machine.host.memory}->{machine.accelerator.memory}"

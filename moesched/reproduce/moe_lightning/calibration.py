@@ -11,7 +11,7 @@ from moesched.errors import BadInput
 from moesched.machines import Machine
 from moesched.planner.setting import Setting
 from moesched.reproduce.moe_lightning.paper import Column, Paper, Row
-from moesched.reproduce.moe_lightning.rates import Rates
+from moesched.reproduce.moe_lightning.rate_factors import RateFactors
 from moesched.reproduce.moe_lightning.systems import SYSTEMS, Predicted, System, predict, setting_of
 from moesched.reproduce.report import Value, rounded
 
@@ -21,7 +21,7 @@ OF = {
     "flexgen_attention": "the host's bandwidth and FLOP/s, for FlexGen's CPU attention",
 }
 ORDER = ("link", "kernels", "flexgen_attention")
-START = Rates(link=0.97, kernels=0.26, flexgen_attention=0.027)
+START = RateFactors(link=0.97, kernels=0.26, flexgen_attention=0.027)
 """Rates at which the search begins; its result does not depend on them."""
 ROUNDS = 6
 CLOSE = 1e-4
@@ -30,27 +30,27 @@ LEAST, MOST = 1e-3, 10.0
 
 
 def predict_cell(
-    paper: Paper, column: Column, row: Row, rates: Rates | None, system: System | None = None
+    paper: Paper, column: Column, row: Row, factors: RateFactors | None, system: System | None = None
 ) -> Predicted:
     """Predict the throughput of one cell of the paper's tables, with the sizes that the paper prints for it.
 
     Args:
         column, row: the cell.
-        rates: shares of the rates that the machine's profile states; None for the profile's sustained rates.
+        factors: shares of the rates that the machine's profile states; None for the profile's sustained rates.
         system: our schedule to predict; None for the one of the row's system.
     """
-    setting = cell_setting(paper, column, row, rates, system)
+    setting = cell_setting(paper, column, row, factors, system)
     return predict(setting, row.micro_batches, row.micro_batch_size)
 
 
 def cell_setting(
-    paper: Paper, column: Column, row: Row, rates: Rates | None, system: System | None = None
+    paper: Paper, column: Column, row: Row, factors: RateFactors | None, system: System | None = None
 ) -> Setting:
     """Return the machine, model and requests of one cell of the paper's tables, as the planner takes them.
 
     Args:
         column, row: the cell.
-        rates: shares of the rates that the machine's profile states; None for the profile's sustained rates.
+        factors: shares of the rates that the machine's profile states; None for the profile's sustained rates.
         system: our schedule to predict; None for the one of the row's system.
     """
     return setting_of(
@@ -58,38 +58,38 @@ def cell_setting(
         paper.settings[column.setting],
         column.workload,
         column.new_tokens,
-        rates,
+        factors,
         requests=row.micro_batch_size * row.micro_batches,
     )
 
 
-def calibrate(paper: Paper, on_progress: Callable[[str], None] = lambda what: None) -> Rates:
+def calibrate(paper: Paper, on_progress: Callable[[str], None] = lambda what: None) -> RateFactors:
     """Fit each rate in turn to the cell that names it, and repeat this until the rates hardly change.
 
     Raises:
         BadInput: a rate cannot be fitted to its cell.
     """
     cells = {row.fit: (column, row) for column in paper.cells for row in column.rows if row.fit}
-    rates = START
+    factors = START
     for _ in range(ROUNDS):
-        before = rates
+        before = factors
         for name in ORDER:
             column, row = cells[name]
             on_progress(f"fitting {name} to {row.name}")
-            rates = replace(rates, **{name: _meet(paper, column, row, rates, name)})
-        if all(abs(log(getattr(rates, name) / getattr(before, name))) < CLOSE for name in ORDER):
+            factors = replace(factors, **{name: _meet(paper, column, row, factors, name)})
+        if all(abs(log(getattr(factors, name) / getattr(before, name))) < CLOSE for name in ORDER):
             break
-    return rates
+    return factors
 
 
-def calibration_rows(paper: Paper, rates: Rates) -> list[dict[str, Value]]:
+def calibration_rows(paper: Paper, factors: RateFactors) -> list[dict[str, Value]]:
     """Return a row for each fitted rate: its share of the profile's rate, its GB/s, and the cell that set it."""
     rows: list[dict[str, Value]] = []
     for column in paper.cells:
         for row in column.rows:
             if row.fit:
                 machine = paper.settings[column.setting].described()
-                share = getattr(rates, row.fit)
+                share = getattr(factors, row.fit)
                 rows.append(
                     {
                         "rate": row.fit,
@@ -106,7 +106,7 @@ def _bandwidth(machine: Machine, rate: str) -> float:
     """Return the bytes per second that a machine's profile states for a link or memory.
 
     Args:
-        rate: the field of `Rates` that multiplies this bandwidth.
+        rate: the field of `RateFactors` that multiplies this bandwidth.
     """
     fast, slow = machine.accelerator.memory, machine.host.memory
     if rate == "link":
@@ -114,21 +114,21 @@ def _bandwidth(machine: Machine, rate: str) -> float:
     return machine.memories[fast if rate == "kernels" else slow].bandwidth
 
 
-def _meet(paper: Paper, column: Column, row: Row, rates: Rates, name: str) -> float:
+def _meet(paper: Paper, column: Column, row: Row, factors: RateFactors, name: str) -> float:
     """Return the value of one rate with which the prediction of a cell equals the printed throughput.
 
     The secant method finds the rate, on a logarithmic scale.
 
     Args:
-        rates: all rates; the search begins at its value of the rate `name`.
-        name: the field of `Rates` to fit.
+        factors: all factors; the search begins at the one named `name`.
+        name: the field of `RateFactors` to fit.
     """
 
     def miss(share: float) -> float:
-        predicted = predict_cell(paper, column, row, replace(rates, **{name: share}))
+        predicted = predict_cell(paper, column, row, replace(factors, **{name: share}))
         return log(predicted.tokens_per_second / row.tokens_per_second)
 
-    share = getattr(rates, name)
+    share = getattr(factors, name)
     missed, slope = miss(share), 1.0
     while abs(missed) > CLOSE:
         tried = share * exp(-missed / slope)

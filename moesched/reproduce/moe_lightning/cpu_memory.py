@@ -8,7 +8,7 @@ from functools import cache
 
 from moesched.planner.setting import UNLIMITED
 from moesched.reproduce.moe_lightning.paper import Paper
-from moesched.reproduce.moe_lightning.rates import Rates
+from moesched.reproduce.moe_lightning.rate_factors import RateFactors
 from moesched.reproduce.moe_lightning.systems import SYSTEMS, Predicted, predict, setting_of
 from moesched.reproduce.report import Section, Value, rounded
 
@@ -19,12 +19,12 @@ SHARES = (0.8, 0.9, 0.95)
 CLAIMED = 0.9
 
 
-def memory_section(paper: Paper, rates: Rates, on_progress: Callable[[str], None]) -> Section:
+def memory_section(paper: Paper, factors: RateFactors, on_progress: Callable[[str], None]) -> Section:
     """Make the section of Fig. 1: host memory that systems need for several shares of their largest throughput."""
     rows: list[dict[str, Value]] = []
     needed: dict[str, int] = {}
     for system in ("MoE-Lightning(p)", "FlexGen"):
-        reached = _by_batch(paper, rates, system, on_progress)
+        reached = _by_batch(paper, factors, system, on_progress)
         bound = _bound(reached(MANY), reached(MORE))
         for share in SHARES:
             found = _smallest(reached, share * bound)
@@ -45,7 +45,7 @@ def memory_section(paper: Paper, rates: Rates, on_progress: Callable[[str], None
 
 
 def _by_batch(
-    paper: Paper, rates: Rates, system: str, on_progress: Callable[[str], None]
+    paper: Paper, factors: RateFactors, system: str, on_progress: Callable[[str], None]
 ) -> Callable[[int], Predicted]:
     """Return a function that takes a number of micro-batches, and predicts the system's throughput with them.
 
@@ -58,7 +58,7 @@ def _by_batch(
         on_progress(f"Fig. 1: {system}, {micro_batches} micro-batches")
         requests = micro_batches * MICRO_BATCH
         where = paper.settings[SETTING]
-        setting = setting_of(SYSTEMS[system], where, WORKLOAD, NEW_TOKENS, rates, requests=requests)
+        setting = setting_of(SYSTEMS[system], where, WORKLOAD, NEW_TOKENS, factors, requests=requests)
         setting.budgets[setting.machine.host.memory] = UNLIMITED
         return predict(setting, micro_batches, MICRO_BATCH)
 

@@ -36,7 +36,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     Attributes:
         variant: distinguishes rows of the same system; empty for the only one.
         micro_batch_size: number of requests in a micro-batch.
-        fit: field of `Rates` that is fitted to this throughput; None if the throughput is predicted.
+        fit: field of `RateFactors` that is fitted to this throughput; None if the throughput is predicted.
     """
 
     system: str

@@ -24,12 +24,12 @@ from moesched.reproduce.report import Accuracy, Section
 def moe_lightning_made(on_progress: Callable[[str], None]) -> Iterator[Made]:
     """Fit the rates that the paper does not give, and yield functions that make sections with these rates."""
     paper = moe_lightning()
-    rates = calibrate(paper, on_progress)
+    factors = calibrate(paper, on_progress)
     cells: list[Cell] = []
     found: dict[str, Accuracy] = {}
 
     def table(name: str) -> Section:
-        mine = cells_of(paper, name, rates, on_progress)
+        mine = cells_of(paper, name, factors, on_progress)
         cells.extend(mine)
         return table_section(paper, name, mine)
 
@@ -48,12 +48,12 @@ def moe_lightning_made(on_progress: Callable[[str], None]) -> Iterator[Made]:
             "table-5": partial(table, "Table 5"),
             "sustained": sustained,
             "artifact": lambda: artifact_section(paper, on_progress),
-            "speedups": lambda: speedups(paper, rates, on_progress),
-            "cpu-attention": lambda: attention_section(paper, rates),
-            "cpu-memory": lambda: memory_section(paper, rates, on_progress),
+            "speedups": lambda: speedups(paper, factors, on_progress),
+            "cpu-attention": lambda: attention_section(paper, factors),
+            "cpu-memory": lambda: memory_section(paper, factors, on_progress),
             "policy-map": lambda: policy_map(paper, on_progress),
-            "scaling": lambda: scaling(paper, rates, on_progress),
+            "scaling": lambda: scaling(paper, factors, on_progress),
         },
-        lambda: calibration_rows(paper, rates),
+        lambda: calibration_rows(paper, factors),
         accuracies,
     )

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from moesched.planner import plan_model
 from moesched.reproduce.moe_lightning.paper import Paper
-from moesched.reproduce.moe_lightning.rates import Rates, machine_at
+from moesched.reproduce.moe_lightning.rate_factors import RateFactors, machine_at
 from moesched.reproduce.moe_lightning.speedups import (
     GENERATIONS,
     PLANNER,
@@ -28,7 +28,7 @@ COMPARED = (
 POLICIES = {"MoE-Lightning(p)": "cgopipe", "FlexGen": "flexgen_pipeline", "MoE-Lightning": "cgopipe"}
 
 
-def scaling(paper: Paper, rates: Rates, on_progress: Callable[[str], None]) -> Section:
+def scaling(paper: Paper, factors: RateFactors, on_progress: Callable[[str], None]) -> Section:
     """Make the section of throughput on two and on four GPUs."""
     rows: Rows = []
     for system, settings in COMPARED:
@@ -41,7 +41,7 @@ def scaling(paper: Paper, rates: Rates, on_progress: Callable[[str], None]) -> S
                     workload = given_lengths([workload.longest], new_tokens)
                 proposal = plan_model(
                     where.model,
-                    machine=machine_at(where.described(), rates),
+                    machine=machine_at(where.described(), factors),
                     workload=workload,
                     gen=new_tokens,
                     policy=POLICIES[system],

@@ -12,7 +12,7 @@ from moesched.errors import BadInput
 from moesched.planner.candidate import Candidate
 from moesched.planner.setting import Setting
 from moesched.reproduce.moe_lightning.paper import Paper
-from moesched.reproduce.moe_lightning.rates import Rates
+from moesched.reproduce.moe_lightning.rate_factors import RateFactors
 from moesched.reproduce.moe_lightning.systems import SYSTEMS, Predicted, predict, setting_of
 from moesched.reproduce.report import Claim, Section, Value, rounded
 
@@ -46,7 +46,7 @@ COMPARED = (
 Rows = list[dict[str, Value]]
 
 
-def speedups(paper: Paper, rates: Rates, on_progress: Callable[[str], None]) -> Section:
+def speedups(paper: Paper, factors: RateFactors, on_progress: Callable[[str], None]) -> Section:
     """Make the section of Fig. 7: throughput of every system on S1 and S2, and MoE-Lightning's speedups."""
     rows: Rows = []
     for name in SETTINGS:
@@ -55,7 +55,7 @@ def speedups(paper: Paper, rates: Rates, on_progress: Callable[[str], None]) -> 
                 if (system, sizes_by) == ("MoE-Lightning(p)", ITS_OWN) and name not in MOE_LIGHTNING:
                     continue
                 on_progress(f"Fig. 7: {system}, {new_tokens} tokens on {name}")
-                setting = setting_of(SYSTEMS[system], paper.settings[name], WORKLOAD, new_tokens, rates)
+                setting = setting_of(SYSTEMS[system], paper.settings[name], WORKLOAD, new_tokens, factors)
                 found = _sized(setting, name, system, sizes_by)
                 rows.append(row_of(name, new_tokens, system, sizes_by, found))
     claims = []
@@ -126,19 +126,19 @@ def generation_claims(paper: Paper, rows: Rows, setting: str, flexgen_sizes_by: 
 
 def planned(setting: Setting, policy: str) -> Predicted:
     """Predict a policy's throughput with the batch sizes that our planner finds."""
-    seen = Candidate(policy, setting).search()
-    bound_by = max(seen.trial_run.utilization, key=seen.trial_run.utilization.__getitem__)
+    schedule = Candidate(policy, setting).search()
+    bound_by = max(schedule.trial_run.utilization, key=schedule.trial_run.utilization.__getitem__)
     return Predicted(
-        tokens_per_second=seen.throughput,
-        batch_size=seen.batch_size,
-        micro_batch_size=seen.micro_batch_size,
-        prefill_seconds=seen.trial_run.prefill_seconds,
-        step_seconds=seen.trial_run.step_seconds,
+        tokens_per_second=schedule.throughput,
+        batch_size=schedule.batch_size,
+        micro_batch_size=schedule.micro_batch_size,
+        prefill_seconds=schedule.trial_run.prefill_seconds,
+        step_seconds=schedule.trial_run.step_seconds,
         bound_by=bound_by,
-        busy=seen.trial_run.utilization[bound_by],
-        weights_on_gpu=seen.weights_on_gpu,
+        busy=schedule.trial_run.utilization[bound_by],
+        weights_on_gpu=schedule.weights_on_gpu,
         gpu_budget=1.0,
-        host_bytes=seen.peak_bytes[setting.machine.host.memory],
+        host_bytes=schedule.peak_bytes[setting.machine.host.memory],
     )
 
 

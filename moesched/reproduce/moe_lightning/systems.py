@@ -15,7 +15,12 @@ from moesched.planner.setting import Setting
 from moesched.planner.traits import resident_bytes
 from moesched.planner.trial_run import trial_run
 from moesched.reproduce.moe_lightning.paper import PaperSetting
-from moesched.reproduce.moe_lightning.rates import Rates, copying_caches, machine_at, multiplying_in_half
+from moesched.reproduce.moe_lightning.rate_factors import (
+    RateFactors,
+    copying_caches,
+    machine_at,
+    multiplying_in_half,
+)
 from moesched.requests.workloads import load_workload
 from moesched.seams import Policy
 from moesched.steps.plan import Plan
@@ -81,7 +86,7 @@ def setting_of(
     where: PaperSetting,
     workload: str,
     new_tokens: int,
-    rates: Rates | None,
+    factors: RateFactors | None,
     *,
     requests: int = MOST_REQUESTS,
 ) -> Setting:
@@ -91,13 +96,13 @@ def setting_of(
         where: the paper's model and machine.
         workload: name of the workload that gives the prompts' lengths.
         new_tokens: number of tokens to generate for each request.
-        rates: shares of the rates that the machine's profile states; None for the profile's sustained rates.
+        factors: shares of the rates that the machine's profile states; None for the profile's sustained rates.
         requests: number of requests of the workload.
     """
     machine = where.described()
     layout = weight_layout(find_shape(where.model))
-    if rates is not None:
-        described = machine_at(machine, rates, attends_as_flexgen=system.attends_as_flexgen)
+    if factors is not None:
+        described = machine_at(machine, factors, attends_as_flexgen=system.attends_as_flexgen)
     elif system.attends_as_flexgen:
         described = copying_caches(machine)
     elif system.attends_in_half and not where.wide_vectors:

@@ -11,7 +11,7 @@ import msgspec
 
 from moesched.reproduce.moe_lightning.calibration import predict_cell
 from moesched.reproduce.moe_lightning.paper import Column, Paper, Row
-from moesched.reproduce.moe_lightning.rates import Rates
+from moesched.reproduce.moe_lightning.rate_factors import RateFactors
 from moesched.reproduce.moe_lightning.systems import AS_DRAWN, Predicted
 from moesched.reproduce.report import NEAR, Accuracy, Section, Value, rounded
 
@@ -41,7 +41,9 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
         return f"{column.table}, {column.workload}, {column.setting}, {self.row.name}"
 
 
-def cells_of(paper: Paper, table: str, rates: Rates, on_progress: Callable[[str], None]) -> list[Cell]:
+def cells_of(
+    paper: Paper, table: str, factors: RateFactors, on_progress: Callable[[str], None]
+) -> list[Cell]:
     """Predict all cells of a table.
 
     Args:
@@ -52,9 +54,9 @@ def cells_of(paper: Paper, table: str, rates: Rates, on_progress: Callable[[str]
     for column in paper.cells:
         for row in column.rows if column.table == table else ():
             on_progress(f"{table}: {row.name} on {column.setting}")
-            predicted = as_drawn = predict_cell(paper, column, row, rates)
+            predicted = as_drawn = predict_cell(paper, column, row, factors)
             if row.system == "FlexGen":
-                as_drawn = predict_cell(paper, column, row, rates, AS_DRAWN)
+                as_drawn = predict_cell(paper, column, row, factors, AS_DRAWN)
             found.append(Cell(column=column, row=row, predicted=predicted, as_drawn=as_drawn))
     return found
 

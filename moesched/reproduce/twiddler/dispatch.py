@@ -7,7 +7,7 @@ from statistics import fmean
 
 from moesched.reproduce.report import Claim, Section, Value, rounded, span
 from moesched.reproduce.twiddler import llama_cpp
-from moesched.reproduce.twiddler.environments import OURS, RIVALS, Bench, Ran
+from moesched.reproduce.twiddler.environments import OURS, RIVALS, Bench, PredictedSeconds
 from moesched.reproduce.twiddler.paper import TwiddlerPaper
 
 Rows = list[dict[str, Value]]
@@ -230,7 +230,9 @@ def _goal(what: str, ratios: Sequence[float], bar: float) -> Claim:
     )
 
 
-def _generated(bench: Bench, prompt: int, output: int, policy: str, ran: Ran) -> dict[str, Value]:
+def _generated(
+    bench: Bench, prompt: int, output: int, policy: str, ran: PredictedSeconds
+) -> dict[str, Value]:
     return {
         "environment": bench.environment.name,
         "input": prompt,

@@ -35,7 +35,7 @@ LOOKED_AT = 32
 Machines = Callable[[Machine], Machine]
 
 
-class Ran(msgspec.Struct, frozen=True):
+class PredictedSeconds(msgspec.Struct, frozen=True):
     """Predicted seconds of a system for one request.
 
     Attributes:
@@ -92,7 +92,7 @@ class Bench:
         """
         return self.run(system, prompt, 1, 1).prefill_seconds
 
-    def generate(self, system: str, prompt: int, beams: int = 1) -> Ran:
+    def generate(self, system: str, prompt: int, beams: int = 1) -> PredictedSeconds:
         """Predict the seconds of a prompt, and of a decode step after it.
 
         Args:
@@ -108,7 +108,7 @@ class Bench:
         on_cpu = range(self.environment.gpu_layers, self.config.layers)
         return sum(page.nbytes for layer in on_cpu for page in self.layout.dense(layer))
 
-    def _run(self, system: str, prompt: int, new_tokens: int, beams: int) -> Ran:
+    def _run(self, system: str, prompt: int, new_tokens: int, beams: int) -> PredictedSeconds:
         policy, settings = self._systems[system]
         report = simulate_model(
             self.paper.model,
@@ -123,7 +123,7 @@ class Bench:
             micro_batch_size=1,
         )
         prefill, *steps = report.step_seconds
-        return Ran(prefill, fmean(steps) if steps else 0.0)
+        return PredictedSeconds(prefill, fmean(steps) if steps else 0.0)
 
     def _machine_of(self, system: str) -> Machine:
         """Return the machine on which to simulate a system.

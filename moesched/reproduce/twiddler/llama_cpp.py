@@ -20,7 +20,7 @@ from itertools import takewhile
 
 from moesched.machines.cost import cost_model
 from moesched.models.operations import Operations
-from moesched.reproduce.twiddler.environments import Bench, Ran
+from moesched.reproduce.twiddler.environments import Bench, PredictedSeconds
 from moesched.tasks import Work
 
 LEAST_ON_GPU = 32
@@ -31,10 +31,10 @@ SEARCHES = 32
 """Number of searches that are averaged."""
 
 
-def generate(bench: Bench, prompt: int) -> Ran:
+def generate(bench: Bench, prompt: int) -> PredictedSeconds:
     """Predict the seconds to the first token of a prompt, and of a decode step after it."""
     step = bench.generate("layer_split", prompt).step_seconds + _dense_on_host(bench, 1)
-    return Ran(first_token(bench, prompt), step)
+    return PredictedSeconds(first_token(bench, prompt), step)
 
 
 def first_token(bench: Bench, prompt: int) -> float:

@@ -15,7 +15,7 @@ from moesched.steps.memory import Pool
 from moesched.steps.micro_batch import MicroBatch
 from moesched.steps.read_only import ReadOnly
 from moesched.steps.run_state import RunState
-from moesched.steps.turn import Turn
+from moesched.steps.verb_gate import VerbGate
 from moesched.steps.verbs.table import PROGRESS, START, STRIDE, VERBS, Verb
 from moesched.steps.views import View, Views
 from moesched.tasks import DEMAND, IDLE, URGENT, Block, PageTransfer, Phase, Task
@@ -57,7 +57,7 @@ class Verbs(StepFacts):
     _batches: Mapping[int, MicroBatch]
     _state: RunState
     _submit: Callable[..., Task]
-    _turn: Turn
+    _gate: VerbGate
     _own_pools: set[Pool]
     _looks: int
     _last_task: int
@@ -84,7 +84,7 @@ class Verbs(StepFacts):
             _batches=batches,
             _state=run_state,
             _submit=run_state.submit,
-            _turn=Turn(f"{kind} step {index}"),
+            _gate=VerbGate(f"{kind} step {index}"),
             _own_pools=set(),
             _looks=0,
             _last_task=run_state.engine.submitted + plan.task_limit,
@@ -121,8 +121,8 @@ class Verbs(StepFacts):
             OutOfOrder: it has another progress, or there is no such layer or micro-batch.
             PolicyError: it is not the policy's turn.
         """
-        if self._turn.thread != get_ident():
-            raise self._turn.refusal(verb.name)
+        if self._gate.thread != get_ident():
+            raise self._gate.refusal(verb.name)
         try:
             batch = self._batches[micro_batch]
             if batch.progress != self._needed[verb.number] + layer * STRIDE or (
@@ -140,8 +140,8 @@ class Verbs(StepFacts):
             OutOfOrder: the verb comes too early or too late, or there is no such layer or micro-batch.
             PolicyError: it is not the policy's turn.
         """
-        if self._turn.thread != get_ident():
-            raise self._turn.refusal(verb.name)
+        if self._gate.thread != get_ident():
+            raise self._gate.refusal(verb.name)
         try:
             batch = self._batches[micro_batch]
         except (KeyError, TypeError):
@@ -341,6 +341,6 @@ def too_many(verb: str, limit: int) -> PolicyError:
     )
 
 
-def turn_of(step: Verbs) -> Turn:
-    """The `Turn` of a step, which tells when the policy may call its verbs."""
-    return step._turn
+def gate_of(step: Verbs) -> VerbGate:
+    """The `VerbGate` of a step, which tells when the policy may call its verbs."""
+    return step._gate

@@ -70,7 +70,7 @@ def share_of(batch: MicroBatch, layer: int, expert: int, tokens: int, rows: rang
         require_whole(batch, layer, expert)
         return Share(batch, tokens, range(tokens))
     about = _about(batch, layer, expert)
-    left = batch.routing.left.get(expert, (range(tokens),))
+    left = batch.routing.rows_left.get(expert, (range(tokens),))
     if not isinstance(rows, range) or rows.step != 1 or not rows:
         raise PolicyError(
             f"run_expert: rows is {rows!r}, no range of rows of {about}: give one such as range(0, {tokens})"
@@ -90,7 +90,7 @@ def require_whole(batch: MicroBatch, layer: int, expert: int) -> None:
     Raises:
         OutOfOrder: some rows have run.
     """
-    left = batch.routing.left.get(expert)
+    left = batch.routing.rows_left.get(expert)
     if left is not None:
         raise OutOfOrder(
             f"run_expert: a part of {_about(batch, layer, expert)} has run already: run what is left of it, "
@@ -98,7 +98,7 @@ def require_whole(batch: MicroBatch, layer: int, expert: int) -> None:
         )
 
 
-def take(share: Share, expert: int) -> None:
+def mark_as_run(share: Share, expert: int) -> None:
     """Note that a task runs the rows of a share, so that they are no longer pending."""
     routing, rows = share.batch.routing, share.rows
     if len(rows) == share.tokens:
@@ -106,7 +106,7 @@ def take(share: Share, expert: int) -> None:
         return
     left = tuple(
         part
-        for each in routing.left.pop(expert, (range(share.tokens),))
+        for each in routing.rows_left.pop(expert, (range(share.tokens),))
         for part in (
             range(each.start, min(each.stop, rows.start)),
             range(max(each.start, rows.stop), each.stop),
@@ -114,7 +114,7 @@ def take(share: Share, expert: int) -> None:
         if part
     )
     if left:
-        routing.left[expert] = left
+        routing.rows_left[expert] = left
     else:
         _end(routing, expert)
 
@@ -136,7 +136,7 @@ def missing(routing: RoutingState) -> str:
     it.
     """
     return ", ".join(
-        f"E{expert} ({in_words(routing.left[expert])})" if expert in routing.left else f"E{expert}"
+        f"E{expert} ({in_words(routing.rows_left[expert])})" if expert in routing.rows_left else f"E{expert}"
         for expert in sorted(routing.pending or ())
     )
 

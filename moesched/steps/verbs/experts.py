@@ -9,16 +9,16 @@ from moesched.errors import OutOfOrder, PolicyError
 from moesched.steps.micro_batch import HostOutput, MicroBatch, RoutingState
 from moesched.steps.node_experts import ownership_problem
 from moesched.steps.pipeline_stages import PipelineStage
-from moesched.steps.preview_accuracy import Answer
+from moesched.steps.preview_accuracy import PredictorAnswer
 from moesched.steps.verbs.base import Verbs
 from moesched.steps.verbs.expert_rows import (
+    mark_as_run,
     missing,
     named_micro_batches,
     ranges_of,
     require_each_once,
     require_whole,
     share_of,
-    take,
 )
 from moesched.steps.verbs.table import (
     ASSIGN,
@@ -251,7 +251,7 @@ class ExpertVerbs(Verbs):
         view = self._expert_view(first.stage, at, layer, expert, tokens)
         reads, outputs = [], []
         for share in shares:
-            take(share, expert)
+            mark_as_run(share, expert)
             routing, blocks = share.batch.routing, share.batch.blocks
             output = Block(f"output E{expert} mb{share.batch.index}")
             outputs.append(output)
@@ -398,7 +398,7 @@ def note_forecast(
         if micro_batch not in step._batches:
             raise step._not_there(ROUTE, layer, micro_batch)
         ahead = layer - (step._batches[micro_batch].progress - ROUTED) // STRIDE
-        step._state.previews.expect(layer, micro_batch, Answer(predictor, ahead, tokens))
+        step._state.previews.expect(layer, micro_batch, PredictorAnswer(predictor, ahead, tokens))
 
 
 def _expert_and_row(ran: tuple[int, range]) -> tuple[int, int]:

@@ -90,8 +90,8 @@ class Outlook(Verbs):
         Raises:
             PolicyError: no times were requested, the policy asks endlessly without waiting, or it is not its turn.
         """
-        if self._turn.thread != get_ident():
-            raise self._turn.refusal(question)
+        if self._gate.thread != get_ident():
+            raise self._gate.refusal(question)
         plan = self._state.plan
         if not plan.declared.times:
             raise PolicyError(

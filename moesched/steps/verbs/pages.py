@@ -94,8 +94,8 @@ class PageVerbs(Verbs):
         Raises:
             PolicyError: it is not its turn, or a pool is of another plan.
         """
-        if self._turn.thread != get_ident():
-            raise self._turn.refusal(verb)
+        if self._gate.thread != get_ident():
+            raise self._gate.refusal(verb)
         own = self._own_pools
         try:
             if pool in own and (source is None or source in own):

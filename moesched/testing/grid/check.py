@@ -15,7 +15,7 @@ from moesched.errors import BadInput
 from moesched.system.children import tied_child
 from moesched.testing.grid.advice import advice_of_lanes
 from moesched.testing.grid.cells import Cell, cells_of
-from moesched.testing.grid.child import Began, Message, Opened, Order, Refused, command, message_in
+from moesched.testing.grid.child import Began, ChildOrder, Message, Opened, Refused, command, message_in
 from moesched.testing.grid.faults import UNKNOWN, begins_traceback, endless_line
 from moesched.testing.grid.items import Outcome, Subject
 from moesched.testing.grid.results import Advice, CellResult, Fault, GridReport, merged, rank_among
@@ -55,7 +55,7 @@ def check_on_grid(
     started = time.monotonic()
     subject = Subject(policy, dict(settings or {}), whole=whole_traceback)
     chosen = cells_of() if cells is None else list(cells)
-    run = ChildRun(Order(subject, chosen, max(LEAST_PATIENCE, limit / 6), limit), on_progress)
+    run = ChildRun(ChildOrder(subject, chosen, max(LEAST_PATIENCE, limit / 6), limit), on_progress)
     run.wait()
     return run.report(time.monotonic() - started)
 
@@ -68,7 +68,7 @@ class ChildRun:
         on_progress: called with (items done, all items, name of the item that begins).
     """
 
-    def __init__(self, order: Order, on_progress: Progress = lambda done, total, what: None) -> None:
+    def __init__(self, order: ChildOrder, on_progress: Progress = lambda done, total, what: None) -> None:
         self._order = order
         self._on_progress = on_progress
         self._home = UNKNOWN

@@ -30,7 +30,7 @@ BETWEEN_TRACEBACKS = 0.01
 """Seconds from one traceback of an item that takes too long to the next."""
 
 
-class Order(msgspec.Struct, frozen=True):
+class ChildOrder(msgspec.Struct, frozen=True):
     """The work of a child process.
 
     Attributes:
@@ -101,12 +101,12 @@ def main() -> None:
     sent = os.fdopen(os.dup(sys.stdout.fileno()), "wb", buffering=0)
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, sys.stdout.fileno())
-    order = msgspec.json.decode(sys.argv[-1], type=Order)
+    order = msgspec.json.decode(sys.argv[-1], type=ChildOrder)
     for message in carry_out(order, sent):
         sent.write(msgspec.json.encode(message) + b"\n")
 
 
-def carry_out(order: Order, alarm: BinaryIO) -> Iterator[Message]:
+def carry_out(order: ChildOrder, alarm: BinaryIO) -> Iterator[Message]:
     """Load the policy and run all items; yield messages at their begin and end.
 
     Args:
@@ -142,7 +142,7 @@ def carry_out(order: Order, alarm: BinaryIO) -> Iterator[Message]:
     signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def command(order: Order) -> list[str]:
+def command(order: ChildOrder) -> list[str]:
     """Return the command that starts a child process for an order, with the import path of this process."""
     code = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import main; main()"
     return [sys.executable, "-P", "-c", code, msgspec.json.encode(order).decode()]

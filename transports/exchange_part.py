@@ -1,4 +1,4 @@
-"""A turn is a rank's part in one exchange, in which it sends frames to the other ranks and receives theirs."""
+"""The part of one rank in an exchange, in which it sends frames to the other ranks and receives theirs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from moesched.seams import Exchange
 
 from .frames import NAMES, NOTHING, PIECES, Frame, Kind, pack
 from .listener import Message
-from .waiting import CLOSED, Side, check_waiting, is_gone
+from .waiting import CLOSED, TransportState, check_waiting, is_gone
 
 if TYPE_CHECKING:
     from moesched.seams import Array
@@ -27,37 +27,37 @@ TELL_SECONDS = 5.0
 """Seconds for which a rank that gives up tries to tell ranks that may not have started; at most its timeout."""
 
 
-class Turn:
+class ExchangePart:
     """A rank's part in one exchange, a context manager: if an error leaves the context, the other ranks are told the
     reason.
 
-    Enter the context only while `side.calling`, a lock, is held.
+    Enter the context only while `state.calling`, a lock, is held.
 
     Args:
-        side: the state of this rank's transport.
+        state: the state of this rank's transport.
         operation: ALL_REDUCE, BROADCAST or GATHER; ABANDON for a rank that takes no part.
         part: the rank's array; in an all-reduce, all ranks' arrays must have one shape and dtype.
     """
 
     __slots__ = (
-        "_announced", "_came", "_exchange", "_operation", "_part", "_root", "_sequence", "_side", "_told", "_until",
+        "_announced", "_came", "_exchange", "_operation", "_part", "_root", "_sequence", "_state", "_told", "_until",
     )  # fmt: skip
 
     def __init__(
         self,
-        side: Side,
+        state: TransportState,
         operation: Kind,
         rank: int,
         exchange: Exchange,
         part: Array | None = None,
         root: int = 0,
     ) -> None:
-        if rank != side.rank or not (root == 0 or root in side.others or root == rank):
+        if rank != state.rank or not (root == 0 or root in state.others or root == rank):
             raise TransportError(
-                f"{NAMES[operation]} #{exchange.ticket}: asked for rank {rank} and root {root} of rank {side.rank} of "
-                f"{len(side.others) + 1}"
+                f"{NAMES[operation]} #{exchange.ticket}: asked for rank {rank} and root {root} of rank {state.rank} of "
+                f"{len(state.others) + 1}"
             )
-        self._side = side
+        self._state = state
         self._operation = operation
         self._exchange = exchange
         self._part = part
@@ -66,15 +66,15 @@ class Turn:
         self._announced = False
         self._told = False
 
-    def __enter__(self) -> Turn:
-        side = self._side
+    def __enter__(self) -> ExchangePart:
+        state = self._state
         try:
-            self._until = time.monotonic() + side.timeout_seconds
-            self._sequence = side.sequence
-            side.sequence += 1
-            if side.closed:
+            self._until = time.monotonic() + state.timeout_seconds
+            self._sequence = state.sequence
+            state.sequence += 1
+            if state.closed:
                 raise TransportError(CLOSED)
-            for frame in side.inbox.begin(self._sequence):
+            for frame in state.inbox.begin(self._sequence):
                 self._keep(frame)
         except BaseException as error:
             self.__exit__(type(error), error, None)
@@ -86,7 +86,7 @@ class Turn:
     ) -> None:
         if error is None:
             return
-        if not self._told and not self._side.closed:
+        if not self._told and not self._state.closed:
             self.abandon(
                 str(error) or type(error).__name__, error.ranks if isinstance(error, RankLost) else ()
             )
@@ -97,8 +97,7 @@ class Turn:
             raise TransportError(where + str(error)) from None
 
     def go_on(self, kind: Kind, came: dict[int, Array], message: Message | None) -> None:
-        """Take over arrays, by rank, that came in frames of this kind before the turn began, and then a message of any
-        kind.
+        """Take over what came before the exchange began: arrays by rank, in frames of this kind, and any other message.
 
         message: None if there is no message.
         """
@@ -117,7 +116,7 @@ class Turn:
         came = self._came.setdefault(kind, {})
         wanted = set(ranks)
         while missing := wanted - came.keys():
-            message = self._side.mesh.receive()
+            message = self._state.mesh.receive()
             if message is None:
                 self._pause(missing)
             else:
@@ -129,17 +128,17 @@ class Turn:
         self._told = True
         values = np.array(list(lost), np.int64)
         frame = self._frame(Kind.ABANDON, values, reason)
-        here = [rank for rank in self._side.others if not is_gone(self._side, rank)]
-        self._tell(here, frame, time.monotonic() + min(TELL_SECONDS, self._side.timeout_seconds))
+        here = [rank for rank in self._state.others if not is_gone(self._state, rank)]
+        self._tell(here, frame, time.monotonic() + min(TELL_SECONDS, self._state.timeout_seconds))
 
     def _frame(self, kind: Kind, values: Array, text: str | None = None) -> Frame:
-        side = self._side
+        state = self._state
         ticket, signature, step, layer = self._exchange
         shape = values.shape if self._part is None or kind is Kind.ABANDON else self._part.shape
         if text is None:
             text = signature
         return Frame(
-            kind, self._operation, side.rank, side.epoch, self._sequence, ticket, step, layer, self._root,
+            kind, self._operation, state.rank, state.epoch, self._sequence, ticket, step, layer, self._root,
             shape, text, values,
         )  # fmt: skip
 
@@ -148,22 +147,22 @@ class Turn:
         return self._frame(Kind.WAITING, NOTHING if self._part is None else self._part.reshape(-1)[:0])
 
     def _send(self, ranks: Iterable[int], data: bytes | memoryview) -> None:
-        side, mesh = self._side, self._side.mesh
+        state, mesh = self._state, self._state.mesh
         if len(data) > mesh.max_bytes:
             raise TransportError(f"{len(data)} bytes at once; at most {mesh.max_bytes} are accepted")
         for rank in ranks:
             while not mesh.send(rank, data):
-                check_waiting(side, {rank}, self._sequence, self._until)
+                check_waiting(state, {rank}, self._sequence, self._until)
                 message = mesh.receive() if mesh.poll(ROOM_MILLISECONDS) else None
                 if message is not None:
                     self._accept(message)
 
     def _accept(self, message: Message) -> None:
         """Handle a message that arrived: keep the frame in it if the frame belongs to this exchange."""
-        side = self._side
-        frame = side.inbox.accept(message)
+        state = self._state
+        frame = state.inbox.accept(message)
         if frame is not None and not self._keep(frame):
-            side.mesh.refuse(message, "it is a duplicate")
+            state.mesh.refuse(message, "it is a duplicate")
 
     def _keep(self, frame: Frame) -> bool:
         """Keep another rank's frame of this exchange; returns False for a second frame of its kind.
@@ -208,7 +207,7 @@ class Turn:
         At the first call, the missing ranks are also told what exchange this is, since they may wait for this rank in
         another.
         """
-        check_waiting(self._side, missing, self._sequence, self._until)
+        check_waiting(self._state, missing, self._sequence, self._until)
         if not self._announced:
             self._announced = True
             self._tell(missing, self._waiting())
@@ -217,5 +216,5 @@ class Turn:
         """Send a frame to each rank that can take it before the time `until` on the monotonic clock; 0 tries once."""
         data = pack(frame)
         for rank in ranks:
-            while not self._side.mesh.send(rank, data) and time.monotonic() < until:
+            while not self._state.mesh.send(rank, data) and time.monotonic() < until:
                 time.sleep(ROOM_MILLISECONDS / 1000)

@@ -1,4 +1,4 @@
-"""Rates that the paper does not give, each as a share of the rate that the machine's profile states."""
+"""Factors of rates that the paper does not give: each multiplies a rate that the machine's profile states."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ of MKL, which converts them first. Such products are slow where a CPU has none o
 """
 
 
-class Rates(msgspec.Struct, frozen=True, kw_only=True):
+class RateFactors(msgspec.Struct, frozen=True, kw_only=True):
     """Factors by which rates that a machine's profile states are multiplied; 1 leaves a rate as it is.
 
     Attributes:
@@ -41,8 +41,8 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
     flexgen_attention: float = 1.0
 
 
-def machine_at(machine: Machine, rates: Rates, *, attends_as_flexgen: bool = False) -> Machine:
-    """Return a machine with its stated rates multiplied by `rates`, and without the losses of its profile.
+def machine_at(machine: Machine, factors: RateFactors, *, attends_as_flexgen: bool = False) -> Machine:
+    """Return a machine with its stated rates multiplied by `factors`, and without the losses of its profile.
 
     Args:
         attends_as_flexgen: whether FlexGen's kernel computes attention on the CPU; otherwise the host's rates stay as
@@ -50,17 +50,17 @@ def machine_at(machine: Machine, rates: Rates, *, attends_as_flexgen: bool = Fal
     """
     machine = at_peak(machine)
     fast, slow = machine.accelerator.memory, machine.host.memory
-    attention = rates.flexgen_attention if attends_as_flexgen else 1.0
+    attention = factors.flexgen_attention if attends_as_flexgen else 1.0
     links = [
-        replace(link, bandwidth=link.bandwidth * rates.link)
+        replace(link, bandwidth=link.bandwidth * factors.link)
         if fast in (link.source, link.destination)
         else link
         for link in machine.links
     ]
-    changed = _with_processor(replace(machine, links=links), machine.roles.accelerator, rates.kernels)
+    changed = _with_processor(replace(machine, links=links), machine.roles.accelerator, factors.kernels)
     changed = _with_processor(changed, machine.roles.host, attention)
     memories = dict(changed.memories)
-    memories[fast] = replace(memories[fast], bandwidth=memories[fast].bandwidth * rates.kernels)
+    memories[fast] = replace(memories[fast], bandwidth=memories[fast].bandwidth * factors.kernels)
     memories[slow] = replace(memories[slow], bandwidth=memories[slow].bandwidth * attention)
     return replace(changed, memories=memories)
 

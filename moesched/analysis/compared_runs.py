@@ -30,7 +30,7 @@ class Measure(msgspec.Struct, frozen=True):
     unit: Unit
 
 
-class Side(msgspec.Struct, frozen=True, kw_only=True):
+class ComparedRun(msgspec.Struct, frozen=True, kw_only=True):
     """A run to compare, with its figures.
 
     Attributes:
@@ -49,7 +49,7 @@ class Side(msgspec.Struct, frozen=True, kw_only=True):
     replayed: bool = False
 
 
-def read_side(path: Path | str) -> Side:
+def read_run(path: Path | str) -> ComparedRun:
     """Read the figures of a run from its trace or report.
 
     Raises:
@@ -62,14 +62,14 @@ def read_side(path: Path | str) -> Side:
     content = decode_json(data, dict[str, msgspec.Raw], where, remedy, most=MOST_BYTES)
     if "traceEvents" in content:
         recording, about = read_trace(path)
-        return side_of_recording(path.name, recording, about)
+        return run_of_recording(path.name, recording, about)
     where = f"{path} is not the report of a run"
-    return _side_of_report(
+    return _run_of_report(
         path.name, decode_json(data, _Report, where, "write one with --report", most=MOST_BYTES)
     )
 
 
-def side_of_recording(title: str, recording: Recording, about: About) -> Side:
+def run_of_recording(title: str, recording: Recording, about: About) -> ComparedRun:
     """Compute the figures of a run from its recording."""
     summary = summarize(recording)
     seconds: dict[Phase | None, list[float]] = {None: [], "prefill": [], "decode": []}
@@ -84,7 +84,7 @@ def side_of_recording(title: str, recording: Recording, about: About) -> Side:
         values |= _lane(name, lane.busy_seconds, lane.utilization)
     values |= _kinds(summary.kinds)
     values |= _memories(summary.peak_bytes)
-    return Side(
+    return ComparedRun(
         title=title,
         figures=about.figures,
         policy=about.policy,
@@ -95,19 +95,19 @@ def side_of_recording(title: str, recording: Recording, about: About) -> Side:
     )
 
 
-def replayed_side(side: Side) -> Side:
+def replayed_run(run: ComparedRun) -> ComparedRun:
     """Replay the graph and durations of a run on the virtual clock, without its start times.
 
     Raises:
         BadInput: the run has no trace, or its trace cannot be replayed.
     """
-    recording, about = trace_of(side, "--replayed replays")
+    recording, about = trace_of(run, "--replayed replays")
     again = msgspec.structs.replace(about, driver="virtual")
-    replay = side_of_recording(f"{side.title} replayed", replay_recording(recording), again)
+    replay = run_of_recording(f"{run.title} replayed", replay_recording(recording), again)
     return msgspec.structs.replace(replay, replayed=True)
 
 
-def trace_of(side: Side, what: str) -> Trace:
+def trace_of(run: ComparedRun, what: str) -> Trace:
     """Return the trace of a run.
 
     Args:
@@ -116,9 +116,9 @@ def trace_of(side: Side, what: str) -> Trace:
     Raises:
         BadInput: the run was read from a report.
     """
-    if side.trace is None:
-        raise BadInput(f"{side.title} is a report, and {what} traces: name what --trace wrote of the run")
-    return side.trace
+    if run.trace is None:
+        raise BadInput(f"{run.title} is a report, and {what} traces: name what --trace wrote of the run")
+    return run.trace
 
 
 class _ReportLane(msgspec.Struct):
@@ -148,7 +148,7 @@ class _Report(msgspec.Struct, kw_only=True):
     peak_bytes: dict[str, int] = {}
 
 
-def _side_of_report(title: str, report: _Report) -> Side:
+def _run_of_report(title: str, report: _Report) -> ComparedRun:
     measured = report.tokens is not None if report.measured is None else report.measured
     whole = report.simulated_seconds
     if report.load_seconds is not None and report.step_seconds:
@@ -162,7 +162,7 @@ def _side_of_report(title: str, report: _Report) -> Side:
         values |= _lane(name, lane.busy_seconds, lane.utilization)
     values |= _kinds(report.kinds)
     values |= _memories(report.peak_bytes)
-    return Side(
+    return ComparedRun(
         title=title,
         figures="measured" if measured else "predicted",
         policy=report.policy,

@@ -1,4 +1,4 @@
-"""Turns of a policy: the times at which it may call the verbs of a step, and the thread on which it may do so."""
+"""The gate of a step's verbs: when a policy may call them, and on which thread."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ NOBODY = 0
 """Sentinel: no thread may call verbs."""
 
 
-class Turn:
+class VerbGate:
     """Tells whether a thread may call the verbs of a step now.
 
     Args:
@@ -29,11 +29,11 @@ class Turn:
         self._home = get_ident()
         self.thread = NOBODY
 
-    def begin(self) -> None:
+    def open(self) -> None:
         """Allow the current thread to call verbs."""
         self.thread = get_ident()
 
-    def pause(self) -> None:
+    def close(self) -> None:
         """Forbid verbs on all threads until the policy continues."""
         self.thread = NOBODY
 

@@ -1,4 +1,4 @@
-"""Memory for the results of kernels: each micro-batch keeps its tensors by name, and the kernels that write to them."""
+"""The workspace of kernels: a micro-batch's tensors for their results by name, and the kernels that write to them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Scratch:
         return found[:size].view(shape)
 
 
-class Memory:
+class Workspace:
     """Tensors by name for the results of a step's kernels; the kernels of all layers write to the same tensors.
 
     Args:
@@ -92,8 +92,8 @@ class Memory:
             self._bound[key] = bound
 
 
-class SharedMemory(Memory):
-    """Memory whose tensors lie in the scratch, where the next user overwrites them, except tensors given to the
+class SharedMemory(Workspace):
+    """Workspace whose tensors lie in the scratch, where the next user overwrites them, except tensors given to the
     constructor.
     """
 
