@@ -111,7 +111,7 @@ def _draw(picture: Picture, lines: Sequence[Line], axes: Axes, figures: Figures)
             places = [_position(line, picture, figures) for line in members]
             if categories:
                 beside = _beside(list(styles).index(name), len(styles))
-                places = [(categories.index(x) + beside, y) for x, y in places]
+                places = [(categories.index(str(x)) + beside, y) for x, y in places]
             _draw_series(panel, name, places, style, curve=not (picture.pareto or categories))
         if picture.pareto:
             _draw_front(panel, [_position(line, picture, figures) for line in front])
