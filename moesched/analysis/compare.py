@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from moesched.analysis.comparison import Comparison, Row, Title
 from moesched.analysis.difference import Difference, explain_difference
@@ -71,6 +74,12 @@ def read_sides(sides: Sequence[Side | Path | str], *, replayed: bool = False) ->
     if len(sides) + replayed < 2:
         raise BadInput(f"{len(sides)} run given: name two traces or reports to compare")
     runs = [side if isinstance(side, Side) else read_side(side) for side in sides]
+    names = Counter(run.title for run in runs)
+    for place, side in enumerate(sides):
+        if (
+            not isinstance(side, Side) and names[runs[place].title] > 1
+        ):  # files of one name, in several folders
+            runs[place] = replace(runs[place], title=str(side))
     if replayed:
         runs.insert(1, replayed_side(runs[0]))
     return runs

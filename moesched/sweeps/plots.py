@@ -278,7 +278,7 @@ def _told(name: str, value: Any) -> str:
         return ""
     table, _, key = name.partition(".")
     if not key and isinstance(value, str):
-        return Path(value).stem if value.endswith(".toml") else value
+        return value
     return f"{key or title_of(table)} {value}"
 
 
