@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from commands import SIMULATE, refused
-from moesched.analysis.compare import compare_runs
+from moesched.analysis.compare import compare_runs, read_runs
 from moesched.analysis.compared_runs import run_of_recording
 from moesched.analysis.comparison import Comparison, Row
 from moesched.analysis.published import PREFILL_ERROR
@@ -116,6 +116,14 @@ def test_more_than_two_runs_are_held_against_the_first() -> None:
         "C/A",
         "error",
     ]
+
+
+def test_files_of_one_name_are_told_apart_by_their_folders(tmp_path: Path) -> None:
+    files = [tmp_path / folder / "run.json" for folder in ("a", "b")]
+    for file in files:
+        file.parent.mkdir()
+        file.write_text('{"lanes": {}}')
+    assert [run.title for run in read_runs(files)] == list(map(str, files))
 
 
 def test_a_run_equals_itself_in_every_row_and_differs_in_no_work(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from moesched.machines import COST_FORMAT, CostPoint, Machine, load_machine
 from moesched.machines.local import assumed_machine, calibrated_file, processor_with, this_processor
 from moesched.machines.toml_text import machine_toml
 from moesched.models.coded_models import coded_as
+from moesched.report.run_figures import expectation_table
 from moesched.runs.listeners import Listener
 from moesched.system.cores import usable_cores
 from moesched.system.signals import Stopped
@@ -191,6 +192,7 @@ def test_a_run_on_a_gpu_is_predicted_from_a_calibration_with_one(model: Path) ->
     assert report.no_expectation is None
     kinds = {kind.kind: kind for kind in report.expected.kinds}
     assert kinds["pre_attention"].seconds == pytest.approx(0.003 * kinds["pre_attention"].tasks)
+    assert report.warm_up_seconds and "warm-up" not in expectation_table(report.as_dict())
     assert report.expected.lanes.keys() == report.lanes.keys()
 
 

@@ -19,6 +19,7 @@ from moesched.models.layout import WeightLayout, weight_layout
 from moesched.models.shapes import SHAPES
 from moesched.planner import BestPlan, plan_best, plan_model
 from moesched.planner.candidate import Candidate
+from moesched.planner.climb import CHUNK
 from moesched.planner.schedules import Point, Schedules
 from moesched.planner.search import best
 from moesched.planner.setting import Setting
@@ -328,6 +329,15 @@ def test_a_row_has_the_figures_that_a_simulation_of_its_sizes_has(policy: str, o
     assert report.throughput_tokens_per_second == pytest.approx(row.throughput_tokens_per_second, rel=0.03)
     assert fmean(report.step_seconds[1:]) == pytest.approx(row.decode_step_seconds, rel=0.03)
     assert report.first_token_seconds == pytest.approx(row.first_token_seconds, rel=0.03)
+
+
+def test_a_prompt_that_fits_only_in_chunks_is_planned_in_chunks() -> None:
+    roomy = setting("layer_streaming", lengths=(20_000,), new_tokens=2)
+    cut = replace(roomy, prefill_chunk=CHUNK)
+    plan, _ = cut.plan(cut.batch(1, 1))
+    tight = replace(roomy, budgets=roomy.budgets | {"gpu": plan.memory("accelerator").used})
+    assert not tight.fits(tight.batch(1, 1))
+    assert Candidate("layer_streaming", tight).first_trial().chunk == CHUNK
 
 
 def test_long_prompts_pass_in_chunks_where_that_leaves_room_for_more_requests() -> None:

@@ -355,17 +355,20 @@ def test_pictures_name_policies_and_machines(tmp_path: Path, picture: Picture) -
         )
 
 
-@pytest.mark.parametrize(("x", "joined"), [("machine", False), ("batch_size", True), ("policy", False)])
+@pytest.mark.parametrize(
+    ("x", "joined"), [("machine", False), ("batch_size", True), ("policy", False), ("budgets.gpu", False)]
+)
 def test_curves_join_numbers_only_and_a_title_names_what_all_points_share(
     tmp_path: Path, x: str, joined: bool
 ) -> None:
     lines = lines_at_all_points()
     for each in lines:
-        each.inputs.update(model="m", workload="w")
+        of_both_kinds = 8_000_000_000 if each.inputs["machine"] == "t4" else "16GB"
+        each.inputs.update(model="m", workload="a/w.toml", budgets={"gpu": of_both_kinds})
     draw_sweep(tmp_path / "x.svg", Picture(x, "throughput"), lines, AXES, FIGURES)
     drawn = (tmp_path / "x.svg").read_text()
     assert ("stroke-width: 1.2; stroke-linecap: square" in drawn) == joined
-    assert drawn.count(">m, w<") == 1
+    assert drawn.count(">m, a/w.toml<") == 1, "b/w.toml is another"
     assert drawn.count(">t4<") == 1, "as a tick or as the title of its panel"
 
 

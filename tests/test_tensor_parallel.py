@@ -19,6 +19,7 @@ from moesched.errors import BadInput
 from moesched.inputs.accelerators import cut_over_ranks
 from moesched.jobs.report import JobReport
 from moesched.machines import INTERCONNECT, AcceleratorGroup, CostPoint, Machine, load_machine
+from moesched.machines.changes import changed
 from moesched.machines.rank import rank_share
 from moesched.machines.roofline import Roofline
 from moesched.machines.staging import staged
@@ -116,13 +117,14 @@ def test_ranks_share_out_the_work_of_products_and_attention(name: str, ranks: in
 
 
 def test_a_rank_has_its_own_accelerator_and_a_share_of_all_else() -> None:
-    whole = staged(at_peak(load_machine("t4x4")), "64GB")
+    whole = staged(changed(at_peak(load_machine("t4x4")), ["processor.cpu.expert_bandwidth=60GB/s"]), "64GB")
     share = rank_share(whole, 4)
     assert share.accelerator == whole.accelerator
     assert share.memories["gpu"] == whole.memories["gpu"]
     assert share.link("pinned", "gpu") == whole.link("pinned", "gpu")
     assert share.link("gpu", "host") == whole.link("gpu", "host")
     assert share.peak("cpu", "bfloat16") * 4 == whole.peak("cpu", "bfloat16")
+    assert share.host.expert_bandwidth == 15e9
     for memory in ("host", "pinned"):
         assert share.memories[memory].nbytes * 4 == whole.memories[memory].nbytes
         assert share.memories[memory].bandwidth * 4 == whole.memories[memory].bandwidth

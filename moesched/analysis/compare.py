@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from moesched.analysis.compared_runs import ComparedRun, Measure, read_run, replayed_run, trace_of
 from moesched.analysis.comparison import Comparison, Row, Title
@@ -71,6 +74,11 @@ def read_runs(sources: Sequence[ComparedRun | Path | str], *, replayed: bool = F
     if len(sources) + replayed < 2:
         raise BadInput(f"{len(sources)} run given: name two traces or reports to compare")
     runs = [source if isinstance(source, ComparedRun) else read_run(source) for source in sources]
+    names = Counter(run.title for run in runs)
+    runs = [
+        run if isinstance(source, ComparedRun) or names[run.title] == 1 else replace(run, title=str(source))
+        for source, run in zip(sources, runs, strict=True)
+    ]
     if replayed:
         runs.insert(1, replayed_run(runs[0]))
     return runs

@@ -87,7 +87,7 @@ class OperationTimes:
         if room < 2 * size:
             raise BadInput(
                 f"{folder.parent} has room for {format_bytes(room)}, but calibration needs "
-                f"{format_bytes(2 * size)} for a while: free some, or choose another --out"
+                f"{format_bytes(2 * size)} for a while: free some, or set MOESCHED_CACHE to a folder on another disk"
             )
         block = os.urandom(SCRATCH_BLOCK)
         with self._scratch.open("wb") as file:

@@ -11,9 +11,10 @@ from moesched.machines import AcceleratorGroup, Interconnect, Machine, Processor
 def rank_share(machine: Machine, ranks: int) -> Machine:
     """Return the machine as one of `ranks` accelerators sees it: its own memory and links, and a share of all else.
 
-    Divided by the number of ranks are the host's FLOP/s, the capacity and bandwidth of all other memories, and the
-    bandwidth of links between those memories; latencies are not divided. Without an interconnect, transfers between
-    accelerators go up one link and down another, in pieces that overlap, through the host's memory.
+    Divided by the number of ranks are the host's FLOP/s and the rate at which it reads experts, the capacity and
+    bandwidth of all other memories, and the bandwidth of links between those memories; latencies are not divided.
+    Without an interconnect, transfers between accelerators go up one link and down another, in pieces that overlap,
+    through the host's memory.
 
     Raises:
         BadInput: the machine has fewer accelerators, its costs were measured with one accelerator, or it has no link
@@ -52,7 +53,12 @@ def rank_share(machine: Machine, ranks: int) -> Machine:
 
 
 def _processor(processor: Processor, ranks: int) -> Processor:
-    return replace(processor, flops={dtype: rate / ranks for dtype, rate in processor.flops.items()})
+    reading = processor.expert_bandwidth
+    return replace(
+        processor,
+        flops={dtype: rate / ranks for dtype, rate in processor.flops.items()},
+        expert_bandwidth=None if reading is None else reading / ranks,
+    )
 
 
 def _tier(tier: Tier, ranks: int) -> Tier:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from moesched.errors import BadInput
-from moesched.planner.schedules import Point, Schedule, Schedules, resident_of, with_count
+from moesched.planner.schedules import Point, Schedule, Schedules, resident_of, with_chunk, with_count
 from moesched.planner.search import PolicyChoice, filled
 from moesched.planner.setting import Setting
 from moesched.planner.traits import SizeOption, Traits
@@ -34,6 +34,17 @@ def chunks_to_try(setting: Setting, size: int) -> list[int | None]:
     if setting.prefill_chunk is not None or size * max(setting.lengths) <= CHUNK:
         return [setting.prefill_chunk]
     return [None, CHUNK]
+
+
+def require_room(setting: Setting) -> None:
+    """Require that one request fits, with its prompt in chunks or as a whole.
+
+    Raises:
+        BadInput: it does not; the message names the memory and the bytes that a whole prompt lacks.
+    """
+    cut = with_chunk(setting, chunks_to_try(setting, 1)[-1])
+    if not cut.fits(cut.batch(1, 1)):
+        setting.plan(setting.batch(1, 1))
 
 
 class Climb:

@@ -11,7 +11,7 @@ from moesched.machines import Machine
 from moesched.machines.cost import cost_model
 from moesched.planner.candidate import Candidate
 from moesched.planner.objectives import rate
-from moesched.planner.schedules import Schedule
+from moesched.planner.schedules import Schedule, with_chunk
 from moesched.planner.setting import Setting
 from moesched.planner.trial_run import MOST_STEPS, trial_run
 
@@ -52,9 +52,10 @@ def _trials(setting: Setting, schedule: Schedule) -> Callable[[Setting], float]:
         if schedule.few is not None:
             trial, batch = schedule.few.on(richer).trial(MOST_STEPS), schedule.few.batch
         else:
-            batch = richer.batch(1, 1)
+            cut = with_chunk(richer, schedule.chunk)
+            batch = cut.batch(1, 1)
             share = schedule.kv_on_gpu if setting.splits_kv else None
-            plan, policy = richer.plan(batch, kv_on_gpu=share)
+            plan, policy = cut.plan(batch, kv_on_gpu=share)
             trial = trial_run(plan, policy)
         return rate(setting.objective, trial, batch)
 

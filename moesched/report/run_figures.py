@@ -94,7 +94,11 @@ def expectation_table(report: Mapping[str, Any]) -> str:
         ]
         for key, name in RATES.items()
     ]
-    seconds = {name: (report[key], expected[key]) for key, name in TIMES.items() if report[key]}
+    seconds = {
+        name: (report[key], expected[key])
+        for key, name in TIMES.items()
+        if report[key] and key in expected  # a prediction warms nothing up
+    }
     seconds |= {
         f"{name}, busy": (lane["busy_seconds"], expected["lanes"][name]["busy_seconds"])
         for name, lane in report["lanes"].items()

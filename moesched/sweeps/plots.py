@@ -113,7 +113,7 @@ def _draw(picture: Picture, lines: Sequence[Line], axes: Axes, figures: MachineF
             places = [_position(line, picture, figures) for line in members]
             if categories:
                 beside = _beside(list(styles).index(name), len(styles))
-                places = [(categories.index(x) + beside, y) for x, y in places]
+                places = [(categories.index(str(x)) + beside, y) for x, y in places]
             _draw_series(panel, name, places, style, curve=not (picture.pareto or categories))
         if picture.pareto:
             _draw_front(panel, [_position(line, picture, figures) for line in front])
@@ -282,7 +282,7 @@ def _told(name: str, value: Any) -> str:
         return ""
     table, _, key = name.partition(".")
     if not key and isinstance(value, str):
-        return Path(value).stem if value.endswith(".toml") else value
+        return value
     return f"{key or title_of(table)} {value}"
 
 
