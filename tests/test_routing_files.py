@@ -16,7 +16,7 @@ from moesched.routing.checks import layers_without_experts, routed_layers
 from moesched.routing.files import read_routing_file
 from moesched.routing.profile import RoutingProfile, read_routing_profile, write_profile
 from moesched.routing.recorder import RoutingRecorder
-from moesched.routing.sources import find_choices, find_profile
+from moesched.routing.sources import find_choices, find_profile, profile_of
 from moesched.routing.statistics import statistics_of
 from moesched.routing.trace import RecordedChoices, RoutingTrace, write_routing_trace
 from moesched.seams import TokenSpan
@@ -356,6 +356,12 @@ def test_rows_of_layers_without_experts_only_are_refused(tmp_path: Path) -> None
     file = tmp_path / "rows.csv"
     file.write_text("layer,token,experts\n2,0,0\n")
     assert "rows of layers without experts only: write those of layers [1, 3]" in refusal(file, INTERLEAVED)
+
+
+@pytest.mark.parametrize("config", [DENSE_FIRST, INTERLEAVED], ids=["dense first", "interleaved, top 1"])
+def test_nothing_is_counted_in_layers_without_experts(config: ModelConfig) -> None:
+    counts = profile_of(of_model(config), config, seed=0).counts
+    assert [layer for layer, row in enumerate(counts) if not any(row)] == layers_without_experts(config)
 
 
 def test_layers_without_experts_do_not_count_as_unpopular(tmp_path: Path) -> None:

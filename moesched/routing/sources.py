@@ -8,6 +8,7 @@ from typing import Any
 
 from moesched.errors import BadInput
 from moesched.models.config import ModelConfig
+from moesched.routing.checks import layers_without_experts
 from moesched.routing.choices import ExpertChoices
 from moesched.routing.files import read_routing_file
 from moesched.routing.generated import GeneratedChoices
@@ -73,7 +74,7 @@ def find_profile(
 def profile_of(source: Popularity | RoutingTrace, config: ModelConfig, seed: int) -> RoutingProfile:
     """Make the profile of a source: the counts of a profile or trace, or the expected counts of a generator."""
     if isinstance(source, RoutingTrace):
-        return source.profile()
+        return source.profile(layers_without_experts(config))
     if isinstance(source, CountedPopularity):
         return source.profile
     return expected_profile(source, config, seed, GENERATED_TOKENS)

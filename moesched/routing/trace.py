@@ -13,7 +13,7 @@ The file is compressed by numpy (`numpy.load` reads it) and has these arrays:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from io import BytesIO
 from pathlib import Path
 from typing import NamedTuple
@@ -40,10 +40,18 @@ class RoutingTrace(NamedTuple):
         _, layers, top_k = self.chosen.shape
         return layers, self.experts, top_k
 
-    def profile(self) -> RoutingProfile:
-        """Count the tokens that chose each expert; all counts of layers without experts are 0."""
+    def profile(self, without_experts: Collection[int] = ()) -> RoutingProfile:
+        """Count the tokens that chose each expert; all counts of layers without experts are 0.
+
+        without_experts: the layers without experts; they need not be named if tokens choose several experts.
+        """
         layers, experts, top_k = self.shape
-        counts = [np.bincount(self._choices_in(i), minlength=experts).tolist() for i in range(layers)]
+        counts = [
+            [0] * experts
+            if i in without_experts
+            else np.bincount(self._choices_in(i), minlength=experts).tolist()
+            for i in range(layers)
+        ]
         return RoutingProfile(
             model=self.model,
             layers=layers,
