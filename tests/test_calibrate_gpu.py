@@ -261,6 +261,7 @@ def test_a_file_of_another_gpu_or_of_a_version_without_a_cost_table_does_not_cou
     calibrated_file("cuda").write_text(machine_toml(desktop()))
     assert calibrated_gpu("cuda", KnownGpu.gpu_name) == desktop()
     assert calibrated_gpu("cuda", "NVIDIA T4") is None
+    assert calibrated_gpu("cuda", KnownGpu.gpu_name[:-1]) is None, "an L4 is no L40"
     calibrated_file("cuda").write_text(machine_toml(replace(desktop(), cost_table=[])))
     assert calibrated_gpu("cuda", KnownGpu.gpu_name) is None
 

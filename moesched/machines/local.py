@@ -56,7 +56,7 @@ def calibrated_gpu(device: str, gpu: str) -> Machine | None:
     if not is_file(file):
         return None
     machine = parse_machine(read_input(file, "machine", MOST_BYTES), str(file))
-    return machine if machine.cost_table and gpu in machine.description else None
+    return machine if machine.cost_table and machine.measured_on.endswith(f", {gpu}") else None
 
 
 def local_machine() -> Machine:
