@@ -220,7 +220,7 @@ def best_on_t4() -> Best:
     return plan_best(
         at_peak(T4),
         LAYOUT,
-        load_workload("mtbench").lengths(1024, seed=0),
+        load_workload("mtbench").lengths(256, seed=0),
         32,
         policies=["resident", "cgopipe", "flexgen", "layer_streaming"],
         band=False,
