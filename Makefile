@@ -21,7 +21,7 @@ SCRIPTS = $(foreach purpose,speed fidelity exact robustness gpu,$(wildcard bench
 BENCHMARKS = $(subst /,.,$(basename $(SCRIPTS)))
 
 # A call of every command, and tests of what leans on libraries: HiGHS, safetensors, tokenizers, ZeroMQ, pyarrow.
-SMOKE = $(addprefix tests/test_,standard_output.py cli.py plan.py checkpoints.py prompts.py zeromq.py sweeps.py)
+SMOKE = $(addprefix tests/test_,outputs.py cli.py plan.py checkpoints.py prompts.py zeromq.py sweeps.py)
 
 .PHONY: help run test test-newest test-triton lint types sizes format bench bench-peers docs docs-serve fuzz pages clean distclean
 

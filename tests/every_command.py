@@ -18,7 +18,6 @@ COMMANDS = (
     "new-policy mine",
     "check resident --limit 1 --model mixtral-0.8b --machine t4 --batch-size 1",
     "prestack model stacked",
-    "random-model mixtral-0.8b random --layers 1",
     "list policies",
     "list models",
     "list machines",
@@ -43,6 +42,7 @@ COMMANDS = (
 OTHERS = {
     "calibrate": "measures for half a minute: test_terminal.py prints its result",
     "chat": "talks to a server: see test_chat_command.py",
+    "random-model": "writes 300 MB: test_cli.py reads its result",
     "node": "has no result: the launcher has it, so that there is no --json",
     "serve": "serves until Ctrl-C: see test_server_process.py",
     "view": "serves until Ctrl-C: see test_view.py",

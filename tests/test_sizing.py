@@ -116,7 +116,7 @@ def test_where_not_even_one_request_fits_it_says_by_how_many_bytes_of_what() -> 
 
 
 def test_a_simulation_without_sizes_runs_the_plan_and_reaches_what_it_predicts() -> None:
-    budgets: dict[str, int | str] = {"gpu": "2GB", "host": "4GB"}
+    budgets: dict[str, int | str] = {"gpu": "900MB", "host": "1700MB"}
     proposal = moesched.plan_model(
         "mixtral-0.8b", machine="t4", policy="cgopipe", gen=8, budgets=budgets, band=False
     )

@@ -83,6 +83,11 @@ def test_no_file_says_so_many_where_a_name_or_number_belongs() -> None:
     assert not vague, listed(sorted(set(vague)))
 
 
+def test_make_names_files_of_tests_that_exist() -> None:
+    [names] = re.findall(r"^SMOKE = .*test_,(.*)\)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert not [name for name in names.split() if not (ROOT / "tests" / f"test_{name}").is_file()]
+
+
 def test_no_object_of_another_package_is_probed_for_attributes() -> None:
     """`os` differs between systems, and `getattr` without a default reads fields by name; anything else is a seam."""
     probes = [
