@@ -48,6 +48,21 @@ def test_a_folder_needs_no_weights_to_be_simulated(command: Any, no_text: Path, 
     refused(command(*wanted, "uniform"), "a prompt of 128 tokens and 32 new ones are more than the context")
 
 
+def test_without_a_policy_simulate_takes_the_planner_s_choice(
+    command: Any, no_text: Path, tmp_path: Path
+) -> None:
+    workload = tmp_path / "drawn.toml"
+    workload.write_text('name = "drawn"\nnew_tokens = [2]\nprompts = {average = 90, largest = 90}\n')
+    of = ("simulate", "--model", no_text, "--machine", "t4", "--workload", workload, "--budget", "gpu=1MB")
+    wanted = (*of, *ONLY_FIGURES, "--json")
+    best, some = (command(*wanted, *size).json for size in ((), ("--batch-size", 2)))
+    named = command(*wanted, "--policy", some["policy"], "--batch-size", 2).json
+    assert best["chosen_at"] == pytest.approx(best["throughput_tokens_per_second"], rel=0.01)
+    assert some["chosen_at"] > 0
+    assert named["chosen_at"] is None
+    assert some["step_seconds"] == named["step_seconds"]
+
+
 def test_a_file_of_prompts_is_a_workload(command: Any, no_text: Path, tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt_ids": [1, 2]}\n{"prompt_ids": [3]}\n')

@@ -108,6 +108,10 @@ def test_more_than_two_runs_are_held_against_the_first() -> None:
     ]
     row = find(compare_runs(runs), "lane", "link", "busy")
     assert row.ratios == [1.0, 2.0, 4.0]
+    assert compare_runs(runs).answer() == "", "a prediction is not faster than a measurement"
+    assert compare_runs(runs[1::-1]).answer() == (
+        "Least time without loading: P (10) with 10 ns, link busy 100%. P (20) took 2.00 times as long, link busy 100%."
+    )
     assert compare_runs(runs).header()[2:] == [
         "10 (measured)",
         "20 (measured)",

@@ -81,6 +81,42 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
         """Test whether exactly one of two runs is a prediction: the run at index `number`, or the first run."""
         return self.runs[number].figures != self.runs[0].figures
 
+    def answer(self) -> str:
+        """Describe which run took the least time, how much longer the others took, and the busiest lane of each.
+
+        Empty where times are not to be compared: of several models, of predictions and measurements, or of a replay.
+        """
+        whole, load = (self._figure("total", name, "time") for name in ("run", "load"))
+        took = {
+            place: seconds - (loading or 0.0)
+            for place, (seconds, loading) in enumerate(zip(whole, load, strict=True))
+            if seconds and seconds > (loading or 0.0)
+        }
+        alike = len({(run.model, run.figures) for run in self.runs}) == 1
+        if not alike or len(took) < len(self.runs) or any(run.replayed for run in self.runs):
+            return ""
+        first, *others = sorted(took, key=took.__getitem__)
+        told = [f"Least time without loading: {self._who(first)} with {format_seconds(took[first])}"]
+        told += [f"{self._who(each)} took {took[each] / took[first]:.2f} times as long" for each in others]
+        return " ".join(
+            f"{words}, {self._busiest(place)}." for words, place in zip(told, (first, *others), strict=True)
+        )
+
+    def _who(self, place: int) -> str:
+        return f"{self.runs[place].policy} ({self.runs[place].title})"
+
+    def _busiest(self, place: int) -> str:
+        """Return words for the busiest lane of a run."""
+        lanes = ((row.values[place] or 0.0, row.name) for row in self.rows if row.what == "use")
+        share, lane = max(lanes, default=(0.0, "no lane"))
+        return f"{lane} busy {share:.0%}"
+
+    def _figure(self, section: Section, name: str, what: str) -> list[float | None]:
+        """Return the values of one of `rows`; None for each run if there is no such row."""
+        key = (section, name, what)
+        found = (row.values for row in self.rows if (row.section, row.name, row.what) == key)
+        return next(found, [None] * len(self.runs))
+
     def reasons(self) -> list[str]:
         """Describe `difference` in sentences; empty if it is None."""
         difference = self.difference

@@ -54,7 +54,7 @@ def compare(
     report: options.ReportFile = None,
     json: options.Json = False,
 ) -> None:
-    """Compare runs, measured or predicted: reasons for the difference, totals, lanes, kinds of task and memories.
+    """Compare runs, measured or predicted: the fastest, reasons for the difference, totals, lanes, tasks and memories.
 
     Each run is a file from --trace or --report. The first run is the baseline of the others; if one of two runs is
     predicted and the other measured, the table shows the prediction's error in percent. For two traces it also explains
@@ -72,6 +72,8 @@ def compare(
     if json:
         print_json(msgspec.to_builtins(comparison))
         return
+    if answer := comparison.answer():
+        say(answer)
     if comparison.difference is not None:
         _print_difference(comparison)
     header = comparison.header()

@@ -25,6 +25,7 @@ _log = Log(__name__)
 SHOWN_PROMPT = 60
 REFRESHES_PER_SECOND = 8
 ESTIMATING = "estimating the band"
+SIMULATING = "simulating"
 ENDS_OF_LAYERS = ("post_attention", "combine")
 
 
@@ -217,17 +218,21 @@ def shown(prompt: Prompt) -> str:
 
 
 class SimulationBar(Listener):
-    """A progress bar for a long simulation: by steps, then by runs for the uncertainty band."""
+    """A progress bar for a long simulation: the planner's search, steps, then runs for the uncertainty band."""
 
     def __init__(self, bar: Bar) -> None:
         self._bar = bar
         self._samples = 0
         self._all = 1
 
+    def preparing(self, what: str, done: float, total: float) -> None:
+        """Show the name of a stage of the planner's search."""
+        self._bar.update(done, what=what)
+
     def planned(self, plan: Plan) -> None:
         """Set the bar's total: the number of new tokens of a request times the number of micro-batches."""
         self._all = plan.batch.new_tokens * len(plan.batch.micro_batches)
-        self._bar.update(0, self._all)
+        self._bar.update(0, self._all, SIMULATING)
 
     def ended(self, task: Task) -> None:
         """Advance the bar if the task sampled a micro-batch's tokens."""

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 from moesched.cli import options
 from moesched.cli.command import command
 from moesched.cli.output import Bar, print_json
 from moesched.errors import BadInput
-from moesched.inputs.defaults import POLICY
 from moesched.jobs.options import ScenarioOptions, SimulationOptions
 from moesched.jobs.served_options import ArrivalsOptions
-from moesched.options import Option, flags_given, part_of
+from moesched.options import flags_given, part_of
 
 if TYPE_CHECKING:
-    from moesched.inputs.chosen_policy import PolicyGiven
     from moesched.jobs.report import JobReport
 
 EPILOGUE = """Examples:
@@ -42,32 +40,22 @@ EPILOGUE = """Examples:
       --arrivals poisson:0.5 --slo ttft=10s,tpot=500ms"""
 
 
-class SimulateOptions(SimulationOptions):
-    """The options of a simulation; with --arrivals the policy may be omitted, and the planner chooses it."""
-
-    policy: Annotated[
-        PolicyGiven,
-        Option(
-            "A name of `moesched list policies`, file.py:Class, or package.module:Class (also in the current folder). "
-            "Omit it for the planner's choice with --arrivals.",
-            "P",
-        ),
-    ] = POLICY
-
-
 @command(2, EPILOGUE)
-def simulate(given: SimulateOptions, arriving: ArrivalsOptions, shown: options.ReportArguments) -> int:
+def simulate(given: SimulationOptions, arriving: ArrivalsOptions, shown: options.ReportArguments) -> int:
     """Predict a run on any machine with a virtual clock; needs neither weights nor a GPU.
 
     Simulates one full batch of the workload, or --requests N in successive batches, from loading to the last token. A
     prompts file is simulated as a whole.
 
+    Without --policy the planner chooses the one that it predicts to be the fastest of those that fit. The report names
+    it.
+
     With --arrivals, requests arrive over time, and join and leave between steps: the report has their times to the
-    first token and per token. The planner then chooses the policy, unless one is named.
+    first token and per token.
 
     Malformed lines of a prompts file are reported by number and skipped; the exit code is then 2.
     """
-    from moesched.cli.display import SimulationBar
+    from moesched.cli.display import SIMULATING, SimulationBar
     from moesched.cli.results import hand_out
     from moesched.jobs.simulate_model import simulate_model
 
@@ -76,15 +64,13 @@ def simulate(given: SimulateOptions, arriving: ArrivalsOptions, shown: options.R
         return 0
     for flag in flags_given(arriving):
         raise BadInput(f"{flag} is for requests that arrive over time: give --arrivals as well, or omit it")
-    if given.policy == POLICY:
-        raise BadInput("no policy: name one with --policy; `moesched plan` ranks them")
     code = 0
     if str(given.workload).endswith(".jsonl"):
         prompts, code = options.read_prompt_file(Path(str(given.workload)))
         given = replace(given, workload=prompts)
 
     def job() -> JobReport:
-        with Bar("simulating") as bar:
+        with Bar(SIMULATING) as bar:
             asked = replace(given, html=shown.page, listener=SimulationBar(bar))
             return simulate_model(**part_of(asked, SimulationOptions))
 
@@ -95,13 +81,14 @@ def simulate(given: SimulateOptions, arriving: ArrivalsOptions, shown: options.R
 def _simulate_arrivals(
     given: SimulationOptions, arriving: ArrivalsOptions, shown: options.ReportArguments
 ) -> None:
+    from moesched.cli.display import SIMULATING
     from moesched.cli.results import say_where
     from moesched.cli.service_table import print_service
     from moesched.jobs.simulate_arrivals import simulate_arrivals
     from moesched.system.whole_file import write_json
 
     options.require_json(shown.report, "requests that arrive over time have")
-    with Bar("simulating") as bar:
+    with Bar(SIMULATING) as bar:
         report = simulate_arrivals(
             **part_of(given, ScenarioOptions),
             **part_of(arriving, ArrivalsOptions),

@@ -8,7 +8,7 @@ MACHINE = "auto"
 DEVICE = "torch"
 
 POLICY = "auto"
-"""Name of the policy by default where requests join and leave: the planner's choice."""
+"""Name of the policy by default: the planner's choice."""
 
 NEW_TOKENS = 64
 """Tokens to generate for each prompt by default."""

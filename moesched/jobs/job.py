@@ -82,9 +82,15 @@ class Job:
         self.make = chosen.make
         self.splits_kv = chosen.is_class and splits_kv(chosen.cls, self.machine)
 
-    def with_policy(self, policy: PolicyGiven) -> Job:
-        """Return a copy of the job with another policy, which gets no settings; the model's cut over devices stays."""
+    def with_policy(self, policy: PolicyGiven, chosen_at: float) -> Job:
+        """Return a copy of the job with a policy that the planner chose, which gets no settings.
+
+        The model's cut over devices stays.
+
+        chosen_at: tokens per second that the planner predicts.
+        """
         job = copy(self)
+        job.chosen_at = chosen_at
         job._take(choose_policy(policy))
         return job
 

@@ -115,7 +115,8 @@ class BestPolicyOptions(ChoiceOptions):
             "A name of `moesched list policies`, file.py:Class, or package.module:Class (also in the current folder). "
             "By default the planner's choice.",
             "P",
-            python="As `simulate_model` takes it; auto for the planner's choice.",
+            python="A name of `moesched list policies`, module:Class, file.py:Class, a class, or an object, which is "
+            "copied for each batch; by default auto, the planner's choice.",
         ),
     ] = POLICY
 
@@ -366,5 +367,5 @@ class ScenarioOptions(
     """The options that determine a simulation, which are also the axes of sweeps."""
 
 
-class SimulationOptions(OutputOptions, HelpsOptions, BandOptions, ScenarioOptions):
+class SimulationOptions(BestPolicyOptions, OutputOptions, HelpsOptions, BandOptions, ScenarioOptions):
     """The options of `simulate_model`."""

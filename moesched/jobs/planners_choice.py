@@ -12,7 +12,8 @@ from moesched.inputs.defaults import POLICY
 from moesched.jobs.job import Job
 from moesched.jobs.options import PlannedOptions
 from moesched.models.layout import Page
-from moesched.planner import FIRST, PolicyEstimate, fastest_policies, require_one_policy
+from moesched.planner import FIRST, PolicyEstimate, fastest_policies, plan_best, require_one_policy
+from moesched.runs.listeners import Listener
 from moesched.steps.process import Process
 
 Found = TypeVar("Found")
@@ -30,6 +31,64 @@ def policy_until_chosen(given: PlannedOptions) -> PolicyGiven:
     return FIRST
 
 
+def with_choice(
+    job: Job,
+    lengths: Sequence[int],
+    new_tokens: int,
+    slot_bytes: Callable[[Page], int],
+    process: Callable[[], Process],
+    listener: Listener,
+) -> Job:
+    """Return a copy of a job with the planner's choice for requests that all run; the listener is told of the search.
+
+    The other arguments and the errors are those of `choose_policy_of`.
+    """
+
+    def planned(its_job: Job) -> Job:
+        copy(its_job).sizes(lengths, new_tokens, slot_bytes)
+        return its_job
+
+    return choose_policy_of(
+        job, lengths, new_tokens, slot_bytes, process, plan=planned, on_progress=_telling(listener)
+    )
+
+
+def with_best_plan(
+    job: Job,
+    lengths: Sequence[int],
+    new_tokens: int,
+    slot_bytes: Callable[[Page], int],
+    process: Process,
+    listener: Listener,
+) -> Job:
+    """Return a copy of a job with the policy that `moesched plan` ranks first, for as many of the requests as are best.
+
+    The other arguments are those of `with_choice`.
+
+    Raises:
+        DoesNotFit: no policy fits.
+    """
+    job.use_process(process)
+    setting = job.setting(lengths, new_tokens, slot_bytes)
+    best = plan_best(
+        setting.machine,
+        setting.layout,
+        setting.lengths,
+        new_tokens,
+        budgets=setting.budgets,
+        slot_bytes=slot_bytes,
+        process=process,
+        band=False,
+        on_progress=_telling(listener),
+    )
+    return job.with_policy(best.policy, best.schedule.throughput)
+
+
+def _telling(listener: Listener) -> Callable[[str], object]:
+    """Return a function that tells a listener the name of a stage of the planner's search."""
+    return lambda stage: listener.preparing(f"planning: {stage}", 0, 0)
+
+
 def chooses_for_one_machine(nodes: int) -> BadInput:
     """Return the error for several nodes without a named policy: the planner chooses only for one machine."""
     return BadInput(f"the planner chooses a policy for one machine: name one for {nodes} with --policy")
@@ -43,7 +102,7 @@ def choose_policy_of(
     process: Callable[[], Process],
     plan: Callable[[Job], Found],
     on_progress: Callable[[str], object],
-) -> tuple[Found, PolicyEstimate]:
+) -> Found:
     """Choose a policy for requests that run together.
 
     Args:
@@ -51,23 +110,23 @@ def choose_policy_of(
         lengths: prompt tokens of each request.
         slot_bytes: returns the bytes of a slot for a page.
         process: returns the process that will run the plan, as it is at the call: the search takes memory.
-        plan: plans by a copy of the job that has a policy.
+        plan: plans by a copy of the job that has a policy, and the rate that the planner predicts of it.
         on_progress: called with the name of each stage of the search.
 
     Returns:
-        The first plan that fits, and what the planner predicts of its policy.
+        The first plan that fits.
 
     Raises:
         BadInput: no plan fits; the error is that of the policy with the highest predicted rate.
     """
-    looking = copy(job)
+    looking = job.with_beams(1)  # estimates know no beam search
     looking.use_process(process())
-    estimates = _estimates(looking, lengths, new_tokens, slot_bytes, on_progress)
+    estimates = _estimates(looking, lengths[: job.options.batch_size], new_tokens, slot_bytes, on_progress)
     job.use_process(process())
     refusals = []
     for estimate in estimates:
         try:
-            return plan(job.with_policy(estimate.policy)), estimate
+            return plan(job.with_policy(estimate.policy, estimate.throughput))
         except BadInput as error:  # an estimate has other sizes than the plan
             refusals.append(error)
     raise refusals[0]

@@ -122,7 +122,6 @@ class JobReport(Report, frozen=True, kw_only=True):
             "cores",
             "bytes_read",
             "emulation",
-            "chosen_at",
             "expected",
             "no_expectation",
             "warm_up_seconds",

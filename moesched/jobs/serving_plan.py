@@ -40,7 +40,7 @@ class ServingPlan(NamedTuple):
     plan: Plan
     policy: Policy
     policy_name: str
-    predicted: float | None = None
+    predicted: float | None
 
 
 def context_of(given: int | None, default: int, config: ModelConfig) -> int:
@@ -100,7 +100,7 @@ def plan_serving(
     if not chooses:
         job.use_process(process())
         return _planned(job, context, slot_bytes)
-    found, look = choose_policy_of(
+    return choose_policy_of(
         job,
         *_requests(job, context),
         slot_bytes,
@@ -108,7 +108,6 @@ def plan_serving(
         plan=lambda its_job: _planned(its_job, context, slot_bytes),
         on_progress=on_progress,
     )
-    return found._replace(predicted=look.throughput)
 
 
 def _planned(job: Job, context: int, slot_bytes: Callable[[Page], int]) -> ServingPlan:
@@ -120,7 +119,7 @@ def _planned(job: Job, context: int, slot_bytes: Callable[[Page], int]) -> Servi
             raise
         raise BadInput(str(error).removesuffix(SMALLER) + REMEDY) from error
     require_one_accelerator(plan, policy, job.nodes)
-    return ServingPlan(capacity, plan, policy, job.policy_name)
+    return ServingPlan(capacity, plan, policy, job.policy_name, job.chosen_at)
 
 
 def _fullest(

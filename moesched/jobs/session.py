@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -21,7 +21,7 @@ from moesched.jobs.expectation import obstacle
 from moesched.jobs.job import Job, require_continuations
 from moesched.jobs.memory_ahead import pieces_to_take
 from moesched.jobs.options import CallOptions, SessionOptions
-from moesched.jobs.planners_choice import choose_policy_of, policy_until_chosen
+from moesched.jobs.planners_choice import policy_until_chosen, with_choice
 from moesched.jobs.report import JobReport
 from moesched.jobs.trace_file import require_outputs_apart
 from moesched.keywords import takes
@@ -30,7 +30,6 @@ from moesched.requests.sampling import Sampling
 from moesched.runs.cell_progress import listener_or_cell
 from moesched.runs.listeners import Listener
 from moesched.runs.ranks import Devices, open_devices, process_of
-from moesched.steps.process import Process
 from moesched.system.memory_ahead import MemoryAhead, UsesMemoryAhead
 from moesched.system.own_loop import interruptible
 
@@ -161,28 +160,14 @@ def _open(given: SessionOptions, checkpoint: Checkpoint, first: _First) -> Itera
             job.use_device(devices.first)
             process = partial(process_of, devices.all, job.machine, ahead.nbytes)
             if chooses:
-                job = _with_choice(job, devices, process, first)
+                job = with_choice(
+                    job.with_beams(first.beams),
+                    first.lengths,
+                    first.new_tokens,
+                    devices.slot_bytes,
+                    process,
+                    listener_or_cell(first.listener),
+                )
             else:
                 job.use_process(process())
             yield _Opened(job, devices, obstacle(given, job, devices))
-
-
-def _with_choice(job: Job, devices: Devices, process: Callable[[], Process], first: _First) -> Job:
-    """Return the job with the policy that the planner chooses for the session's first call."""
-    listener = listener_or_cell(first.listener)
-
-    def planned(its_job: Job) -> Job:
-        its_job.with_beams(first.beams).sizes(first.lengths, first.new_tokens, devices.slot_bytes)
-        return its_job
-
-    chosen, look = choose_policy_of(
-        job,
-        first.lengths,
-        first.new_tokens,
-        devices.slot_bytes,
-        process,
-        plan=planned,
-        on_progress=lambda stage: listener.preparing(f"planning: {stage}", 0, 0),
-    )
-    chosen.chosen_at = look.throughput
-    return chosen

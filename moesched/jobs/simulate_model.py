@@ -10,12 +10,19 @@ from functools import partial
 from moesched.drivers.capture import NotFixed
 from moesched.errors import BadInput
 from moesched.inputs.budgets import assumed_process
+from moesched.inputs.defaults import POLICY
 from moesched.jobs.another_policy import another_policy
 from moesched.jobs.bands import with_band
 from moesched.jobs.batch_reports import BatchReports, JobEnding, reported
 from moesched.jobs.explained import explained
 from moesched.jobs.job import Job
 from moesched.jobs.options import SimulationOptions
+from moesched.jobs.planners_choice import (
+    chooses_for_one_machine,
+    policy_until_chosen,
+    with_best_plan,
+    with_choice,
+)
 from moesched.jobs.report import JobReport, job_report
 from moesched.jobs.scenario import Scenario, find_scenario
 from moesched.jobs.trace_file import (
@@ -76,8 +83,7 @@ def simulate_scenario(scenario: Scenario, given: SimulationOptions) -> JobReport
     new_tokens = scenario.given_workload().new_tokens[0] if given.gen is None else given.gen
     lengths, all_run = _lengths(scenario.given_workload(), given)
     require_context(lengths, new_tokens, config)
-    job = Job(given, config, scenario.machine, beams=given.beams, nodes=given.nodes or 1)
-    job.use_process(assumed_process(job.machine))
+    job = _job(scenario, given, lengths, new_tokens, all_run=all_run)
     sizes = job.sizes(lengths, new_tokens, room_for, successive=all_run)
     batches = list(batches_of(lengths, new_tokens, sizes))[: None if all_run else 1]
     reports, policies = BatchReports(), job.policies()
@@ -99,6 +105,27 @@ def simulate_scenario(scenario: Scenario, given: SimulationOptions) -> JobReport
     report = with_band(report, partial(_ranks, job, batches[0]), listener.estimating)
     listener.ran()
     return report
+
+
+def _job(
+    scenario: Scenario, given: SimulationOptions, lengths: Sequence[int], new_tokens: int, *, all_run: bool
+) -> Job:
+    """Return the job with the policy that the options name, or the planner's choice if they name none.
+
+    all_run: whether all requests run, instead of a single full batch.
+    """
+    chooses, nodes = given.policy == POLICY, given.nodes or 1
+    if chooses and nodes > 1:
+        raise chooses_for_one_machine(nodes)
+    begun = replace(given, policy=policy_until_chosen(given))
+    job = Job(begun, scenario.config, scenario.machine, beams=given.beams, nodes=nodes)
+    process, listener = assumed_process(job.machine), given.listener or Listener()
+    if not chooses:
+        job.use_process(process)
+        return job
+    if all_run or given.batch_size is not None:
+        return with_choice(job, lengths, new_tokens, room_for, lambda: process, listener)
+    return with_best_plan(job, lengths, new_tokens, room_for, process, listener)
 
 
 def _tell_unused(scenario: Scenario, given: SimulationOptions, report: JobReport) -> None:
@@ -181,7 +208,13 @@ def _simulate(
     )
     listener.ran()
     finished = job_report(
-        report, plan, kinds, policy=job.policy_name, dtype=job.layout.dtype, trace=files.trace
+        report,
+        plan,
+        kinds,
+        policy=job.policy_name,
+        chosen_at=job.chosen_at,
+        dtype=job.layout.dtype,
+        trace=files.trace,
     )
     if recorder is not None:
         roofs = roofs_of(plan.machine, finished.dtype)

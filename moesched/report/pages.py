@@ -96,7 +96,10 @@ def write_comparison_page(path: Path | str, comparison: Comparison, runs: Sequen
         BadInput: the file cannot be written; nothing is left of it.
     """
     title = " and ".join(run.title for run in comparison.runs)
-    head = [element("h1", text(title)), paragraphs(comparison.reasons(), css="reason")]
+    head = [
+        element("h1", text(title)),
+        paragraphs(filter(None, [comparison.answer(), *comparison.reasons()]), css="reason"),
+    ]
     shown = {run.title for run in runs}
     head.append(
         paragraphs(
