@@ -23,7 +23,6 @@ from moesched.system.plain_text import shown
 T = TypeVar("T")
 
 CONFIG_NAME = "config.json"
-GENERATION_NAME = "generation_config.json"
 MOST_BYTES = 4_000_000
 MOST = 10**8
 """Limit of any size in a configuration."""
@@ -138,7 +137,7 @@ class ConfigFile:
             _read(path),
             directory.resolve().name,
             partial(stored_dtype, directory),
-            _generation_stops(directory / GENERATION_NAME),
+            _generation_stops(directory / "generation_config.json"),
         )
 
     @property
@@ -296,16 +295,6 @@ class ConfigFile:
             what = f"num_experts_per_tok is {routed.top_k}, num_local_experts {routed.experts}"
             raise self.impossible(what, "the first cannot be larger")
         self._check_groups(routed)
-        self._check_stops(config)
-
-    def _check_stops(self, config: ModelConfig) -> None:
-        """Raise BadInput if a stop token is outside the vocabulary, so that no text would end."""
-        for token in config.stop_tokens:
-            if not 0 <= token < config.vocabulary:
-                raise self.impossible(
-                    f"eos_token_id (that of {GENERATION_NAME}, if it has one) is {token:,}",
-                    f"the vocabulary has tokens 0 to {config.vocabulary - 1:,}",
-                )
 
     def _check_groups(self, routed: FeedForward) -> None:
         groups, kept, experts = routed.router.groups, routed.router.kept_groups, routed.experts
