@@ -152,6 +152,33 @@ async def touch_another_node_s(step: Step, routed: Mapping[int, int]) -> None:
     step.warm_expert(0, min(HALVES[1 - step.node]), 0)
 
 
+async def touch_what_does_not_exist(step: Step, routed: Mapping[int, int]) -> None:
+    step.warm_expert(0, 4, 0)
+
+
+async def route_beyond_the_last_layer(step: Step, routed: Mapping[int, int]) -> None:
+    await run_routed(step, 0, routed)
+    if step.attends:
+        step.pre_attention(1, 0)
+        step.attention(1, 0)
+    await run_routed(step, 1, await step.route(1, 0))
+    if not step.attends:
+        with pytest.raises(
+            OutOfOrder, match="route: the model has no L2: its layers are L0 to L1: loop over"
+        ):
+            step.route(2, 0)
+    step.sample(0)
+
+
+async def run_routed(step: Step, layer: int, routed: Mapping[int, int]) -> None:
+    owners = owners_of(routed)
+    step.assign(layer, 0, owners)
+    for expert, node in owners.items():
+        if node == step.node:
+            step.run_expert(layer, expert, 0)
+    await step.combine(layer, 0)
+
+
 @pytest.mark.parametrize(
     ("script", "said"),
     [
@@ -167,6 +194,7 @@ async def touch_another_node_s(step: Step, routed: Mapping[int, int]) -> None:
         (leave_out_its_own, r"combine: L0 mb0 was routed to E\d(, E\d)*, which did not run"),
         (combine_before_assigning, "combine: the experts of L0 mb0 were not assigned: assign them"),
         (touch_another_node_s, r"E\d"),
+        (touch_what_does_not_exist, "warm_expert: L0 has no E4: its experts are E0 to E3"),
     ],
     ids=lambda each: getattr(each, "__name__", ""),
 )
@@ -204,12 +232,7 @@ async def run_the_layer_as_one_kernel(step: Step, routed: Mapping[int, int]) -> 
 
 
 async def run_own(step: Step, routed: Mapping[int, int]) -> None:
-    owners = owners_of(await step.route(0, 0))
-    step.assign(0, 0, owners)
-    for expert, node in owners.items():
-        if node == step.node:
-            step.run_expert(0, expert, 0)
-    await step.combine(0, 0)
+    await run_routed(step, 0, await step.route(0, 0))
 
 
 @pytest.mark.parametrize(
@@ -236,6 +259,12 @@ def test_an_order_that_nodes_may_not_have_is_refused(
 ) -> None:
     with pytest.raises(error, match=said):
         run_case([Unrouted(script, centralised=centralised) for _ in range(2)])
+
+
+def test_a_node_that_does_not_attend_is_told_that_there_is_no_further_layer() -> None:
+    machine = joined(latency_seconds=0.0, bandwidth=1e9)
+    case = msgspec.structs.replace(NODES, machine=machine, new_tokens=1)
+    assert run_case([Scripted(route_beyond_the_last_layer, centralised=True) for _ in range(2)], case)
 
 
 async def to_node(step: Step, routed: Mapping[int, int], node: int) -> None:

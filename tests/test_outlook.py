@@ -189,7 +189,7 @@ def waits_by_asking(step: Step, plan: Plan) -> object:
         ),
         (
             lambda step, plan: step.seconds_until_idle("host", 99),
-            "seconds_until_idle: the model has no layer 99",
+            "seconds_until_idle: the model has no L99: its layers are L0 to L",
         ),
         (waits_by_asking, "times in one step: time passes only while the policy awaits a handle"),
     ],

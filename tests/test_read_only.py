@@ -129,7 +129,38 @@ def test_a_layer_beyond_the_last_is_refused() -> None:
                 step.attention(i, 0)
                 step.post_attention(i, 0)
 
-    assert "there are no weights of layer 3: loop over step.layers" in str(refused(GoesOn()))
+    assert "pre_attention: the model has no L3: its layers are L0 to L2: loop over" in str(refused(GoesOn()))
+
+
+ASKED: list[tuple[Callable[[Step], object], str]] = [
+    (
+        lambda step: step.pages(99),
+        "pages: the model has no L99: its layers are L0 to L2: loop over step.layers",
+    ),
+    (lambda step: step.pages(-1), "pages: the model has no L-1"),
+    (lambda step: step.dense_pages(3), "dense_pages: the model has no L3"),
+    (lambda step: step.expert_pages(3, 0), "expert_pages: the model has no L3"),
+    (lambda step: step.expert_pages(0, 4), "expert_pages: L0 has no E4: its experts are E0 to E3"),
+    (lambda step: step.kv_on_accelerator(0, 3), "kv_on_accelerator: the model has no L3"),
+    (
+        lambda step: step.kv_on_accelerator(9),
+        "kv_on_accelerator: there is no mb9 in this step: they are mb0 to mb1",
+    ),
+    (lambda step: step.phase(9), "phase: there is no mb9"),
+    (lambda step: step.tokens(9), "tokens: there is no mb9"),
+    (lambda step: step.goes_on(9), "goes_on: there is no mb9"),
+]
+
+
+def test_a_question_about_what_does_not_exist_says_what_does() -> None:
+    class Asks(Everything):
+        async def prefill(self, step: Step) -> None:
+            for ask, told in ASKED:
+                with pytest.raises(PolicyError, match=re.escape(told)):
+                    ask(step)
+            raise PolicyError("asked all")
+
+    assert str(refused(Asks())) == "asked all"
 
 
 def test_a_discipline_that_does_not_exist_is_refused() -> None:

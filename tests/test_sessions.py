@@ -142,6 +142,19 @@ def test_a_closed_session_refuses_calls_and_may_be_closed_again(model: Path) -> 
         session.run(["abc"], max_new_tokens=1)
 
 
+def test_a_session_that_its_own_listener_closes_ends_with_the_call(model: Path) -> None:
+    class Closes(Listener):
+        def generated(self, request: int, token: int, text: str) -> None:
+            session.close()
+
+    session = moesched.Session(model)
+    answer = session.run(["abc"], max_new_tokens=2, listener=Closes())
+    assert len((answer.tokens or [])[0]) == 2
+    assert not files_of(model)
+    with pytest.raises(moesched.BadInput, match="closed"):
+        session.run(["abc"], max_new_tokens=1)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_files_threads_and_memory_are_released_at_the_end(model: Path, device: str) -> None:
     before = threading.active_count()

@@ -81,7 +81,8 @@ class GatheringTransport(ABC):
     def broadcast(self, rank: int, exchange: Exchange, array: Array | None, root: int) -> Array:
         """Return the root's array on every rank; other ranks pass None as `array`. Raises as `all_reduce`."""
         brought = array if rank == root else None
-        return self._exchange(Kind.BROADCAST, rank, exchange, brought, root)[root]
+        problem = "the root has nothing to send" if rank == root and array is None else ""
+        return self._exchange(Kind.BROADCAST, rank, exchange, brought, root, problem)[root]
 
     def gather(self, rank: int, exchange: Exchange, part: Array, root: int) -> list[Array] | None:
         """Return all ranks' parts in the order of the ranks, on the root; None on the other ranks. Raises as
@@ -98,11 +99,14 @@ class GatheringTransport(ABC):
             await asyncio.to_thread(self.free)
 
     def _exchange(
-        self, operation: Kind, rank: int, exchange: Exchange, part: Array | None, root: int
+        self, operation: Kind, rank: int, exchange: Exchange, part: Array | None, root: int, problem: str = ""
     ) -> list[Array]:
         """Exchange arrays with all ranks; returns copies of the arrays of all ranks, in order.
 
-        part: this rank's array; None if it sends none. root: number of the root rank of a broadcast or gather.
+        Args:
+            part: this rank's array; None if it sends none.
+            root: number of the root rank of a broadcast or gather.
+            problem: the reason why this rank gives up, which all ranks then raise; empty if it does not.
         """
         where = f"{NAMES[operation]} #{exchange.ticket}"
         if rank != self.rank or not 0 <= root < self.ranks:
@@ -110,8 +114,9 @@ class GatheringTransport(ABC):
         until = time.monotonic() + self.timeout_seconds
         array = NOTHING if part is None else np.ascontiguousarray(part).reshape(part.shape)
         mine = Frame(
-            Kind.WAITING, operation, rank, 0, self._sequence, exchange.ticket, exchange.step, exchange.layer, root,
-            array.shape, exchange.signature, array.reshape(-1)[: None if array.nbytes <= BESIDE_HEADER else 0],
+            Kind.ABANDON if problem else Kind.WAITING, operation, rank, 0, self._sequence, exchange.ticket,
+            exchange.step, exchange.layer, root, array.shape, problem or exchange.signature,
+            array.reshape(-1)[: None if array.nbytes <= BESIDE_HEADER else 0],
         )  # fmt: skip
         self._sequence += 1
         try:
@@ -183,11 +188,14 @@ def _read(data: Array) -> Frame:
 
 
 def _check_agreement(heads: Sequence[Frame]) -> None:
-    """Check that the headers of all ranks name the same exchange.
+    """Check that no rank gave up, and that the headers of all ranks name the same exchange.
 
     Raises:
-        TransportError: they differ; the message names the exchange of each rank.
+        TransportError: one gave up, or they differ; the message has the reason, or the exchange of each rank.
     """
+    for head in heads:
+        if head.kind is Kind.ABANDON:
+            raise TransportError(f"rank {head.rank} gave up: {head.text}")
     if not all(heads[0].names_the_same_as(head) for head in heads):
         said = "; ".join(f"rank {head.rank}: {head.describe()}" for head in heads)
         raise TransportError(f"the ranks disagree on it: {said}")

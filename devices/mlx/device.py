@@ -191,7 +191,12 @@ class MlxDevice:
         return self._thread.call(self._weights.touch)
 
     async def aclose(self) -> None:
-        """Free the arrays, restore the memory limits of this process, and close the checkpoint's files."""
+        """Free the arrays, restore the memory limits of this process, and close the checkpoint's files.
+
+        A second call does nothing.
+        """
+        if self._thread.ended:
+            return
 
         def let_go() -> None:
             self._verbs = {}

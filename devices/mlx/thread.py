@@ -54,6 +54,11 @@ class OneThread:
         """Drop the posted calls that have not run, after a batch ended early."""
         self._posted.clear()
 
+    @property
+    def ended(self) -> bool:
+        """True once the thread has ended; it then takes no more calls."""
+        return not self._thread.is_alive()
+
     def close(self) -> None:
         """End the thread."""
         with self._turn:

@@ -107,8 +107,8 @@ class TorchDevice(ChoosesDtype):
         self.tell: Progress = ignore_progress
         self.memory_ahead = MemoryAhead()
         self._keep_logits = keep_logits
-        if threads is not None and not 1 <= threads <= MOST_THREADS:
-            raise BadInput(f"threads is {threads}: give 1 to {MOST_THREADS}")
+        if threads is not None and not (isinstance(threads, int) and 1 <= threads <= MOST_THREADS):
+            raise BadInput(f"threads is {threads!r}: give 1 to {MOST_THREADS}")
         self._compute = Compute(accelerator, layout, kernel, pin, threads, listed(own_kernels))
         self.core_plan = None if self._compute.on_cpu else self._compute.core_plan
         self._store = WeightStore(checkpoint, layout, self._compute, direct=direct, map_files=map_files)

@@ -33,6 +33,8 @@ LONGEST_LINE = 4000
 """The most characters of an error's line; a longer one, which quotes a long name or value, loses its middle."""
 OF_SEVERAL_MACHINES = ("--nodes", "--local", "--hosts", "--network")
 """Flags of other commands that users may expect `serve` to have."""
+SAME_OPTIONS = (("--gen", "--max-new-tokens", "--max-tokens"), ("--model", "MODEL"))
+"""Names that different commands have for the same; a command has one of each tuple at most."""
 WHOLE_TRACEBACK: ContextVar[bool] = ContextVar("whole traceback", default=False)
 """True if the command was called with --traceback."""
 
@@ -74,6 +76,9 @@ def exit_code_of(error: BaseException, *, forgotten: Sequence[PolicyError] = ())
             "with moesched simulate --arrivals ... --nodes N"
         )
         return BAD_INPUT
+    if isinstance(error, UnknownOptionError) and (remedy := _same_option(error)):
+        tell(remedy)
+        return BAD_INPUT
     if type(error).__module__.startswith("cyclopts"):
         tell(f"{error} See moesched --help, or --help after a command.")
         return BAD_INPUT
@@ -99,6 +104,16 @@ def exit_code_of(error: BaseException, *, forgotten: Sequence[PolicyError] = ())
 
 def _asks_for_several_servers(error: UnknownOptionError) -> bool:
     return [*(error.command_chain or ())] == ["serve"] and error.token.keyword in OF_SEVERAL_MACHINES
+
+
+def _same_option(error: UnknownOptionError) -> str | None:
+    """Return a line with the command's own name for what the option does elsewhere; None if it has no such name."""
+    given, _, _ = (error.token.keyword or error.token.value).partition("=")
+    own = {name for argument in error.argument_collection for name in argument.names}
+    for names in SAME_OPTIONS:
+        if given in names and (same := own.intersection(names)):
+            return f"{' '.join(error.command_chain or ())} has no {given}: use {', '.join(same)}"
+    return None
 
 
 def tell(message: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -50,8 +50,8 @@ class PromptArguments(Options):
         return (list(self.prompt) if self.prompt_ids is None else list(parse_prompt_ids(self.prompt_ids))), 0
 
 
-class GenerationArguments(options.ReportArguments, GeneratedOptions, PromptArguments):
-    """All options of a command that generates text."""
+class ThreadsArguments(Options):
+    """Option for the threads of the kernels on the CPU, a setting of the device."""
 
     threads: Annotated[
         int | None,
@@ -61,6 +61,23 @@ class GenerationArguments(options.ReportArguments, GeneratedOptions, PromptArgum
             "N",
         ),
     ] = None
+
+    def with_threads(self, settings: Mapping[str, Any] | None) -> dict[str, Any]:
+        """Return the settings of a device, with the number of threads if it is given.
+
+        Raises:
+            BadInput: there are fewer cores than threads, or no threads.
+        """
+        from moesched.system.cores import require_threads
+
+        if self.threads is None:
+            return dict(settings or {})
+        require_threads(self.threads)
+        return {**(settings or {}), "threads": self.threads}
+
+
+class GenerationArguments(options.ReportArguments, GeneratedOptions, ThreadsArguments, PromptArguments):
+    """All options of a command that generates text."""
 
     def generate(self, job: Job, **more: Any) -> int:
         """Run a job with these options, print the texts and the report, and return the exit code.
@@ -81,7 +98,10 @@ class GenerationArguments(options.ReportArguments, GeneratedOptions, PromptArgum
         def run() -> JobReport:
             try:
                 asked = replace(
-                    self, html=self.page, listener=display, device_settings=self._device_settings()
+                    self,
+                    html=self.page,
+                    listener=display,
+                    device_settings=self.with_threads(self.device_settings),
                 )
                 return job(prompts=prompts, **part_of(asked, GeneratedOptions), **more)
             finally:
@@ -91,12 +111,3 @@ class GenerationArguments(options.ReportArguments, GeneratedOptions, PromptArgum
         if done.failure is not None:
             return FAILED
         return exit_code_of_signal() if done.interrupted else code
-
-    def _device_settings(self) -> dict[str, Any]:
-        from moesched.system.cores import require_threads
-
-        settings = dict(self.device_settings or {})
-        if self.threads is not None:
-            require_threads(self.threads)
-            settings["threads"] = self.threads
-        return settings

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moesched.cli.command import command
 from moesched.cli.failures import tell
+from moesched.cli.generation_options import ThreadsArguments
 from moesched.cli.output import Bar, planners_choice
 from moesched.jobs.served_options import ServedOptions
 from moesched.options import part_of
@@ -25,7 +27,7 @@ EPILOGUE = """Examples:
 
 
 @command(1, EPILOGUE)
-def serve(model: ServedOptions, http: FrontOptions) -> int:
+def serve(model: ServedOptions, http: FrontOptions, cpu: ThreadsArguments) -> int:
     """Serve a model to many users at once, by OpenAI's API and with a chat in the browser.
 
     Without --policy, the planner chooses the one with the most predicted tokens per second for as many requests at
@@ -38,6 +40,7 @@ def serve(model: ServedOptions, http: FrontOptions) -> int:
     from moesched.server.serve import ENGINE, Listener, serve
 
     model.admission_rule()  # refused here, before another process begins
+    model = replace(model, device_settings=cpu.with_threads(model.device_settings))
     options = msgspec.json.encode(part_of(model, ServedOptions), enc_hook=str).decode()
     with Bar("starting", patience=0) as bar:
 

@@ -68,10 +68,17 @@ class Session:
 
     @interruptible()
     def close(self) -> None:
-        """Wait for the current call, free the model's memory and close its files; further calls are refused."""
-        with self._turn:
-            self._closed, self._opened = True, None
-            self._release()
+        """Refuse further calls, free the model's memory and close its files.
+
+        A call that runs, which may be the one whose listener calls this, goes on, and frees and closes them at its end.
+        """
+        self._closed = True
+        if self._turn.acquire(blocking=False):
+            try:
+                self._opened = None
+                self._release()
+            finally:
+                self._turn.release()
 
     @takes(CallOptions)
     @interruptible()
@@ -114,6 +121,8 @@ class Session:
             yield
         finally:
             self._turn.release()
+            if self._closed:
+                self.close()
 
 
 class _Opened(NamedTuple):

@@ -42,6 +42,13 @@ class FrontOptions(Options):
         int, Option("Most tokens of a chat's answer where the request does not say.", "N", group=HTTP, ge=1)
     ] = 512
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.host.strip():
+            raise BadInput(
+                "--host is empty: give an address, such as 127.0.0.1 for this machine alone, or 0.0.0.0 for others too"
+            )
+
     def key(self) -> str | None:
         """Return the API key that clients have to send; None if they need none.
 

@@ -71,21 +71,24 @@ class Step(PageVerbs, AttentionVerbs, ExpertVerbs, Outlook):
         """Test whether a micro-batch's KV cache of a layer is on the accelerator, not on the host; without a layer, of
         all.
         """
-        here = self._batches[micro_batch].kv.on_accelerator
-        return all(here) if layer is None else here[layer]
+        here = self._present("kv_on_accelerator", micro_batch).kv.on_accelerator
+        if layer is None:
+            return all(here)
+        self._require_layer("kv_on_accelerator", layer)
+        return here[layer]
 
     def phase(self, micro_batch: int) -> Phase:
         """Return the phase of a micro-batch: "prefill" if it holds prompts, else "decode"."""
-        return self._batches[micro_batch].phase
+        return self._present("phase", micro_batch).phase
 
     def tokens(self, micro_batch: int) -> int:
         """Return the number of new tokens of a micro-batch: those of its prompts, or one for each sequence."""
-        batch = self._batches[micro_batch]
+        batch = self._present("tokens", micro_batch)
         return sum(batch.tokens) if batch.phase == "prefill" else batch.works["embed"].tokens
 
     def goes_on(self, micro_batch: int) -> bool:
         """Test whether a micro-batch of prefill is a chunk that continues the micro-batch before it."""
-        return self._batches[micro_batch].before is not None
+        return self._present("goes_on", micro_batch).before is not None
 
     def embed(self, micro_batch: int) -> Task:
         """Look up the embeddings of the micro-batch's tokens: its prompts, or the tokens sampled last."""

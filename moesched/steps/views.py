@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable
 from typing import Any, Generic, TypeVar
 
 from moesched.engine import Engine
-from moesched.errors import NotResident, OutOfOrder
+from moesched.errors import NotResident
 from moesched.models.layout import Page
 from moesched.steps.memory import Memory, Slot, lost, note_use
 from moesched.steps.model_pages import describe
@@ -87,12 +87,9 @@ class Views(Generic[K]):
 
         Raises:
             NotResident: a page is not there.
-            OutOfOrder: the model has no such pages.
         """
         slots = []
         pages = self.pages_of(key)
-        if not pages:
-            raise OutOfOrder(f"there are no weights of layer {key}: loop over step.layers")
         for page in pages:
             slot = self.memory._table.get(page.id)
             failure = None if slot is None else lost(slot)

@@ -100,7 +100,7 @@ class LayerTooFar(Streams):
     async def layer(self, step, i, j):
         await super().layer(step, i, j)
         if i == step.layers[-1]:
-            step.pre_attention(i + 1, j)  #! OutOfOrder: there are no weights of layer
+            step.pre_attention(i + 1, j)  #! OutOfOrder: pre_attention: the model has no L
 
 
 class LayerByName(Streams):

@@ -33,9 +33,9 @@ class AttentionVerbs(Verbs):
             hidden = (batch.blocks.hidden,)
             for hop in self._state.pass_on(batch, layer, self._number):
                 self._enter(hop, hidden, hidden)
+        self._enter_layer(PRE_ATTENTION, batch, layer)
         dense = batch.stage.dense
         view = dense.open.get(layer) or self._view(dense, layer)
-        self._enter_layer(batch, layer)
         if view.noted != self._number:
             view.use(self._number, batch.works["pre_attention"].tokens)
         activations: tuple[Block, ...] = ()

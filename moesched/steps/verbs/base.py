@@ -213,8 +213,13 @@ class Verbs(StepFacts):
     def _view(self, views: Views[K], key: K) -> View[K]:
         return views.show(key, self._state.engine)
 
-    def _enter_layer(self, batch: MicroBatch, layer: int) -> None:
-        """Have a micro-batch's next verbs use the works for this layer's kind of layer."""
+    def _enter_layer(self, verb: Verb, batch: MicroBatch, layer: int) -> None:
+        """Have a micro-batch's next verbs use the works for this layer's kind of layer.
+
+        Raises:
+            OutOfOrder: the micro-batch has been through all layers.
+        """
+        self._require_layer(verb.name, layer)
         kind = self._state.works.kind_of[layer]
         if batch.works is not batch.works_at[batch.stage.number][kind]:
             batch.enter(batch.stage, kind)
@@ -248,19 +253,43 @@ class Verbs(StepFacts):
     def _unsaved(self, batch: MicroBatch) -> str:
         return ", its keys and values not saved: offload_kv them" if batch.kv.unsaved >= 0 else ""
 
+    def _require_layer(self, method: str, layer: object) -> None:
+        """Raise OutOfOrder if the model has no such layer; the message names the method."""
+        if layer not in self.layers:
+            raise self._no_layer(method, layer)
+
+    def _present(self, method: str, micro_batch: int) -> MicroBatch:
+        """Return a micro-batch; raise OutOfOrder if the step has no such one, with a message that names the method."""
+        try:
+            return self._batches[micro_batch]
+        except (KeyError, TypeError):
+            raise self._no_micro_batch(method, micro_batch) from None
+
     def _not_there(self, verb: Verb, layer: object, micro_batch: object) -> OutOfOrder:
         """Return the error of a verb for a layer or a micro-batch that does not exist."""
         if verb.in_layer and layer not in self.layers:
-            named = f"L{layer}" if isinstance(layer, int) else f"layer {layer!r}"
-            known = f"its layers are L0 to L{len(self.layers) - 1}: loop over step.layers"
-            return OutOfOrder(f"{verb.name}: the model has no {named}: {known}")
+            return self._no_layer(verb.name, layer)
+        return self._no_micro_batch(verb.name, micro_batch)
+
+    def _no_layer(self, method: str, layer: object) -> OutOfOrder:
+        named = f"L{layer}" if isinstance(layer, int) else f"layer {layer!r}"
+        known = f"its layers are L0 to L{len(self.layers) - 1}: loop over step.layers"
+        return OutOfOrder(f"{method}: the model has no {named}: {known}")
+
+    def _no_expert(self, method: str, layer: int, expert: int) -> PolicyError:
+        """Return the error of a method for an expert that a layer does not have."""
+        experts = self._state.plan.layout.experts_of(layer)
+        known = f"its experts are E0 to E{len(experts) - 1}" if experts else "it has no experts"
+        return PolicyError(f"{method}: L{layer} has no E{expert}: {known}")
+
+    def _no_micro_batch(self, method: str, micro_batch: object) -> OutOfOrder:
         named = f"mb{micro_batch}" if isinstance(micro_batch, int) else f"micro-batch {micro_batch!r}"
         known = f"they are mb0 to mb{len(self._batches) - 1}"
         planned = self._state.plan.micro_batches
         if micro_batch in planned and len(self._batches) < len(planned):
             known = "its sequences have ended, or have yet to begin"
         return OutOfOrder(
-            f"{verb.name}: there is no {named} in this step: {known}: loop over step.micro_batches"
+            f"{method}: there is no {named} in this step: {known}: loop over step.micro_batches"
         )
 
     def _swapped(self, verb: Verb, layer: int, micro_batch: int) -> bool:

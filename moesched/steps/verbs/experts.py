@@ -49,7 +49,7 @@ class ExpertVerbs(Verbs):
         that are routed to the expert.
         """
         batch = self._at(ROUTE, layer, micro_batch)
-        self._enter_layer(batch, layer)
+        self._enter_layer(ROUTE, batch, layer)
         view = None
         if self.attends:
             dense = batch.stage.dense
@@ -209,6 +209,8 @@ class ExpertVerbs(Verbs):
         on a cluster of Apple silicon, RACS'24).
         """
         batch = self._at(WARM_EXPERT, layer, micro_batch)
+        if expert not in self._state.plan.layout.experts_of(layer):
+            raise self._no_expert("warm_expert", layer, expert)
         view = self._expert_view(batch.stage, "accelerator", layer, expert, 0)
         warmed = Block(f"touched E{expert} mb{micro_batch}")
         batch.routing.outputs.append(warmed)

@@ -65,10 +65,7 @@ class Outlook(Verbs):
         if place not in PLACES:
             known = ", ".join(map(repr, PLACES))
             raise PolicyError(f"seconds_until_idle: there is no place {place!r}: give one of {known}")
-        if layer not in self.layers:
-            raise PolicyError(
-                f"seconds_until_idle: the model has no layer {layer!r}: take one of step.layers"
-            )
+        self._require_layer("seconds_until_idle", layer)
         now, ends = self._expected("seconds_until_idle")
         lane = self._state.stage_of[layer].places.get(place)
         return 0.0 if lane is None else (ends.lanes.get(lane, now) - now) / 1e9
