@@ -15,9 +15,12 @@ from command_options import app, commands, options_of
 from moesched.analysis.latency_table import latencies_of
 from moesched.analysis.options import LatencyOptions, RooflineOptions
 from moesched.cli.check import CheckArguments
+from moesched.cli.command import flat
+from moesched.cli.main import COMMANDS
 from moesched.cluster.cluster_jobs import ClusterFileOptions, LocalOptions
 from moesched.inputs.options import PlanOptions, SizeOptions
 from moesched.jobs.options import (
+    LAST_HEADINGS,
     CallOptions,
     ProfilingOptions,
     RunOptions,
@@ -48,6 +51,17 @@ def bounded() -> list[tuple[type[Options], Described]]:
     """The options with bounds."""
     kinds: list[type[Options]] = [CheckArguments, *(kind for _, kind in FUNCTIONS)]
     return [(kind, each) for kind in kinds for each in described(kind).values() if each.option.bounds]
+
+
+def test_every_help_ends_with_the_same_headings_in_the_same_order() -> None:
+    for command in COMMANDS:
+        marks = (
+            each.annotation.__metadata__[0] for each in inspect.signature(flat(command)).parameters.values()
+        )
+        groups = {group for mark in marks for group in mark.group or ()}
+        shown = [group.name for group in sorted(groups, key=lambda group: group.sort_key)]
+        last = [name for name in LAST_HEADINGS if name in shown]
+        assert shown[len(shown) - len(last) :] == last
 
 
 @pytest.mark.parametrize(("function", "options"), FUNCTIONS)

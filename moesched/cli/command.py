@@ -14,7 +14,7 @@ from typing import Annotated, Any, NamedTuple, TypeVar, get_args, get_origin, ge
 from cyclopts import App, Group, Parameter, Token
 
 from moesched.errors import BadInput
-from moesched.jobs.options import OUTPUT
+from moesched.jobs.options import LAST_HEADINGS
 from moesched.options import Described, Options, described, split
 from moesched.system.plain_text import plain_text
 
@@ -85,7 +85,7 @@ def flat(function: Callable[..., Any]) -> Callable[..., Any]:
     for name, parameter in inspect.signature(function).parameters.items():
         own, makers[name] = _taken(name, hints[name], parameter.default)
         flags += own
-    headings = sorted(dict.fromkeys(each.option.group for each in flags), key=lambda each: each == OUTPUT)
+    headings = sorted(dict.fromkeys(each.option.group for each in flags), key=_place_of_heading)
     groups = {
         heading: Group(heading, sort_key=place) for place, heading in enumerate(headings, start=1) if heading
     }
@@ -103,6 +103,11 @@ def flat(function: Callable[..., Any]) -> Callable[..., Any]:
     called.__signature__ = signature  # type: ignore[attr-defined]  # of a function
     called.__annotations__ = {each.name: each.annotation for each in parameters}
     return called
+
+
+def _place_of_heading(heading: str | None) -> int:
+    """Return the place of a heading of options among those at the end of a help; 0 for headings before them."""
+    return LAST_HEADINGS.index(heading) + 1 if heading in LAST_HEADINGS else 0
 
 
 def _taken(name: str, hint: Any, default: Any) -> tuple[list[Described], Make]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from moesched.cli import options
 from moesched.cli.failures import FAILED
 from moesched.errors import BadInput
+from moesched.inputs.options import DETAILS
 from moesched.jobs.options import GeneratedOptions
 from moesched.options import Option, Options, part_of
 from moesched.system.signals import exit_code_of_signal
@@ -59,6 +60,7 @@ class ThreadsArguments(Options):
             "Threads of the kernels on the CPU, at most one for each core that this process may use. By default as "
             "many, or with device cuda those that issuing and waiting threads do not need.",
             "N",
+            group=DETAILS,
         ),
     ] = None
 

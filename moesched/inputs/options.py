@@ -19,7 +19,10 @@ if TYPE_CHECKING:
     from moesched.seams import Device
 
 SIZES = "Sizes and budgets"
-"""Heading of options in the help."""
+ROUTING = "Choice of experts"
+NODES = "Several accelerators or machines"
+DETAILS = "Details"
+"""Headings of options in the help; the options that most users need have none."""
 
 MOST_NODES = 64
 
@@ -62,6 +65,7 @@ class FormatOptions(Options):
             "Storage format of the weights: bf16, fp8, q8_0, q6_k, q5_k, q4_k_m, q4_0, mxfp4 or int4, as far as the "
             "model's family has it. By default the one that the model is published in.",
             "FORMAT",
+            group=DETAILS,
         ),
     ] = None
 
@@ -89,6 +93,7 @@ class MachineChanges(Options):
             "like; repeatable.",
             "WHAT=VALUE",
             python='Changes of the machine, such as {"link.host->gpu": "24GB/s", "processor.gpu.flops": "x2"}.',
+            group=DETAILS,
         ),
     ] = None
 
@@ -98,7 +103,9 @@ class NodesOptions(Options):
 
     nodes: Annotated[
         int | None,
-        Option("Number of these machines that share the model's experts.", "N", ge=1, le=MOST_NODES),
+        Option(
+            "Number of these machines that share the model's experts.", "N", ge=1, le=MOST_NODES, group=NODES
+        ),
     ] = None
     network: Annotated[
         Network | str | None,
@@ -106,6 +113,7 @@ class NodesOptions(Options):
             "Network between the nodes: a name of `moesched list networks`, or a TOML file. By default the machine's "
             "own.",
             "NAME|FILE",
+            group=NODES,
         ),
     ] = None
 
@@ -119,6 +127,7 @@ class CutOptions(Options):
             "Split the model over N of the machine's equal accelerators. By default over all of them.",
             "N",
             ge=1,
+            group=NODES,
         ),
     ] = None
 
@@ -129,7 +138,8 @@ class DTypeOptions(Options):
     dtype: Annotated[
         DType | None,
         Option(
-            "Number format to compute in. By default the model's own, and float16 on GPUs without bfloat16."
+            "Number format to compute in. By default the model's own, and float16 on GPUs without bfloat16.",
+            group=DETAILS,
         ),
     ] = None
 
@@ -210,7 +220,9 @@ class SettingOptions(Options):
 
     settings: Annotated[
         Mapping[str, Any] | None,
-        Option("Setting of the policy, such as ahead=3; repeatable.", "KEY=VALUE", flag="--set"),
+        Option(
+            "Setting of the policy, such as ahead=3; repeatable.", "KEY=VALUE", flag="--set", group=DETAILS
+        ),
     ] = None
 
 
@@ -230,6 +242,7 @@ class DeviceOptions(MachineOptions):
             "Setting of the device, such as dilation=64 of the emulated one; repeatable.",
             "KEY=VALUE",
             flag="--device-set",
+            group=DETAILS,
         ),
     ] = None
     machine: Annotated[
@@ -251,6 +264,7 @@ class BandOptions(Options):
             "Omit the bands of predicted figures, which take some twenty short runs.",
             flag="--no-band",
             python="Predict some twenty times more, for the band of the predicted figures.",
+            group=DETAILS,
         ),
     ] = True
 

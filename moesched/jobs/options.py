@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from moesched.inputs.defaults import MACHINE, NEW_TOKENS, POLICY, PREVIEW_ACCURACY
 from moesched.inputs.options import (
+    DETAILS,
+    NODES,
+    ROUTING,
     BandOptions,
     BudgetOptions,
     ChoiceOptions,
@@ -37,7 +40,9 @@ if TYPE_CHECKING:
 
 CLUSTER = "Cluster"
 OUTPUT = "Output"
-"""Headings of options in `--help`; this is the last one."""
+"""Headings of options in `--help`."""
+LAST_HEADINGS = (OUTPUT, ROUTING, NODES, DETAILS)
+"""The headings at the end of the help of every command, in this order; the others follow the options."""
 
 
 class TraceOptions(Options):
@@ -98,6 +103,7 @@ class HelpsOptions(Options):
             flag="--no-helps",
             python="Find the bottleneck of the first batch, and what would help: `bottleneck` and `helps` of the "
             "report.",
+            group=DETAILS,
         ),
     ] = False
 
@@ -125,7 +131,7 @@ class CostOptions(Options):
     """Option `foreign_machine`: whether to accept a machine file whose costs were measured on another processor."""
 
     foreign_machine: Annotated[
-        bool, Option("Accept a machine file whose costs were measured on another processor.")
+        bool, Option("Accept a machine file whose costs were measured on another processor.", group=DETAILS)
     ] = False
 
 
@@ -180,7 +186,7 @@ class TransportOptions(Options):
 
     transport: Annotated[
         str | type[Transport],
-        Option("Transport of the nodes' exchanges: a name of `moesched list transports`.", "T"),
+        Option("Transport of the nodes' exchanges: a name of `moesched list transports`.", "T", group=NODES),
     ] = "zeromq"
 
 
@@ -196,6 +202,7 @@ class ProcessesOptions(TransportOptions):
             flag="--local",
             ge=1,
             le=64,
+            group=NODES,
         ),
     ] = None
 
@@ -293,6 +300,7 @@ class RoutingOptions(Options):
             "NAME|FILE",
             python="A routing profile or trace (docs/routing.md), or a file with one, or uniform, popularity or zipf; "
             "None for uniform.",
+            group=ROUTING,
         ),
     ] = None
     routing_settings: Annotated[
@@ -302,6 +310,7 @@ class RoutingOptions(Options):
             "repeats the experts of the token before it; repeatable.",
             "KEY=VALUE",
             flag="--routing-set",
+            group=ROUTING,
         ),
     ] = None
 
@@ -318,8 +327,10 @@ class RequestsOptions(Options):
             le=1_000_000,
         ),
     ] = None
-    padded: Annotated[bool, Option("Pad every prompt to the length of the longest one.")] = False
-    seed: Annotated[int, Option("Seed of the order of the prompts and of the routing.")] = 0
+    padded: Annotated[bool, Option("Pad every prompt to the length of the longest one.", group=DETAILS)] = (
+        False
+    )
+    seed: Annotated[int, Option("Seed of the order of the prompts and of the routing.", group=DETAILS)] = 0
     beams: Annotated[
         int,
         Option(
@@ -343,6 +354,7 @@ class PreviewOptions(Options):
             "P",
             ge=0,
             le=1,
+            group=ROUTING,
         ),
     ] = PREVIEW_ACCURACY
 
