@@ -11,6 +11,9 @@ from moesched.sweeps.figures import METRICS, MachineFacts
 from moesched.sweeps.line import Line
 from moesched.system.whole_file import whole_file
 
+MOST_BYTES = 2**31 - 2
+"""The most bytes of lines that pyarrow reads at once; at once, since it infers a column's type from the first ones."""
+
 
 def require_parquet() -> None:
     """Require that pyarrow can be imported.
@@ -35,12 +38,17 @@ def write_parquet(path: Path, whole: Iterable[bytes], lines: Sequence[Line], fig
         figures: facts about machines, from which metrics are computed.
 
     Raises:
-        BadInput: the file cannot be written, or values of one input are of different types.
+        BadInput: the file cannot be written, values of one input are of different types, or there are 2 GiB of lines.
     """
     import pyarrow as arrow
     from pyarrow import json, parquet
 
     data = b"".join(whole)
+    if len(data) > MOST_BYTES:
+        raise BadInput(
+            f"cannot write results {path}: they are {len(data):,} bytes, and a Parquet file takes {MOST_BYTES:,}: "
+            "sweep fewer points, or omit --parquet; the JSON lines have all"
+        )
     try:
         table = json.read_json(BytesIO(data), json.ReadOptions(block_size=len(data) + 1))
         for name in METRICS:
