@@ -159,6 +159,7 @@ def test_simulate_prints_the_band_and_the_rate_that_widens_it(command: Any) -> N
     report = command(*line.split(), "--json").json
     low, expected, high = report["band"][THROUGHPUT]
     assert f"{expected:.1f} tokens/s ({low:.4g} to {high:.4g})" in said.out
+    assert "predicted from stated rates and estimated losses, not from measured costs" in said.out
     assert f"least certain rate: {report['widest_rate']}" in said.out
     assert f"at the stated rates: {report['at_peak'][THROUGHPUT]:.4g} tokens/s" in said.out
 

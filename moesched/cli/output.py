@@ -86,19 +86,26 @@ def in_band(
     return f" ({write(low)} to {write(high)})"
 
 
-def say_band(widest_rate: str | None, at_peak: Figures | None) -> None:
-    """Print up to two lines about a prediction's uncertainty.
+def say_band(
+    band: Mapping[str, tuple[float, float, float]] | None, widest_rate: str | None, at_peak: Figures | None
+) -> None:
+    """Print up to three lines about a prediction's uncertainty; none without a band.
 
     Args:
+        band: as `in_band` takes it.
         widest_rate: words for the machine's rate whose uncertainty widens the band most; None for no line.
-        at_peak: figures predicted with the rates that the machine states; None for no line.
+        at_peak: figures predicted with the rates that the machine states; None if its costs were measured.
     """
+    if band is None:
+        return
+    measured = "costs that `moesched calibrate` measured"
+    basis = measured if at_peak is None else "stated rates and estimated losses, not from measured costs"
+    say(f"predicted from {basis}; ranges are in parentheses")
     if widest_rate is not None:
         say(f"least certain rate: {widest_rate}")
     if at_peak is not None:
         say(f"at the stated rates: {at_peak.throughput_tokens_per_second:.4g} tokens/s")
-    if widest_rate is not None or at_peak is not None:
-        say()
+    say()
 
 
 def planners_choice(rate: float | None, where: str = "") -> str:

@@ -115,7 +115,7 @@ def print_proposal(proposal: Proposal) -> None:
     )
     print_table(["", ""], [[name, value] for name, value in _plan_rows(proposal)])
     say()
-    say_band(proposal.widest_rate, proposal.at_peak)
+    say_band(proposal.band, proposal.widest_rate, proposal.at_peak)
     busy = sorted(predicted.utilization.items(), key=lambda lane: -lane[1])
     phase = "decode" if proposal.new_tokens > 1 else "prefill"
     print_table([f"lane, in {phase}", "busy"], [[lane, f"{share:.0%}"] for lane, share in busy], figures=1)

@@ -65,7 +65,7 @@ def print_report(report: JobReport, trace: Path | str | None = None) -> None:
         say(f"bottleneck: {report.bottleneck}")
         say_helps(report.helps, trace)
         say()
-    say_band(report.widest_rate, report.at_peak)
+    say_band(report.band, report.widest_rate, report.at_peak)
     _print_lanes(report.lanes, None if expected is None else expected.lanes)
     if report.no_expectation is not None:
         say(f"\nNot compared with a prediction: {report.no_expectation}")
