@@ -7,6 +7,8 @@ from __future__ import annotations
 import asyncio
 import re
 import shutil
+import signal
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,6 +38,7 @@ from moesched.models.random_model import write_random_model
 from moesched.plugins import make_policy
 from moesched.requests.batch import split_batch
 from moesched.runs.planning import plan_run
+from moesched.system.signals import ctrl_c_interrupts
 from moesched.trace import check_trace
 from small_models import SMALL, small_model
 
@@ -210,6 +213,14 @@ def test_posted_calls_run_in_order_before_the_next_one_that_is_waited_for() -> N
     thread.drop_posted()
     thread.call(ran.append, 5)
     assert ran == [0, 1, 2, 3, 5]
+    thread.close()
+
+
+def test_an_interrupted_call_leaves_no_result_for_the_next_ones() -> None:
+    thread, caller = OneThread("test"), threading.get_ident()
+    with ctrl_c_interrupts(), pytest.raises(KeyboardInterrupt):
+        thread.call(signal.pthread_kill, caller, signal.SIGINT)
+    assert [thread.call(str, number) for number in range(3)] == ["0", "1", "2"]
     thread.close()
 
 

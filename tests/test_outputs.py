@@ -27,6 +27,7 @@ from moesched.jobs.report import write_report
 from moesched.system.outputs import Output, numbered, require_outputs
 from moesched.system.silence import silent
 from moesched.system.standard_output import is_stdout
+from moesched.system.whole_file import whole_file
 from traces import largest_file
 
 Link = Callable[[Path, Path], object]
@@ -118,6 +119,11 @@ def test_nothing_is_written_into_the_folder_of_the_model(tmp_path: Path, name: s
 
 def test_a_link_that_leads_to_itself_is_refused(tmp_path: Path) -> None:
     (tmp_path / "loop").symlink_to("loop")
+    with (
+        pytest.raises(BadInput, match=r"cannot write report .*symbolic links"),
+        whole_file(tmp_path / "loop" / "x", "report"),
+    ):
+        pass
     with pytest.raises(BadInput, match=r"loop: it is a link that leads to itself"):
         require_outputs(Output("trace", tmp_path / "loop"))
     require_outputs(Output("trace", tmp_path / "trace.json"), inputs=[tmp_path / "loop"])

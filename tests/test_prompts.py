@@ -116,6 +116,7 @@ def test_text_and_ids_may_be_mixed(tokenizer: Tokenizer) -> None:
         ([], "prompt 1 is empty: give at least one token"),
         ([260], "prompt 1: token id 260 is outside the vocabulary of 260: use ids from 0 to 259"),
         ([-1], "prompt 1: token id -1 is outside the vocabulary"),
+        (b"ab", r"prompt 1 is b'ab': give a text, or a list of token ids"),
         (np.array([1, 2]), r"prompt 1 is array\(\[1, 2\]\): give a text, or a list of token ids"),
         ([1] * 48, "prompt 1 has 48 tokens; with 3 new ones that is more than the model's context of 50"),
     ],

@@ -159,7 +159,8 @@ def _encode(number: int, prompt: Prompt, tokenizer: Tokenizer | None, most: int)
 
 
 def _ids(number: int, prompt: Sequence[int]) -> list[int]:
-    if not isinstance(prompt, Sequence) or not all(isinstance(token, Integral) for token in prompt):
+    is_list = isinstance(prompt, Sequence) and not isinstance(prompt, bytes | bytearray)
+    if not is_list or not all(isinstance(token, Integral) for token in prompt):
         raise BadInput(f"prompt {number} is {shown(prompt)}: give a text, or a list of token ids")
     return list(prompt)
 

@@ -43,7 +43,7 @@ def new_path(target: Path, needed: int, smaller: str) -> Iterator[Path]:
     """
     try:
         _refuse_used(target)
-        target = target.resolve()  # of a link to an empty folder the folder is replaced
+        target = Path(os.path.realpath(target))  # of a link to an empty folder the folder is replaced
         _require_space(target, needed, smaller)
         target.parent.mkdir(parents=True, exist_ok=True)
         with scratch_beside(target) as partial:

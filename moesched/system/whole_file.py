@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -54,7 +55,7 @@ def whole_file(path: Path, what: str) -> Iterator[BinaryIO]:
             with path.open("wb") as file:
                 yield file
             return
-        target = path.resolve()
+        target = Path(os.path.realpath(path))  # also of a link that leads to itself, which cannot be written
         with scratch_beside(target) as partial:
             with partial.open("xb") as file:
                 yield file
