@@ -60,7 +60,7 @@ def simulated(
 
 
 def steps_of(tasks: Sequence[Task]) -> list[str]:
-    """What each step is of."""
+    """Return the phase of each step."""
     phases = {task.step: str(task.phase) for task in tasks if task.verb == "embed"}
     return [phases[step] for step in sorted(phases)]
 
