@@ -46,9 +46,14 @@ async def connected(
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """Connect, and send a request for a completion."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    writer.write(f"{HEAD}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+    writer.write(request(body))
     return reader, writer
+
+
+def request(body: dict[str, Any] | bytes) -> bytes:
+    """A request for a completion, as it is sent."""
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    return f"{HEAD}Content-Length: {len(data)}\r\n\r\n".encode() + data
 
 
 def memory_of(front: psutil.Process) -> dict[str, int]:

@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
+from selectors import EVENT_READ, DefaultSelector
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -25,7 +27,7 @@ import fake_engine
 from benchmarks.record.benchmark import Benchmark, track
 from benchmarks.record.claims import Claim, Result, at_most
 from benchmarks.record.results import ROOT
-from benchmarks.shared.servers import connected, running
+from benchmarks.shared.servers import request, running
 from moesched.server.messages import Ask, Token
 
 USERS, TOKENS = 16, 250
@@ -93,14 +95,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def processor_times(rounds: Iterable[int]) -> Result:
     """The front's processor time for a token, in milliseconds."""
     model = ROOT / "examples" / "tiny-mixtral"
-    times = [asyncio.run(processor_ms(model)) for _ in rounds]
+    times = [processor_ms(model) for _ in rounds]
     return {"milliseconds": round(median(times), 4), "rounds": times}
 
 
 def added_times(rounds: Iterable[int]) -> Result:
     """The time from the engine to the client, in milliseconds: median and p99 of tokens, medians of rounds."""
     with TemporaryDirectory() as without_tokenizer:
-        times = [asyncio.run(added_ms(Path(without_tokenizer))) for _ in rounds]
+        times = [added_ms(Path(without_tokenizer)) for _ in rounds]
     percents = {"median": 50, "p99": 99}
     return {
         name: round(median(float(np.percentile(each, percent)) for each in times), 3)
@@ -123,41 +125,48 @@ def be_engine(kind: str) -> None:
     asyncio.run(fake_engine.main({"says": SAYS, "pace": PACE_SECONDS}, make))
 
 
-async def processor_ms(model: Path) -> float:
+def processor_ms(model: Path) -> float:
     """The front's processor time for each token."""
     with running(command(model, "plain")) as server:
-        await streams(server.port, 5)
+        stream(server.port, 5)
         before = server.process.cpu_times()
-        await streams(server.port, TOKENS)
+        stream(server.port, TOKENS)
         after = server.process.cpu_times()
     seconds = after.user + after.system - before.user - before.system
     return round(1000 * float(seconds) / (USERS * TOKENS), 4)
 
 
-async def added_ms(model: Path) -> list[float]:
+def added_ms(model: Path) -> list[float]:
     """The time from the engine to the client of each token."""
     with running(command(model, "stamping")) as server:
-        await streams(server.port, 5)
-        return [each for stream in await streams(server.port, TOKENS) for each in stream]
+        stream(server.port, 5)
+        arrived = stream(server.port, TOKENS)
+    return [
+        (now - int(word)) / 1000
+        for now, data in arrived
+        for line in data.splitlines()
+        if line.startswith(b"data: {")
+        for word in json.loads(line[6:])["choices"][0]["text"].split()
+    ]
 
 
-async def streams(port: int, tokens: int) -> list[list[float]]:
-    """Stream answers to all users at once; returns the milliseconds since each token was written."""
-    return await asyncio.gather(*[stream(port, tokens) for _ in range(USERS)])
-
-
-async def stream(port: int, tokens: int) -> list[float]:
-    """Stream one answer."""
-    body: dict[str, Any] = {"model": "fake", "prompt": [1, 2, 3], "max_tokens": tokens, "stream": True}
-    reader, writer = await connected(port, body)
-    times = []
-    while line := await reader.readline():
-        if line.startswith(b"data: {"):
-            now = time.monotonic_ns() // 1000
-            words = json.loads(line[6:])["choices"][0]["text"].split()
-            times += [(now - int(word)) / 1000 for word in words if word.isdigit()]
-    writer.close()
-    return times
+def stream(port: int, tokens: int) -> list[tuple[int, bytes]]:
+    """Stream answers to all users at once; returns what came, each with the microsecond at which it did."""
+    body = {"model": "fake", "prompt": [1, 2, 3], "max_tokens": tokens, "stream": True}
+    arrived = []
+    with ExitStack() as stack:
+        clients = stack.enter_context(DefaultSelector())
+        for _ in range(USERS):
+            client = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+            client.sendall(request(body))
+            clients.register(client, EVENT_READ, client)
+        while clients.get_map():
+            for key, _ in clients.select():
+                data = key.data.recv(1 << 16)
+                arrived.append((time.monotonic_ns() // 1000, data))
+                if not data:
+                    clients.unregister(key.fileobj)
+    return arrived
 
 
 if __name__ == "__main__":

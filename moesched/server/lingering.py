@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
+
+from moesched.server.gathering import GatheringTransport
 
 MOST_DROPPED = 128 << 20
 """The most bytes of a request that are dropped after its answer."""
@@ -17,7 +18,7 @@ class LingeringTransport:
     Otherwise the system would reset the connection because of unread bytes, and the client could lose its answer.
 
     Args:
-        transport: the transport that asyncio made.
+        transport: what the connection writes to.
         is_within_request: tests whether the client has its answer, but may still send the rest of its request.
         most_dropped: bytes that may come after `close`; more of them end the connection at once.
 
@@ -26,7 +27,7 @@ class LingeringTransport:
     """
 
     def __init__(
-        self, transport: asyncio.Transport, is_within_request: Callable[[], bool], most_dropped: int
+        self, transport: GatheringTransport, is_within_request: Callable[[], bool], most_dropped: int
     ) -> None:
         self._transport = transport
         self._is_within_request = is_within_request

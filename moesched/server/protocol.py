@@ -9,6 +9,7 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from moesched.server.errors import bad_request
+from moesched.server.gathering import GatheringTransport
 from moesched.server.lingering import MOST_DROPPED, LingeringTransport
 
 REQUEST_SECONDS = 20.0
@@ -35,7 +36,8 @@ class TimedProtocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
         """Begin to wait for a request."""
-        self._lingering = LingeringTransport(transport, self._is_within_request, self.most_dropped)
+        gathering = GatheringTransport(transport)
+        self._lingering = LingeringTransport(gathering, self._is_within_request, self.most_dropped)
         super().connection_made(self._lingering)  # type: ignore[arg-type]  # it passes on what it has not itself
         self._expect_request()
 
