@@ -16,7 +16,7 @@ from moesched.requests.batch import Batch
 from moesched.requests.batching import BatchSizes
 from moesched.requests.logprobs import WantedLogprobs
 from moesched.requests.rows import Row, Rows
-from moesched.serving.admission import FairAmongUsers, FirstCome, ShortestPrompt
+from moesched.serving.admission import MOST_USERS, FairAmongUsers, FirstCome, ShortestPrompt
 from moesched.serving.arrivals import ListedArrivals
 from moesched.serving.capacity import Capacity, capacity_for
 from moesched.serving.places import Places
@@ -244,6 +244,14 @@ def test_a_user_who_comes_later_joins_where_the_others_are() -> None:
         rule.entered(request)
     waiting = asked(("a", 9), ("b", 9), ("b", 9), ("a", 9), ("b", 9))
     assert [each.user for each in rule.order(waiting)] == ["b", "a", "b", "a", "b"]
+
+
+def test_of_more_users_than_are_counted_some_who_had_little_are_taken_for_new_ones() -> None:
+    rule = FairAmongUsers()
+    for request in asked(("much", 99), *((f"user {number}", 9) for number in range(MOST_USERS))):
+        rule.entered(request)
+    waiting = asked(("much", 9), ("user 1", 9), ("new", 9))
+    assert [each.user for each in rule.order(waiting)] == ["user 1", "new", "much"]
 
 
 @given(

@@ -8,6 +8,9 @@ from typing import Protocol
 
 from moesched.serving.request import Request
 
+MOST_USERS = 10_000
+"""Users that `FairAmongUsers` keeps count of; with more, it forgets the half who are ahead least."""
+
 
 class Admission(Protocol):
     """Rule that orders the waiting requests.
@@ -54,7 +57,7 @@ class FairAmongUsers:
 
     def __init__(self) -> None:
         self._now = 0
-        """The start of the request that entered last."""
+        """The start of the request that entered last, or later."""
         self._ends: dict[str, int] = {}
         """The end of each user's last request, of users who are ahead of `_now`."""
 
@@ -70,9 +73,12 @@ class FairAmongUsers:
         """Count the tokens of a request that begins to run, and forget users who are no longer ahead."""
         start = self._start(request.user, self._ends)
         self._ends[request.user] = start + request.most_tokens
-        if start > self._now:
-            self._now = start
-            self._ends = {user: end for user, end in self._ends.items() if end > start}
+        now = start
+        if len(self._ends) > MOST_USERS:
+            now = max(start, sorted(self._ends.values())[MOST_USERS // 2])
+        if now > self._now:
+            self._now = now
+            self._ends = {user: end for user, end in self._ends.items() if end > now}
 
     def _start(self, user: str, ends: Mapping[str, int]) -> int:
         return max(ends.get(user, 0), self._now)
