@@ -55,9 +55,15 @@ def test_without_a_policy_simulate_takes_the_planner_s_choice(
     workload.write_text('name = "drawn"\nnew_tokens = [2]\nprompts = {average = 90, largest = 90}\n')
     of = ("simulate", "--model", no_text, "--machine", "t4", "--workload", workload, "--budget", "gpu=1MB")
     wanted = (*of, *ONLY_FIGURES, "--json")
-    best, some = (command(*wanted, *size).json for size in ((), ("--batch-size", 2)))
+    best, small, some = (
+        command(*wanted, *size).json for size in ((), ("--micro-batch-size", 1), ("--batch-size", 2))
+    )
     named = command(*wanted, "--policy", some["policy"], "--batch-size", 2).json
-    assert best["chosen_at"] == pytest.approx(best["throughput_tokens_per_second"], rel=0.01)
+    for open_number in (best, small):
+        assert open_number["chosen_at"] == pytest.approx(
+            open_number["throughput_tokens_per_second"], rel=0.01
+        )
+    assert small["plan"]["micro_batch_size"] == 1
     assert some["chosen_at"] > 0
     assert named["chosen_at"] is None
     assert some["step_seconds"] == named["step_seconds"]

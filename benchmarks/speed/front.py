@@ -39,9 +39,10 @@ import sys
 from pathlib import Path
 from moesched.server.options import FrontOptions
 from moesched.server.serve import Listener, serve
+from moesched.system.collector import rare_collections
 from moesched.system.signals import ends_in_order
 say = Listener(lambda starting: None, lambda url, ready, notes: print(url, flush=True), lambda answers: None)
-with ends_in_order():
+with rare_collections(), ends_in_order():
     serve(Path(sys.argv[1]), FrontOptions(port=0), sys.argv[2:], say)
 """
 

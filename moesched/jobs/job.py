@@ -73,6 +73,7 @@ class Job:
             here=options.machine == MACHINE,
         )
         self._process: Process | None = None
+        self._sizes: BatchSizes | None = None
         self.layout = weight_layout(cut, dtype_for(cut.dtype, options.dtype, self.machine, device))
         self._take(chosen)
 
@@ -92,6 +93,12 @@ class Job:
         job = copy(self)
         job.chosen_at = chosen_at
         job._take(choose_policy(policy))
+        return job
+
+    def with_sizes(self, sizes: BatchSizes) -> Job:
+        """Return a copy of the job whose `sizes` chooses these."""
+        job = copy(self)
+        job._sizes = sizes
         return job
 
     def with_beams(self, beams: int) -> Job:
@@ -134,14 +141,24 @@ class Job:
         Raises:
             BadInput: not even one request fits.
         """
-        setting = self.setting(lengths, new_tokens, slot_bytes)
-        try:
-            sizes = choose_sizes(setting, self.options.sizes, successive=successive)
-        except BadInput as error:
-            raise self._with_width(error, setting.batch(1, 1), slot_bytes) from error
+        sizes = self._sizes or self._choose_sizes(lengths, new_tokens, slot_bytes, successive=successive)
         if sizes.kv_on_gpu is not None:
             self.make = partial(self.make, **{KV_SHARE: sizes.kv_on_gpu})
         return sizes
+
+    def _choose_sizes(
+        self,
+        lengths: Sequence[int],
+        new_tokens: int,
+        slot_bytes: Callable[[Page], int],
+        *,
+        successive: bool,
+    ) -> BatchSizes:
+        setting = self.setting(lengths, new_tokens, slot_bytes)
+        try:
+            return choose_sizes(setting, self.options.sizes, successive=successive)
+        except BadInput as error:
+            raise self._with_width(error, setting.batch(1, 1), slot_bytes) from error
 
     def setting(self, lengths: Sequence[int], new_tokens: int, slot_bytes: Callable[[Page], int]) -> Setting:
         """Return everything except the batch that the job's plans depend on; the arguments are those of `sizes`."""

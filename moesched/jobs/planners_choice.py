@@ -9,10 +9,12 @@ from typing import TypeVar
 from moesched.errors import BadInput
 from moesched.inputs.chosen_policy import PolicyGiven
 from moesched.inputs.defaults import POLICY
+from moesched.inputs.options import SizeOptions
 from moesched.jobs.job import Job
 from moesched.jobs.options import PlannedOptions
 from moesched.models.layout import Page
 from moesched.planner import FIRST, PolicyEstimate, fastest_policies, plan_best, require_one_policy
+from moesched.planner.sizing import sizes_of
 from moesched.runs.listeners import Listener
 from moesched.steps.process import Process
 
@@ -63,7 +65,8 @@ def with_best_plan(
 ) -> Job:
     """Return a copy of a job with the policy that `moesched plan` ranks first, for as many of the requests as are best.
 
-    The other arguments are those of `with_choice`.
+    The copy has the sizes of that plan, unless the options give some, or the job has several beams, which the search
+    does not know. The other arguments are those of `with_choice`.
 
     Raises:
         DoesNotFit: no policy fits.
@@ -75,13 +78,18 @@ def with_best_plan(
         setting.layout,
         setting.lengths,
         new_tokens,
-        budgets=setting.budgets,
-        slot_bytes=slot_bytes,
-        process=process,
+        micro_batch_size=job.options.micro_batch_size,
         band=False,
         on_progress=_telling(listener),
+        budgets=setting.budgets,
+        slot_bytes=slot_bytes,
+        prefill_chunk=setting.prefill_chunk,
+        process=process,
     )
-    return job.with_policy(best.policy, best.schedule.throughput)
+    chosen = job.with_policy(best.policy, best.schedule.throughput)
+    if job.beams > 1 or job.options.sizes != SizeOptions():
+        return chosen
+    return chosen.with_sizes(sizes_of(chosen.setting(lengths, new_tokens, slot_bytes), best.schedule))
 
 
 def _telling(listener: Listener) -> Callable[[str], object]:

@@ -81,6 +81,7 @@ class SearchOptions(TypedDict, total=False):
 
     budgets: dict[str, int]
     slot_bytes: Callable[[Page], int] | None
+    prefill_chunk: int | None
     process: Process | None
 
 
@@ -93,6 +94,7 @@ def plan_best(
     objective: Objective = "throughput",
     policies: Iterable[PolicyGiven] | None = None,
     settings: Mapping[str, Any] | None = None,
+    micro_batch_size: int | None = None,
     band: bool = True,
     on_progress: Callable[[str], object] = lambda what: None,
     **resources: Unpack[SearchOptions],
@@ -102,6 +104,7 @@ def plan_best(
     Args:
         lengths: prompt lengths in tokens; their number is the most requests of a batch.
         policies: policies to search, which take `settings`; by default all that one machine can run.
+        micro_batch_size: requests of a micro-batch; None to choose them.
         band: whether to find the band of the best plan's figures.
         on_progress: called with the name of each stage of the search.
 
@@ -126,10 +129,11 @@ def plan_best(
         )
 
     asked = _asked(policies, settings)
+    sizes = None if micro_batch_size is None else [micro_batch_size]
 
     def first_trial(name: str, setting: Setting) -> tuple[Candidate, Schedule]:
         on_progress(f"bound and schedule of {name}")
-        candidate = Candidate(name, setting)
+        candidate = Candidate(name, setting, sizes)
         return candidate, candidate.search() if len(asked) == 1 else candidate.first_trial()
 
     found, misfits = _each(asked, settings, setting_of, first_trial, named=policies is not None)

@@ -125,10 +125,17 @@ def _search(setting: Setting, given: int | None, successive: bool) -> BatchSizes
     schedule = candidate.search()
     if successive and schedule.batch_size < len(setting.lengths) <= MOST_AT_ONCE * schedule.batch_size:
         schedule = _rather_all(setting, candidate, schedule)
+    sizes = sizes_of(setting, schedule)
+    takes_chunks = any(each.chunk for each in candidate.schedules.best_first)
+    return _fit_all(asked, sizes, CHUNK if takes_chunks else None) if successive else sizes
+
+
+def sizes_of(setting: Setting, schedule: Schedule) -> BatchSizes:
+    """Return the sizes of batches that have a schedule of the setting's policy."""
     share = schedule.kv_on_gpu if setting.splits_kv else None
     cut = with_chunk(setting, schedule.chunk)
     plan, _ = cut.plan(cut.batch(schedule.point.micro_batches, schedule.micro_batch_size), kv_on_gpu=share)
-    sizes = BatchSizes(
+    return BatchSizes(
         schedule.batch_size,
         schedule.micro_batch_size,
         _cache_tokens(plan, setting),
@@ -136,8 +143,6 @@ def _search(setting: Setting, given: int | None, successive: bool) -> BatchSizes
         setting.beams,
         schedule.chunk,
     )
-    takes_chunks = any(each.chunk for each in candidate.schedules.best_first)
-    return _fit_all(asked, sizes, CHUNK if takes_chunks else None) if successive else sizes
 
 
 def _rather_all(setting: Setting, candidate: Candidate, schedule: Schedule) -> Schedule:
