@@ -1,4 +1,4 @@
-"""Numbers of tokens for which KV caches have room: whole blocks, and with a sliding window only as many as it needs."""
+"""Numbers of tokens for which KV caches have room: whole blocks, and with a sliding window only those it needs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 KV_BLOCK_TOKENS = 16
 PROMPT_TILE = 64
-"""Tokens of the tiles in which prompts attend. The bits depend on the positions at which tiles begin."""
+"""Tokens of a prompt whose attention is computed at once: a tile. Results' last bits depend on where tiles begin."""
 
 
 def cached_tokens(length: int) -> int:

@@ -36,7 +36,7 @@ class Shards(NamedTuple):
 
     Attributes:
         identities: the identity of each file when its header was read.
-        absent: sizes in bytes of files that are not here, by the copies of their headers.
+        absent: for each file of which only a copy of the header is here, the file's size in bytes.
     """
 
     tensors: list[FoundTensor]
@@ -81,7 +81,7 @@ def read_shards(directory: Path, *, partial: bool = False) -> Shards:
 
 
 def stored_names(directory: Path) -> Collection[str]:
-    """The names of all tensors, by the index or the only file; empty if neither exists.
+    """Return the names of all tensors, from the index or the only file; empty if neither exists.
 
     Raises:
         BadInput: the index, or the file, cannot be read.
@@ -117,7 +117,7 @@ def stored_dtype(directory: Path) -> str | None:
 
 
 def _first_file(directory: Path) -> Path | None:
-    """A file of the checkpoint that exists, or of which the header does; None without any."""
+    """Return the first file of the checkpoint that exists, or whose header copy exists; None if there is none."""
     index = directory / INDEX_NAME
     names = sorted(set(_read_index(index).values())) if is_file(index) else []
     paths = (directory / name for name in (SINGLE_NAME, *names))

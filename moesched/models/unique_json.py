@@ -22,11 +22,11 @@ def decode_unique(text: bytes, kind: type[T], where: str, remedy: str) -> T:
 
     Args:
         kind: the type.
-        where: names the file in messages, perhaps with its expected kind.
-        remedy: ends the message.
+        where: the file, in words, for messages.
+        remedy: the remedy, in words, which ends messages.
 
     Raises:
-        BadInput: it is not JSON, has a key twice, is not of that type, or is nested too deep.
+        BadInput: the text is not JSON, has a key twice, does not fit the type, or is nested too deep.
     """
     require_few_values(text, MOST_VALUES, where, remedy)
     try:

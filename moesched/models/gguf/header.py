@@ -78,10 +78,10 @@ def read_gguf_header(path: Path) -> GgufHeader:
 
 
 class _Source:
-    """Reader of a header, which reads the file piece by piece, as far as values are taken.
+    """Reader that returns the values of a GGUF header in order, and reads no more of the file than needed.
 
     Attributes:
-        at: number of bytes that were taken.
+        at: bytes of the file before the next value.
         about: name of the value that is read now, for error messages.
     """
 

@@ -155,7 +155,7 @@ def as_measured(paper: TwiddlerPaper) -> Machines:
 
 
 def copies_over_compute(ratio: float | None) -> Machines:
-    """Return a function that changes a machine's GPU so that copying an expert takes `ratio` times computing it.
+    """Return a function that changes a machine's GPU so that copying an expert takes `ratio` times its computation.
 
     Args:
         ratio: time of the copy over time of the computation; None for a GPU that reads weights at its memory's
