@@ -174,9 +174,10 @@ class ConfigFile:
         return convert_value(self._values | nested | outer, kind, str(self.path), RESTORE)
 
     def dtype(self, given: str | None, otherwise: DType) -> DType:
-        """Return the dtype of the computation: `given`, or that of the weights beside the file, or `otherwise`.
+        """Return the dtype of the computation: `given`, else the dtype of the weights beside the file, else
+        `otherwise`.
 
-        given: name of a dtype; None if config.json has none.
+        given: name of the dtype in config.json; None if there is none.
 
         Raises:
             BadInput: the dtype is not supported, or the weights cannot be read.

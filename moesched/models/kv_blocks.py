@@ -17,7 +17,7 @@ def cached_tokens(length: int) -> int:
 def cached_tokens_of_beams(prompt: int, new_tokens: int, beams: int) -> int:
     """Return the number of tokens for which a request takes room in the KV cache, in whole blocks.
 
-    Its beams share the full blocks of the prompt, and each has its own copy of the rest.
+    The request's beams share the full blocks of the prompt, and each beam has its own copy of the rest.
 
     prompt: number of tokens of the prompt.
     new_tokens: number of generated tokens of each beam.

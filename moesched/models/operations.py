@@ -258,7 +258,7 @@ class ExpertOperations(Products):
         return self._expert(tokens, 1.0)
 
     def fetched_expert(self, tokens: int) -> Amount:
-        """Return the cost of one expert on `tokens` tokens, if its weights were fetched."""
+        """Return the cost of one expert on `tokens` tokens, if its weights were copied to the accelerator for it."""
         return self._expert(tokens, 0.0)
 
     def experts(self, tokens: int) -> Amount:
@@ -333,16 +333,16 @@ class Operations(AttentionOperations, ExpertOperations):
         return Amount(0, moved, (WorkPart("embed", moved),))
 
     def embed(self, tokens: int) -> Amount:
-        """Cost of looking up the embeddings of `tokens` tokens."""
+        """Return the cost of looking up the embeddings of `tokens` tokens."""
         moved = 2 * tokens * self.hidden_bytes
         return Amount(0, moved, (WorkPart("embed", moved),))
 
     def route(self, tokens: int) -> Amount:
-        """Return the cost of all operations between attention and experts: output projection, norm, router."""
+        """Return the cost, for `tokens` tokens, of all between attention and experts: output projection, norm, router."""
         return _sum(self.output_projection(tokens), self.router(tokens))
 
     def post_attention(self, tokens: int) -> Amount:
-        """Return the cost of output projection, router, all experts and their weighted sum."""
+        """Return the cost, for `tokens` tokens, of output projection, router, all experts and their weighted sum."""
         return _sum(self.route(tokens), self.experts(tokens), self.combine(tokens))
 
     def after_projection(self, tokens: int) -> Amount:

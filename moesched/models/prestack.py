@@ -39,10 +39,10 @@ class Prestacked(NamedTuple):
 
     Attributes:
         directory: the checkpoint's folder.
-        by: whether an array has the matrices of an expert, or a matrix of all experts of a layer.
+        by: "expert" if an array has one expert's matrices, "layer" if it has one matrix of all experts of a layer.
         arrays: number of stacked arrays.
         largest: bytes of the largest array.
-        others: bytes of all tensors that are not stacked.
+        others: bytes of all other tensors together.
     """
 
     directory: Path

@@ -1,4 +1,4 @@
-"""The files of a checkpoint: one, or several that an index lists."""
+"""Reads headers of the safetensors files of a checkpoint: one file, or several that an index lists."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def _read_into(shards: Shards, path: Path, *, partial: bool = False) -> list[Fou
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    """Read an index; returns the file of each tensor, by the tensor's name."""
+    """Read an index, and return each tensor's file name, by the tensor's name."""
     text = read_input(path, "index", LARGEST_JSON, remedy=RESTORE)
     weight_map = decode_unique(text, _Index, str(path), RESTORE).weight_map
     require_count(len(weight_map), str(path))
@@ -143,7 +143,7 @@ def _read_index(path: Path) -> dict[str, str]:
 
 
 def _within_folder(index: Path, shard: str) -> str:
-    """The name of a file in the index, in its shortest form; BadInput if it leads out of the folder."""
+    """Return a file name of the index in its shortest form; raise BadInput if it leads out of the folder."""
     name = PurePosixPath(shard)
     if not (name.parts and shard.isprintable()) or name.is_absolute() or ".." in name.parts:
         raise BadInput(f"{index} names {shard!r}, which is no file of its folder; {RESTORE}")

@@ -69,7 +69,7 @@ class StoredFormat(NamedTuple):
     """A storage format of a tensor.
 
     Attributes:
-        group: weights that share a scale.
+        group: number of weights that share a scale.
         block_bytes: bytes of a block; rows are whole blocks.
         codes: the codes of a block; None in a plain format, which stores each weight as a number of a dtype.
         scale, minimum: offsets of scale and minimum in a block, in bytes; None in a format without minimums.
@@ -92,7 +92,7 @@ class StoredFormat(NamedTuple):
 
     @property
     def block(self) -> int:
-        """Weights of a block."""
+        """Number of weights of a block."""
         return self.group * self.groups
 
     @property

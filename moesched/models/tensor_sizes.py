@@ -124,7 +124,7 @@ class TensorSizes:
 
     @cached_property
     def state_bytes(self) -> int:
-        """Bytes that the layer keeps of a sequence, whatever the sequence's length."""
+        """Bytes of state that the layer keeps of a sequence, whatever the sequence's length."""
         return self.layer.attention.state_bytes
 
     def held_bytes(self, requests: Iterable[int], beams: int = 1) -> int:

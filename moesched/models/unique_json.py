@@ -1,4 +1,4 @@
-"""JSON whose objects have every key once; Python's and msgspec's decoders silently keep the last of equal keys."""
+"""Decodes JSON, and refuses equal keys in an object, of which Python's and msgspec's decoders keep the last."""
 
 from __future__ import annotations
 

@@ -43,8 +43,8 @@ def chunks_of(
 ) -> dict[int, Chunk]:
     """Divide prompts into chunks, keyed by the number of the micro-batch of prefill.
 
-    If no micro-batch needs more than one chunk, chunks have the numbers of the micro-batches of decode; otherwise their
-    numbers follow those.
+    If no micro-batch needs more than one chunk, chunks have the numbers of the micro-batches of decode; otherwise they
+    are numbered after these.
 
     Args:
         prompts: prompt lengths in tokens, by request.

@@ -19,7 +19,7 @@ class WantedLogprobs(NamedTuple):
 
 
 class Logprob(NamedTuple):
-    """A token's natural log probability, and the likeliest tokens at its position with theirs, the likeliest first."""
+    """A token's natural log probability, and (token, log probability) of its position's likeliest tokens, best first."""
 
     logprob: float
     likeliest: Sequence[tuple[int, float]]
