@@ -87,7 +87,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     def attention(self) -> GroupedAttention:
         """The attention of the last layer.
 
-        In models that run (`require_runs`) all layers have as many heads.
+        In models that devices can run (`require_runs`), all layers have the same number of heads.
         """
         return self.typical_layer.grouped
 

@@ -45,7 +45,7 @@ def encoded(weights: Floats, stored: StoredFormat) -> Bytes:
 def _lowest(groups: Floats, stored: StoredFormat) -> Floats:
     """Return, for each group, the weight that code 0 stands for: the least weight, or 0 in a format without minimums.
 
-    It is at most 0 in a format with factors, which cannot express a larger one.
+    The weight is at most 0 in a format with factors, which has no positive minimums.
 
     groups: array (groups, weights of a group).
     """

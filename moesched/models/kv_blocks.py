@@ -50,7 +50,8 @@ def tokens_beside(starts: Iterable[int], tokens: Iterable[int], most: int | None
     Args:
         starts: for each request, its number of tokens before the chunk; those still in the cache are copied.
         tokens: for each request, its number of tokens in the chunk.
-        most: the most tokens that the cache keeps of a sequence; None for all, which need no room beside the cache.
+        most: the most tokens that the cache keeps of a sequence; None if it keeps all, so that the chunk needs no room
+        beside it.
     """
     if most is None:
         return 0

@@ -338,7 +338,7 @@ class Operations(AttentionOperations, ExpertOperations):
         return Amount(0, moved, (WorkPart("embed", moved),))
 
     def route(self, tokens: int) -> Amount:
-        """Return the cost, for `tokens` tokens, of all between attention and experts: output projection, norm, router."""
+        """Return the cost, for `tokens` tokens, of output projection, norm and router, before the experts."""
         return _sum(self.output_projection(tokens), self.router(tokens))
 
     def post_attention(self, tokens: int) -> Amount:

@@ -185,7 +185,7 @@ def _normal_table(dtype: str) -> npt.NDArray[Any]:
     """Return 65,536 values that split a normal distribution into equal shares: float32, or bit patterns of bfloat16.
 
     A uniform 16-bit number is an index into this table. Values are independent, so that matrices have full rank and
-    differ from tensor to tensor, and it is several times as fast as drawing normals and rounding them. Only the tails
+    differ from tensor to tensor. It is several times as fast as drawing and rounding normals. Only the tails
     beyond 4.3 standard deviations are missing.
     """
     normal = NormalDist(0.0, STANDARD_DEVIATION)

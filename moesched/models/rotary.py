@@ -127,8 +127,8 @@ class Yarn(Slowing, frozen=True, kw_only=True, tag="yarn"):
 class LongRope(Slowing, frozen=True, kw_only=True, tag="longrope"):
     """Scaling that slows each pair down by its own factor (LongRoPE, Ding et al. 2024, arXiv 2402.13753).
 
-    A model whose context is longer than that of its training has the long factors at every position: a cached key stays
-    right when its sequence grows, and rows do not depend on each other.
+    A model whose context is longer than that of its training has the long factors at every position, so that a cached
+    key stays valid when its sequence grows.
 
     Attributes:
         factor: ratio of the longest context to the context length of the training; `magnitude` grows with it.

@@ -18,10 +18,9 @@ MOST_VALUES = 2_000_000
 
 
 def decode_unique(text: bytes, kind: type[T], where: str, remedy: str) -> T:
-    """Decode JSON to a type.
+    """Decode JSON to an object of the type `kind`.
 
     Args:
-        kind: the type.
         where: the file, in words, for messages.
         remedy: the remedy, in words, which ends messages.
 

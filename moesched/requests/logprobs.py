@@ -19,7 +19,7 @@ class WantedLogprobs(NamedTuple):
 
 
 class Logprob(NamedTuple):
-    """A token's natural log probability, and (token, log probability) of its position's likeliest tokens, best first."""
+    """A token's natural log probability, and (token, log probability) of the likeliest at its position, best first."""
 
     logprob: float
     likeliest: Sequence[tuple[int, float]]

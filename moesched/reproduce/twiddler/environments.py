@@ -52,7 +52,7 @@ class PredictedSeconds(msgspec.Struct, frozen=True):
 
 
 class Bench:
-    """Simulates every system in one environment; results are cached.
+    """Simulator of every system in one environment; it caches results.
 
     Args:
         popularity: file of the routing profile by which Twiddler chooses the experts to keep on the GPU.
