@@ -174,8 +174,7 @@ class ConfigFile:
         return convert_value(self._values | nested | outer, kind, str(self.path), RESTORE)
 
     def dtype(self, given: str | None, otherwise: DType) -> DType:
-        """Return the dtype of the computation: `given`, else the dtype of the weights beside the file, else
-        `otherwise`.
+        """Return the dtype of the computation: `given`, else the dtype of the model's weights, else `otherwise`.
 
         given: name of the dtype in config.json; None if there is none.
 

@@ -197,8 +197,7 @@ class AttentionOperations(Products):
         return Amount(tokens * attention.token_flops, states + moved, parts)
 
     def _attention_steps(self, seen: float, sequences: int) -> WorkPart:
-        """Return attention of one new token per sequence as a WorkPart, whose size is the bytes of a sequence's KV
-        head.
+        """Return, as a WorkPart, attention of one new token per sequence; its size is the bytes of one KV head.
 
         seen: number of tokens attended to, of all sequences together.
         sequences: number of sequences.
@@ -262,7 +261,7 @@ class ExpertOperations(Products):
         return self._expert(tokens, 0.0)
 
     def experts(self, tokens: int) -> Amount:
-        """Return the mean cost of a layer's experts for `tokens` tokens, if they are chosen uniformly."""
+        """Return the mean cost of a layer's experts for `tokens` tokens that choose experts uniformly."""
         network = self.layer.feed_forward
         if not network.experts:
             return Amount(0, 0)

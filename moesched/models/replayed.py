@@ -50,8 +50,8 @@ def shared_bytes(operations: Operations, kept: Collection[int], decode: int, lon
     """Return the bytes of scratch memory that all micro-batches share, and of tables of the weights' addresses.
 
     Args:
-        kept: for each allocation of scratch memory, its number of rows. None is freed when a larger one is made, since
-            captured kernels still use it.
+        kept: for each allocation of scratch memory, its number of rows. A larger allocation does not replace a smaller
+            one, which captured kernels still use.
         decode: number of rows of the largest decode step, times the number of allocations for such steps.
         longest: tokens of the longest sequence at its end.
     """

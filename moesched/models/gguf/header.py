@@ -171,7 +171,7 @@ def _require_version(source: _Source) -> int:
 
 
 def _read_name(source: _Source) -> str:
-    """Take the name of a key or tensor; error messages then say that they are about this key or tensor."""
+    """Take the name of a key or tensor; error messages then name this key or tensor."""
     name = source.text(LONGEST_KEY)
     if not name.isprintable():
         raise source.broken(f"its name {shown(name)} cannot be shown")
