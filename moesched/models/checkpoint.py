@@ -59,8 +59,8 @@ class StoredTensor(msgspec.Struct, frozen=True, gc=False):
     """The location of one row-major tensor in a file.
 
     Attributes:
-        offset: bytes from the start of the file to the tensor's first row; to the whole matrix's row if there are
-            `columns`.
+        offset: bytes from the start of the file to the tensor's first row; with `columns`, to the row of the whole
+            matrix.
         shape: the tensor's shape, in weights.
         format: the storage format of the tensor's rows.
         nbytes: bytes of the tensor.
@@ -85,7 +85,7 @@ class StoredTensor(msgspec.Struct, frozen=True, gc=False):
 
 
 class Blocks(Protocol):
-    """A file of weights that is read in whole blocks of 4096 bytes, or a substitute for one; any thread may read."""
+    """Interface of a file of weights that is read in whole blocks of 4096 bytes; any thread may read."""
 
     @property
     def path(self) -> Path:
@@ -167,7 +167,7 @@ def open_checkpoint(model: Path | str, *, partial: bool = False) -> Checkpoint:
 
 
 def read_contents(model: Path, *, partial: bool = False) -> Contents:
-    """Read the headers of a model's files; arguments and errors are those of `open_checkpoint`."""
+    """Read the headers of a model's files; `model`, `partial` and errors are as in `open_checkpoint`."""
     return gguf_contents(model) if is_gguf(model) else _folder_contents(model, partial=partial)
 
 

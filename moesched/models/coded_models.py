@@ -118,10 +118,10 @@ def with_formats(config: ModelConfig, formats: Mapping[str, StoredFormat]) -> Mo
 
 
 def quantization_config(config: ModelConfig) -> dict[str, object]:
-    """Return the key of config.json that describes the weights' coded formats, with its value; none for plain weights.
+    """Return the key and value of config.json that describe the weights' coded formats; empty for plain weights.
 
     Raises:
-        BadInput: no key of `MIXES` describes this choice of formats.
+        BadInput: no mix in `MIXES` has the formats of these weights.
     """
     if not config.coded_formats:
         return {}

@@ -40,9 +40,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
         formats: storage formats of tensors outside the layers, as pairs (name, format), for those that are kept in
             memory in another format than the dtype of the computation.
         expert_format: storage format of experts if `format` is one of fewer than 16 bits; None for `format`.
-        embedding_factor: factor of the embeddings.
+        embedding_factor: number that multiplies the embeddings.
         residual_factor: factor of the attention output that is added to the residual; for experts, see `Router.scale`.
-        logits_factor: factor of the logits.
+        logits_factor: number that multiplies the logits.
         unused_weights: number of weights in the published files that generating text does not need: extra prediction
             layers, and vision encoders.
         ranks: number of tensor-parallel ranks (see `tensor_parallel.py`). Heads and inner widths of the layers are
@@ -87,7 +87,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     def attention(self) -> GroupedAttention:
         """The attention of the last layer.
 
-        In models that run (`require_runs`) all layers have as many heads.
+        In models that devices can run (`require_runs`), all layers have the same number of heads.
         """
         return self.typical_layer.grouped
 
@@ -132,7 +132,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     def weight_bytes(self, role: Role, row: int, dtype: str) -> float:
         """Return the bytes per weight of a simulated model's tensors.
 
-        role: role of the tensors.
+        role: role of the tensors in a layer, such as "down".
         row: number of weights of a row.
         dtype: dtype of the computation, and of plain weights.
         """

@@ -27,7 +27,7 @@ MOST_BYTES = 4_000_000
 MOST = 10**8
 """Limit of any size in a configuration."""
 MOST_ROTARY = 65_536
-"""Limit of the entries of a head that turn."""
+"""Limit of the entries of a head that the rotary embedding rotates."""
 MOST_LAYERS = 10_000
 MOST_EXPERTS = 100_000
 """Limit of the number of experts of all layers together."""
@@ -174,9 +174,9 @@ class ConfigFile:
         return convert_value(self._values | nested | outer, kind, str(self.path), RESTORE)
 
     def dtype(self, given: str | None, otherwise: DType) -> DType:
-        """Return the dtype of the computation: `given`, or that of the weights beside the file, or `otherwise`.
+        """Return the dtype of the computation: `given`, else the dtype of the model's weights, else `otherwise`.
 
-        given: name of a dtype; None if config.json has none.
+        given: name of the dtype in config.json; None if there is none.
 
         Raises:
             BadInput: the dtype is not supported, or the weights cannot be read.
@@ -361,7 +361,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _without_defaults(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the values without nulls that stand for defaults, as a missing key does."""
+    """Return a copy without the keys whose value is null, except keys for which null is not the default."""
     return {
         key: _without_defaults(value) if isinstance(value, dict) else value
         for key, value in values.items()

@@ -23,11 +23,11 @@ from moesched.models.tensors import count_tensors, count_weights
 class Names:
     """The tensors that a model's files may have, by their names in files.
 
-    Those of other forms than the published one are only computed if a name needs them.
+    The tensors of other forms are only computed once a name is not among the published ones.
 
     Args:
         published: the tensors of published files, by name.
-        others: function that returns the tensors, by name, that replace some of these in files of another form.
+        others: function that returns, by name, the tensors that replace some published ones in files of another form.
         extra: a pattern for the names of tensors that are not needed; None if there are none.
     """
 

@@ -45,7 +45,7 @@ def encoded(weights: Floats, stored: StoredFormat) -> Bytes:
 def _lowest(groups: Floats, stored: StoredFormat) -> Floats:
     """Return, for each group, the weight that code 0 stands for: the least weight, or 0 in a format without minimums.
 
-    It is at most 0 in a format with factors, which cannot express a larger one.
+    The weight is at most 0 in a format with factors, which has no positive minimums.
 
     groups: array (groups, weights of a group).
     """
@@ -71,7 +71,7 @@ def _furthest(groups: Floats, *, signed: bool) -> Floats:
 def _write_scales(
     blocks: Bytes, stored: StoredFormat, scales: Floats, lowest: Floats
 ) -> tuple[Floats, Floats]:
-    """Write scales and minimums into the blocks, and return them as rounded there; codes are chosen by these.
+    """Write scales and minimums into the blocks, and return the values to choose codes by, rounded as the format does.
 
     blocks: array (blocks, bytes of a block), which is changed.
     scales: scale of each group.
@@ -98,8 +98,7 @@ def _write_scales(
 def _write_exponents(blocks: Bytes, offset: int, furthest: Floats, largest: int) -> Floats:
     """Write the scale of each block's only group as an exponent; return the scales.
 
-    A scale is the power of two with which the largest code has the same order of magnitude, in powers of two, as the
-    weight furthest from 0.
+    A scale is a power of two: scale * largest code has the same binary exponent as the weight furthest from 0.
 
     blocks: array (blocks, bytes of a block), which is changed.
     offset: place of the scale in a block, in bytes.
@@ -123,14 +122,14 @@ def _write_float16(blocks: Bytes, offset: int, numbers: Floats) -> Floats:
 def _factored(
     blocks: Bytes, stored: StoredFormat, offset: int, numbers: Floats
 ) -> tuple[Floats, npt.NDArray[Any]]:
-    """Write one float16 unit per block, of which each group's number is approximated by a multiple.
+    """Write one float16 unit per block, and round each group's number to a whole multiple of its block's unit.
 
     blocks: array (blocks, bytes of a block), which is changed.
     offset: place of the unit in a block, in bytes.
     numbers: scale or minimum of each group.
 
     Returns:
-        (the multiples of the units that are nearest to `numbers`; the factors, whole numbers to multiply the units by).
+        (the rounded numbers, one of each group; the whole factors of the units, an array (blocks, groups of a block)).
     """
     assert stored.factors is not None, "it is a format with factors"
     most = MOST_FACTOR[stored.factors.packing]
@@ -158,7 +157,7 @@ def _six_bits(scales: Bytes, minimums: Bytes) -> Bytes:
 
 
 def _nearest(codes: Codes, multiples: Floats) -> Bytes:
-    """Return the nearest code of each weight, as it is stored.
+    """Return the stored form of the code nearest to each weight.
 
     multiples: each weight minus the minimum of its group, divided by the scale of its group.
     """

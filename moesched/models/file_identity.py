@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class FileIdentity(NamedTuple):
-    """The identity of a file by the file system: every write, truncation or replacement changes some of it.
+    """The identity of a file by the file system: a write, truncation or replacement changes an attribute.
 
     Times are as coarse as the system's clock tick: two writes within a few milliseconds may leave equal identities.
 

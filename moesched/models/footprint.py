@@ -1,7 +1,7 @@
 """Bytes of memory of a micro-batch's activations: across layers, within a layer, and as workspace of kernels.
 
-T tokens of a micro-batch, D hidden size, Q and K the widths of queries and keys, I expert size, k experts per token, S
-sequences, V vocabulary, b bytes per element.
+Symbols: T tokens of a micro-batch, D hidden size, Q and K the widths of queries and keys, I expert size, k experts per
+token, S sequences, V vocabulary, b bytes per element.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from moesched.models.kv_blocks import tokens_beside
 from moesched.models.operations import Operations
 
 KEPT_ROWS = 128
-"""Most rows of a micro-batch that keeps its results' memory from layer to layer: a prompt's would be too much."""
+"""Most rows of a micro-batch whose memory for results is kept from layer to layer; a prompt's would be too large."""
 TOKEN_TILE = 256
 """Most tokens that a CPU normalises, rotates, or combines at once; bounds the workspace of prompts. A GPU takes them
 all, since each tile would start several kernels."""
@@ -32,8 +32,8 @@ _UNPACKING = 14
 computation.
 """
 SCORED_ROWS = 16
-"""Most rows of a prompt whose logits are computed together, for its log probabilities: a CPU multiplies these by the
-LM head as it lies, and 64 rows by a copy."""
+"""Most rows of a prompt whose logits are computed together, for log probabilities: for 16 rows, a CPU reads the LM head
+in place; for 64 rows, it would copy the LM head first."""
 QUERY_TILE = 512
 """Most queries that share an attention mask, in a chunk of a prompt whose earlier tokens are cached."""
 _FLOAT = 4

@@ -25,14 +25,13 @@ KV_PIECE_BYTES = 8 << 20
 
 RING_SLOTS = 4
 RING_SLOT_BYTES = 16 << 20
-"""Most bytes of a slot of the ring through which weights pass that are not page-locked.
-
-Slots are smaller than a page, so that its copy begins when its first bytes are there.
+"""Most bytes of a slot of the ring of page-locked buffers for copying other host weights. Slots are smaller than pages,
+so that the copy of a page begins when its first bytes are there.
 """
 
 
 def attention_rows_bytes(operations: Operations, tokens: int) -> int:
-    """Return the bytes of host buffers for attention of a micro-batch on the host: queries, keys, values, and output.
+    """Return the bytes of buffers with which a host computes a micro-batch's attention: queries, keys, values, output.
 
     tokens: number of tokens of the micro-batch.
     """
@@ -46,7 +45,7 @@ def attention_rows_bytes(operations: Operations, tokens: int) -> int:
 
 
 def routed_rows_bytes(operations: Operations, tokens: int) -> int:
-    """Return the bytes of host buffers for experts of a micro-batch on the host.
+    """Return the bytes of the buffers with which a host computes the experts of a micro-batch.
 
     They hold hidden states, the token of each expert row, and the experts' input rows and output rows.
 
@@ -56,7 +55,7 @@ def routed_rows_bytes(operations: Operations, tokens: int) -> int:
 
 
 def routed_prompt_bytes(operations: Operations, tokens: int) -> int:
-    """Return the bytes of host buffers for experts of prompts on the host, which are freed after each layer.
+    """Return the bytes of buffers, freed after each layer, with which a host computes the experts of prompts.
 
     Each buffer is rounded up to a power of two, as it is allocated.
 
@@ -86,9 +85,9 @@ def kv_pieces_bytes(operations: Operations, tokens: int) -> int:
 
 
 def ring_slot_bytes(page_bytes: int) -> int:
-    """Return the bytes of a slot of the ring of buffers through which weights that are not page-locked pass.
+    """Return the bytes of one slot of the ring of page-locked buffers for copying other host weights to an accelerator.
 
-    page_bytes: bytes of the largest page that passes through.
+    page_bytes: bytes of the largest page to copy.
     """
     return min(RING_SLOT_BYTES, page_bytes)
 
@@ -106,6 +105,6 @@ def _routed(operations: Operations, tokens: int) -> Sequence[int]:
 def _in_lines(nbytes: int) -> int:
     """Round a number of bytes up to whole cache lines, so that each buffer begins at a cache line.
 
-    The last bits of a product may depend on this.
+    The last bits of a product may depend on this alignment.
     """
     return -(-nbytes // CACHE_LINE) * CACHE_LINE

@@ -1,4 +1,4 @@
-"""Numbers of tokens for which KV caches have room: whole blocks, and with a sliding window only as many as it needs."""
+"""Numbers of tokens for which KV caches have room: whole blocks, and with a sliding window only those it needs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 KV_BLOCK_TOKENS = 16
 PROMPT_TILE = 64
-"""Tokens of the tiles in which prompts attend. The bits depend on the positions at which tiles begin."""
+"""Tokens of a prompt whose attention is computed at once: a tile. Results' last bits depend on where tiles begin."""
 
 
 def cached_tokens(length: int) -> int:
@@ -17,7 +17,7 @@ def cached_tokens(length: int) -> int:
 def cached_tokens_of_beams(prompt: int, new_tokens: int, beams: int) -> int:
     """Return the number of tokens for which a request takes room in the KV cache, in whole blocks.
 
-    Its beams share the full blocks of the prompt, and each has its own copy of the rest.
+    The request's beams share the full blocks of the prompt, and each beam has its own copy of the rest.
 
     prompt: number of tokens of the prompt.
     new_tokens: number of generated tokens of each beam.
@@ -50,7 +50,8 @@ def tokens_beside(starts: Iterable[int], tokens: Iterable[int], most: int | None
     Args:
         starts: for each request, its number of tokens before the chunk; those still in the cache are copied.
         tokens: for each request, its number of tokens in the chunk.
-        most: the most tokens that the cache keeps of a sequence; None for all, which need no room beside the cache.
+        most: the most tokens that the cache keeps of a sequence; None if it keeps all, so that the chunk needs no room
+        beside it.
     """
     if most is None:
         return 0

@@ -361,8 +361,8 @@ class Layer(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
 def representative(pattern: tuple[Layer, ...], count: int) -> tuple[int, ...]:
     """Return the numbers of `count` layers, in which each kind has about its share of the pattern.
 
-    Each kind has at least one layer, and its first layers are chosen. If `count` is less than the number of kinds, the
-    most frequent kinds have one layer each.
+    Each kind has at least one layer; the first layers of a kind are chosen. If `count` is less than the number of
+    kinds, the most frequent kinds have one layer each.
     """
     where: dict[Layer, list[int]] = {}
     for number, layer in enumerate(pattern):

@@ -68,9 +68,9 @@ class Page(msgspec.Struct, frozen=True):
 
 
 bytes_of: Callable[[Page], int] = attrgetter("nbytes")
-"""The bytes of a page. Planning calls it for all pages again and again, so that it is no function written in Python."""
+"""The bytes of a page. It is written in C (`attrgetter`), since planning calls it often for all pages."""
 room_for: Callable[[Page], int] = attrgetter("room")
-"""Bytes that a page may take in a slot: `Page.room`. Like `bytes_of`, it is no function written in Python."""
+"""Bytes that a page may take in a slot: `Page.room`. Like `bytes_of`, it is written in C."""
 
 
 class WeightLayout(msgspec.Struct, frozen=True):
@@ -249,7 +249,7 @@ def _cut(tensors: Sequence[_Tensor], page_bytes: int) -> list[list[Extent]]:
 
 
 def _rows_of_a_part(tensor: _Tensor, page_bytes: int) -> int:
-    """Return the number of rows of the equal parts of a matrix, as few parts as fit a page; the last may be smaller."""
+    """Return the rows of a part, if a tensor is cut into the fewest parts that fit a page; the last may be smaller."""
     if tensor.nbytes <= page_bytes:
         return tensor.rows
     most = page_bytes // tensor.row_bytes

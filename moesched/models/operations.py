@@ -27,7 +27,7 @@ _ATTENTION = WorkPart("attention", 0)
 
 @cache
 def _calls(count: int) -> WorkPart:
-    """Return the part of a work that stands for `count` calls of an attention kernel."""
+    """Return a WorkPart that has the fixed costs of `count` calls of an attention kernel, without bytes or FLOPs."""
     return WorkPart("attention call", 0, times=count)
 
 
@@ -63,12 +63,10 @@ class Product(NamedTuple):
     coded: BytesByFormat
 
     def parts(self, operation: str, rows: float, resident: float, times: float = 1) -> tuple[WorkPart, ...]:
-        """Return a number of equal products as parts of a work, split into those with resident and with other weights.
-
-        The two are measured separately.
+        """Return equal products as WorkParts: one with resident weights, one with other weights, if there are any.
 
         Args:
-            operation: name of the part.
+            operation: name of the part with other weights; for the one with resident weights, "resident" precedes it.
             rows: number of rows of each product.
             resident: share, from 0 to 1, of the weights that stay in the accelerator's memory.
             times: number of equal products.
@@ -199,7 +197,7 @@ class AttentionOperations(Products):
         return Amount(tokens * attention.token_flops, states + moved, parts)
 
     def _attention_steps(self, seen: float, sequences: int) -> WorkPart:
-        """Return, as a part of a work, attention of one new token per sequence; its size is the bytes of one KV head.
+        """Return, as a WorkPart, attention of one new token per sequence; its size is the bytes of one KV head.
 
         seen: number of tokens attended to, of all sequences together.
         sequences: number of sequences.
@@ -208,7 +206,7 @@ class AttentionOperations(Products):
         return WorkPart("step attention", seen * self.kv_bytes / sequences / heads, heads, sequences)
 
     def output_projection(self, tokens: int) -> Amount:
-        """Return the cost of projecting the attention output to the hidden size and adding the residual."""
+        """Return the cost, for `tokens` tokens, of the output projection of attention and of adding the residual."""
         product = self.after_attention
         flops, nbytes = self._times(product, tokens, self.query_width + self.config.hidden)
         parts = product.parts("route", tokens, self.resident.dense)
@@ -235,7 +233,7 @@ class ExpertOperations(Products):
         return self._product({name: shapes[name] for name in shapes if name.startswith("shared_")})
 
     def router(self, tokens: int) -> Amount:
-        """Return the cost of norm, router and shared experts, which do not depend on the router's choice."""
+        """Return the cost, for `tokens` tokens, of norm, router and shared experts, which all tokens use."""
         feed_forward, hidden = self.layer.feed_forward, self.config.hidden
         flops, nbytes = self._times(self.routing, tokens, hidden + feed_forward.experts)
         if not feed_forward.shared:
@@ -245,13 +243,13 @@ class ExpertOperations(Products):
         return _sum(Amount(flops, nbytes), Amount(more, moved, parts, self.shared_experts.kernel_rate))
 
     def preview_route(self, tokens: int) -> Amount:
-        """Return the cost of a later layer's norm and router alone; measured costs are those of a small `route`."""
+        """Return the cost, for `tokens` tokens, of a later layer's norm and router; its WorkPart is a "route"."""
         product = self.routing
         flops, nbytes = self._times(product, tokens, self.config.hidden + self.layer.feed_forward.experts)
         return Amount(flops, nbytes, product.parts("route", tokens, self.resident.dense))
 
     def expert(self, tokens: int) -> Amount:
-        """Return the cost of one expert on `tokens` tokens, if the mean share of experts' weights is resident."""
+        """Return the cost of one expert on `tokens` tokens, averaged over resident and fetched experts."""
         return self._expert(tokens, self.resident.experts)
 
     def resident_expert(self, tokens: int) -> Amount:
@@ -259,14 +257,11 @@ class ExpertOperations(Products):
         return self._expert(tokens, 1.0)
 
     def fetched_expert(self, tokens: int) -> Amount:
-        """Return the cost of one expert on `tokens` tokens, if its weights were fetched."""
+        """Return the cost of one expert on `tokens` tokens, if its weights were copied to the accelerator for it."""
         return self._expert(tokens, 0.0)
 
     def experts(self, tokens: int) -> Amount:
-        """Return the cost of all experts of a layer for a micro-batch whose routing is not known.
-
-        It is the mean if all experts are equally likely.
-        """
+        """Return the mean cost of a layer's experts for `tokens` tokens that choose experts uniformly."""
         network = self.layer.feed_forward
         if not network.experts:
             return Amount(0, 0)
@@ -278,18 +273,18 @@ class ExpertOperations(Products):
         return Amount(each.flops, nbytes, parts, each.kernel_rate)
 
     def combine(self, tokens: int) -> Amount:
-        """Return the cost of the weighted sum of the experts' outputs, and of adding the residual."""
+        """Return the cost, for `tokens` tokens, of the weighted sum of expert outputs and of adding the residual."""
         top_k = self.layer.feed_forward.top_k
         moved = (top_k + 2) * tokens * self.hidden_bytes
         return Amount(2.0 * tokens * top_k * self.config.hidden, moved, (WorkPart("combine", moved),))
 
     def add_residual(self, tokens: int) -> Amount:
-        """Return the cost of adding the residual to the sum of expert outputs, if an exchange gave the finished sum."""
+        """Return the cost, for `tokens` tokens, of adding the residual to expert outputs that an exchange summed."""
         moved = tokens * (self.sum_bytes + 2 * self.hidden_bytes)
         return Amount(float(tokens * self.config.hidden), moved, (WorkPart("combine", moved),))
 
     def take_rows(self, tokens: int) -> Amount:
-        """Return the cost of gathering the input rows of all experts."""
+        """Return the cost of gathering the input rows of all experts for `tokens` tokens."""
         moved = 2 * self.layer.feed_forward.top_k * tokens * self.hidden_bytes
         return Amount(0, moved, (WorkPart("combine", moved),))
 
@@ -337,16 +332,16 @@ class Operations(AttentionOperations, ExpertOperations):
         return Amount(0, moved, (WorkPart("embed", moved),))
 
     def embed(self, tokens: int) -> Amount:
-        """Cost of looking up the embeddings of `tokens` tokens."""
+        """Return the cost of looking up the embeddings of `tokens` tokens."""
         moved = 2 * tokens * self.hidden_bytes
         return Amount(0, moved, (WorkPart("embed", moved),))
 
     def route(self, tokens: int) -> Amount:
-        """Return the cost of output projection, norm and router: all operations between attention and experts."""
+        """Return the cost, for `tokens` tokens, of output projection, norm and router, before the experts."""
         return _sum(self.output_projection(tokens), self.router(tokens))
 
     def post_attention(self, tokens: int) -> Amount:
-        """Return the cost of output projection, router, all experts and their weighted sum."""
+        """Return the cost, for `tokens` tokens, of output projection, router, all experts and their weighted sum."""
         return _sum(self.route(tokens), self.experts(tokens), self.combine(tokens))
 
     def after_projection(self, tokens: int) -> Amount:

@@ -1,4 +1,4 @@
-"""Rewrites a checkpoint with its experts' matrices stacked into large arrays (the cluster paper, section 4.1)."""
+"""Rewrites a checkpoint with experts' matrices stacked into large arrays (Apple silicon cluster paper, section 4.1)."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ class Prestacked(NamedTuple):
 
     Attributes:
         directory: the checkpoint's folder.
-        by: whether an array has the matrices of an expert, or a matrix of all experts of a layer.
+        by: "expert" if an array has one expert's matrices, "layer" if it has one matrix of all experts of a layer.
         arrays: number of stacked arrays.
         largest: bytes of the largest array.
-        others: bytes of all tensors that are not stacked.
+        others: bytes of all other tensors together.
     """
 
     directory: Path
@@ -86,7 +86,7 @@ def prestack_model(
         directory: the folder to make.
         by: `expert` writes one array per expert, with its matrices of all layers, for nodes that have whole experts:
             they need only their files, and the `.header` files of the others;
-            `layer` writes one array per matrix of a layer, with all experts, for `gather_mm`.
+            `layer` writes one array per matrix of a layer, with all experts, for MLX's `gather_mm`.
         progress: called with the bytes written and the total.
 
     Raises:

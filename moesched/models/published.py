@@ -24,7 +24,7 @@ StackedBy = Literal["expert", "layer"]
 
 
 class Published(msgspec.Struct, frozen=True, gc=False):
-    """The shape of a tensor in a file, and `parts`: names and shapes of the model's tensors that it joins, in order."""
+    """The shape of a tensor in a file, and (name, shape) of each tensor of the model that it contains, in order."""
 
     shape: Shape
     parts: tuple[tuple[str, Shape], ...]
@@ -61,8 +61,8 @@ def extra_names(config: ModelConfig) -> re.Pattern[str]:
 def stacked_tensors(config: ModelConfig, by: StackedBy) -> dict[str, Published]:
     """The tensors that replace those of experts in prestacked checkpoints, by their names in files.
 
-    By expert: one tensor per expert, (layers, matrices, items of a matrix), as in section 4.1 of the cluster paper.
-    By layer: one per matrix of a layer, (experts, rows, columns), as `gather_mm` takes it.
+    By expert, each expert has one tensor of shape (layers, matrices, items of a matrix). By layer, each matrix of a
+    layer has one tensor of shape (experts, rows, columns), as MLX's `gather_mm` takes it.
     """
     if by == "expert":
         return {
@@ -104,7 +104,7 @@ def published_config(config: ModelConfig) -> dict[str, Any]:
 
 
 def with_shapes(config: ModelConfig, tensors: Iterable[Stored]) -> dict[str, Published]:
-    """Return the shapes of tensors in files, by name; those of which the model `config` has no part are left out."""
+    """Return the shapes of `tensors`, by name in files, without tensors whose parts the model does not have."""
     shapes = tensor_shapes(config)
     return {
         name: _published([(part, shapes[part]) for part in parts], stacks)

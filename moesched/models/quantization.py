@@ -1,4 +1,4 @@
-"""The storage format of the weights that quantization_config describes, in the spellings of the tools that write it."""
+"""Reads the storage format of weights from `quantization_config` in config.json, as several tools write this key."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BLOCK_OF_NF4 = 64
 
 
 class _Weights(msgspec.Struct, frozen=True):
-    """The description of weights in a config group of the tool compressed-tensors."""
+    """The keys of one config group that the tool compressed-tensors writes: the integers that store weights."""
 
     num_bits: int = 8
     type: str = "int"
@@ -61,7 +61,7 @@ def in_stored_format(config: ModelConfig, file: ConfigFile, quantization: dict[s
         quantization: the file's value of the key `quantization_config`.
 
     Raises:
-        BadInput: no known format has these bits.
+        BadInput: no known format fits the value.
     """
     keys = convert_value(quantization, _Keys, f"{file.path}: quantization_config", RESTORE)
     if keys.quant_method == "mxfp4" and config.routed.alternating:
@@ -74,7 +74,7 @@ def in_stored_format(config: ModelConfig, file: ConfigFile, quantization: dict[s
 
 
 def _average_format(file: ConfigFile, keys: _Keys) -> str:
-    """The format's name, a key of `FORMATS`; one for experts only, if attention's projections are left out."""
+    """Return the key of `FORMATS` that fits `keys`; if these exclude attention, a format of experts only."""
     name = _format_of_matrices(file, keys)
     left_out = [
         *keys.ignore,

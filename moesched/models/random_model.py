@@ -182,10 +182,10 @@ def _index(shards: list[_Shard]) -> dict[str, Any]:
 
 @cache
 def _normal_table(dtype: str) -> npt.NDArray[Any]:
-    """The 65,536 values that split a normal distribution into equal shares, as bit patterns for bfloat16.
+    """Return 65,536 values that split a normal distribution into equal shares: float32, or bit patterns of bfloat16.
 
     A uniform 16-bit number is an index into this table. Values are independent, so that matrices have full rank and
-    differ from tensor to tensor, and it is several times as fast as drawing normals and rounding them. Only the tails
+    differ from tensor to tensor. It is several times as fast as drawing and rounding normals. Only the tails
     beyond 4.3 standard deviations are missing.
     """
     normal = NormalDist(0.0, STANDARD_DEVIATION)
@@ -194,7 +194,7 @@ def _normal_table(dtype: str) -> npt.NDArray[Any]:
 
 
 def round_to_bfloat16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
-    """The bits of the nearest bfloat16 numbers; ties go to the even number."""
+    """Return the bits of the bfloat16 numbers nearest to `values`; ties go to the even number."""
     bits = values.view(np.uint32)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
 

@@ -1,6 +1,6 @@
-"""Bytes that a GPU keeps for kernels that are replayed: results by micro-batch, what tasks share, and graphs.
+"""Bytes of GPU memory that stay allocated for replayed CUDA graphs: results of micro-batches, scratch, the graphs.
 
-A replay reads and writes the memory of the captured call, which therefore stays.
+A replay reads and writes the addresses of the captured call, so their memory is not freed.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ PART_TOKENS = 512
 MOST_GRAPHS = 512
 """Most graphs that are kept at a time."""
 MOST_TABLES = 1024
-"""Most tables of row blocks that are kept on the GPU: few, since streamed weights come back to the same addresses."""
+"""Most tables of weights' addresses that are kept on the GPU: few, as streamed weights return to the same addresses."""
 SERVED_MEMORIES = 4
-"""Memories for results that a micro-batch keeps where requests join and leave, one a number of rows; elsewhere one."""
+"""Memories for results that a micro-batch of served requests keeps, each for its own number of rows."""
 GRAPH_BYTES = 64 << 10
 """Assumed bytes of a graph of a few kernels, which CUDA allocates."""
 _GRAPHS_OF_A_LAYER, _GRAPHS_OF_A_STEP = 4, 2
@@ -28,12 +28,12 @@ _GROWING = 2
 
 
 def kept_bytes(operations: Operations, rows: int, blocks: int, *, loads: bool) -> int:
-    """Bytes of results that a micro-batch keeps, beside hidden states and angles; 0 if it has too many rows.
+    """Return the bytes that a micro-batch keeps for results besides hidden states and angles; 0 above `KEPT_ROWS` rows.
 
     Args:
         rows: the micro-batch's new tokens in a step.
-        blocks: blocks of its KV cache.
-        loads: whether keys and values of the host are loaded, so that each layer has a list of blocks.
+        blocks: number of blocks of the micro-batch's KV cache.
+        loads: whether the KV cache is loaded from the host, so that each layer has its own list of blocks.
     """
     if rows > KEPT_ROWS:
         return 0
@@ -47,12 +47,12 @@ def kept_bytes(operations: Operations, rows: int, blocks: int, *, loads: bool) -
 
 
 def shared_bytes(operations: Operations, kept: Collection[int], decode: int, longest: int) -> int:
-    """Bytes of memory that kernels of all micro-batches share, and of tables with the addresses of row blocks.
+    """Return the bytes of scratch memory that all micro-batches share, and of tables of the weights' addresses.
 
     Args:
-        kept: numbers of rows for which this memory is allocated, one after the other. A larger one does not replace a
-            smaller one, which captured kernels still use.
-        decode: the most rows of a decode step, times the number of allocations for them.
+        kept: for each allocation of scratch memory, its number of rows. A larger allocation does not replace a smaller
+            one, which captured kernels still use.
+        decode: number of rows of the largest decode step, times the number of allocations for such steps.
         longest: tokens of the longest sequence at its end.
     """
     of_layers = {_scratch_of_a_row(kind) for kind in operations.kinds.values()}
@@ -62,7 +62,7 @@ def shared_bytes(operations: Operations, kept: Collection[int], decode: int, lon
 
 
 def graph_bytes(layers: int, steps: int) -> int:
-    """Assumed bytes of the graphs of a number of decode steps."""
+    """Return the assumed bytes of the CUDA graphs of `steps` decode steps of a model with `layers` layers."""
     of_a_step = layers * _GRAPHS_OF_A_LAYER + _GRAPHS_OF_A_STEP
     return GRAPH_BYTES * min(MOST_GRAPHS, of_a_step * steps)
 
@@ -75,13 +75,13 @@ def _scratch_of_a_row(operations: Operations) -> int:
 
 
 def _parts_of_a_row(operations: Operations, longest: int) -> int:
-    """Bytes of the parts of a sequence: in float32 the values of each head, its peak and its sum."""
+    """Return the bytes in float32 of a sequence's partial attention results: each head's output, peak and sum."""
     parts = 1 << max(0, -(-longest // PART_TOKENS) - 1).bit_length()
     width = operations.query_width + 2 * operations.layer.attention.heads
     return _GROWING * parts * _FLOAT * width
 
 
 def _tables(operations: Operations) -> int:
-    """Bytes of all tables of row blocks; half of the tables are those of stacks of experts."""
+    """Return the bytes of `MOST_TABLES` tables of weights' addresses; half of them list a layer's experts."""
     matrices = operations.config.routed.experts + 1
     return MOST_TABLES * matrices * _BLOCKS_OF_A_MATRIX * _BLOCK_BYTES // 2

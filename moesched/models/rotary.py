@@ -1,4 +1,4 @@
-"""The rotary embedding (RoPE, Su et al. 2021, arXiv 2104.09864): which entries of a head turn, and how fast.
+"""The rotary embedding (RoPE, Su et al. 2021, arXiv 2104.09864): which entries of a head are rotated, and how fast.
 
 Scalings slow the rotation down for contexts longer than those of the training. Their fields have the names that
 config.json gives them.
@@ -12,40 +12,41 @@ from collections.abc import Sequence
 import msgspec
 
 SMALLEST_FACTOR = 2.0**-64
-"""Least factor of a single pair with which float32 still has the pair's angles."""
+"""Least factor of a single pair with which the pair's angles do not overflow float32."""
 
 
 class Slowing(msgspec.Struct, frozen=True, kw_only=True, tag_field="rope_type"):
     """A scaling of a rotary embedding, for contexts longer than those of the training.
 
     Attributes:
-        factor: how many times longer contexts become.
+        factor: ratio of the new context length to the context length of the training.
     """
 
     factor: float
 
     @property
     def magnitude(self) -> float:
-        """The number that multiplies cosines and sines."""
+        """Factor of cosines and sines."""
         return 1.0
 
     def problem(self, pairs: int) -> str:
-        """The reason why a head of which `pairs` pairs turn cannot have this scaling; empty if it can."""
+        """Return the reason why a head with `pairs` rotated pairs cannot have this scaling; empty if it can."""
         return ""
 
 
 class Linear(Slowing, frozen=True, kw_only=True, tag="linear"):
-    """Every pair turns `factor` times slower (position interpolation, Chen et al. 2023, arXiv 2306.15595)."""
+    """Scaling that slows all pairs down by `factor` (position interpolation, Chen et al. 2023, arXiv 2306.15595)."""
 
     def slowed(self, frequencies: Sequence[float]) -> list[float]:
-        """The ratio of each pair's frequency to its frequency without scaling."""
+        """Return, for each unscaled frequency of a pair, the ratio of the scaled frequency to it."""
         return [1 / self.factor] * len(frequencies)
 
 
 class Llama3(Slowing, frozen=True, kw_only=True, tag="llama3"):
-    """Pairs turn slower if they turn less than `high_freq_factor` times in a context of the training (Llama 3.1).
+    """Scaling that slows down pairs of entries with few full turns in a context of the training (Llama 3.1).
 
-    Those that turn less than `low_freq_factor` times are slowed down by `factor`, those between by less.
+    Pairs with fewer turns than `low_freq_factor` are slowed down by `factor`, pairs with more turns than
+    `high_freq_factor` not at all, and pairs between by less than `factor`.
     """
 
     low_freq_factor: float
@@ -53,14 +54,14 @@ class Llama3(Slowing, frozen=True, kw_only=True, tag="llama3"):
     original_max_position_embeddings: int
 
     def slowed(self, frequencies: Sequence[float]) -> list[float]:
-        """The ratio of each pair's frequency to its frequency without scaling."""
+        """Return, for each unscaled frequency of a pair, the ratio of the scaled frequency to it."""
         span = self.high_freq_factor - self.low_freq_factor
         turns = (self.original_max_position_embeddings * each / (2 * math.pi) for each in frequencies)
         kept = (min(1.0, max(0.0, (each - self.low_freq_factor) / span)) for each in turns)
         return [share + (1 - share) / self.factor for share in kept]
 
     def problem(self, pairs: int) -> str:
-        """The reason why this scaling is impossible; empty if it is possible."""
+        """Return the reason why the fields are impossible, whatever `pairs`; empty if they are possible."""
         low, high = self.low_freq_factor, self.high_freq_factor
         if low < high:
             return ""
@@ -68,15 +69,15 @@ class Llama3(Slowing, frozen=True, kw_only=True, tag="llama3"):
 
 
 class Yarn(Slowing, frozen=True, kw_only=True, tag="yarn"):
-    """Pairs turn slower by their turns in a context of the training (YaRN, Peng et al. 2023, arXiv 2309.00071).
+    """Scaling by the full turns of a pair in a context of the training (YaRN, Peng et al. 2023, arXiv 2309.00071).
 
-    Those with more than `beta_fast` turns keep their frequency, those with fewer than `beta_slow` are slowed down by
-    `factor`, and between these the share grows from pair to pair.
+    Pairs of entries with more than `beta_fast` turns keep their frequency, pairs with fewer than `beta_slow` are slowed
+    down by `factor`; between, the ratio of frequencies falls linearly from pair to pair.
 
     Attributes:
         attention_factor: multiplies cosines and sines, so that scores grow with its square; None derives it from
             `factor`, `mscale` and `mscale_all_dim`.
-        truncate: whether the share grows between whole pairs.
+        truncate: whether the range of pairs between is widened to whole indices.
     """
 
     original_max_position_embeddings: int
@@ -89,7 +90,7 @@ class Yarn(Slowing, frozen=True, kw_only=True, tag="yarn"):
 
     @property
     def magnitude(self) -> float:
-        """The number that multiplies cosines and sines."""
+        """Factor of cosines and sines."""
         if self.attention_factor is not None:
             return self.attention_factor
         if self.mscale and self.mscale_all_dim:
@@ -97,7 +98,7 @@ class Yarn(Slowing, frozen=True, kw_only=True, tag="yarn"):
         return self._growth(1.0)
 
     def slowed(self, frequencies: Sequence[float]) -> list[float]:
-        """The ratio of each pair's frequency to its frequency without scaling."""
+        """Return, for each unscaled frequency of a pair, the ratio of the scaled frequency to it."""
         pairs = len(frequencies)
         first, last = self._pair(self.beta_fast, frequencies), self._pair(self.beta_slow, frequencies)
         if self.truncate:
@@ -108,7 +109,7 @@ class Yarn(Slowing, frozen=True, kw_only=True, tag="yarn"):
         return [1 - share + share / self.factor for share in shares]
 
     def problem(self, pairs: int) -> str:
-        """The reason why this scaling is impossible; empty if it is possible."""
+        """Return the reason why the fields are impossible, whatever `pairs`; empty if they are possible."""
         slow, fast = self.beta_slow, self.beta_fast
         if slow < fast:
             return ""
@@ -118,21 +119,21 @@ class Yarn(Slowing, frozen=True, kw_only=True, tag="yarn"):
         return 1.0 if self.factor <= 1 else 0.1 * scale * math.log(self.factor) + 1.0
 
     def _pair(self, turns: float, frequencies: Sequence[float]) -> float:
-        """The index, with a fraction, of the pair that makes `turns` full turns in a context of the training."""
+        """Return the index, with a fraction, of the pair that makes `turns` full turns in a context of the training."""
         log_step = -math.log(frequencies[-1]) / (len(frequencies) - 1) if len(frequencies) > 1 else 1.0
         return math.log(self.original_max_position_embeddings / (turns * 2 * math.pi)) / log_step
 
 
 class LongRope(Slowing, frozen=True, kw_only=True, tag="longrope"):
-    """Each pair turns slower by a factor of its own (LongRoPE, Ding et al. 2024, arXiv 2402.13753).
+    """Scaling that slows each pair down by its own factor (LongRoPE, Ding et al. 2024, arXiv 2402.13753).
 
-    A model whose context is longer than that of its training has the long factors at every position: a cached key stays
-    right when its sequence grows, and rows do not depend on each other.
+    A model whose context is longer than that of its training has the long factors at every position, so that a cached
+    key stays valid when its sequence grows.
 
     Attributes:
-        factor: the longest context over that of the training; it also sets the magnitude.
-        long_factor, short_factor: for each pair how much slower it turns, for contexts beyond those of the training,
-            and for others.
+        factor: ratio of the longest context to the context length of the training; `magnitude` grows with it.
+        long_factor, short_factor: for each pair, the number that divides its frequency, for models with contexts beyond
+            those of the training, and for others.
         attention_factor: multiplies cosines and sines; None derives it from `factor`.
     """
 
@@ -143,7 +144,7 @@ class LongRope(Slowing, frozen=True, kw_only=True, tag="longrope"):
 
     @property
     def magnitude(self) -> float:
-        """The number that multiplies cosines and sines."""
+        """Factor of cosines and sines."""
         if self.attention_factor is not None:
             return self.attention_factor
         if self.factor <= 1:
@@ -151,11 +152,11 @@ class LongRope(Slowing, frozen=True, kw_only=True, tag="longrope"):
         return math.sqrt(1 + math.log(self.factor) / math.log(self.original_max_position_embeddings))
 
     def slowed(self, frequencies: Sequence[float]) -> list[float]:
-        """The ratio of each pair's frequency to its frequency without scaling."""
+        """Return, for each unscaled frequency of a pair, the ratio of the scaled frequency to it."""
         return [1 / each for each in (self.long_factor if self.factor > 1 else self.short_factor)]
 
     def problem(self, pairs: int) -> str:
-        """The reason why a head of which `pairs` pairs turn cannot have this scaling; empty if it can."""
+        """Return the reason why a head with `pairs` rotated pairs cannot have this scaling; empty if it can."""
         if self.original_max_position_embeddings == 1:
             return "original_max_position_embeddings is 1, but contexts of the training were longer"
         for name, factors in (("long_factor", self.long_factor), ("short_factor", self.short_factor)):
@@ -171,13 +172,13 @@ Scaling = Linear | Llama3 | Yarn | LongRope
 
 
 class Rotary(msgspec.Struct, frozen=True, kw_only=True):
-    """A rotary embedding; only kernels need it.
+    """A rotary embedding of queries and keys.
 
     Attributes:
         theta: base of the frequencies.
-        width: entries of a head that turn, the first ones; None for all.
+        width: number of a head's entries that are rotated, from the first on; None for all.
         interleaved: whether entries 2i and 2i + 1 make a pair, instead of i and i + width / 2.
-        scaling: slows the rotation down for longer contexts.
+        scaling: slower rotation for longer contexts; None for none.
     """
 
     theta: float = 1e4
@@ -186,11 +187,11 @@ class Rotary(msgspec.Struct, frozen=True, kw_only=True):
     scaling: Scaling | None = None
 
     def turning(self, head_dim: int) -> int:
-        """Number of entries of a head that turn."""
+        """Return the number of a head's entries that are rotated."""
         return head_dim if self.width is None else self.width
 
     def slowed(self, head_dim: int) -> list[float]:
-        """The ratio of each pair's frequency to its frequency without scaling; empty without scaling."""
+        """Return, for each pair, the ratio of its frequency to its frequency without scaling; empty without scaling."""
         if self.scaling is None:
             return []
         width = self.turning(head_dim)
@@ -198,5 +199,5 @@ class Rotary(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def magnitude(self) -> float:
-        """The number that multiplies cosines and sines."""
+        """Factor of cosines and sines."""
         return 1.0 if self.scaling is None else self.scaling.magnitude

@@ -1,4 +1,4 @@
-"""The rotary embedding in config.json, in the spellings of old and of new files."""
+"""Reads and writes the keys of config.json for the rotary embedding, as old and as new files spell them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KINDS = (DEFAULT, *(str(each.__struct_config__.tag) for each in get_args(Scaling
 
 
 class RopeKeys(msgspec.Struct):
-    """Keys that all types of rotary embedding share; `rope_type` and `type` are spellings of the same key."""
+    """Keys that all types of rotary embedding share; `type` is the older name of the key `rope_type`."""
 
     rope_theta: float | None = None
     rope_type: str | None = None
@@ -36,11 +36,11 @@ def read_rotary(
     theta: float | None = None,
     partial: bool = False,
 ) -> Rotary:
-    """The rotary embedding that config.json describes.
+    """Return the rotary embedding that config.json describes.
 
     Args:
-        max_positions: the longest context, which is that of the training where no key names another.
-        theta: base of the frequencies where the keys for all types have none; None for that of `keys`.
+        max_positions: the longest context in tokens; also the context length of the training if no key gives another.
+        theta: base of the frequencies if the nested keys have no `rope_theta`; None for `keys.rope_theta`.
         partial: whether models of this family may rotate a part of each head.
 
     Raises:
@@ -69,7 +69,7 @@ def read_rotary(
 
 
 def rotary_json(rotary: Rotary) -> dict[str, Any]:
-    """The keys of config.json that describe a rotary embedding of whole heads."""
+    """Return the keys of config.json that describe a rotary embedding of whole heads."""
     scaling = {} if rotary.scaling is None else {"rope_scaling": msgspec.to_builtins(rotary.scaling)}
     return {"rope_theta": rotary.theta, **scaling}
 

@@ -1,4 +1,4 @@
-"""Models known by name, without any file."""
+"""Configurations of known models by name, for which no files are needed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The files of a checkpoint: one, or several that an index lists."""
+"""Reads headers of the safetensors files of a checkpoint: one file, or several that an index lists."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Shards(NamedTuple):
 
     Attributes:
         identities: the identity of each file when its header was read.
-        absent: sizes in bytes of files that are not here, by the copies of their headers.
+        absent: for each file of which only a copy of the header is here, the file's size in bytes.
     """
 
     tensors: list[FoundTensor]
@@ -81,7 +81,7 @@ def read_shards(directory: Path, *, partial: bool = False) -> Shards:
 
 
 def stored_names(directory: Path) -> Collection[str]:
-    """The names of all tensors, by the index or the only file; empty if neither exists.
+    """Return the names of all tensors, from the index or the only file; empty if neither exists.
 
     Raises:
         BadInput: the index, or the file, cannot be read.
@@ -117,7 +117,7 @@ def stored_dtype(directory: Path) -> str | None:
 
 
 def _first_file(directory: Path) -> Path | None:
-    """A file of the checkpoint that exists, or of which the header does; None without any."""
+    """Return the first file of the checkpoint that exists, or whose header copy exists; None if there is none."""
     index = directory / INDEX_NAME
     names = sorted(set(_read_index(index).values())) if is_file(index) else []
     paths = (directory / name for name in (SINGLE_NAME, *names))
@@ -134,7 +134,7 @@ def _read_into(shards: Shards, path: Path, *, partial: bool = False) -> list[Fou
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    """Read an index; returns the file of each tensor, by the tensor's name."""
+    """Read an index, and return each tensor's file name, by the tensor's name."""
     text = read_input(path, "index", LARGEST_JSON, remedy=RESTORE)
     weight_map = decode_unique(text, _Index, str(path), RESTORE).weight_map
     require_count(len(weight_map), str(path))
@@ -143,7 +143,7 @@ def _read_index(path: Path) -> dict[str, str]:
 
 
 def _within_folder(index: Path, shard: str) -> str:
-    """The name of a file in the index, in its shortest form; BadInput if it leads out of the folder."""
+    """Return a file name of the index in its shortest form; raise BadInput if it leads out of the folder."""
     name = PurePosixPath(shard)
     if not (name.parts and shard.isprintable()) or name.is_absolute() or ".." in name.parts:
         raise BadInput(f"{index} names {shard!r}, which is no file of its folder; {RESTORE}")

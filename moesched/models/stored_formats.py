@@ -1,4 +1,4 @@
-"""Storage formats of single tensors: how a row lies in its file, in memory, and where a kernel reads it.
+"""Storage formats of single tensors: the layout of a row in files, in memory, and in the memory that kernels read.
 
 A plain format is a dtype. In a coded one, a block of bytes has one or several groups of weights: a weight is its
 code, a small whole number, times the scale of its group, plus the group's minimum where the format has one.
@@ -14,13 +14,13 @@ from moesched.models.tensor_shapes import Shape
 
 
 class Bits(NamedTuple):
-    """The codes of a block, or some bits of each, packed in bytes.
+    """The place in a block of all bits, or of the lower or upper bits, of each weight's code.
 
-    A run of `span` bytes has the bits of the next span * 8 / bits weights: the lowest bits of all its bytes in order,
-    then the next higher ones.
+    Each run of `span` bytes has these bits of span * 8 / bits weights: the first `span` weights have the lowest bits of
+    one byte each, the next `span` weights the next higher bits.
 
     Attributes:
-        offset: the place of the first of these bytes in the block.
+        offset: bytes from the start of the block to the first of these bytes.
     """
 
     bits: Literal[1, 2, 4, 8]
@@ -32,12 +32,12 @@ class Codes(NamedTuple):
     """The codes of a block.
 
     Attributes:
-        low: the place of the codes' lower bits; 8 of them are a signed number.
+        low: the place of the codes' lower bits; codes of 8 bits are signed.
         zero: the number that is subtracted from each stored code.
-        largest: the code of the weight furthest from 0, by which a writer chooses the scale; below 0, weights of that
-            sign have one code more, and the scale has the sign that gives the weight this code.
+        largest: the code that a writer gives the weight furthest from 0, to find the scale; if it is negative, the
+            scale has the opposite sign of that weight.
         high: the place of the upper bits, in a format that stores them apart; else None.
-        values: the number that each stored code stands for; empty where the code itself is the number.
+        values: for each stored code, the number that it stands for; empty if codes stand for themselves.
     """
 
     low: Bits
@@ -58,7 +58,7 @@ class Factors(NamedTuple):
     Attributes:
         packing: "bytes": a signed byte for each scale; the format has no minimums. "six bits": 12 bytes with 6 bits for
             each of eight scales and eight minimums; such minimums are subtracted.
-        offset: the place of the first of these bytes in the block.
+        offset: bytes from the start of the block to the first of these bytes.
     """
 
     packing: Literal["bytes", "six bits"]
@@ -69,14 +69,14 @@ class StoredFormat(NamedTuple):
     """A storage format of a tensor.
 
     Attributes:
-        group: weights that share a scale.
+        group: number of weights that share a scale.
         block_bytes: bytes of a block; rows are whole blocks.
         codes: the codes of a block; None in a plain format, which stores each weight as a number of a dtype.
-        scale, minimum: offsets of these numbers in a block, in bytes; a format without a minimum has None.
-        scale_encoding: how they are stored: as float16, or as a byte e that stands for 2 ** (e - 128).
+        scale, minimum: offsets of scale and minimum in a block, in bytes; None in a format without minimums.
+        scale_encoding: form of scale and minimum: float16, or a byte e that stands for 2 ** (e - 128).
         groups: number of groups of a block.
         factors: the factors of a block's groups; None where a block is one group.
-        in_files: the dtype of its rows in safetensors: those of a coded format are bytes.
+        in_files: the dtype of rows in safetensors files; "U8", bytes, in coded formats.
     """
 
     name: str
@@ -92,24 +92,24 @@ class StoredFormat(NamedTuple):
 
     @property
     def block(self) -> int:
-        """Weights of a block."""
+        """Number of weights of a block."""
         return self.group * self.groups
 
     @property
     def bytes_per_weight(self) -> float:
-        """Bytes of a block over its weights."""
+        """Bytes of a block, divided by its number of weights."""
         return self.block_bytes / self.block
 
     def fits(self, shape: Shape) -> bool:
-        """Test whether rows of a tensor are whole blocks; a vector stays plain."""
+        """Test whether rows of a tensor of this shape are whole blocks; False for a vector."""
         return len(shape) > 1 and shape[-1] % self.block == 0
 
     def row_bytes(self, weights: int) -> int:
-        """Bytes of a row of that many weights."""
+        """Return the bytes of a row of `weights` weights."""
         return weights // self.block * self.block_bytes
 
     def shape_in_files(self, shape: Shape) -> Shape:
-        """The shape of a tensor in safetensors."""
+        """Return the shape in safetensors files of a tensor whose shape in weights is `shape`."""
         return shape if self.codes is None else (*shape[:-1], self.row_bytes(shape[-1]))
 
 

@@ -20,7 +20,7 @@ BY_COLUMNS = ("o", "down")
 
 
 def cut_config(config: ModelConfig, ranks: int) -> ModelConfig:
-    """The configuration of one of `ranks` ranks.
+    """Return the configuration of one of `ranks` equal ranks.
 
     Raises:
         BadInput: the model cannot be divided into that many equal parts.

@@ -9,5 +9,5 @@ Shape = tuple[int, ...]
 
 
 def elements(shapes: Iterable[Shape]) -> int:
-    """Number of elements of tensors with these shapes."""
+    """Return the number of elements of all tensors with these shapes together."""
     return sum(map(math.prod, shapes))

@@ -16,7 +16,7 @@ from moesched.models.tensor_shapes import Shape, elements
 from moesched.models.tensors import is_transposed
 
 COLUMNS = "columns"
-"""Name, among those of storage formats, for plain matrices that are stored transposed."""
+"""Name, used as that of a storage format, of plain matrices that are stored transposed."""
 
 BytesByFormat = tuple[tuple[str, int], ...]
 """Pairs of the name of a coded storage format, or `COLUMNS`, and a number of bytes."""
@@ -38,7 +38,7 @@ class TensorSizes:
 
     Attributes:
         resident: shares of the weights that stay in the accelerator's memory.
-        kind: the kind of layer; None for the model's typical one.
+        kind: the kind of layer; None for `ModelConfig.typical_layer`.
     """
 
     config: ModelConfig
@@ -58,12 +58,12 @@ class TensorSizes:
 
     @cached_property
     def query_width(self) -> int:
-        """Elements of the attention output; in softmax attention also of the queries."""
+        """Elements of a token's attention output; in softmax attention, its query has as many."""
         return self.layer.attention.attended_width
 
     @cached_property
     def key_width(self) -> int:
-        """Half of the elements for attention beside the queries; in softmax attention, KV heads times head_dim."""
+        """Half of `qkv_width` without `query_width`; in ungated grouped attention, elements of a key."""
         return (self.layer.attention.qkv_width - self.query_width) // 2
 
     @cached_property
@@ -81,7 +81,7 @@ class TensorSizes:
         return self.bytes_of(self.expert_shapes)
 
     def bytes_of(self, shapes: Mapping[str, Shape]) -> int:
-        """Bytes of tensors, given by their names in a layer or outside the layers."""
+        """Return the bytes of all tensors in `shapes` together; keys are names in a layer or outside the layers."""
         return round(
             sum(
                 elements([shape]) * self.config.tensor_bytes(name, shape, self.dtype, self.layer)
@@ -90,7 +90,7 @@ class TensorSizes:
         )
 
     def coded_bytes(self, shapes: Mapping[str, Shape]) -> BytesByFormat:
-        """Bytes of tensors by coded storage format, and of transposed plain ones as `COLUMNS`; others are left out."""
+        """Return the bytes of coded tensors, by format, and of plain transposed ones, named `COLUMNS`."""
         found: Counter[str] = Counter()
         for name, shape in shapes.items():
             kept = self.config.kept_format(name, self.layer)
@@ -124,11 +124,11 @@ class TensorSizes:
 
     @cached_property
     def state_bytes(self) -> int:
-        """Bytes that the layer keeps of a sequence, whatever the sequence's length."""
+        """Bytes of state that the layer keeps of a sequence, whatever the sequence's length."""
         return self.layer.attention.state_bytes
 
     def held_bytes(self, requests: Iterable[int], beams: int = 1) -> int:
-        """Bytes of one layer's caches for requests with these numbers of cached tokens.
+        """Return the bytes of one layer's caches for requests with these numbers of cached tokens.
 
         A layer with a window keeps only the blocks of tokens in its window.
         """
@@ -148,5 +148,5 @@ class TensorSizes:
 
     @property
     def row_and_choices_bytes(self) -> int:
-        """Bytes of the experts' input for a token on another node: normalised row, experts and weights, in float32."""
+        """Bytes of one token's input for experts on another node: normalised row, expert numbers and weights."""
         return 4 * (self.config.hidden + 2 * self.config.routed.top_k)

@@ -19,7 +19,7 @@ from moesched.models.tensor_shapes import Shape, elements
 
 
 def global_shapes(config: ModelConfig) -> dict[str, Shape]:
-    """Shapes of the tensors outside the layers."""
+    """Return the shapes, by name, of the tensors outside the layers."""
     shapes: dict[str, Shape] = {
         "embedding": (config.vocabulary, config.hidden),
         "final_norm": (config.hidden,),
@@ -30,13 +30,13 @@ def global_shapes(config: ModelConfig) -> dict[str, Shape]:
 
 
 def dense_shapes(config: ModelConfig, layer: int) -> dict[str, Shape]:
-    """Shapes of the tensors of a layer that every token uses."""
+    """Return the shapes, by name, of a layer's tensors that every token uses."""
     shapes = _dense(config.layer(layer), config.hidden)
     return {f"layers.{layer}.{name}": shape for name, shape in shapes.items()}
 
 
 def expert_shapes(config: ModelConfig, layer: int, expert: int) -> dict[str, Shape]:
-    """Shapes of the tensors of one expert, in their usual order in files; empty if the layer has no such expert."""
+    """Return the shapes of one expert's tensors, by name in files' usual order; empty if there is no such expert."""
     feed_forward = config.layer(layer).feed_forward
     if expert >= feed_forward.experts:
         return {}
@@ -50,7 +50,7 @@ def is_transposed(config: ModelConfig, name: str) -> bool:
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, Shape]:
-    """Shapes of all tensors of the model."""
+    """Return the shapes of all tensors of the model, by canonical name."""
     shapes = global_shapes(config)
     for layer in range(config.layers):
         shapes |= dense_shapes(config, layer)
@@ -60,7 +60,7 @@ def tensor_shapes(config: ModelConfig) -> dict[str, Shape]:
 
 
 def count_tensors(config: ModelConfig) -> int:
-    """Number of all tensors of the model, without a table of them."""
+    """Return the number of tensors of the model, without listing them."""
     count = len(global_shapes(config))
     for number, times, experts in _examples(config):
         one = expert_shapes(config, number, 0)
@@ -69,7 +69,7 @@ def count_tensors(config: ModelConfig) -> int:
 
 
 def count_weights(config: ModelConfig) -> int:
-    """Number of items in all tensors of the model, without a table of them."""
+    """Return the number of weights of the model, without listing its tensors."""
     count = elements(global_shapes(config).values())
     for number, times, experts in _examples(config):
         one = elements(expert_shapes(config, number, 0).values())
@@ -78,9 +78,9 @@ def count_weights(config: ModelConfig) -> int:
 
 
 def count_active_weights(config: ModelConfig, left_out: Collection[str] = ()) -> int:
-    """Number of weights that compute one token: all but those of experts that the token does not choose.
+    """Return the number of weights used for one token: all except the experts that the token does not choose.
 
-    left_out: tensors outside the layers that do not count either; publishers differ in this. An embedding that is also
+    left_out: names of tensors outside the layers not to count, as publishers differ in this. An embedding that is also
         the LM head counts.
     """
     active = count_weights(config)
@@ -92,9 +92,9 @@ def count_active_weights(config: ModelConfig, left_out: Collection[str] = ()) ->
 
 
 def file_bytes(config: ModelConfig) -> int:
-    """Bytes of all weights in the model's storage format, as in published files.
+    """Return the bytes of all weights in the model's storage format, as in published files.
 
-    Weights that text does not need are in 16 bits, or in the format if that is the format of all matrices.
+    Weights that text does not need count as stored in the format of attention's matrices.
     """
     dtype = config.dtype
     total = sum(
@@ -124,7 +124,7 @@ def _dense(layer: Layer, hidden: int) -> dict[str, Shape]:
 
 
 def _examples(config: ModelConfig) -> list[tuple[int, int, int]]:
-    """For each kind of layer: one layer's number, how many layers are like it, and how many experts they have."""
+    """Return (number of the first layer, number of layers, experts of each layer) for each kind of layer."""
     return [
         (config.pattern.index(layer), times, layer.feed_forward.experts)
         for layer, times in config.kinds.items()

@@ -1,4 +1,4 @@
-"""JSON whose objects have every key once; Python's and msgspec's decoders silently keep the last of equal keys."""
+"""Decodes JSON, and refuses equal keys in an object, of which Python's and msgspec's decoders keep the last."""
 
 from __future__ import annotations
 
@@ -18,15 +18,14 @@ MOST_VALUES = 2_000_000
 
 
 def decode_unique(text: bytes, kind: type[T], where: str, remedy: str) -> T:
-    """Decode JSON to a type.
+    """Decode JSON to an object of the type `kind`.
 
     Args:
-        kind: the type.
-        where: names the file in messages, perhaps with its expected kind.
-        remedy: ends the message.
+        where: the file, in words, for messages.
+        remedy: the remedy, in words, which ends messages.
 
     Raises:
-        BadInput: it is not JSON, has a key twice, is not of that type, or is nested too deep.
+        BadInput: the text is not JSON, has a key twice, does not fit the type, or is nested too deep.
     """
     require_few_values(text, MOST_VALUES, where, remedy)
     try:

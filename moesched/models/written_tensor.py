@@ -1,4 +1,4 @@
-"""A tensor that is written to a file."""
+"""Description of a tensor to write to a file."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class WrittenTensor(NamedTuple):
 
     @property
     def is_norm(self) -> bool:
-        """True for a vector; all of its values are written as 1, as those of a norm."""
+        """True for a vector, whose values are all written as 1, since it is taken for a norm."""
         return len(self.shape) == 1
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its rows."""
+        """Bytes of the tensor in the file."""
         return math.prod(self.shape[:-1]) * self.stored.row_bytes(self.shape[-1])

@@ -22,10 +22,10 @@ COLORS = ("#1f5fa8", "#c0392b", "#2e8b57", "#e08a00", "#7b4ea3", "#8c6d46", "#33
 
 
 def require_folder(folder: Path) -> None:
-    """Require that pictures can be drawn into a folder.
+    """Check that pictures can be drawn into a folder.
 
     Raises:
-        BadInput: it is not a folder, or matplotlib is not installed.
+        BadInput: `folder` is not a folder, or matplotlib is not installed.
     """
     if not is_folder(folder):
         raise BadInput(f"cannot draw into {folder}: it is not a folder: create it first")

@@ -29,14 +29,14 @@ class Picture(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """The picture of a section's rows.
 
     Attributes:
-        kind: "lines" or "bars" by `x` and `lines`; "map" and "parts" are drawn for particular sections.
+        kind: "lines" or "bars", whose values `x` and `lines` give; "map" and "parts" are drawn for particular sections.
         x: key of a row's value on the x axis; or a format string, whose result labels the row's place on the x axis.
         y: label of the y axis.
         panels: key by whose values the rows are divided into panels; empty for a single panel.
         panel_title: format string for a panel's title.
         log: axes that are logarithmic: "y"; "x" by powers of two with a tick at each value; "symlog" for an x that may
             be 0.
-        panel_inches: width of a panel.
+        panel_inches: width of a panel in inches.
     """
 
     kind: Literal["lines", "bars", "map", "parts"] = "lines"

@@ -94,7 +94,7 @@ def write_reproduction(report: Reproduction, path: Path) -> None:
     """Write a reproduction as JSON.
 
     Raises:
-        BadInput: the file cannot be written; nothing is left of it.
+        BadInput: the file cannot be written; no part of it is left.
     """
     write_json(path, "report", report)
 

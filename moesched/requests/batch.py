@@ -20,8 +20,8 @@ class Batch(msgspec.Struct, frozen=True):
         first_request: index of the batch's first request among all requests of the run.
         beams: sequences per request in decode.
         prefill_chunk: the most tokens of a micro-batch in prefill; None for no limit.
-        served: whether requests join and leave. The batch then has the most requests that may run at once, and prompts
-            are cut over several steps, instead of into chunks of one step.
+        served: whether requests join and leave during the run. The batch then has as many requests as may run at once,
+            and a long prompt is computed over several steps.
         longest: tokens of the longest prompt, if `served`.
     """
 
@@ -35,7 +35,7 @@ class Batch(msgspec.Struct, frozen=True):
     longest: int = 0
 
     def chunks(self) -> Mapping[int, Chunk]:
-        """The chunks of prefill, by number of their micro-batch of prefill."""
+        """Return the chunks of prefill, by the number of the micro-batch of prefill that each is."""
         if self.served and self.prefill_chunk is not None:
             return fullest_steps(self.micro_batches, self.prefill_chunk, self.longest)
         return chunks_of_batch(self.prompts, self.micro_batches, self.prefill_chunk)
@@ -73,7 +73,7 @@ class Batch(msgspec.Struct, frozen=True):
         return [beams * cached_tokens(self.prompts[request] + new_tokens) for request in requests]
 
     def sequences(self, requests: Sequence[int]) -> int:
-        """Number of sequences of these requests in decode."""
+        """Return the number of sequences of these requests in decode: one for each beam."""
         return self.beams * len(requests)
 
     @property

@@ -1,4 +1,4 @@
-"""Beam search: keeps the likeliest continuations of a request, and the best finished ones.
+"""Beam search, which keeps the likeliest continuations of a request, and the best finished ones.
 
 The score of a sequence is the sum of its log probabilities; once it is finished, divided by its number of generated
 tokens to the power of the length penalty. Selection and termination are those of Hugging Face's `generate`.
@@ -67,9 +67,9 @@ class BeamSearch:
         return Standing(tokens, float(score), self._done)
 
     def advance(self, logits_SV: Logits) -> Moves:
-        """Extend the beams by one token, given the logits of each (beams, vocabulary); at first there is a single beam.
+        """Extend each beam by one token, given logits of shape (beams, vocabulary); the first call has a single beam.
 
-        A search that is done keeps its beams, so that their number stays the same.
+        Once the search is done, each beam gets token 0, so that the number of beams stays the same.
         """
         if self._done:
             return Moves(list(range(self._width)), [0] * self._width)
@@ -97,7 +97,7 @@ class BeamSearch:
         self._ended = sorted(self._ended + ended, key=lambda beam: -beam.score)[: self._width]
 
     def _is_decided(self, length: int) -> bool:
-        """Test whether no running beam would score higher now than the worst finished one."""
+        """Test whether the search ends with `length` tokens per running beam, by Hugging Face's rule."""
         if len(self._ended) < self._width:
             return False
         return self._early or bool(self._penalised(self._running[0].score, length) <= self._ended[-1].score)

@@ -43,8 +43,8 @@ def chunks_of(
 ) -> dict[int, Chunk]:
     """Divide prompts into chunks, keyed by the number of the micro-batch of prefill.
 
-    If no micro-batch needs more than one chunk, chunks have the numbers of the micro-batches of decode; otherwise their
-    numbers follow those.
+    If no micro-batch needs more than one chunk, chunks have the numbers of the micro-batches of decode; otherwise they
+    are numbered after these.
 
     Args:
         prompts: prompt lengths in tokens, by request.
@@ -70,18 +70,15 @@ def chunks_of_batch(
 
 
 def fullest_steps(places: Sequence[tuple[int, ...]], most: int, longest: int) -> dict[int, Chunk]:
-    """Return, for each place, the step of prompts that takes the most memory, if prompts are cut over steps.
+    """Return the chunk that takes the most memory in one step, for each place of a served batch, by the place's number.
 
-    The step has parts of all prompts of the place. Its first part continues the longest prompt, as at most one prompt
-    may have begun before.
+    The chunk has a part of each prompt of the place. The first part comes after `longest` tokens of its prompt; the
+    others begin their prompts, as at most one prompt may have begun before.
 
     Args:
         places: the requests of each place.
         most: the most prompt tokens of a place in a step.
         longest: tokens of the longest prompt.
-
-    Returns:
-        The part of the prompts that such a step runs, by number of the place.
     """
     steps = {}
     for number, requests in enumerate(places):
@@ -117,8 +114,8 @@ def _parts(
 ) -> Iterator[tuple[int, int, int, int, bool]]:
     """Cut requests' prompts, one after the other, into chunks of `size` tokens.
 
-    Yields the first token of the chunk among those of all prompts, the request, the start of its part, the tokens of
-    the part, and whether the prompt ends there.
+    Yields a tuple for each prompt's part of a chunk: the chunk's first token, counted over all prompts; the request;
+    the part's first token in its prompt; its number of tokens; whether the prompt ends with it.
     """
     before = 0
     for request, prompt in zip(requests, prompts, strict=True):

@@ -19,7 +19,7 @@ class WantedLogprobs(NamedTuple):
 
 
 class Logprob(NamedTuple):
-    """A token's natural log probability, and the likeliest tokens at its position with theirs, the likeliest first."""
+    """A token's natural log probability, and (token, log probability) of the likeliest at its position, best first."""
 
     logprob: float
     likeliest: Sequence[tuple[int, float]]
@@ -29,8 +29,9 @@ class ScoredToken(int):
     """A token with its log probability.
 
     Attributes:
-        logprob: its log probability, given the tokens before it.
-        prompt: log probabilities of the prompt's tokens that its step computed; None after the prompt.
+        logprob: the token's log probability, given the tokens before it.
+        prompt: log probabilities of the prompt's tokens, if the step that sampled the token also ran the prompt; else
+            None.
     """
 
     logprob: Logprob

@@ -49,7 +49,8 @@ def sample_finite(
     """Choose tokens as `sample` does, but NO_TOKEN for each row whose logits are not finite.
 
     Args:
-        drawn_as: the number that each row's random numbers depend on, beside seed and position; by default `requests`.
+        drawn_as: for each row, the number that its random number depends on, besides seed and position; by default
+            `requests`.
     """
     each = [sampling] * len(logits_SV) if isinstance(sampling, Sampling) else sampling
     likeliest = np.where(_are_finite(logits_SV), logits_SV.argmax(axis=1), NO_TOKEN)
@@ -71,15 +72,16 @@ def require_finite(logits_SV: Logits, requests: Sequence[int], positions: Sequen
 
 
 def _are_finite(logits_SV: Logits) -> npt.NDArray[np.bool_]:
-    """Test of each row (S) whether its largest logit is finite."""
+    """Return an array with, for each row, whether its largest logit is finite."""
     finite_S: npt.NDArray[np.bool_] = np.isfinite(logits_SV.max(axis=1))
     return finite_S
 
 
 def traced(error: NotFinite, when: str, first_bad: str, dtype: str = "") -> NotFinite:
-    """Make an error from `error`, about bad logits, that also names their step and the first tensor not finite.
+    """Return an error that extends `error`, about bad logits, by their step and the first tensor that is not finite.
 
-    when, first_bad: step and tensor, in words. dtype: of the computation; in float16 the message has another remedy.
+    when, first_bad: the step and the tensor, in words.
+    dtype: dtype of the computation, which decides the remedy.
     """
     remedy = "copy the checkpoint again, or try --dtype float32"
     if dtype == "float16":
@@ -90,13 +92,13 @@ def traced(error: NotFinite, when: str, first_bad: str, dtype: str = "") -> NotF
 
 
 def uniform(seed: int, request: int, position: int) -> float:
-    """Random number in [0, 1) for a token's position in a request, from a counter-based generator."""
+    """Return a random number in [0, 1) from a counter-based generator, for a position in a request."""
     bits = np.random.Philox(key=seed, counter=[0, 0, position, request])
     return float(np.random.Generator(bits).random())
 
 
 def probabilities(logits_V: Logits, sampling: Sampling) -> Probabilities:
-    """Probability of each token at a temperature above 0; 0 for those that top_k or top_p exclude."""
+    """Return each token's probability at a temperature above 0; 0 for tokens that top_k or top_p exclude."""
     with np.errstate(over="ignore"):
         scaled = (logits_V - logits_V.max()).astype(np.float64) / sampling.temperature
     if sampling.top_k is not None and sampling.top_k < scaled.size:
@@ -110,7 +112,7 @@ def probabilities(logits_V: Logits, sampling: Sampling) -> Probabilities:
 
 
 def _least_likely(likely: Probabilities, top_p: float) -> float:
-    """Probability of the least likely token that top_p includes."""
+    """Return the probability of the least likely token that top_p includes."""
     # Tokens below this threshold add up to less than 1 - top_p, so they need no sorting.
     candidates = likely[likely >= (1 - top_p) / likely.size]
     descending = np.sort(candidates)[::-1]
@@ -119,7 +121,7 @@ def _least_likely(likely: Probabilities, top_p: float) -> float:
 
 
 def _draw(likely: Probabilities, number: float) -> int:
-    """Index of the token whose share of [0, 1) contains the number."""
+    """Return the index of the token whose share of [0, 1) contains the number."""
     ends = np.cumsum(likely)
     token = int(np.searchsorted(ends, number * ends[-1], side="right"))
     return min(token, int(np.flatnonzero(likely)[-1]))

@@ -23,8 +23,8 @@ class Row(NamedTuple):
         sampling: the settings for choosing the request's tokens.
         cache_tokens: tokens that the request takes in the KV cache at the end, in whole blocks.
         logprobs: the log probabilities that the request asks for; None for none.
-        following: id of the prompt's token after the new ones, if the prompt goes on and its tokens get log
-            probabilities; else None.
+        following: id of the prompt's token after the new ones, if log probabilities of the prompt are wanted; None
+            otherwise, and at the prompt's end.
     """
 
     request: int

@@ -14,7 +14,7 @@ MOST_PENALTY = 4
 
 SAMPLING = "Sampling"
 BEAMS = "Beam search"
-"""Headings."""
+"""Headings of the options' groups in help texts."""
 
 
 @documented

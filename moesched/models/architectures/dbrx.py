@@ -134,8 +134,8 @@ def config_json(config: ModelConfig) -> dict[str, Any]:
 def tensors(config: ModelConfig) -> Iterator[Stored]:
     """Yield the tensors of published checkpoints.
 
-    One tensor has q, k and v, and one each has the gate, up and down matrices of a layer's experts. Down matrices are
-    stored as (inputs, outputs).
+    One tensor has a layer's q, k and v. Three more have the gate, up and down matrices of all its experts; down
+    matrices are stored as (inputs, outputs).
     """
     yield Stored("transformer.wte.weight", ["embedding"])
     for layer in range(config.layers):

@@ -1,6 +1,6 @@
 """DeepSeek-V2, V3 and R1, and Kimi-K2: latent attention, first layers without experts, shared experts.
 
-Published files also have a prediction layer, which is not used.
+Published files also have a multi-token prediction layer, which is not used.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """GLM-4.5, GLM-4.5-Air and GLM-4.7: first layers without experts, a shared expert, biased projections.
 
-Published files also have a prediction layer, which is not used.
+Published files also have a multi-token prediction layer, which is not used.
 """
 
 from __future__ import annotations
@@ -112,13 +112,13 @@ def config_json(config: ModelConfig) -> dict[str, Any]:
 
 
 def tensors(config: ModelConfig) -> Iterator[Stored]:
-    """Yield the tensors of published checkpoints, without those of prediction layers."""
+    """Yield the tensors of published checkpoints, without those of multi-token prediction layers."""
     yield from llama_like.tensors(config, MLP_EXPERTS)
     yield from _beside_experts(config)
 
 
 def extra_tensors(config: ModelConfig) -> Iterator[str]:
-    """Yield name patterns of tensors that are not needed: those of prediction layers, and rotary frequencies."""
+    """Yield name patterns of tensors that are not needed: multi-token prediction layers, and rotary frequencies."""
     yield from llama_like.extra_tensors(config)
     yield f"model.layers.{config.layers}.*"
 

@@ -18,7 +18,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 class LlamaLikeKeys(Keys, kw_only=True):
     """The keys of config.json that are read for architectures derived from Llama, with their defaults.
 
-    If it is None, num_key_value_heads stands for the number of heads, and head_dim for hidden_size / heads.
+    num_key_value_heads = None means num_attention_heads; head_dim = None means hidden_size / num_attention_heads.
     """
 
     hidden_size: int = 4096

@@ -160,9 +160,9 @@ def _check(file: ConfigFile, keys: SimulatedKeys) -> None:
 
 
 def prediction_layer(config: ModelConfig, *, copies: int) -> int:
-    """Return the number of weights of a prediction layer, which published files may have after the last layer.
+    """Return the number of weights of a multi-token prediction layer, which files may have after the last layer.
 
-    A prediction layer is like the last layer, with a projection and norms before it.
+    This layer is like the last layer, with a projection and norms before it.
 
     copies: number of further matrices, each as large as the embedding, that files contain for the prediction layer.
     """

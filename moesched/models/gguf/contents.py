@@ -62,7 +62,7 @@ def read_gguf_config(path: Path) -> ModelConfig:
 
 
 def _unused(config: ModelConfig) -> re.Pattern[str]:
-    """Return a pattern for the names of tensors that are not needed: factors of rotations, and a prediction layer."""
+    """Return a pattern for the names of tensors that are not needed: rotation factors, multi-token prediction layer."""
     prediction = rf"|blk\.{config.layers}\..*" if config.unused_weights else ""
     return re.compile(re.escape(FACTORS) + prediction)
 

@@ -78,10 +78,10 @@ def read_gguf_header(path: Path) -> GgufHeader:
 
 
 class _Source:
-    """Reader of a header, which reads the file piece by piece, as far as values are taken.
+    """Reader that returns the values of a GGUF header in order, and reads no more of the file than needed.
 
     Attributes:
-        at: number of bytes that were taken.
+        at: bytes of the file before the next value.
         about: name of the value that is read now, for error messages.
     """
 
@@ -171,7 +171,7 @@ def _require_version(source: _Source) -> int:
 
 
 def _read_name(source: _Source) -> str:
-    """Take the name of a key or tensor; error messages then say that they are about this key or tensor."""
+    """Take the name of a key or tensor; error messages then name this key or tensor."""
     name = source.text(LONGEST_KEY)
     if not name.isprintable():
         raise source.broken(f"its name {shown(name)} cannot be shown")

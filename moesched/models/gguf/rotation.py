@@ -69,7 +69,7 @@ def _by_factors(found: FoundTensor, pairs: int) -> dict[str, Any]:
 
     Long and short factors are equal, so that the length of the context does not matter.
 
-    pairs: number of pairs of a head that turn, each of which has one factor.
+    pairs: number of pairs of a head's entries that are rotated; each pair has one factor.
     """
     if found.entry.dtype != "F32" or found.entry.shape != (pairs,):
         what = f"{list(found.entry.shape)} of type {found.entry.dtype}"

@@ -27,7 +27,7 @@ class WrittenHeader(NamedTuple):
 
     Attributes:
         data: the bytes of the header, up to the first tensor.
-        starts: offset of each tensor in the file, in bytes.
+        starts: for each tensor, in order, its offset in the file in bytes.
         size: size of the file in bytes.
     """
 

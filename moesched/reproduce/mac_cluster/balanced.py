@@ -1,4 +1,4 @@
-"""Comparison of our policy `ep_balanced` with the best version of the Apple silicon cluster paper."""
+"""Comparison of our policy `ep_balanced` with the best version of the system in the Apple silicon cluster paper."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from moesched.reproduce.report import Section, Value
 
 @contextmanager
 def mac_cluster_made(on_progress: Callable[[str], None]) -> Iterator[Made]:
-    """Yield functions that make the paper's sections; a row that several sections need is simulated only once.
+    """Yield functions that make the paper's sections; a table row that several sections need is simulated once.
 
     Args:
         on_progress: called with a description of each simulation.

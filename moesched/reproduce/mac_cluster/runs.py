@@ -108,7 +108,7 @@ def run_system(
 
 
 def mac_of(paper: MacPaper, system: PrintedSystem) -> Machine:
-    """Return the machine that each node of a row's cluster is: packing and latency are those of the row."""
+    """Return the Mac that each node of a table's row is, with the row's weight packing and network latency."""
     machine = at_peak(load_machine(paper.machine))
     assert machine.wired_memory is not None
     latency = paper.latency.decentralised + paper.latency.each_further_node * (system.nodes - 2)

@@ -1,4 +1,4 @@
-"""Cost of wiring memory on a simulated Mac: the paper's packing benchmark, and the time of tokens."""
+"""Cost of wiring memory on a simulated Mac: the paper's packing benchmark, and the time per token."""
 
 from __future__ import annotations
 

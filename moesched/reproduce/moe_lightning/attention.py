@@ -14,7 +14,7 @@ from moesched.tasks import Work
 
 MICRO_BATCHES = (32, 64, 128, 256)
 CONTEXTS = (128, 512, 1024, 2048)
-"""The paper's ranges; the values between are ours."""
+"""Micro-batch sizes and tokens of context: the paper gives the ranges, the values between are ours."""
 NEARLY_SAME = 1.25
 
 

@@ -37,7 +37,7 @@ def predict_cell(
     Args:
         column, row: the cell.
         factors: shares of the rates that the machine's profile states; None for the profile's sustained rates.
-        system: our schedule to predict; None for the one of the row's system.
+        system: our schedule to predict; None for the schedule of the row's system.
     """
     setting = cell_setting(paper, column, row, factors, system)
     return predict(setting, row.micro_batches, row.micro_batch_size)
@@ -51,7 +51,7 @@ def cell_setting(
     Args:
         column, row: the cell.
         factors: shares of the rates that the machine's profile states; None for the profile's sustained rates.
-        system: our schedule to predict; None for the one of the row's system.
+        system: our schedule to predict; None for the schedule of the row's system.
     """
     return setting_of(
         system or SYSTEMS[row.system],

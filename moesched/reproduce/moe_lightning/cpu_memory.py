@@ -69,7 +69,7 @@ def _smallest(reached: Callable[[int], Predicted], tokens_per_second: float) -> 
     """Return the prediction with the fewest micro-batches that reaches a throughput.
 
     Args:
-        reached: predicts the throughput by number of micro-batches.
+        reached: function that predicts the throughput, given a number of micro-batches.
     """
     counts = range(1, MOST)
     place = bisect_left(counts, tokens_per_second, key=lambda count: reached(count).tokens_per_second)

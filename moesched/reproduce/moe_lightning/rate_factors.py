@@ -42,7 +42,7 @@ class RateFactors(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def machine_at(machine: Machine, factors: RateFactors, *, attends_as_flexgen: bool = False) -> Machine:
-    """Return a machine with its stated rates multiplied by `factors`, and without the losses of its profile.
+    """Return a machine whose rates are the stated ones, not the sustained ones, multiplied by `factors`.
 
     Args:
         attends_as_flexgen: whether FlexGen's kernel computes attention on the CPU; otherwise the host's rates stay as
@@ -87,7 +87,7 @@ def copying_caches(machine: Machine) -> Machine:
 
 
 def multiplying_in_half(machine: Machine) -> Machine:
-    """Return a machine at sustained rates, whose host attends as slowly as MoE-Lightning's code without AVX-512."""
+    """Return a machine at sustained rates, with CPU attention as slow as MoE-Lightning's code without AVX-512."""
     host = machine.host
     bandwidth = machine.memories[host.memory].bandwidth
     share = Estimate(

@@ -1,4 +1,4 @@
-"""Section 5.3 of MoE-Lightning: speedups from two GPUs to four with tensor parallelism, and FlexGen's."""
+"""Section 5.3 of MoE-Lightning: speedups from two GPUs to four, with tensor parallelism and by FlexGen."""
 
 from __future__ import annotations
 

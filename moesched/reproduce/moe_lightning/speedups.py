@@ -189,7 +189,7 @@ def row_of(setting: str, new_tokens: int, system: str, sizes_by: str, found: Pre
 
     Args:
         setting: the paper's name of the setting.
-        sizes_by: who chose the sizes of the batch.
+        sizes_by: source of the batch sizes, as in `_sized`.
         found: the prediction.
     """
     return {

@@ -130,7 +130,7 @@ def predict(setting: Setting, micro_batches: int, micro_batch_size: int) -> Pred
 
     Args:
         micro_batches: number of micro-batches.
-        micro_batch_size: number of requests in each.
+        micro_batch_size: number of requests in each micro-batch.
 
     Raises:
         BadInput: the host's memory is too small.

@@ -185,7 +185,7 @@ def goals(paper: TwiddlerPaper, generated: Section, first: Section, searched: Se
 
 
 def mean_ratio(rows: Rows, key: str, ours: str, rival: str, bench: Bench | None = None) -> float:
-    """Return our policy's figure over the rival's, averaged over environments, lengths and numbers of beams.
+    """Return the ratio of our policy's figure to the rival's, averaged over environments, lengths and beam numbers.
 
     Args:
         rows: rows of a section.

@@ -52,7 +52,7 @@ class PredictedSeconds(msgspec.Struct, frozen=True):
 
 
 class Bench:
-    """Simulates every system in one environment; results are cached.
+    """Simulator of every system in one environment; it caches results.
 
     Args:
         popularity: file of the routing profile by which Twiddler chooses the experts to keep on the GPU.
@@ -155,7 +155,7 @@ def as_measured(paper: TwiddlerPaper) -> Machines:
 
 
 def copies_over_compute(ratio: float | None) -> Machines:
-    """Return a function that changes a machine's GPU so that copying an expert takes `ratio` times computing it.
+    """Return a function that changes a machine's GPU so that copying an expert takes `ratio` times its computation.
 
     Args:
         ratio: time of the copy over time of the computation; None for a GPU that reads weights at its memory's

@@ -1,14 +1,14 @@
-"""llama.cpp b2956, which Twiddler was compared with, where it differs from `layer_split`: estimates.
+"""Estimates of times of llama.cpp b2956, a rival of Twiddler, which differs from our policy `layer_split` in this:
 
-* Layers that are not on the GPU are wholly on the CPU, which also computes their projections and routers. Attention
-  itself is not estimated, nor are the saved copies.
-* Their dense weights, too, are copied to the GPU for products of at least 32 rows (pull request 6083, in ggml-cuda.cu),
+* The CPU computes all operations of layers that are not on the GPU, also projections and routers. The estimates leave
+  out its attention, and the copies between GPU and CPU that this saves.
+* These layers' dense weights are also copied to the GPU, for products of at least 32 rows (pull request 6083),
   and for 512 rows of a prompt at a time (n_ubatch).
 * Beam search (llama_beam_search) decodes one beam after the other, and in each step decodes again all tokens of a beam
   after the prefix that all beams share: the KV cache holds only that prefix, which grows when all beams agree.
 
-The text decides after how many tokens beams diverge. Here every beam continues a random beam of the previous step (the
-neutral model of Wright and Fisher).
+In reality, the text decides when beams diverge. In the estimates, every beam continues a random beam of the previous
+step (the neutral model of Wright and Fisher).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Ratios of Twiddler's throughput to its rivals' under other assumptions about the machines."""
+"""Ratios of Twiddler's throughput to its rivals' throughputs, under other assumptions about the machines."""
 
 from __future__ import annotations
 

@@ -28,8 +28,8 @@ Tokens = Annotated[int, Meta(le=16_000_000)]
 class PromptLengths(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A set of `distinct` prompts with known average and largest length in tokens.
 
-    Lengths follow the exponential distribution with that average, truncated to 1 and the largest: the distribution
-    of maximum entropy.
+    Lengths follow the exponential distribution with that average, truncated to lengths from 1 to the largest: the
+    distribution of maximum entropy.
     """
 
     average: float
@@ -88,7 +88,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 @lru_cache(32)
 def spread(prompts: PromptLengths) -> tuple[int, ...]:
-    """Lengths of the distinct prompts, ascending, with exactly the (rounded) average and the maximum of `prompts`."""
+    """Return ascending lengths of the distinct prompts, with the (rounded) average and the maximum of `prompts`."""
     count, largest = prompts.distinct, prompts.largest
     if count == 1 or prompts.average == largest:
         return (round(prompts.average),) * count
@@ -143,7 +143,7 @@ def _check(name: str, prompts: PromptLengths) -> None:
 
 
 def _quantile(share: float, largest: int, slope: float) -> float:
-    """Quantile `share` of an exponential distribution truncated to 1 and `largest`.
+    """Return the quantile `share`, from 0 to 1, of an exponential distribution truncated to [1, `largest`].
 
     Args:
         slope: the density falls by a factor of e ** slope from one end to the other.
