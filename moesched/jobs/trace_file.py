@@ -69,7 +69,7 @@ def _recorder_of(plan: Plan) -> Recorder | LastSteps:
 
 
 def tasks_of_a_step(plan: Plan) -> int:
-    """Estimate the number of tasks of a step, at most."""
+    """Return an upper estimate of the number of tasks of a step."""
     return 8 * len(plan.layers) * len(plan.micro_batches) + 2 * len(plan.layout.pages)
 
 
@@ -111,7 +111,7 @@ def require_outputs_apart(outputs: OutputOptions, *more: Options | Path) -> None
 
 
 def files_named(given: Options | Path) -> Iterator[str]:
-    """Yield the names of the files that the options read; lists are skipped, since they hold prompts."""
+    """Yield the names of the files in options' values, or a path itself; lists are skipped, since they hold prompts."""
     if isinstance(given, Path):
         yield str(given)
         return
@@ -140,7 +140,7 @@ def write_recording(
     roofs: Mapping[str, Roof] | None = None,
     explanation: Explanation | None = None,
 ) -> None:
-    """Write trace and HTML report of the batch that `report` describes, as far as `files` names them.
+    """Write trace and HTML report of the batch that `report` describes, as far as `files` names them; tell `listener`.
 
     Args:
         clocks: corrections of the nodes' clocks, by rank.
@@ -171,7 +171,7 @@ def about_of(
     clocks: Mapping[str, Clock] | None = None,
     roofs: Mapping[str, Roof] | None = None,
 ) -> About:
-    """Return the metadata of a recording, from its report."""
+    """Return the metadata of a recording: its report, the nodes' clock corrections and the processors' peak rates."""
     return About(
         driver="realtime" if report.measured else "virtual",
         policy=report.policy,

@@ -175,7 +175,7 @@ class AnswersInProgress:
 
 
 def ask_for(prompt: Prompt, wanted: Wanted, seed: int) -> Ask:
-    """Make the message that asks the engine for one answer; the link gives it its number."""
+    """Make the message that asks the engine for one answer; its number is 0 until the link sets it."""
     return Ask(
         number=0,
         ids=prompt.ids,
