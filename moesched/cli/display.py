@@ -241,7 +241,7 @@ class SimulationBar(Listener):
             self._bar.update(self._samples)
 
     def replayed(self, timeline: Timeline) -> None:
-        """Complete the bar, since the batch is done."""
+        """Complete the bar, since the batch that `timeline` records is done."""
         self._bar.update(self._all)
 
     def estimating(self, done: int, total: int) -> None:

@@ -71,6 +71,7 @@ class Tokenizer:
 
         Args:
             most: the most tokens that the caller can use; a much longer text is refused before all of it is encoded.
+                None for no limit.
             bare: whether to add no special tokens, as for a text that has them already.
 
         Raises:
@@ -116,9 +117,9 @@ class Tokenizer:
     def _require_short(self, text: str, most: int) -> None:
         """Raise BadInput for a text with far more than `most` tokens, without encoding all of it.
 
-        A text is refused at once if it is longer than `most` of the longest token, times four; the factor allows for
-        tokenizers that drop or join characters. Other texts are encoded in pieces until these have more than twice
-        `most` tokens, since cutting a text at most doubles its tokens.
+        A text is refused at once if it is longer than four times `most` tokens of the greatest length; the factor four
+        allows for tokenizers that drop or join characters. Other texts are encoded in pieces until these have more than
+        twice `most` tokens, since cutting a text at most doubles its tokens.
         """
         longest = max(map(len, self._tokenizer.get_vocab()), default=1)
         tokens = 0

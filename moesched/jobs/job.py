@@ -144,7 +144,7 @@ class Job:
         return sizes
 
     def setting(self, lengths: Sequence[int], new_tokens: int, slot_bytes: Callable[[Page], int]) -> Setting:
-        """Return all inputs of plans except the batch, for prompts of `lengths` tokens; `slot_bytes` sizes a page."""
+        """Return a plan's inputs except its batch; `lengths` are prompt tokens, `slot_bytes` gives a page's bytes."""
         return Setting(
             make=self.make,
             machine=self.machine,

@@ -44,7 +44,7 @@ class TextListener:
                 self.tell({request: token})
 
     def finish_all(self) -> None:
-        """Pass the text of all requests that was held back on to the listener; call this at the end of the batch."""
+        """Pass the held-back text of all requests on to the listener; call this at the end of the batch."""
         for request in list(self._open):
             self._finish(request)
 

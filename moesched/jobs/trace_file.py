@@ -40,7 +40,7 @@ def recorder_for(
     Args:
         files: the files to write from the recording.
         explained: whether the batch's bottleneck is to be explained.
-        predicts: whether to record also the times that a measured run's works should take on the plan's machine.
+        predicts: whether to record also the times that a measured run's tasks should take on the plan's machine.
     """
     if files.wanted:
         return recorder_of(plan, predicts=predicts)
@@ -51,7 +51,7 @@ def recorder_of(plan: Plan, *, predicts: bool = False) -> Recorder | LastSteps:
     """Return a recorder of a whole run, or of its last steps if the run is too long.
 
     Args:
-        predicts: whether to record also the times that a measured run's works should take on the plan's machine.
+        predicts: whether to record also the times that a measured run's tasks should take on the plan's machine.
     """
     recorder = _recorder_of(plan)
     if predicts:

@@ -114,7 +114,7 @@ class LoadMeter:
         self._told = 0.0
 
     def ended(self, task: Task) -> None:
-        """Count a page that was loaded."""
+        """Count a page if the ended task loaded one, and tell the front, a few times a second at most."""
         if task.verb != "load":
             return
         self._done += 1

@@ -132,7 +132,7 @@ def _open_locked(path: Path) -> int:
     """Open a file of results and lock it; returns its descriptor.
 
     Raises:
-        BadInput: another process has it, or it is no regular file.
+        BadInput: another process has locked the file, or the path is no regular file.
     """
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
