@@ -1,4 +1,4 @@
-"""Closing of a connection whose client still sends, such that the client can read its answer."""
+"""Closes a connection whose client still sends, such that the client can read its answer."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def parse_line(line: bytes, where: str) -> Line:
     """Read a line of results.
 
     Args:
-        where: name of the line's place, for the error.
+        where: words for the line's place, such as its file and number, for the error.
 
     Raises:
         BadInput: the text is not a line of a sweep's results.
