@@ -28,7 +28,7 @@ MOST_PROBLEMS = 3
 
 
 class CheckArguments(PolicyOptions):
-    """All options of `moesched check`; options that name the grid's models and machines are repeatable."""
+    """All options of `moesched check`. Those for models and machines may be given several times."""
 
     policy: Annotated[
         str,
@@ -100,7 +100,7 @@ def check(given: CheckArguments) -> int:
 
 
 def print_grid(report: GridReport) -> None:
-    """Print faults first, then advice, then the figures of each cell of the grid."""
+    """Print the faults, then the advice, then the times of each model and machine on which the policy was checked."""
     say(_summary(report))
     for fault in report.faults:
         say()

@@ -27,7 +27,7 @@ _COMMANDS: dict[Callable[..., Any], Command] = {}
 
 
 class Several(NamedTuple):
-    """Mark in the annotation of a parameter that takes several values for each option of a class, as in a sweep.
+    """Annotation of a parameter that takes several values for each option of the class `options`, as in sweeps.
 
     The parameter's value is a mapping from the option's name to the texts that the user gave.
     """
@@ -106,7 +106,7 @@ def flat(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _place_of_heading(heading: str | None) -> int:
-    """Return the place of a heading of options among those at the end of a help; 0 for headings before them."""
+    """Return a key that sorts the headings of options in a help: from 1 for headings that come last, 0 for others."""
     return LAST_HEADINGS.index(heading) + 1 if heading in LAST_HEADINGS else 0
 
 

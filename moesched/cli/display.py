@@ -50,7 +50,7 @@ class LoadingBar(Listener):
         self._prefilled = self._layers = 0
 
     def planned(self, plan: Plan) -> None:
-        """Begin the bar of a batch: its totals are the plan's resident pages, and then its layers of prefill."""
+        """Start the bar of a planned batch: first over its pages of weights to load, then over its prefill's layers."""
         _log.info("planned", requests=len(plan.batch.prompts), micro_batches=len(plan.batch.micro_batches))
         self._loaded, self._pages = 0, sum(len(kept.slots) for kept in plan.weights.resident)
         self._prefilled, self._layers = 0, len(plan.layers) * len(plan.chunks)
@@ -79,7 +79,7 @@ class LoadingBar(Listener):
         self._bar.update(done, total)
 
     def ended(self, task: Task) -> None:
-        """Advance the bar if the task loaded a page, or was the last of a micro-batch in a layer of prefill."""
+        """Advance the bar if the ended task loaded a page, or was the last one of a prefill layer for a micro-batch."""
         bar = self._bar
         if bar is None:
             return
@@ -91,7 +91,7 @@ class LoadingBar(Listener):
             bar.update(self._prefilled, self._layers, "prefill")
 
     def generated(self, request: int, token: int, text: str) -> None:
-        """Remove the bar at the first token, when loading and prefill are over."""
+        """Remove the bar at the batch's first token, since loading and prefill are over; the token is not shown."""
         if self._bar is not None:
             self.close()
             _log.info("first token", request=request)
@@ -101,7 +101,7 @@ class LoadingBar(Listener):
         self.close()
 
     def writing(self, trace: Path) -> None:
-        """Show that a trace is being written."""
+        """Show that the file `trace` is being written."""
         self.close()
         self._bar = Bar(f"writing {trace}").__enter__()
 
@@ -126,13 +126,13 @@ class OneText(LoadingBar):
         self._begun = False
 
     def generated(self, request: int, token: int, text: str) -> None:
-        """Print the text of a new token."""
+        """Print `text`, the text of a new token; the first token also removes the bar."""
         super().generated(request, token, text)
         self._begin()
         self._write(text)
 
     def finished(self, request: int, text: str) -> None:
-        """Print the end of the answer that no token's text had yet, `text`, and end the line."""
+        """Print `text`, the end of the answer, which was held back until now, and end the line."""
         if self._begun:
             self._write(text + "\n")
 
@@ -163,14 +163,14 @@ class ManyTexts(LoadingBar):
         self._live: Live | None = None
 
     def generated(self, request: int, token: int, text: str) -> None:
-        """Add the text of a new token, which the live table shows at its next refresh."""
+        """Add `text`, the text of a request's new token, which the live table shows at its next refresh."""
         super().generated(request, token, text)
         if self._live is None and self._console.is_terminal:
             self._live = self._start()
         self._texts[request] = self._texts.get(request, "") + text
 
     def finished(self, request: int, text: str) -> None:
-        """Print a request's prompt and whole answer; `text` is the end of the answer that no token's text had yet."""
+        """Print a request's prompt and whole answer; `text` is the end of the answer, which was held back until now."""
         if request not in self._texts:
             return
         from rich.text import Text
@@ -226,7 +226,7 @@ class SimulationBar(Listener):
         self._all = 1
 
     def preparing(self, what: str, done: float, total: float) -> None:
-        """Show the name of a stage of the planner's search."""
+        """Show a stage of the planner's search: its name `what`, and the amount done."""
         self._bar.update(done, what=what)
 
     def planned(self, plan: Plan) -> None:
@@ -241,7 +241,7 @@ class SimulationBar(Listener):
             self._bar.update(self._samples)
 
     def replayed(self, timeline: Timeline) -> None:
-        """Complete the bar, since the batch is done."""
+        """Complete the bar, since the batch that `timeline` records is done."""
         self._bar.update(self._all)
 
     def estimating(self, done: int, total: int) -> None:
@@ -249,5 +249,5 @@ class SimulationBar(Listener):
         self._bar.update(done, total, what=ESTIMATING)
 
     def writing(self, trace: Path) -> None:
-        """Show that a trace is being written."""
+        """Show that the file `trace` is being written."""
         self._bar.update(0, what=f"writing {trace}")

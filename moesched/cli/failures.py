@@ -107,7 +107,7 @@ def _asks_for_several_servers(error: UnknownOptionError) -> bool:
 
 
 def _same_option(error: UnknownOptionError) -> str | None:
-    """Return a line with the command's own name for what the option does elsewhere; None if it has no such name."""
+    """Return a hint if the unknown option is another command's name for one of this command's options; else None."""
     given, _, _ = (error.token.keyword or error.token.value).partition("=")
     own = {name for argument in error.argument_collection for name in argument.names}
     for names in SAME_OPTIONS:

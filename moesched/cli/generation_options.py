@@ -27,7 +27,7 @@ Job = Callable[..., "JobReport"]
 
 
 class PromptArguments(Options):
-    """Options for prompts, which are given in one of three ways."""
+    """Options for prompts, which are given as texts, as a file or as token ids."""
 
     prompt: Annotated[tuple[str, ...], Option("Prompt text; repeatable.", "T", group=PROMPTS)] = ()
     prompts: Annotated[Path | None, Option(PROMPT_FILE, "FILE.jsonl", group=PROMPTS)] = None
@@ -40,7 +40,7 @@ class PromptArguments(Options):
         """Return the prompts, and the exit code: 2 if malformed lines of a file were skipped, else 0.
 
         Raises:
-            BadInput: prompts are given in no way or in several, or cannot be read.
+            BadInput: none or several of the options for prompts are given, or the prompts cannot be read.
         """
         from moesched.inputs.prompts import parse_prompt_ids
 

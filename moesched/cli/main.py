@@ -146,7 +146,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def carry_out(arguments: Sequence[str]) -> int | None:
-    """Check the files of the command in these arguments, call the command, and return its exit code."""
+    """Check the files that a command line names, call its command, and return the exit code."""
     app = make_app(arguments[0] if arguments else "")
     if explains_only(arguments):
         app(arguments, console=stdout(), exit_on_error=False, print_error=False)

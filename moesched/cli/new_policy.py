@@ -74,5 +74,5 @@ def write_starter(name: str, directory: Path) -> tuple[Path, Path]:
 
 
 def class_named(name: str) -> str:
-    """Return the name of a class for that of a module: my_policy gives MyPolicy."""
+    """Return the class name for the name of a module: my_policy gives MyPolicy."""
     return "".join(part.capitalize() for part in name.split("_"))

@@ -92,7 +92,7 @@ def say_band(
     """Print up to three lines about a prediction's uncertainty; none without a band.
 
     Args:
-        band: as `in_band` takes it.
+        band: low, middle and high value by the name of a figure; None for no bands.
         widest_rate: words for the machine's rate whose uncertainty widens the band most; None for no line.
         at_peak: figures predicted with the rates that the machine states; None if its costs were measured.
     """
@@ -113,7 +113,7 @@ def planners_choice(rate: float | None, where: str = "") -> str:
 
     Args:
         rate: predicted tokens per second; None, for which the result is empty, if the user named the policy.
-        where: words for the requests of the prediction, with a blank before them.
+        where: text after the rate that says for which requests it holds; begins with a space.
     """
     if rate is None:
         return ""
@@ -155,7 +155,7 @@ class Bar:
         Args:
             done: amount that is done.
             total: amount in total; None leaves the total as it is, or unknown for a new activity.
-            what: words for the activity; None for the same as before.
+            what: words for the activity; None keeps the words.
         """
         other = what is not None and plain_text(what) != self._what
         self._done = done

@@ -170,7 +170,7 @@ def sparsity(
 
 
 def _known(model: Path, given: ProfileArguments) -> tuple[RoutingProfile, RoutingTrace | None]:
-    """Return the routing profile from a file or a generator, and the routing trace if the file is one."""
+    """Return the routing profile from a file or a generator, and the routing trace, None if the file has none."""
     from moesched.inputs.lookup import find_shape
     from moesched.routing.sources import find_source, profile_of
     from moesched.routing.trace import RoutingTrace

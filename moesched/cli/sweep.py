@@ -145,7 +145,7 @@ def _check_outputs(given: SweepArguments, file: Path | None, asked: Sweep) -> Pa
 
 
 def _tell_axes(prepared: Prepared, json: bool) -> int:
-    """Print the number of points and the values of each axis, for --dry-run; returns exit code 0."""
+    """Print the number of simulations and the values of each axis, for --dry-run; returns exit code 0."""
     axes = prepared.sweep.axes
     if json:
         print_json({"points": len(prepared.points), "axes": axes})
@@ -204,7 +204,7 @@ def _hand_out(given: SweepArguments, out: Path, prepared: Prepared, result: Swee
 
 
 def _reason(line: Line) -> str:
-    """Describe a failed point in one line: its policy, its machine, and the reason."""
+    """Describe a failed simulation in one line: its policy, its machine, and the reason."""
     return (
         f"{line.inputs['policy']} on {line.inputs['machine']}: {shorten(line.failure or '', LONGEST_REASON)}"
     )
@@ -245,7 +245,7 @@ def _print_best(best: list[BestPolicy], *, dollars: bool) -> None:
 
 
 def _print_result(given: SweepArguments, out: Path, result: SweepResult) -> None:
-    """Print the file of results, the numbers of points, and the reasons of the first failures."""
+    """Print the file of results, the numbers of simulations, and the reasons of the first failures."""
     reused = f", {result.reused:,} of them from earlier" if result.reused else ""
     others = f"; it has {result.others:,} lines of other sweeps, too" if result.others else ""
     say(f"{len(result.lines):,} of {result.points:,} points done{reused}: {out}{others}")

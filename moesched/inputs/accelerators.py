@@ -26,7 +26,7 @@ def cut_over_ranks(
     """Return one accelerator's share of the model, of the machine and of the budgets, with budgets in bytes by memory.
 
     For a pipelined policy, which itself assigns layers to accelerators, model and budgets are returned undivided. The
-    returned machine also reflects a limit of page-locked memory among the budgets.
+    returned machine has the budgets' limit of page-locked memory.
 
     Args:
         budgets: limits by memory, as bytes or texts such as "16GB"; None for none.
@@ -36,7 +36,8 @@ def cut_over_ranks(
 
     Raises:
         BadInput: the model cannot be cut into that many shares, the machine has fewer accelerators, `ranks` is given
-            for a pipelined policy, a budget is more than the machine has, or it limits page-locked memory without need.
+            for a pipelined policy, a budget is more than the machine has, or page-locked memory cannot be limited on
+            this machine.
     """
     given = read_budgets(budgets, machine, here=here)
     machine = within_lock_limit(machine, given)

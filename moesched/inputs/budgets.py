@@ -55,7 +55,7 @@ def read_budgets(
 
 
 def assumed_process(machine: Machine) -> Process:
-    """Return the `Process` that predictions assume for a run on a machine: its bytes apart from the run's plan."""
+    """Return the memory that predictions assume for a process on a machine, apart from the run's plan."""
     return Process(runtime=ASSUMED_RUNTIME, whole=machine.unified)
 
 
@@ -75,7 +75,7 @@ def within_process(
         The budgets by memory, in bytes for each rank, and the process with its limit.
 
     Raises:
-        BadInput: nothing is left for the host, or an accelerator's driver has unknown bytes in the process.
+        BadInput: nothing is left for the host, or it is unknown how many bytes an accelerator's driver takes in it.
     """
     rest = {name: nbytes for name, nbytes in budgets.items() if name != PROCESS}
     if PROCESS not in budgets:

@@ -41,7 +41,7 @@ def dtype_of_nodes(own: str, given: str | None, machine: Machine, device: str) -
     Args:
         own: dtype of the model's weights.
         given: dtype that the user chose; None for none.
-        machine: this node.
+        machine: the machine that is this node.
         device: name of this node's device.
 
     Raises:

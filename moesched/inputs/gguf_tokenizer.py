@@ -169,7 +169,7 @@ def _sentence_piece(path: Path, vocabulary: Vocabulary, ids: dict[str, int]) -> 
 
 
 def _scored_pairs(vocabulary: Vocabulary, ids: Mapping[str, int]) -> Iterator[tuple[str, str]]:
-    """Yield every pair of tokens that make a token when joined, in order of its score, highest first."""
+    """Yield every pair of tokens that make a token when joined, in order of the made token's score, highest first."""
     by_score = sorted(range(len(vocabulary.tokens)), key=vocabulary.scores.__getitem__, reverse=True)
     for number in by_score:
         token = vocabulary.tokens[number]
@@ -184,10 +184,9 @@ def _scored_pairs(vocabulary: Vocabulary, ids: Mapping[str, int]) -> Iterator[tu
 
 
 def _add_tokens(made: Any, vocabulary: Vocabulary) -> None:
-    """Register the vocabulary's special tokens, which are never divided; decoded text omits control and unknown tokens.
+    """Register the vocabulary's special tokens, which are never divided, in the `tokenizers.Tokenizer` `made`.
 
-    Args:
-        made: the `tokenizers.Tokenizer`; changed in place.
+    Decoded text omits control and unknown tokens.
     """
     from tokenizers import AddedToken
 
@@ -203,11 +202,7 @@ def _add_tokens(made: Any, vocabulary: Vocabulary) -> None:
 
 
 def _add_ends(made: Any, vocabulary: Vocabulary) -> None:
-    """Make a tokenizer put the vocabulary's first and last token around each text, as far as the model expects them.
-
-    Args:
-        made: the `tokenizers.Tokenizer`; changed in place.
-    """
+    """Make the `tokenizers.Tokenizer` `made` put the first and last token around a text, as the model expects them."""
     from tokenizers import processors
 
     begins = vocabulary.add_bos_token

@@ -32,7 +32,7 @@ Objective = Literal["throughput", "latency", "interactive"]
 
 
 class ModelOptions(Options):
-    """Option for the shape of a model."""
+    """Option `model`: a model by its name or files; its weights are not read."""
 
     model: Annotated[
         Path | str,
@@ -45,7 +45,7 @@ class ModelOptions(Options):
 
 
 class WeightsOptions(Options):
-    """Option for a model with its weights."""
+    """Option `model`: the folder or GGUF file of a model with its weights."""
 
     model: Annotated[
         Path | str,
@@ -57,7 +57,7 @@ class WeightsOptions(Options):
 
 
 class FormatOptions(Options):
-    """Option for the storage format of the weights."""
+    """Option `format`: the storage format of the weights."""
 
     format: Annotated[
         str | None,
@@ -71,7 +71,7 @@ class FormatOptions(Options):
 
 
 class MachineOptions(Options):
-    """Option for the machine to plan for."""
+    """Option `machine`: the machine to plan for."""
 
     machine: Annotated[
         Machine | str,
@@ -84,7 +84,7 @@ class MachineOptions(Options):
 
 
 class MachineChanges(Options):
-    """Option for changes of the machine."""
+    """Option `machine_set`: changes of the machine."""
 
     machine_set: Annotated[
         Mapping[str, str] | None,
@@ -99,7 +99,7 @@ class MachineChanges(Options):
 
 
 class NodesOptions(Options):
-    """Options for machines that share a model."""
+    """Options for several equal machines that share a model's experts: their number and network."""
 
     nodes: Annotated[
         int | None,
@@ -119,7 +119,7 @@ class NodesOptions(Options):
 
 
 class CutOptions(Options):
-    """Option for accelerators that share a model."""
+    """Option `tensor_parallel`: the number of accelerators over which the model is split."""
 
     tensor_parallel: Annotated[
         int | None,
@@ -133,7 +133,7 @@ class CutOptions(Options):
 
 
 class DTypeOptions(Options):
-    """Option for the dtype of the computation."""
+    """Option `dtype`: the number format to compute in."""
 
     dtype: Annotated[
         DType | None,
@@ -145,7 +145,7 @@ class DTypeOptions(Options):
 
 
 class BudgetOptions(Options):
-    """Option for limits of memories."""
+    """Option `budgets`: limits on the bytes in each memory."""
 
     budgets: Annotated[
         Mapping[str, int | str] | None,
@@ -202,7 +202,7 @@ class SizeOptions(Options):
 
 
 class ChoiceOptions(Options):
-    """Option for the policy."""
+    """Option `policy`: the policy, as a name, a class or an object."""
 
     policy: Annotated[
         PolicyGiven,
@@ -216,7 +216,7 @@ class ChoiceOptions(Options):
 
 
 class SettingOptions(Options):
-    """Option for the policy's settings."""
+    """Option `settings`: values of the policy's settings."""
 
     settings: Annotated[
         Mapping[str, Any] | None,
@@ -256,7 +256,7 @@ class DeviceOptions(MachineOptions):
 
 
 class BandOptions(Options):
-    """Option for the uncertainty of predicted figures."""
+    """Option `band`: whether to predict the uncertainty of predicted figures."""
 
     band: Annotated[
         bool,
@@ -270,7 +270,7 @@ class BandOptions(Options):
 
 
 class WorkloadOptions(Options):
-    """Options for the requests of a prediction."""
+    """Options for the requests of a prediction: the workload, and the tokens to generate."""
 
     workload: Annotated[
         Workload | str | Sequence[Prompt] | None,

@@ -28,7 +28,7 @@ _NAMED_LINES = 20
 
 
 def parse_prompt_ids(text: str) -> list[list[int]]:
-    """Parse prompts given as token ids: "1,2,3;4,5" is a prompt of three tokens and one of two.
+    """Parse prompts given as token ids: "1,2,3;4,5" is a prompt of three tokens and a prompt of two.
 
     Raises:
         BadInput: an item is not a number.

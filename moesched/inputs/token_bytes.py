@@ -12,11 +12,7 @@ _SPACE = "▁"
 
 
 def stands_for_bytes(tokenizer: Any) -> bool:
-    """Test whether each character in the names of a tokenizer's tokens stands for one byte, as in GPT-2's vocabulary.
-
-    Args:
-        tokenizer: a `tokenizers.Tokenizer`.
-    """
+    """Test whether characters in the token names of a `tokenizers.Tokenizer` stand for bytes, as in GPT-2's."""
     decoder = tokenizer.decoder
     return decoder is not None and b'"ByteLevel"' in decoder.__getstate__()
 

@@ -71,6 +71,7 @@ class Tokenizer:
 
         Args:
             most: the most tokens that the caller can use; a much longer text is refused before all of it is encoded.
+                None for no limit.
             bare: whether to add no special tokens, as for a text that has them already.
 
         Raises:
@@ -95,7 +96,7 @@ class Tokenizer:
         return text
 
     def is_special(self, token: int) -> bool:
-        """Test whether a token id is one of a special token, which decoded text omits."""
+        """Test whether a token id stands for a special token, which decoded text omits."""
         return token in self._special
 
     def bytes_of(self, token: int) -> bytes:
@@ -116,9 +117,9 @@ class Tokenizer:
     def _require_short(self, text: str, most: int) -> None:
         """Raise BadInput for a text with far more than `most` tokens, without encoding all of it.
 
-        A text is refused at once if its characters exceed four times the longest token's, for each of `most` tokens;
-        the factor four allows for tokenizers that drop or join characters. Otherwise the text is encoded in pieces
-        until they have more than twice `most` tokens, since cutting a text at most doubles its tokens.
+        A text is refused at once if it is longer than four times `most` tokens of the greatest length; the factor four
+        allows for tokenizers that drop or join characters. Other texts are encoded in pieces until these have more than
+        twice `most` tokens, since cutting a text at most doubles its tokens.
         """
         longest = max(map(len, self._tokenizer.get_vocab()), default=1)
         tokens = 0
@@ -220,7 +221,7 @@ def open_model(model: Path, *, partial: bool = False) -> tuple[Checkpoint, Token
     """Open a model's weights, and make its tokenizer (None if the model has none); each file header is read only once.
 
     Args:
-        partial: as in `open_checkpoint`, which also describes the errors.
+        partial: whether a safetensors file may be missing if a copy of its header is there.
     """
     contents = read_contents(model, partial=partial)
     return checkpoint_of(contents), make_tokenizer(contents.path, contents.vocabulary)

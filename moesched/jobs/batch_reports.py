@@ -26,17 +26,17 @@ class NotTraced(BadInput):
 
 
 class BatchReports:
-    """Collects reports of successive batches; the first error that has a report is raised by `merge`."""
+    """Collects the reports of successive batches, and the first error that has a report, which `merge` raises."""
 
     def __init__(self) -> None:
         self.all: list[JobReport] = []
         self._ending = Ending()
 
     def add(self, job: Callable[..., JobReport], *arguments: Any) -> None:
-        """Run one batch, by a call of `job` with `arguments`, and keep its report.
+        """Run one batch, by the call `job(*arguments)`, and keep its report.
 
         Raises:
-            Exception: the error of a batch that has no report, since it ended before it began.
+            Exception: the batch failed before it began, and so has no report.
         """
         try:
             self.all.append(job(*arguments))
@@ -54,7 +54,7 @@ class BatchReports:
         return self.all[number].interrupted or self.all[number].failure is not None
 
     def merge(self, *, requests: int, batches: int, padded: bool = False) -> JobReport:
-        """Merge the reports of all batches; the requests of batches that did not run have no tokens.
+        """Merge all batches' reports, and set `padded` in the result; requests that did not run have no tokens.
 
         Raises:
             KeyboardInterrupt: not even the first batch has a report.
@@ -69,7 +69,7 @@ class BatchReports:
 
 
 class JobEnding(Ending):
-    """Context of a job's run: signals are handled within it, and held afterwards until the results are written."""
+    """Context of a job's run: a signal interrupts the run; one that comes later waits until the results are written."""
 
     def __enter__(self) -> JobEnding:
         release_signals()
@@ -86,7 +86,7 @@ def reported(run: Callable[[], T], ending: Ending) -> T:
     """Call `run` and return its report; an error that carries a report is kept in `ending`, to be raised later.
 
     Raises:
-        Exception: the error of a run that has no report, since it ended before it began.
+        Exception: the run failed before it began, and so has no report.
     """
     with ending:
         return run()

@@ -192,7 +192,7 @@ class Call:
         roofs: Mapping[str, Roof] | None,
         explains: bool,
     ) -> JobReport:
-        """Write a batch's recording; return its report, with the bottleneck if `explains`."""
+        """Write the files of a batch, and return its report; `roofs` are peak rates, `explains` adds the bottleneck."""
         explanation = None
         if explains:
             from moesched.jobs.explained import explained  # nothing before the first token needs it

@@ -16,11 +16,11 @@ CHUNK = 1024
 
 
 def with_cut_prompts(capacity: Capacity, asked: int | None) -> Capacity:
-    """Return the capacity of places whose prompts are cut over steps.
+    """Return the capacity of a server that cuts prompts into parts, for successive steps.
 
     Args:
         capacity: the capacity with whole prompts.
-        asked: the most prompt tokens of a step, over all places; None for the default, `CHUNK`.
+        asked: the most prompt tokens of a step, over all requests; None for the default, `CHUNK`.
     """
     each = -(-(asked or CHUNK) // capacity.places)
     return replace(capacity, chunk=min(each, capacity.prompt_tokens))
@@ -29,8 +29,8 @@ def with_cut_prompts(capacity: Capacity, asked: int | None) -> Capacity:
 def cuts_prompts(plan: Plan, asked: int | None) -> bool:
     """Decide whether to run a plan whose prompts are cut over steps, instead of one with whole prompts.
 
-    A part of a prompt attends to the parts before it, so the KV cache has to be where prompts attend. Where weights are
-    streamed, they are streamed again for each part, so prompts are cut only if the user asks for it.
+    A part of a prompt attends to the parts before it, so the whole KV cache has to be on the accelerator. Where weights
+    are streamed, they are streamed again for each part, so prompts are cut only if the user asks for it.
 
     Args:
         plan: a plan of cut prompts.
@@ -49,5 +49,5 @@ def cuts_prompts(plan: Plan, asked: int | None) -> bool:
 
 
 def may_cut_prompts(plan: Plan) -> bool:
-    """Test whether a plan is for one machine, and its whole KV cache is on the accelerator, where prompts attend."""
+    """Test whether a plan is for one machine, and its whole KV cache on the accelerator, where prompts are computed."""
     return plan.nodes.count == 1 and all(role == "accelerator" for roles in plan.kv.roles for role in roles)

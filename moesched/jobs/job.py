@@ -1,4 +1,4 @@
-"""A job: plans batches, which share policy, layout, machine and budgets."""
+"""A job: plans batches of requests that share policy, model, machine and budgets."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from moesched.steps.process import Process
 
 
 class Job:
-    """Plans the batches of a job, which share policy, layout, machine and budgets.
+    """Plans the batches of a job, which share policy, model, machine and budgets.
 
     Args:
         options: the user's policy, sizes and budgets.
@@ -86,7 +86,7 @@ class Job:
     def with_policy(self, policy: PolicyGiven, chosen_at: float) -> Job:
         """Return a copy of the job with a policy that the planner chose, which gets no settings.
 
-        The model's cut over devices stays.
+        The copy keeps the model's division among devices.
 
         chosen_at: tokens per second that the planner predicts.
         """
@@ -112,7 +112,7 @@ class Job:
         self.machine = as_used_by(device, self.machine)
 
     def use_process(self, process: Process) -> None:
-        """Set the process that runs the plans; bytes that it holds beside them count in its budget.
+        """Set the process that runs the plans; the process's other bytes also count in its budget.
 
         Call it before `sizes` and `plan`.
 
@@ -135,7 +135,7 @@ class Job:
 
         Args:
             lengths: lengths of all prompts, in tokens.
-            slot_bytes: returns the bytes of a slot for a page.
+            slot_bytes: returns the bytes of memory that a page of weights takes.
             successive: whether all requests run, in successive batches, instead of one batch only.
 
         Raises:
@@ -161,7 +161,7 @@ class Job:
             raise self._with_width(error, setting.batch(1, 1), slot_bytes) from error
 
     def setting(self, lengths: Sequence[int], new_tokens: int, slot_bytes: Callable[[Page], int]) -> Setting:
-        """Return everything except the batch that the job's plans depend on; the arguments are those of `sizes`."""
+        """Return a plan's inputs except its batch; `lengths` are prompt tokens, `slot_bytes` gives a page's bytes."""
         return Setting(
             make=self.make,
             machine=self.machine,
@@ -193,7 +193,7 @@ class Job:
         """Plan a batch by a policy, for one node if there are several.
 
         Args:
-            slot_bytes: returns the bytes of a slot for a page.
+            slot_bytes: returns the bytes of memory that a page of weights takes.
             policy: the policy that plans; by default a new one.
 
         Raises:

@@ -1,4 +1,4 @@
-"""Sizes of memory for resident weights, estimated before the device is imported, so that it can be taken meanwhile."""
+"""Sizes of memory for resident weights, estimated early, so that memory is taken while the device is imported."""
 
 from __future__ import annotations
 
@@ -71,5 +71,5 @@ def _sizes_by_plan(
 
 
 def _rows(batch: Batch, config: ModelConfig) -> float:
-    """Return the mean rows of an expert in a decode step of the largest micro-batch."""
+    """Return the mean number of tokens that an expert gets in a decode step of the largest micro-batch."""
     return max(map(len, batch.micro_batches)) * config.routed.top_k / config.routed.experts

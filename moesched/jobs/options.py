@@ -61,7 +61,7 @@ class TraceOptions(Options):
 
 
 class OutputOptions(TraceOptions):
-    """Options for outputs of a job other than its report."""
+    """Options for a job's trace, its HTML report, and the listener that follows its progress."""
 
     html: Annotated[
         Path | str | None,

@@ -22,7 +22,7 @@ Found = TypeVar("Found")
 
 
 def policy_until_chosen(given: PlannedOptions) -> PolicyGiven:
-    """Return the policy that the options name; if the planner is to choose, the policy that a job begins with.
+    """Return the policy that the options name, or a provisional policy if the planner is to choose one.
 
     Raises:
         BadInput: the planner is to choose, and the options have settings for a policy.
@@ -41,9 +41,10 @@ def with_choice(
     process: Callable[[], Process],
     listener: Listener,
 ) -> Job:
-    """Return a copy of a job with the planner's choice for requests that all run; the listener is told of the search.
+    """Return a copy of a job with the planner's choice of a policy, for requests that run in one or several batches.
 
-    The other arguments and the errors are those of `choose_policy_of`.
+    `lengths` are prompt tokens. `slot_bytes` returns the bytes of memory that a page takes, and `process` the process
+    that will run the plan. `listener` is told of the search. Errors are those of `choose_policy_of`.
     """
 
     def planned(its_job: Job) -> Job:
@@ -63,10 +64,11 @@ def with_best_plan(
     process: Process,
     listener: Listener,
 ) -> Job:
-    """Return a copy of a job with the policy that `moesched plan` ranks first, for as many of the requests as are best.
+    """Return a copy of a job with the policy that `moesched plan` ranks first for requests of these prompt lengths.
 
+    `slot_bytes` returns the bytes of memory that a page of weights takes; `listener` is told of the search.
     The copy has the sizes of that plan, unless the options give some, or the job has several beams, which the search
-    does not know. The other arguments are those of `with_choice`.
+    does not know.
 
     Raises:
         DoesNotFit: no policy fits.
@@ -114,11 +116,11 @@ def choose_policy_of(
     """Choose a policy for requests that run together.
 
     Args:
-        job: a job that knows its device; afterwards it knows its process, too.
+        job: a job with its device set; `choose_policy_of` also sets its process.
         lengths: prompt tokens of each request.
-        slot_bytes: returns the bytes of a slot for a page.
-        process: returns the process that will run the plan, as it is at the call: the search takes memory.
-        plan: plans by a copy of the job that has a policy, and the rate that the planner predicts of it.
+        slot_bytes: returns the bytes of memory that a page of weights takes.
+        process: returns the process that will run the plan, in its state at the call, since the search takes memory.
+        plan: takes a copy of the job with a policy, and makes its plan; raises BadInput if that does not fit.
         on_progress: called with the name of each stage of the search.
 
     Returns:
@@ -149,7 +151,7 @@ def _estimates(
 ) -> list[PolicyEstimate]:
     """Return the planner's predictions, the fastest policy first, for as many requests as some policy holds at once.
 
-    These are all of the requests, or else the first half of them, the first quarter, and so on.
+    If no policy holds all requests, the first half of them is tried, then the first quarter, and so on.
     """
     count, size = len(lengths), job.options.micro_batch_size
     sizes = [min(size, count)] if size else [count, -(-count // 4), 1]

@@ -100,7 +100,7 @@ class JobReport(Report, frozen=True, kw_only=True):
 
     @property
     def place(self) -> str:
-        """The machine, with its number of nodes or accelerators if there are several, and the dilation if emulated."""
+        """The machine, with its number of nodes or accelerators if several, and the slow-down if it was emulated."""
         count = self.tensor_parallel
         machine = self.machine if count == 1 else f"{self.machine}, cut over {count} accelerators"
         if self.nodes > 1:
@@ -188,7 +188,7 @@ def job_report(
     Args:
         kinds: observer that counted tasks by verb and lane.
         policy: name of the policy, as the user gave it or the planner chose it.
-        chosen_at: as in `JobReport`.
+        chosen_at, text, cores, bytes_read, trace: as in `JobReport`.
         change: words for a change of the files of weights during the batch, which makes its tokens doubtful.
     """
     fields = {name: getattr(report, name) for name in report.__struct_fields__}
@@ -404,7 +404,7 @@ def _merge_pools(pools: Sequence[PoolUse]) -> list[PoolUse]:
 
 
 def _merge_uses(uses: Sequence[Use]) -> list[Use]:
-    """Add up counts of router previews or forecasts by distance, and by predictor."""
+    """Add up the counts of router previews or forecasts that looked equally far ahead, by the same predictor."""
     merged: dict[tuple[Any, ...], Compared] = {}
     for each in uses:
         *key, forecasts, chosen, found, _ = msgspec.structs.astuple(each)

@@ -1,4 +1,4 @@
-"""A model that serves requests that join and leave, on real hardware."""
+"""A model on real hardware, which serves requests that join and leave its batch."""
 
 from __future__ import annotations
 

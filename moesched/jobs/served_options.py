@@ -1,4 +1,4 @@
-"""Options of jobs whose requests join and leave."""
+"""Options of jobs whose requests join and leave the batch while it runs."""
 
 from __future__ import annotations
 

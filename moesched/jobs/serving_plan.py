@@ -33,7 +33,7 @@ class ServingPlan(NamedTuple):
 
     Attributes:
         policy_name: name of the policy in reports.
-        predicted: tokens per second with all places full, if the planner chose the policy; else None.
+        predicted: predicted tokens per second with the most requests at once; None unless the planner chose the policy.
     """
 
     capacity: Capacity
@@ -89,8 +89,8 @@ def plan_serving(
 
     Args:
         job: a job by `serving_job`, which knows its device.
-        slot_bytes: returns the bytes of a slot for a page.
-        process: returns the process that will run the plan, as it is at the call.
+        slot_bytes: returns the bytes of memory that a page of weights takes.
+        process: returns the process that will run the plan, in its state at the call.
         chooses: whether the planner chooses the policy, instead of the job's own.
         on_progress: called with the name of each stage of the planner's search.
 
@@ -125,7 +125,7 @@ def _planned(job: Job, context: int, slot_bytes: Callable[[Page], int]) -> Servi
 def _fullest(
     job: Job, capacity: Capacity, slot_bytes: Callable[[Page], int]
 ) -> tuple[Capacity, Plan, Policy]:
-    """Return the capacity, its plan and policy: with prompts cut over steps if that helps, else with whole prompts."""
+    """Return a server's capacity, plan and policy: with prompts cut over steps if that helps, else with whole ones."""
     asked = job.options.prefill_chunk
     cut = with_cut_prompts(capacity, asked)
     try:
@@ -141,6 +141,6 @@ def _fullest(
 
 
 def _requests(job: Job, context: int) -> tuple[list[int], int]:
-    """Return the prompt lengths and the number of new tokens, for which to choose sizes: each half the context."""
+    """Return prompt lengths and a number of new tokens, each half of `context`, by which to choose sizes."""
     assert job.options.batch_size is not None, "serving_job sets it"
     return [context // 2] * job.options.batch_size, context - context // 2

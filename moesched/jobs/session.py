@@ -70,7 +70,7 @@ class Session:
     def close(self) -> None:
         """Refuse further calls, free the model's memory and close its files.
 
-        A call that runs, which may be the one whose listener calls this, goes on, and frees and closes them at its end.
+        If a call is running, it goes on, and frees and closes at its end; the call's own listener may call `close`.
         """
         self._closed = True
         if self._turn.acquire(blocking=False):
@@ -129,7 +129,7 @@ class _Opened(NamedTuple):
     """A model on its devices.
 
     Attributes:
-        job: the job without beam search, from which calls make their own.
+        job: the job without beam search, of which each call makes a copy.
         obstacle: the reason why calls cannot be predicted; None if they can.
     """
 

@@ -47,7 +47,7 @@ class ServedScenarioOptions(BestPolicyOptions, TraceOptions, ArrivalsOptions, Sc
 
 
 class _Progress:
-    """Listener that tells how many requests are done, once a step."""
+    """Listener that calls `tell` with (requests done, all requests) after each step."""
 
     def __init__(self, tell: Callable[[int, int], object], requests: int) -> None:
         self._tell = tell
@@ -55,7 +55,7 @@ class _Progress:
         self._done = 0
 
     def loaded(self, serving: Serving) -> None:
-        """Call `progress` with 0 requests done."""
+        """Call `tell` with 0 requests done."""
         self._tell(0, self._requests)
 
     def token(self, served: Served) -> None:
@@ -63,7 +63,7 @@ class _Progress:
         self._done += served.ending is not None
 
     def step(self, serving: Serving) -> None:
-        """Call `progress` with the number of requests done so far."""
+        """Call `tell` with the number of requests done so far."""
         self._tell(self._done, self._requests)
 
 
@@ -72,7 +72,7 @@ class _Progress:
 def simulate_arrivals(given: ServedScenarioOptions) -> ServiceReport:
     """Predict requests that arrive over time on the virtual clock; needs no weights and no GPU.
 
-    They join and leave between steps, under any policy of one machine, or of several that share the experts.
+    Requests join and leave between steps, under any policy of one machine, or of several that share the experts.
 
     Raises:
         BadInput: an argument cannot be used.

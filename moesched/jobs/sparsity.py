@@ -36,7 +36,7 @@ class SparsityReport(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         values: number of counted values in each layer, over all its experts.
-        below: shares, as [layer][threshold].
+        below: shares from 0 to 1, as [layer][threshold].
         dense: numbers of the layers without experts, whose values are not counted.
         tokens: number of prompt tokens.
         random_prompts: whether the prompts were random token ids.

@@ -30,7 +30,7 @@ class TextListener:
         self._new_tokens = new_tokens
 
     def tell(self, fresh: dict[int, int]) -> None:
-        """Pass on new tokens, each by its request's index in the batch."""
+        """Pass new tokens on to the listener; `fresh` has the token of each request, by its index in the batch."""
         for request, token in fresh.items():
             self._counts[request] += 1
             self.listener.generated(self._first + request, token, self._text(request, token))
@@ -38,13 +38,13 @@ class TextListener:
                 self._finish(request)
 
     def tell_all(self, fresh: Mapping[int, Sequence[int]]) -> None:
-        """Pass on several new tokens of each request."""
+        """Pass several new tokens of each request on to the listener; `fresh` has them by its index in the batch."""
         for request, tokens in fresh.items():
             for token in tokens:
                 self.tell({request: token})
 
     def finish_all(self) -> None:
-        """Pass on the text that was held back of all requests; call it at the end of the batch."""
+        """Pass the held-back text of all requests on to the listener; call this at the end of the batch."""
         for request in list(self._open):
             self._finish(request)
 

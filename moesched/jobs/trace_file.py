@@ -40,7 +40,7 @@ def recorder_for(
     Args:
         files: the files to write from the recording.
         explained: whether the batch's bottleneck is to be explained.
-        predicts: whether to record also the times that a measured run's works should take on the plan's machine.
+        predicts: whether to record also the times that a measured run's tasks should take on the plan's machine.
     """
     if files.wanted:
         return recorder_of(plan, predicts=predicts)
@@ -51,7 +51,7 @@ def recorder_of(plan: Plan, *, predicts: bool = False) -> Recorder | LastSteps:
     """Return a recorder of a whole run, or of its last steps if the run is too long.
 
     Args:
-        predicts: whether to record also the times that a measured run's works should take on the plan's machine.
+        predicts: whether to record also the times that a measured run's tasks should take on the plan's machine.
     """
     recorder = _recorder_of(plan)
     if predicts:
@@ -69,7 +69,7 @@ def _recorder_of(plan: Plan) -> Recorder | LastSteps:
 
 
 def tasks_of_a_step(plan: Plan) -> int:
-    """Estimate the number of tasks of a step, at most."""
+    """Return an upper estimate of the number of tasks of a step."""
     return 8 * len(plan.layers) * len(plan.micro_batches) + 2 * len(plan.layout.pages)
 
 
@@ -111,7 +111,7 @@ def require_outputs_apart(outputs: OutputOptions, *more: Options | Path) -> None
 
 
 def files_named(given: Options | Path) -> Iterator[str]:
-    """Yield the names of the files that the options read; lists are skipped, since they hold prompts."""
+    """Yield the names of the files in options' values, or a path itself; lists are skipped, since they hold prompts."""
     if isinstance(given, Path):
         yield str(given)
         return
@@ -140,7 +140,7 @@ def write_recording(
     roofs: Mapping[str, Roof] | None = None,
     explanation: Explanation | None = None,
 ) -> None:
-    """Write trace and HTML report of the batch that `report` describes, as far as `files` names them.
+    """Write trace and HTML report of the batch that `report` describes, as far as `files` names them; tell `listener`.
 
     Args:
         clocks: corrections of the nodes' clocks, by rank.
@@ -171,7 +171,7 @@ def about_of(
     clocks: Mapping[str, Clock] | None = None,
     roofs: Mapping[str, Roof] | None = None,
 ) -> About:
-    """Return the metadata of a recording, from its report."""
+    """Return the metadata of a recording: its report, the nodes' clock corrections and the processors' peak rates."""
     return About(
         driver="realtime" if report.measured else "virtual",
         policy=report.policy,

@@ -61,14 +61,14 @@ class Endpoint(ABC, Generic[Given]):
     async def understand(self, given: Given, user: str) -> CheckedRequest:
         """Check a request's fields, and make prompts and settings of them.
 
-        user: whose request it is, for admission.
+        user: name of the user who sent the request, for the admission rule.
 
         Raises:
             ApiError: a field cannot be used.
         """
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request."""
+        """Answer a request; the arguments are those of an ASGI application."""
         request = Request(scope, receive)
         try:
             self._gate.require_room()  # before the work of reading, since a full server refuses many
@@ -103,7 +103,7 @@ class Completions(Endpoint[CompletionRequest]):
     kind = CompletionRequest
 
     async def understand(self, given: CompletionRequest, user: str) -> CheckedRequest:
-        """Encode the prompts."""
+        """Encode the prompts of a completion request from `user`, and check its settings."""
         prompt_only = given.max_tokens == 0
         if prompt_only and not given.echo:
             raise bad_request("max_tokens is 0: give 1 or more, or echo with it", "max_tokens")
@@ -133,7 +133,7 @@ class Chats(Endpoint[ChatRequest]):
     kind = ChatRequest
 
     async def understand(self, given: ChatRequest, user: str) -> CheckedRequest:
-        """Make a prompt of the conversation."""
+        """Encode the conversation of a chat request from `user` as a prompt, and check its settings."""
         if given.top_logprobs and not given.logprobs:
             raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")
         prompt = await self.model.of_chat([_for_template(message) for message in given.messages])

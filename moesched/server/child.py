@@ -64,7 +64,7 @@ async def engine_child(
 
 
 class _FromEngine(asyncio.Protocol):
-    """Passes the bytes that the engine writes on to the link."""
+    """Protocol of asyncio that passes the bytes of the engine's output on to the link."""
 
     def __init__(self, process: subprocess.Popen[bytes], link: EngineLink) -> None:
         self._process = process
@@ -84,7 +84,7 @@ class _FromEngine(asyncio.Protocol):
 
 
 def end_of(process: subprocess.Popen[bytes]) -> str:
-    """Wait for the end of a process that closed its output, or end it, and say how it ended."""
+    """Wait until a process that closed its output ends, or kill it after a while; return how it ended, in words."""
     try:
         code = process.wait(PATIENCE_SECONDS)
     except subprocess.TimeoutExpired:

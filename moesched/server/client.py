@@ -59,7 +59,7 @@ class Client:
                 raise BadInput(f"{self._url} is no server of models: give the address of one") from None
 
     def chat(self, messages: Sequence[Mapping[str, str]], **settings: Any) -> Generator[str]:
-        """Yield the pieces of an answer's text.
+        """Send a conversation in OpenAI's form, and yield the pieces of the answer's text.
 
         Args:
             settings: further fields of the request.

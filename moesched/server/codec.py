@@ -15,23 +15,23 @@ AT_ONCE = 2_000
 
 
 class Codec(Decodes, Protocol):
-    """Conversion of text to tokens and back."""
+    """Conversion between text and token ids."""
 
     def encode(self, text: str, most: int | None = None, *, bare: bool = False) -> list[int]:
-        """Return the ids of a text, as `moesched.inputs.tokenizer.Tokenizer` does."""
+        """Return a text's token ids; far more than `most` tokens are refused, and `bare` adds no special tokens."""
 
     def bytes_of(self, token: int) -> bytes:
-        """Return the bytes that a token stands for."""
+        """Return the bytes of text that a token id stands for."""
 
     def is_special(self, token: int) -> bool:
-        """Test whether a token is one that texts leave out."""
+        """Test whether a token id stands for a special token, which texts leave out."""
 
 
 class Numbers:
     """Stand-in for a missing tokenizer: a text is a list of token ids with spaces between them."""
 
     def encode(self, text: str, most: int | None = None, *, bare: bool = False) -> list[int]:
-        """Read token ids from a text.
+        """Read token ids from a text; `most` and `bare` change nothing.
 
         Raises:
             BadInput: the text has anything but numbers.
@@ -58,10 +58,10 @@ class Numbers:
 
 
 async def encode(codec: Codec, text: str, most: int, *, bare: bool = False) -> list[int]:
-    """Return the ids of a text; a long text is encoded on another thread, so that the event loop goes on.
+    """Encode a text by `codec.encode`; a long text on another thread, so that the event loop goes on.
 
     Raises:
-        BadInput: as `Codec.encode`.
+        BadInput: the text cannot be encoded, or is too long.
     """
     if len(text) <= AT_ONCE:
         await asyncio.sleep(0)  # a request may have many prompts

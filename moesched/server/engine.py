@@ -86,7 +86,7 @@ class TokenSender:
             self._messages.append(message_of(served, ending))
 
     def step(self, serving: Serving) -> None:
-        """Send the messages of the step, with the engine's state where it is due."""
+        """Send the messages of the step, and from time to time the engine's state."""
         now, runs = time.monotonic(), bool(serving.running)
         if now - self._told >= STATE_SECONDS or runs != self._ran:
             self._told, self._ran = now, runs
@@ -114,7 +114,7 @@ class LoadMeter:
         self._told = 0.0
 
     def ended(self, task: Task) -> None:
-        """Count a page that was loaded."""
+        """Count a page if the ended task loaded one, and tell the front, a few times a second at most."""
         if task.verb != "load":
             return
         self._done += 1
@@ -178,7 +178,7 @@ def request_of(ask: Ask) -> Request:
 
 
 def message_of(served: Served, ending: Ending | None) -> Token:
-    """Make the message about a request's last token; that of the first one has the prompt's log probabilities."""
+    """Make the message about a request's newest token; for its first token, with the prompt's log probabilities."""
     number, token = served.request.number, served.tokens[-1]
     if not isinstance(token, ScoredToken):
         return Token(number, token, ending)

@@ -76,7 +76,7 @@ class Generated(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def streams_usage(self) -> bool:
-        """Whether the answer is a stream that ends with the usage."""
+        """Whether the answer is a stream that ends with the numbers of tokens."""
         return bool(self.stream and self.stream_options and self.stream_options.include_usage)
 
     @property
@@ -129,14 +129,14 @@ class CompletionRequest(Generated, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A part of a message."""
+    """A text that is a part of a message's content."""
 
     text: str
     type: PartType = "text"
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A message of a conversation; fields after `name` are empty ones of an earlier answer that a client sends back."""
+    """A message of a conversation; clients that send an earlier answer back may add the fields after `name`, empty."""
 
     role: Role
     content: str | list[TextPart]

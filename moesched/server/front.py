@@ -71,31 +71,31 @@ class Front:
         self.app: ASGIApp = CountedResponses(guarded, self._metrics, known)
 
     async def models(self, _: Request) -> Response:
-        """/v1/models: the model that is served."""
+        """Answer /v1/models with a list of the one model that is served."""
         return _json({"object": "list", "data": [self._described()]})
 
     async def one_model(self, request: Request) -> Response:
-        """/v1/models/NAME: the model that is served, if this is its name."""
+        """Answer /v1/models/NAME with the model that is served, if this is its name."""
         self._model.require(request.path_params["name"])
         return _json(self._described())
 
     async def health(self, _: Request) -> Response:
-        """/health: 200 while requests are taken."""
+        """Answer /health with status 200 while requests are taken, then with 503."""
         fine = not self.gate.closed and not self._link.ended.done()
         return _json({"status": "ok" if fine else "closing"}, 200 if fine else 503)
 
     async def metrics(self, _: Request) -> Response:
-        """/metrics, for Prometheus."""
+        """Answer /metrics with the server's metrics, for Prometheus."""
         return Response(self._metrics.text(), media_type="text/plain; version=0.0.4")
 
     async def state(self, _: Request) -> Response:
-        """/state: what is served, and how full the engine is; `at` is the server's clock in seconds."""
+        """Answer /state with names and the engine's load, as `State` has it; `at` is the server's clock in seconds."""
         ready = self._model.ready
         served = {"model": ready.model, "policy": ready.policy, "machine": ready.machine}
         return _json(served | {"at": time.monotonic()} | msgspec.structs.asdict(self._link.state))
 
     async def page(self, _: Request) -> Response:
-        """/: a chat in the browser."""
+        """Answer / with a page that is a chat in the browser."""
         return Response(PAGE, headers={"Content-Security-Policy": PAGE_POLICY}, media_type="text/html")
 
     def _described(self) -> dict[str, object]:

@@ -19,7 +19,7 @@ LONGEST_WAIT = 60
 class Gate:
     """Counts the answers that run or wait.
 
-    Requests that find no room are told to come back one after the other, at the rate at which answers end.
+    Refused requests are told to come back at different times, spaced by the rate at which answers end.
 
     Args:
         running: the most answers that run at once.
@@ -45,7 +45,7 @@ class Gate:
         """Count the answers of a request as running or waiting, until the context ends.
 
         Raises:
-            ApiError: the server closes, is full, or never has so much room.
+            ApiError: the server closes, is full, or never gives so many answers at once.
         """
         self.require_room(answers)
         self.inside += answers
@@ -61,10 +61,10 @@ class Gate:
             self._end(answers, refused=refused)
 
     def require_room(self, answers: int = 1) -> None:
-        """Check that a request could get in now.
+        """Check that a request for a number of answers could be taken now.
 
         Raises:
-            ApiError: the server closes, is full, or never has so much room.
+            ApiError: the server closes, is full, or never gives so many answers at once.
         """
         if self.closed:
             raise ApiError(
@@ -105,7 +105,7 @@ class Gate:
         self._changed.set()
 
     def _retry_seconds(self, answers: int) -> int:
-        """Estimate the seconds until there is room for more answers, behind the requests that were refused before."""
+        """Estimate the seconds until there is room for a number of answers, and for those that were refused before."""
         now, free = self._clock(), self.most - self.inside
         if len(self._ends) > 1:
             self._seconds_each = (now - self._ends[0]) / (len(self._ends) - 1)

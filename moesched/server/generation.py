@@ -134,7 +134,7 @@ class AnswersInProgress:
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of all prompts, each counted once."""
+        """The number of tokens of all prompts, with each prompt counted once."""
         return self._prompt_tokens
 
     @property
@@ -144,7 +144,7 @@ class AnswersInProgress:
 
     @property
     def answer_tokens(self) -> int:
-        """Tokens of all answers so far."""
+        """The number of tokens of all answers so far."""
         return sum(answer.count for answer in self._answers)
 
     async def pieces(self) -> AsyncGenerator[list[AnswerPiece]]:
@@ -175,7 +175,7 @@ class AnswersInProgress:
 
 
 def ask_for(prompt: Prompt, wanted: Wanted, seed: int) -> Ask:
-    """Make the message that asks the engine for one answer; the link gives it its number."""
+    """Make the message that asks the engine for one answer; its number is 0 until the link sets it."""
     return Ask(
         number=0,
         ids=prompt.ids,

@@ -25,7 +25,7 @@ class Keyed:
         self._key = key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, or refuse it."""
+        """Pass an ASGI request on to the application, or refuse it."""
         scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
         knows = scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode("latin-1"), self._key)
         if knows or scope["path"] in OPEN_PATHS:
@@ -50,7 +50,7 @@ class OfThisMachine:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, or refuse it."""
+        """Pass an ASGI request on to the application, or refuse it."""
         host = host_of(Headers(scope=scope).get("host", "localhost"))
         if is_loopback(host):
             await self._app(scope, receive, send)
@@ -74,7 +74,7 @@ class CountedResponses:
         self._known = known
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, and note the status of its response."""
+        """Pass an ASGI request on to the application, and note the status of its response."""
 
         async def noting(message: Message) -> None:
             if message["type"] == "http.response.start":

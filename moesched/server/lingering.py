@@ -1,4 +1,4 @@
-"""Closing of a connection whose client still sends, such that the client can read its answer."""
+"""Closes a connection whose client still sends, such that the client can read its answer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MOST_DROPPED = 128 << 20
 
 
 class LingeringTransport:
-    """A transport that, if closed before a request has arrived whole, stops to send, and drops what still comes.
+    """A transport that, if closed before a whole request has arrived, sends no more, and drops arriving bytes.
 
     Otherwise the system would reset the connection because of unread bytes, and the client could lose its answer.
 
@@ -23,7 +23,7 @@ class LingeringTransport:
         most_dropped: bytes that may come after `close`; more of them end the connection at once.
 
     Attributes:
-        drops: whether what comes is dropped; then the connection ends when the client closes it, or by `abort`.
+        drops: whether arriving bytes are dropped; the connection then ends when the client closes it, or by `abort`.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class LingeringTransport:
         return self.drops or self._transport.is_closing()
 
     def close(self) -> None:
-        """Send what waits, and close the connection, or begin to drop what comes."""
+        """Send the bytes that wait, and close the connection, or within a request begin to drop arriving bytes."""
         if self.is_closing():
             return
         self.drops = self._is_within_request()
@@ -54,7 +54,7 @@ class LingeringTransport:
             self._transport.close()
 
     def drop(self, data: bytes) -> None:
-        """Count what came too late; too much of it closes the connection."""
+        """Count bytes that arrived after `close`; too many of them end the connection."""
         self._left -= len(data)
         if self._left < 0:
             self._transport.abort()

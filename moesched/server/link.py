@@ -63,7 +63,7 @@ class Mailbox:
         """Wait for messages, and return all that came.
 
         Raises:
-            ClientLeft, EngineFailed: no more will come.
+            ClientLeft, EngineFailed: no more messages will come.
         """
         await self._came.wait()
         if self._over is not None:
@@ -74,7 +74,7 @@ class Mailbox:
 
 
 class EngineLink:
-    """Numbers requests, sends them to the engine, and puts its tokens into the mailboxes of those who wait.
+    """Numbers requests, sends them to the engine, and puts the engine's messages into the mailboxes of those who wait.
 
     Args:
         write: takes bytes for the engine.
@@ -82,8 +82,8 @@ class EngineLink:
 
     Attributes:
         state: the engine's state as it said last.
-        ready: what the engine serves, once it has loaded the weights; or the reason why it has not.
-        ended: done when the engine has ended; with the reason, empty if it was told to.
+        ready: future of what the engine serves, done once weights are loaded; or of the error if they cannot be.
+        ended: future that is done when the engine has ended, with the reason; empty if it was told to end.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class EngineLink:
             self._send([Close()])
 
     def feed(self, data: bytes) -> None:
-        """Decode bytes that the engine wrote, and put the messages in them into the mailboxes of those who wait.
+        """Decode bytes that the engine wrote, and put the decoded messages into the mailboxes of those who wait.
 
         Raises:
             BadFrame: the bytes are no frame.

@@ -29,7 +29,7 @@ class Ask(msgspec.Struct, frozen=True, tag=True, array_like=True):
         temperature, top_k, top_p, seed: see `moesched.requests.sampling.Sampling`.
         logprobs: the number of likeliest tokens to name beside each token; None for no log probabilities.
         echo: whether to give the log probabilities of the prompt's tokens as well.
-        user: whose request it is, for admission.
+        user: name of the user who sent the request, for the admission rule.
     """
 
     number: int
@@ -73,7 +73,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True, array_like=True):
     Attributes:
         model: the model's name.
         policy: the name of the policy.
-        predicted: tokens per second with all places full, where the planner chose the policy; else None.
+        predicted: predicted tokens per second with the most requests at once; None unless the planner chose the policy.
         machine: the name of the machine.
         places, sequences, cache_tokens, prompt_tokens, context: see `moesched.serving.capacity.Capacity`.
         vocabulary: the number of tokens that the model knows.
@@ -131,8 +131,8 @@ class State(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """The load of the engine; sent after a step, a few times a second at most.
 
     Attributes:
-        running: requests that run.
-        waiting: requests that wait for a place.
+        running: number of requests that run.
+        waiting: number of requests that wait to run.
         held: tokens of the KV cache that requests take.
         room: tokens of the KV cache in all.
         steps: steps so far.
@@ -185,7 +185,7 @@ class Frames:
         """Yield the messages that are complete with these bytes.
 
         Raises:
-            BadFrame: what came is no frame.
+            BadFrame: the bytes are no frame.
         """
         self._bytes += data
         while len(self._bytes) >= LENGTH.size:

@@ -28,7 +28,7 @@ class Model:
 
     Attributes:
         name: the name that requests give.
-        loaded: the time at which it was loaded, in seconds since 1970.
+        loaded: the time at which the model was loaded, in seconds since 1970.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Model:
         """Encode a text as a prompt.
 
         Raises:
-            ApiError: it cannot be encoded, or is too long.
+            ApiError: the text cannot be encoded, or is too long.
         """
         return Prompt(text, await self._encoded(text, "prompt"))
 
@@ -68,7 +68,7 @@ class Model:
         """Encode a conversation as a prompt, by the model's template.
 
         Raises:
-            ApiError: the template does not take it, it cannot be encoded, or is too long.
+            ApiError: the template refuses the conversation, or its text cannot be encoded or is too long.
         """
         try:
             text = await self._template.render(messages)
@@ -80,7 +80,7 @@ class Model:
         """Make a prompt of token ids.
 
         Raises:
-            ApiError: one is unknown, or there are too many.
+            ApiError: an id is unknown, or there are too many or none.
         """
         prompt = list(ids)
         self._require(prompt, "prompt")
@@ -90,7 +90,7 @@ class Model:
         """Return the most tokens of each answer.
 
         Args:
-            asked: the number that the request gives; None for the default, or less where there is less room.
+            asked: the number that the request gives; None for the default of chats or others, as far as there is room.
 
         Raises:
             ApiError: prompt and answer together are too long.
@@ -117,7 +117,7 @@ class Model:
         return ids
 
     def _require(self, ids: Sequence[int], field: str) -> None:
-        """Raise ApiError, which names the request's field, unless these tokens can be a prompt."""
+        """Raise ApiError, with the request's field `field` in it, unless these token ids can be a prompt."""
         if not ids:
             raise bad_request("the prompt is empty: give at least one token", field)
         most = min(self.ready.prompt_tokens, self.most_tokens - 1)

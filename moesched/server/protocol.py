@@ -35,7 +35,7 @@ class TimedProtocol(H11Protocol):
         self._write_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
-        """Begin to wait for a request."""
+        """Begin to wait for a request on a new connection."""
         gathering = GatheringTransport(transport)
         self._lingering = LingeringTransport(gathering, self._is_within_request, self.most_dropped)
         super().connection_made(self._lingering)  # type: ignore[arg-type]  # it passes on what it has not itself
@@ -50,7 +50,7 @@ class TimedProtocol(H11Protocol):
         self._expect_request()
 
     def on_response_complete(self) -> None:
-        """Wait for the next request, or for the rest of one that was answered early."""
+        """Wait for the next request, or for the rest of a request that was answered before all of it arrived."""
         super().on_response_complete()
         self._expect_request()
 
@@ -61,7 +61,7 @@ class TimedProtocol(H11Protocol):
         _cancel(self._write_timer)
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what is not HTTP by status 400; after a broken body only close, since an answer is under way."""
+        """Answer bytes that are not HTTP with status 400, without `msg`; if an answer has begun, only disconnect."""
         if self.conn.our_state is h11.IDLE:
             length = str(len(NOT_HTTP)).encode()
             headers = [
@@ -78,7 +78,7 @@ class TimedProtocol(H11Protocol):
         self._close()
 
     def timeout_keep_alive_handler(self) -> None:
-        """Close a connection that was not used again."""
+        """Close a connection on which no further request came in time."""
         super().timeout_keep_alive_handler()
         self._close()
 
@@ -93,7 +93,7 @@ class TimedProtocol(H11Protocol):
         _cancel(self._write_timer)
 
     def _close(self) -> None:
-        """Close the connection once the client has read what waits for it, or after some time."""
+        """Close the connection once the client has read the bytes that wait, or after `write_seconds`."""
         self.transport.close()
         self._write_timer = self.loop.call_later(self.write_seconds, self.transport.abort)
 
@@ -103,7 +103,7 @@ class TimedProtocol(H11Protocol):
         return answered and self.conn.their_state in (h11.SEND_BODY, h11.ERROR)
 
     def _expect_request(self) -> None:
-        """Start the timer if a request is under way or awaited, else stop it; uvicorn has its own for keep-alive."""
+        """Start the timer if a request is arriving or awaited, else stop it; keep-alive has a timer of uvicorn's."""
         under_way = self._lingering.drops or self.conn.their_state in (h11.IDLE, h11.SEND_BODY)
         if not under_way or self.timeout_keep_alive_task is not None:
             _cancel(self._request_timer)

@@ -14,10 +14,10 @@ LOWEST = -9999.0
 
 
 def completion_logprobs(scored: Sequence[Scored], begin: int, codec: Codec) -> tuple[CompletionLogprobs, int]:
-    """Return a completion's log probabilities, and the characters of the answer up to the end of the last token.
+    """Return the log probabilities of a completion's tokens, and the answer's number of characters up to their end.
 
     Args:
-        begin: the characters of the answer before these tokens.
+        begin: the number of characters of the answer before these tokens.
     """
     texts = [token_text(codec, each.token) for each in scored]
     lengths = [
@@ -34,7 +34,7 @@ def completion_logprobs(scored: Sequence[Scored], begin: int, codec: Codec) -> t
 
 
 def _likeliest(scored: Scored, text: str, codec: Codec) -> dict[str, float] | None:
-    """Return log probabilities of the likeliest tokens and the chosen one, by text; of equal texts, the likeliest."""
+    """Return log probabilities of the likeliest tokens and of the chosen one, by text; None if the token has none."""
     if scored.logprob is None:
         return None
     found: dict[str, float] = {}

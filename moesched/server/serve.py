@@ -57,7 +57,7 @@ class Listener(NamedTuple):
 
 
 class Notes(NamedTuple):
-    """Parts that a model has, or lacks."""
+    """Whether a model has a tokenizer, and whether it has a chat template."""
 
     has_tokenizer: bool
     has_template: bool
@@ -70,7 +70,7 @@ def serve(model: Path, given: FrontOptions, engine: Sequence[str], listener: Lis
         engine: the command that starts the engine.
 
     Returns:
-        False if a signal came before it was ready.
+        False if a signal came before the server was ready, else True.
 
     Raises:
         BadInput: an option or the model cannot be used.
@@ -107,7 +107,7 @@ def serve(model: Path, given: FrontOptions, engine: Sequence[str], listener: Lis
 
 
 async def _ready(child: Child, closing: asyncio.Event) -> Ready | None:
-    """Wait until the engine has loaded; None if a signal came before.
+    """Wait until the engine has loaded the model; None if a signal sets `closing` before.
 
     Raises:
         BadInput: the engine cannot use an option or the model.
@@ -136,10 +136,10 @@ async def _serve_until(
     child: Child,
     on_closing: Callable[[int], object],
 ) -> None:
-    """Serve until the event is set and all answers have been given.
+    """Serve until `closing` is set and all answers have been given.
 
     Args:
-        on_closing: called with the number of answers that are to be given, once no more requests are taken.
+        on_closing: called once no more requests are taken, with the number of answers still to be given.
 
     Raises:
         EngineFailed: the engine ended by itself.
@@ -200,7 +200,7 @@ class SignalFreeServer(uvicorn.Server):
         await self.serve(sockets=[self._socket])
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begin to listen, and call `on_listening`."""
+        """Begin to listen on `sockets`, and call `on_listening`."""
         await super().startup(sockets)
         self._on_listening()
 

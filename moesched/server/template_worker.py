@@ -28,7 +28,7 @@ class GenerationTag(Extension):
     tags = {"generation"}  # noqa: RUF012  # as Jinja's class has it
 
     def parse(self, parser: Parser) -> nodes.Node:
-        """Read the tag and its body, whose variables are its own."""
+        """Read the tag, and return its body as a scope with variables of its own."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.Scope(body, lineno=line)
@@ -38,7 +38,7 @@ class Renderer:
     """A compiled template, in the environment that Hugging Face's transformers gives to templates.
 
     Raises:
-        TemplateError: it is no template.
+        TemplateError: the text is no template.
     """
 
     def __init__(self, text: str, special: dict[str, str]) -> None:
@@ -84,9 +84,9 @@ def answer(renderer: Renderer, line: bytes) -> dict[str, str]:
 
 
 def serve(lines: BinaryIO, out: BinaryIO) -> None:
-    """Compile the template of the first line, say whether that worked, and render each further line's messages.
+    """Compile the template in the first line, reply whether that worked, and render each further line's messages.
 
-    The first line also has the seconds that rendering may take: longer ones end the process, by SIGALRM.
+    The first line also has the most seconds of a rendering: a longer one ends the process, by SIGALRM.
     """
     first = json.loads(next(lines))
     try:

@@ -35,7 +35,7 @@ class Renders(Protocol):
         """Write a conversation, up to where the model's answer begins.
 
         Raises:
-            BadInput: the template does not take it.
+            BadInput: the template refuses the conversation.
         """
 
 

@@ -20,7 +20,7 @@ class StopStrings:
         self.found = False
 
     def push(self, text: str) -> str:
-        """Add text, and return what has become sure not to belong to a stop string."""
+        """Add text, and return the text that now surely belongs to no stop string."""
         if not self._stops or not text:
             return text
         text = self._held + text

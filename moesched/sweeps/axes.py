@@ -75,8 +75,8 @@ def sweep_of_options(texts: Mapping[str, Iterable[str]]) -> Sweep:
     """Make a sweep from the options of the command line.
 
     Args:
-        texts: arguments of each option, by the option's keyword. An argument is values with commas, such as "1,2", or
-            for an option that is a table a key with values, such as "ahead=1,2".
+        texts: arguments of each option, by the option's keyword. An argument is values with commas, such as "1,2", or,
+            for an option that is a table, a key with values, such as "ahead=1,2".
 
     Raises:
         BadInput: as `read_sweep`.
@@ -124,7 +124,7 @@ def merged(file: Sweep, options: Sweep) -> Sweep:
 
 
 def option_of(name: str) -> str:
-    """The option of the command line for an axis, such as "--set ahead" for "settings.ahead", or for a table."""
+    """Return the command-line option for an axis or a table, such as --set ahead for the axis settings.ahead."""
     table, dot, key = name.partition(".")
     option = OPTIONS[table].flag if table in OPTIONS else f"--{table}"
     return f"{option} {key}" if dot else option
@@ -146,7 +146,7 @@ def _sweep_of(given: Mapping[str, Any], title: Callable[[str], str]) -> Sweep:
     """Make a sweep from values by the name of their option; a single value becomes a list of one.
 
     Args:
-        given: a value, a list, or for a table a mapping of keys to these; types must be those of the option.
+        given: a value or a list for each option; for a table, a mapping of keys to values or lists.
         title: takes the name of an option or a key, and returns its title in errors.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Versions of the code that simulates a sweep's points, by which results of older code are recognised."""
+"""Versions of the code that simulates, by which a sweep recognises results of older code."""
 
 from __future__ import annotations
 

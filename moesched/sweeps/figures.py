@@ -1,4 +1,4 @@
-"""Figures of a sweep's points: throughput, latency, memory and dollars, the best policy of each case, Pareto fronts."""
+"""Figures of a sweep's simulations: throughput, latency, memory, dollars, best policy of each case, Pareto fronts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moesched.system.plain_text import shown
 
 
 class Metric(NamedTuple):
-    """A kind of figure that each point of a sweep has, such as its throughput.
+    """A kind of figure that each simulation of a sweep has, such as its throughput.
 
     Attributes:
         title: name and unit, for the axis of a picture.
@@ -40,8 +40,8 @@ class MachineFacts(NamedTuple):
     def value(self, line: Line, name: str) -> Any:
         """Return the value of a metric, or of an axis, for a line of results.
 
-        The value is None if the line has none: all metrics of a failed point, and settings that its policy does not
-        take.
+        The value is None if the line has none: all metrics of a failed simulation, and settings that its policy does
+        not take.
 
         name: name of the metric or axis.
         """
@@ -81,12 +81,12 @@ METRICS = {
 
 
 class BestPolicy(NamedTuple):
-    """The best policy of a case: of all points with equal values of the axes other than policy and its settings.
+    """The best policy of a case: of all simulations with equal values of the axes other than policy and its settings.
 
     Attributes:
-        case: values of these axes, by name, for those with several values in the sweep.
-        settings: the policy's settings at its best point, by name.
-        beside: all metrics of this point, by name; None for one that it lacks.
+        case: values of the other axes, by name, without axes that have one value only.
+        settings: the policy's settings in its best simulation, by name.
+        beside: all metrics of the best simulation, by name; None for those that it lacks.
         next_best: the next best policy and its throughput in tokens per second; None if there is no other.
     """
 
@@ -131,10 +131,10 @@ def varying(axes: Axes) -> list[str]:
 
 
 def best_by_case(lines: Iterable[Line], axes: Axes, figures: MachineFacts) -> list[BestPolicy]:
-    """Find the policy with the highest throughput in each case, in the order of the cases' first points.
+    """Find the policy with the highest throughput in each case, in the order of the cases' first lines.
 
-    A case is all points with equal values of the axes other than policy and its settings. Cases without results are
-    left out.
+    A case is all simulations with equal values of the axes other than policy and its settings. Cases without results
+    are left out.
     """
     names = [name for name in varying(axes) if name.partition(".")[0] not in ("policy", "settings")]
     cases: dict[str, tuple[dict[str, Any], list[Line]]] = {}
@@ -162,11 +162,9 @@ def _rate(line: Line) -> float:
 
 
 def pareto_front(lines: Iterable[Line], first: str, second: str, figures: MachineFacts) -> list[Line]:
-    """Return the lines of the points on the Pareto front of two metrics; the best in the first metric comes first.
+    """Return the lines of results on the Pareto front of the metrics `first` and `second`, the best in `first` first.
 
-    Points that lack one of the metrics are left out.
-
-    first, second: names of the metrics.
+    Lines that lack one of the metrics are left out.
     """
     signs = [-1 if METRICS[name].best is max else 1 for name in (first, second)]
     placed = []

@@ -1,4 +1,4 @@
-"""Loads the models, machines, workloads and routings that a sweep's points name, and makes the points' keys."""
+"""Loads the models, machines, workloads and routings that a sweep's simulations name, and makes simulations' keys."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ _KEY_DIGITS = 32
 
 
 class SweepObjects(msgspec.Struct):
-    """The objects that a sweep's points name, each loaded once; worker processes get a copy.
+    """The objects that a sweep's simulations name, each loaded once; worker processes get a copy.
 
     Attributes:
         code: the version of the package's code, as `code_version` gives it.
         policies: the version of each policy's code, by the policy's name.
         configs, machines, workloads, sources: models, machines, workloads and sources of routing, by the inputs that
-            determine them; a source is None for points without routing.
+            determine them; a source is None for simulations without routing.
     """
 
     code: str = ""
@@ -51,11 +51,11 @@ class SweepObjects(msgspec.Struct):
     sources: dict[Name, Popularity | RoutingTrace | None] = {}
 
     def scenario(self, inputs: Inputs, given: SimulationOptions) -> Scenario:
-        """Return the model, the machine, the workload and the expert choices of a point.
+        """Return the model, the machine, the workload and the expert choices of a simulation.
 
         Args:
-            inputs: the point's inputs.
-            given: the point's options, whose seed the expert choices take.
+            inputs: the simulation's inputs.
+            given: the simulation's options, whose seed the expert choices use.
         """
         config = self.configs[_model(inputs)]
         source = self.sources[_routing(inputs)]
@@ -64,7 +64,7 @@ class SweepObjects(msgspec.Struct):
 
 
 class Finder:
-    """Loads the objects that points name, and makes the points' keys.
+    """Loads the objects that simulations of a sweep name, and makes the simulations' keys.
 
     Args:
         policies: names of the sweep's policies.
@@ -83,7 +83,7 @@ class Finder:
         self._digests: dict[Name, str] = {}
 
     def key(self, inputs: Inputs) -> str:
-        """Load the objects that a point names, and return its key: a hash of its inputs, these objects and the code.
+        """Load what a simulation names, and return its key: a hash of its inputs, these objects and the code.
 
         Raises:
             BadInput: a name is unknown, a file cannot be used, or a value is impossible.
@@ -113,10 +113,7 @@ class Finder:
         ).hexdigest()[:_KEY_DIGITS]
 
     def require_budgets(self, names: Iterable[str]) -> None:
-        """Require that each budget is for a memory of some machine, for page-locked memory, or for the process.
-
-        Args:
-            names: names of the budgets.
+        """Require that budgets of these names are for a memory of some machine, page-locked memory, or the process.
 
         Raises:
             BadInput: no machine has a memory of that name.
@@ -132,7 +129,7 @@ class Finder:
                 )
 
     def _digest(self, name: Name, content: Callable[[], Any]) -> str:
-        """Return the hash of an object that points name; it is computed once for each `name`.
+        """Return the hash of an object that simulations name; it is computed once for each `name`.
 
         content: returns the object, which is encoded as JSON.
         """
@@ -142,13 +139,13 @@ class Finder:
         return self._digests[name]
 
     def _checked(self, inputs: Inputs) -> Any:
-        """The settings of a point, checked against its policy's parameters."""
+        """The settings of a simulation, checked against its policy's parameters."""
         name = inputs["policy"]
         return check_settings(self.policies[name], f"policy {name}", inputs.get("settings", {}))
 
 
 def options_of(inputs: Inputs) -> SimulationOptions:
-    """Make the options for the simulation of a point."""
+    """Make the options of a simulation from its inputs."""
     return SimulationOptions(band=False, **inputs)
 
 
@@ -188,7 +185,7 @@ def _find_routing(inputs: Inputs, config: ModelConfig) -> Popularity | RoutingTr
 
 
 def _content_of(routing: str | None) -> str:
-    """The hash of a routing file's content; empty for the name of a generator."""
+    """The hash of a routing file's content; empty for None and for the name of a generator."""
     if routing is None or not is_file(Path(routing)):
         return ""
     with Path(routing).open("rb") as file:
@@ -196,7 +193,7 @@ def _content_of(routing: str | None) -> str:
 
 
 def require_sensible(inputs: Inputs) -> None:
-    """Require that a point's values are within their bounds, and that its budgets can be read.
+    """Require that a simulation's inputs are within their bounds, and that its budgets can be read.
 
     Raises:
         BadInput: a value cannot be used.

@@ -1,4 +1,4 @@
-"""A line of results: the inputs of a point, and the figures of its report."""
+"""A line of results: the inputs of a simulation, and the figures of its report."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LINE_START = b'{"key":"'
 
 
 class Sizes(msgspec.Struct, frozen=True):
-    """Sizes that a point ran with."""
+    """Sizes that a simulation ran with."""
 
     batch_size: int
     new_tokens: int
@@ -28,9 +28,9 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
     """The keys of a line of results that tables and pictures show; in the file a line also has the report's other keys.
 
     Attributes:
-        key: hash of the point's inputs, the objects that they name, and the code.
-        failure: the reason why the point failed and has no figures, or only some; None if it did not fail.
-        plan: sizes that the point ran with; None if it failed before it ran.
+        key: hash of the simulation's inputs, the objects that they name, and the code.
+        failure: the reason why the simulation failed and has no figures, or only some; None if it did not.
+        plan: sizes that were simulated; None if the simulation failed before it ran.
         peak_bytes: peak of each memory in bytes, by name.
     """
 
@@ -48,13 +48,13 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
 def encode_line(
     key: str, inputs: Inputs, code: str, report: JobReport | None, failure: str | None = None
 ) -> bytes:
-    """Encode the results of a point as a line of JSON, with a newline at its end.
+    """Encode the results of a simulation as a line of JSON, with a newline at its end.
 
     Args:
-        key: the point's key.
+        key: the simulation's key.
         code: the version of the code.
-        report: the report of the point; None if it failed before it ran.
-        failure: the reason why the point failed; None if it did not.
+        report: the simulation's report; None if it failed before it ran.
+        failure: the reason why the simulation failed; None if it did not.
     """
     content: dict[str, Any] = {} if report is None else report.as_dict()
     for name in ("request_times", "micro_batch_times"):  # thousands of numbers
@@ -68,7 +68,7 @@ def parse_line(line: bytes, where: str) -> Line:
     """Read a line of results.
 
     Args:
-        where: name of the line's place, for the error.
+        where: words for the line's place, such as its file and number, for the error.
 
     Raises:
         BadInput: the text is not a line of a sweep's results.

@@ -30,7 +30,7 @@ def require_parquet() -> None:
 
 
 def write_parquet(path: Path, whole: Iterable[bytes], lines: Sequence[Line], figures: MachineFacts) -> None:
-    """Write results as a Parquet file: a row for each point, a column for each key of the lines and for each metric.
+    """Write results as a Parquet file: a row for each simulation, a column for each key and metric.
 
     Args:
         whole: the lines as bytes, with all their keys, as the file of results has them.

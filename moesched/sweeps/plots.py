@@ -72,16 +72,16 @@ def default_x(axes: Axes) -> str:
 def draw_sweep(
     path: Path, picture: Picture, lines: Sequence[Line], axes: Axes, figures: MachineFacts
 ) -> None:
-    """Draw the points of a sweep to a .png or .svg file.
+    """Draw the results of a sweep to a .png or .svg file.
 
     Args:
-        picture: the figures to draw over each other.
-        lines: results of the points; those without one of the figures are left out.
+        picture: the figures for x and y, and whether to draw Pareto fronts.
+        lines: results of the simulations; those without one of the figures are left out.
         axes: the axes of the sweep.
         figures: facts about machines, from which metrics are computed.
 
     Raises:
-        BadInput: no point has both figures of the picture, or the file cannot be written.
+        BadInput: no simulation has both figures of the picture, or the file cannot be written.
     """
     shown = [line for line in lines if None not in _position(line, picture, figures)]
     if not shown:
@@ -127,7 +127,7 @@ def _draw(picture: Picture, lines: Sequence[Line], axes: Axes, figures: MachineF
 
 
 def _common(lines: Sequence[Line]) -> str:
-    """The model, machine and workload that all points share, as a title."""
+    """The model, machine and workload that all lines of results share, as a title."""
     shared = {name: {line.inputs.get(name) for line in lines} for name in ("model", "machine", "workload")}
     said = {name: _told(name, values.pop()) for name, values in shared.items() if len(values) == 1}
     where = " on ".join(said[name] for name in ("model", "machine") if said.get(name))
@@ -277,7 +277,7 @@ def _grouped(lines: Iterable[Line], names: Sequence[str]) -> dict[str, list[Line
 
 
 def _told(name: str, value: Any) -> str:
-    """Return the value of an axis as text for a title, numbers and settings with the axis's name; empty for None."""
+    """Return an axis's value as text for a title; numbers and settings after the axis's name; empty for None."""
     if value is None:
         return ""
     table, _, key = name.partition(".")

@@ -60,12 +60,12 @@ def points_of(axes: Axes, policies: Mapping[str, type[Policy]]) -> list[Inputs]:
 
 
 def canonical(inputs: Inputs) -> bytes:
-    """Encode inputs as bytes that are equal for equal inputs, whatever their order."""
+    """Encode the inputs of a simulation as bytes that do not depend on the order of the keys."""
     return msgspec.json.encode(inputs, order="deterministic")
 
 
 def axis_value(inputs: Inputs, axis: str) -> Any:
-    """The value of an axis at a point; None if the point has none, as its policy does not take the setting."""
+    """The value of an axis in a simulation; None if it has none, as its policy does not take the setting."""
     table, dot, key = axis.partition(".")
     return inputs.get(table, {}).get(key) if dot else inputs.get(table)
 

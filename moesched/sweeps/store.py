@@ -1,7 +1,7 @@
-"""The file of a sweep's results: a line of JSON for each point; a sweep that ended early goes on from this file.
+"""The file of a sweep's results: a line of JSON for each simulation; a sweep that ended early goes on from this file.
 
-Each line is appended as soon as its point is done. If the last line is cut off, since the process was killed or the
-disk became full, it is removed when the file is opened again. Only one process at a time can open the file.
+Each line is appended as soon as its simulation is done. If the last line is cut off, since the process was killed or
+the disk became full, it is removed when the file is opened again. Only one process at a time can open the file.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Store:
 
     Attributes:
         path: path of the file.
-        lines: the newest line for each different inputs of a point, by the line's key.
+        lines: the newest line of each simulation, by the line's key.
 
     Raises:
         BadInput: the file cannot be read or written, another sweep has locked it, or a line is not a sweep's result.
@@ -107,7 +107,7 @@ class Store:
         self._end += length
 
     def _read(self) -> int:
-        """Read all lines, and cut off one that is not complete; returns the end of the file."""
+        """Read all lines, and cut off one that is not complete; returns the file's length in bytes."""
         self._end = 0
         with self._reading(), open(self._descriptor, "rb", closefd=False) as file:  # a descriptor
             for number in count(1):
@@ -132,7 +132,7 @@ def _open_locked(path: Path) -> int:
     """Open a file of results and lock it; returns its descriptor.
 
     Raises:
-        BadInput: another process has it, or it is no regular file.
+        BadInput: another process has locked the file, or the path is no regular file.
     """
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)

@@ -1,4 +1,4 @@
-"""Prepares and runs a sweep: all points are checked, those without a result run, and each result is kept at once."""
+"""Prepares and runs a sweep: checks all simulations, runs those without a result, and keeps each result at once."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Prepared(NamedTuple):
 
     Attributes:
         sweep: the axes and prices.
-        points: all points, each with its key.
-        found: the objects that the points name.
+        points: all simulations, as pairs of key and inputs.
+        found: the objects that the simulations name.
     """
 
     sweep: Sweep
@@ -37,21 +37,21 @@ class Prepared(NamedTuple):
 
     @property
     def figures(self) -> MachineFacts:
-        """The facts about machines (accelerators' memories, prices) from which the points' figures are computed."""
+        """The facts about machines (accelerators' memories, prices) from which simulations' figures are computed."""
         fast = {inputs: machine.accelerator.memory for (inputs, *_), machine in self.found.machines.items()}
         return MachineFacts(fast, self.sweep.prices)
 
 
 class SweepResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of a sweep, whether all of its points are done or not.
+    """The result of a sweep, whether all of its simulations are done or not.
 
     Attributes:
-        points: number of points.
-        reused: number of points whose results the file already had.
+        points: number of simulations.
+        reused: number of simulations whose results the file already had.
         others: number of lines of other sweeps in the file.
-        interrupted: whether a signal ended it.
-        hopeless: whether it ended early, since all points that ran failed.
-        lines: the results of the points that are done, in the order of the points.
+        interrupted: whether a signal ended the sweep.
+        hopeless: whether the sweep ended early, since all simulations that ran failed.
+        lines: the results of the simulations that are done, in the order of the sweep.
     """
 
     points: int
@@ -63,7 +63,7 @@ class SweepResult(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def failures(self) -> list[Line]:
-        """The lines of the points that failed."""
+        """The lines of the simulations that failed."""
         return [line for line in self.lines if line.failure is not None]
 
 
@@ -89,7 +89,7 @@ def prepare(sweep: Sweep) -> Prepared:
 
 
 def missing_points(prepared: Prepared, store: Store, *, retry: bool = False) -> list[Point]:
-    """The points that the file of results lacks; with `retry`, also those that failed."""
+    """The simulations that the file of results lacks; with `retry`, also those that failed."""
     known = {key for key, line in store.lines.items() if not (retry and line.failure is not None)}
     return [point for point in prepared.points if point[0] not in known]
 
@@ -103,16 +103,16 @@ def run_sweep(
     progress: Callable[[int, int], None] = lambda done, total: None,
     first_failure: Callable[[Line], None] = lambda line: None,
 ) -> SweepResult:
-    """Run the points that the file of results lacks; the sweep ends early if the first `TRIED_FIRST` all fail.
+    """Run the simulations that the file of results lacks; the sweep ends early if the first `TRIED_FIRST` all fail.
 
     Args:
         workers: number of processes; by default one for each core.
-        retry: whether points that failed run again.
-        progress: called with (points done, all points).
-        first_failure: called with the line of the first point that fails.
+        retry: whether simulations that failed run again.
+        progress: called with (simulations done, all simulations).
+        first_failure: called with the line of the first simulation that fails.
 
     Raises:
-        BadInput: a result cannot be written; those before are in the file.
+        BadInput: a result cannot be written; earlier results are in the file.
     """
     points = prepared.points
     missing = _spread_first(missing_points(prepared, store, retry=retry))
@@ -145,6 +145,6 @@ def run_sweep(
 
 
 def _spread_first(points: list[Point]) -> list[Point]:
-    """All points, with a few from evenly spread places moved to the front."""
+    """All simulations, with a few from evenly spread places of the list moved to its front."""
     first = range(0, len(points), max(1, len(points) // TRIED_FIRST))[:TRIED_FIRST]
     return [points[i] for i in first] + [point for i, point in enumerate(points) if i not in first]

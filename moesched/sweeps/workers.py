@@ -1,4 +1,4 @@
-"""Worker processes that simulate points of a sweep, by default one on each core, each for many points."""
+"""Worker processes that run simulations of a sweep, by default one on each core, each for many simulations."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM
 
 
 class Workers:
-    """Worker processes that simulate points, each one point at a time; a context manager, which ends them.
+    """Worker processes that run simulations, each one at a time; a context manager, which ends them.
 
-    If a process is killed, only its own point is affected.
+    If a process is killed, only its own simulation is affected.
 
     Args:
-        found: the objects that the points name.
+        found: the objects that the simulations name.
         count: number of processes.
     """
 
@@ -66,15 +66,15 @@ class Workers:
         self._environment.close()
 
     def stop(self) -> None:
-        """End all processes at once. The points that they are simulating are lost."""
+        """End all processes at once. The simulations that they are running are lost."""
         self._stopped = True
         for each in self._all:
             each.kill()
 
     def lines(self, points: Iterable[Point]) -> Iterator[bytes]:
-        """Simulate points, and yield each point's line of results, encoded, as soon as it is done.
+        """Run simulations, and yield each one's line of results, encoded, as soon as it is done.
 
-        The lines end when all points are done or `stop` was called.
+        The lines end when all simulations are done or `stop` was called.
 
         Raises:
             MoeschedError: a process cannot start.
@@ -133,7 +133,7 @@ class _Worker:
         self._begun.add_done_callback(lambda _: reader.close())
 
     def submit(self, point: Point) -> Future[bytes]:
-        """Have the process simulate a point; the future gives its line of results."""
+        """Have the process run a simulation; the future gives its line of results."""
         try:
             return self.executor.submit(_line_of, *point)
         except BrokenProcessPool as error:  # it was killed while it was idle
@@ -142,7 +142,7 @@ class _Worker:
             return broken
 
     def has_begun(self) -> bool:
-        """Test whether the process was ready for points."""
+        """Test whether the process was once ready to simulate."""
         return self._begun.done() and self._begun.exception() is None
 
     def kill(self) -> None:
@@ -155,13 +155,13 @@ _found = SweepObjects()
 
 
 def _begin(parent: Connection, found: SweepObjects) -> None:
-    """Prepare a new worker process, in which this runs first.
+    """Prepare a new worker process; called in that process before any simulation.
 
     The process ignores signals, which its parent handles, ends with its parent, and prints to standard error.
 
     Args:
         parent: the reading end of the pipe whose closing ends the process.
-        found: the objects that the points name.
+        found: the objects that the simulations name.
     """
     for number in ENDING:
         signal.signal(number, signal.SIG_IGN)
@@ -178,7 +178,7 @@ def _end_with(parent: Connection) -> None:
 
 
 def _line_of(key: str, inputs: Inputs) -> bytes:
-    """Simulate a point, and return its encoded line of results; if an error is raised, the line has it as `failure`."""
+    """Run a simulation, and return its encoded line of results; if an error is raised, the line has it as `failure`."""
     report, failure = None, None
     with forgotten_awaits() as forgotten:
         try:
@@ -192,9 +192,7 @@ def _line_of(key: str, inputs: Inputs) -> bytes:
 
 @cache
 def _require_unchanged(policy: str) -> None:
-    """Require that this worker process loads the version of a policy that the sweep began with.
-
-    policy: name of the policy.
+    """Require that this worker process loads the version of the policy named `policy` that the sweep began with.
 
     Raises:
         BadInput: the policy's code has changed.
@@ -216,7 +214,7 @@ def reason_of(error: BaseException) -> str:
 
 @contextmanager
 def _one_thread_each() -> Iterator[None]:
-    """A context in which started processes have numeric libraries with one thread."""
+    """A context in which new processes use one thread in numeric libraries."""
     before = {name: os.environ[name] for name in _ONE_THREAD if name in os.environ}
     os.environ.update(_ONE_THREAD)
     try:
@@ -229,9 +227,9 @@ def _one_thread_each() -> Iterator[None]:
 
 @contextmanager
 def _signals_blocked() -> Iterator[None]:
-    """Return a context that blocks the signals of `ENDING`, also in a process that starts in it until that is ready.
+    """Return a context that blocks the signals of `ENDING`; processes started in it block them until they are ready.
 
-    multiprocessing's own tracker process, which starts with the first worker, unblocks them again.
+    multiprocessing's own tracker process, which starts with the first worker, unblocks the signals by itself.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
     try:

@@ -46,7 +46,7 @@ class NewPolicy:
             step.sample(j)
 
     def fetch(self, step: Step, i: int) -> None:
-        """Fetch the pages of a layer that the buffer lacks; layers past the last one are those of the next step."""
+        """Fetch the pages of layer `i` that the buffer lacks; an `i` past the last layer is one of the next step."""
         if i >= len(step.layers) and step.last:
             return
         missing = [page for page in step.pages(i % len(step.layers)) if page not in self.buffer]
