@@ -1,7 +1,7 @@
-"""Offsets between the clocks of machines, from round trips of messages (Cristian's algorithm), over time.
+"""Offsets between the clocks of machines, measured over time from round trips of messages (Cristian's algorithm).
 
-Clocks of two machines drift apart by some 20 to 50 millionths: 3 ms in a minute. So an offset is kept for every few
-seconds, and times between two of them are interpolated.
+Clocks of two machines drift apart by some 20 to 50 microseconds a second. So the offset is measured anew every few
+seconds, and interpolated between two measurements.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ LOOP_SLICE_NANOSECONDS = 1_000_000
 
 
 class LaneReports(Protocol):
-    """The driver, as runners see it: they report to it the tasks that were issued or have ended.
+    """The driver's methods by which runners report that a task was issued or has ended.
 
     Both methods may return a task that the calling runner, the argument `mine`, must start at once.
     """
@@ -220,7 +220,7 @@ class LoopRunner:
 class AwaitableRunner:
     """Runs tasks such as network calls, whose execution returns an awaitable, on the event loop.
 
-    `close` cancels those that run, and those that begin later.
+    `close` cancels the calls that run, and calls that begin later.
     """
 
     guest = host = False
@@ -247,7 +247,7 @@ class AwaitableRunner:
         asyncio.ensure_future(self._run(task)).add_done_callback(self._running.discard)
 
     def _note_begun(self) -> None:
-        """Let `close` cancel the current call; before it began, a cancellation would keep it from reporting its end."""
+        """Let `close` cancel the current call, which will report its end; raise CancelledError if closed already."""
         if self._closed:
             raise asyncio.CancelledError
         running = asyncio.current_task()

@@ -99,7 +99,7 @@ class Timeline:
         return {lane.name: nanoseconds for lane, nanoseconds in zip(lanes, busy, strict=True)}
 
     def awaits(self) -> list[tuple[int, int]]:
-        """Return the tasks that a policy would have awaited, as (task's number, number of tasks submitted by then)."""
+        """Return the tasks that a policy would await, as (task's number, number of tasks submitted before that)."""
         awaits = []
         bases = self.bases
         for index in range(1, len(self.steps)):
@@ -158,7 +158,7 @@ class ReplayObserver(Protocol):
 
 
 def replay_run(run_state: RunState, policy: Policy, cost: CostModel) -> Timeline:
-    """Capture a run and replay it.
+    """Capture a run, and replay it with durations from `cost`.
 
     Raises:
         NotFixed: the policy awaited a handle.
@@ -308,10 +308,7 @@ class Player:
         return starts, ends
 
     def _cross(self, number: int, now: int) -> None:
-        """Account for the end, at the time `now`, of the task `number` in later steps.
-
-        Release the tasks of later steps that wait for this task, and note whether a further step may be submitted.
-        """
+        """Release, at time `now`, tasks of later steps that wait for task `number`; note if another step may begin."""
         tasks = self._tasks
         for other in self._crossing.pop(number):
             tasks.waits[other] -= 1
@@ -329,7 +326,7 @@ class Player:
             self._step_ended = not self._unsampled[index]
 
     def _admit(self, now: int) -> None:
-        """Admit the collectives that have arrived to their lanes, ahead of all tasks but earlier collectives."""
+        """At time `now`, start arrived collectives on their lanes, or queue them before all but earlier collectives."""
         lanes = self._lanes
         for number in self._arrived:
             before = (lanes.admitted - _NUMBER) << CLASS_SHIFT
@@ -394,7 +391,7 @@ class _PlayedTasks:
         self.classes: list[int] = []
 
     def append(self, graph: StepGraph, durations: list[int]) -> None:
-        """Add the tasks of a step."""
+        """Add the tasks of a step, with their durations in nanoseconds."""
         unknown = [-1] * len(durations)
         self.starts += unknown
         self.ends += unknown

@@ -92,7 +92,7 @@ class CheckedEngine(Engine):
         pools: Iterable[Pool] = (),
         views: Iterable[Views[Any]] = (),
     ) -> None:
-        """Add memories, pools and views to those whose bytes, pages and slots are checked as well."""
+        """Check the bytes of these memories, the pages of these pools and the slots of these views as well."""
         self._ledger.add(memories, pools, views)
 
     # -- the engine's calls, each followed by a comparison with the account ----------------------------

@@ -42,8 +42,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """The results of one item.
 
     Attributes:
-        unfit: if the policy's plan does not fit in this item, the fault to report should it fit in none; otherwise
-            None.
+        unfit: the fault to report if the policy's plan fits in no item; None if the plan fits in this one.
         cell: the policy's result in a cell; None for other items.
         lanes: whether each lane was used, by the lane's name.
         rivals: the seconds of the shipped policies, by name.
