@@ -46,7 +46,7 @@ _PLACE = struct.Struct("<QQqqq")
 _SUBJECT = struct.Struct("<QBBBxHH8I")
 HEADER = struct.Struct("<" + "".join(part.format.lstrip("<") for part in (_SENDER, _PLACE, _SUBJECT)))
 SENDER_BYTES = _SENDER.size
-"""Bytes at the beginning of a header, which differ between the ranks of an exchange."""
+"""Number of bytes at the start of a header that differ between the ranks of an exchange."""
 
 DIMENSIONS = 8
 """Most dimensions of an array."""

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from moesched.seams import Array
 
 BESIDE_HEADER = 32 * 1024
-"""Largest array, in bytes, that is sent beside its header: larger than that of a token of DBRX, 24 KiB."""
+"""Largest array, in bytes, that is sent with its header; a token of DBRX has 24 KiB."""
 FIRST_BYTES = 4 + HEADER.size + TEXT_BYTES + BESIDE_HEADER
 SLICE_SECONDS = 0.05
 """Seconds between a waiting rank's checks whether its transport was closed."""

@@ -125,7 +125,7 @@ class ZeroMqTransport:
             return array.copy()
 
     def gather(self, rank: int, exchange: Exchange, part: Array, root: int) -> list[Array] | None:
-        """Return all ranks' parts in rank order on the root, which alone waits; None elsewhere. Raises as `all_reduce`."""
+        """Return all ranks' parts in order on the root, which alone waits; None elsewhere. Raises as `all_reduce`."""
         with self.calling, ExchangePart(self, Kind.GATHER, rank, exchange, part, root) as own_part:
             if rank != root:
                 own_part.send(Kind.GATHER, (root,), contiguous(part))

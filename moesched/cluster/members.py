@@ -51,7 +51,7 @@ Start = Callable[[Host, Sequence[str]], Process]
 
 
 class LocalProcess:
-    """A node as a child process, which ends with this one. Its own session keeps Ctrl-C on the terminal from it."""
+    """A node as a child process, which ends with this one; Ctrl-C does not reach it, as it has a session of its own."""
 
     watched = True
 

@@ -38,7 +38,7 @@ PING_SECONDS = 0.1
 LOADING_SECONDS = 60.0
 """Seconds of silence, at least, after which a node that opens its device counts as lost."""
 ENDING_SECONDS = 5.0
-"""Seconds after the end of either a node's process or its connection after which the node counts as lost."""
+"""Seconds from the end of a node's process or connection until the node counts as lost."""
 LEAVING_SECONDS = 0.3
 """Seconds that nodes have to end by themselves after Ctrl-C, once their results have arrived."""
 

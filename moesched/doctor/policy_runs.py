@@ -92,7 +92,7 @@ def policy_names() -> list[str]:
 def run_policies(
     model: Path, device: str, scratch: Path, progress: Callable[[float, float, str], object]
 ) -> PolicyRuns:
-    """Run a model under every policy, so that policies that can stream weights have to.
+    """Run a model under every policy, most of them with too little memory to keep all weights in it.
 
     The policy `resident` runs first; all others then get less memory than it took, unless they cannot run with less.
 

@@ -361,7 +361,7 @@ class StreamRunner:
         return error
 
     def _next_batch(self) -> list[tuple[Task, Issued]]:
-        """Return the oldest running tasks of the stream, up to and with the first whose end the host needs."""
+        """Return the oldest running tasks of the stream, up to and including the first whose end the host needs."""
         batch = []
         while self._running:
             batch.append(self._running.popleft())

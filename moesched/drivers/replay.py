@@ -141,8 +141,8 @@ def _resized(captured: Work, work: Work | None) -> Work:
 
     Args:
         captured: the work of the captured task.
-        work: the other step's work of this micro-batch, verb and kind of layer; it is returned for the processor of
-            `captured`. None if the work is the same in all steps.
+        work: the other step's work of this micro-batch, verb and kind of layer, perhaps of another processor; None if
+            the work is the same in all steps.
     """
     if work is None or work.resource == captured.resource:
         return work or captured
@@ -234,7 +234,7 @@ class _PricedSteps:
 
 
 class Player:
-    """Plays captured steps on lanes, by priority or in program order, over arrays that grow as steps are submitted.
+    """Computes the timeline of captured steps on lanes, by priority or in program order, in arrays that grow.
 
     A step is submitted once all micro-batches have sampled in the step two before it, as in `Generation`.
 
@@ -257,7 +257,7 @@ class Player:
         self._arrived: list[int] = []
 
     def run(self) -> tuple[list[int], list[int]]:
-        """Play all steps; return the start and the end of every task, in nanoseconds."""
+        """Compute all steps; return the start and the end of every task, in nanoseconds."""
         tasks, lanes = self._tasks, self._lanes
         starts, ends, durations, waits = tasks.starts, tasks.ends, tasks.durations, tasks.waits
         later, lane_of, classes = tasks.later, tasks.lane_of, tasks.classes

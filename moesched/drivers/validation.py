@@ -23,7 +23,7 @@ from moesched.steps.views import Views
 from moesched.tasks import DONE, ISSUED, RUNNING, STATE_NAMES, Block, Collective, Lane, Task
 
 SWITCH = "MOESCHED_VALIDATE"
-"""The environment variable that enables checks of every run, if it is 1."""
+"""The environment variable that enables checks of every run, if it is set and not 0."""
 
 LEDGER_EVERY = 64
 """Number of submissions between two checks of the ledger of memories and pools."""

@@ -66,7 +66,7 @@ class Experts:
                 data.write((f"output{where}", task.expert, j, row), output)
 
     def warm_expert(self, task: Task, data: Access) -> None:
-        """Read an expert's weights and do nothing else, as a task does that keeps the weights wired."""
+        """Read an expert's weights and do nothing else, as a task does on hardware to keep the weights wired."""
         data.weights(task.operands)
 
     def load_routed(self, task: Task, data: Access) -> None:
