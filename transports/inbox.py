@@ -35,7 +35,7 @@ class Inbox:
         return self.early.pop(sequence, [])
 
     def accept(self, message: Any) -> Frame | None:
-        """Decode a message; return its frame if of the current exchange, else None (a later exchange's is kept).
+        """Decode a message; return its frame if of the current exchange, else None; keep frames of later exchanges.
 
         Raises:
             TransportError: the sender is too many exchanges ahead.

@@ -44,7 +44,7 @@ _FAILURES |= zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 
 
 class LauncherGone(MoeschedError):
-    """The launcher has been silent for too long, ended the run, or went on without this node."""
+    """Raised if the launcher has been silent for too long, ended the run, or went on without this node."""
 
 
 class ControlLink:

@@ -47,7 +47,7 @@ NOTICE_SECONDS = 5.0
 
 
 class Finished(msgspec.Struct):
-    """A report or a recording that a node sent for one order, a request to generate tokens for prompts.
+    """A report or a recording that a node sent for one order (a request to generate tokens for prompts).
 
     Attributes:
         what: "report" or "recording".

@@ -27,7 +27,7 @@ Says = TypeVar("Says", bound="Message")
 
 
 class Unreadable(MoeschedError):
-    """Received bytes are not a valid message."""
+    """Raised if received bytes are not a valid message."""
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):

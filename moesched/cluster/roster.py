@@ -286,7 +286,7 @@ class Roster:
                 return
 
     def _lose(self, node: Node, why: str) -> None:
-        """Mark a node as lost for the reason `why`, and kill its process; if it ended, its exit code is the reason."""
+        """Mark a node as lost for the reason `why`, or with its exit code if its process ended; kill the process."""
         self.say(
             node,
             Refused(reason=f"{node.host} was {why}, and the others went on: start it again to take part"),

@@ -146,7 +146,7 @@ def gather_facts(device: str = "", model: Path | None = None, hosts: Path | None
 
 
 def cuda_facts() -> CudaFacts:
-    """Return the facts on CUDA, as torch sees it now."""
+    """Return the facts about CUDA that torch reports now."""
     facts: CudaFacts = _loaded("cuda_facts")()
     return facts
 

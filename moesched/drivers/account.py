@@ -130,7 +130,7 @@ class Account:
             self._later[earlier].append(task.id)
 
     def look(self, *tasks: Task) -> None:
-        """Check, after a call of the engine, `tasks`, the later tasks that they release, and all lanes.
+        """Check `tasks` after a call of the engine, the later tasks that they release, and all lanes for broken rules.
 
         Args:
             tasks: tasks whose state the call may have changed.

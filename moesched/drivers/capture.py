@@ -26,7 +26,7 @@ Price = Callable[[Work], int]
 
 
 class NotFixed(MoeschedError):
-    """The graphs of a policy's steps may differ, so that they cannot be captured.
+    """Raised if the graphs of a policy's steps may differ, so that the steps cannot be captured.
 
     The policy awaited a handle, looked at the time, cancelled a task, or has an eviction rule or state of its own.
     """

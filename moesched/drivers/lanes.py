@@ -74,10 +74,10 @@ class Runner(Protocol):
         """Start a task without blocking; called with the engine's lock held."""
 
     def open(self) -> None:
-        """Prepare for tasks; called before the first one."""
+        """Prepare the runner for tasks; called before the first task."""
 
     def close(self) -> None:
-        """Stop; called when all tasks have ended."""
+        """Stop the runner; called when all tasks have ended."""
 
 
 class Worker:
@@ -165,7 +165,7 @@ class ThreadRunner:
 
 
 class LoopRunner:
-    """Runs tasks of a few microseconds on the event loop; all lanes of kind "loop" share one."""
+    """Runs tasks of a few microseconds on the event loop; all lanes of kind "loop" share one runner."""
 
     guest = host = False
 
@@ -405,7 +405,7 @@ class ThreadQueue:
         self._items.put(item)
 
     def close(self) -> None:
-        """End the thread after the items in the queue."""
+        """End the thread once it has processed the items in the queue."""
         self._items.put(_END)
         self._thread.join()
 

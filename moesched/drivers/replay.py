@@ -151,7 +151,7 @@ def _resized(captured: Work, work: Work | None) -> Work:
 
 @runtime_checkable
 class ReplayObserver(Protocol):
-    """An observer that takes a replayed run as one timeline, since making its tasks would take longer."""
+    """An observer that takes a replayed run as one `Timeline`, since making all its tasks would take longer."""
 
     def replayed(self, timeline: Timeline) -> None:
         """Observe the whole timeline; called instead of `ended` for each task."""
@@ -223,7 +223,7 @@ class _PricedSteps:
         run_state.restart()
 
     def durations(self, index: int) -> list[int]:
-        """Return the nanoseconds of each task of the step `index`, 0 for loading; call it step after step."""
+        """Return the nanoseconds of each task of the step `index`, 0 for loading; must be called step after step."""
         step, run_state = self._steps[index], self._run_state
         if step.samples:
             run_state.begin_step()

@@ -100,7 +100,7 @@ class _Cache:
         self.hits = 0
 
     def tell(self, number: int, layer: Layer, following: Layer) -> None:
-        """Give the rule a layer's scores and a preview of the next layer's experts, if it has methods for them.
+        """Give the rule a layer's scores and a preview of the next layer's experts, if the rule has methods for them.
 
         Args:
             number: index of the layer.

@@ -44,7 +44,7 @@ class Board:
 
 
 class Exchanges:
-    """Verbs for sums over the nodes, and for results that a first node with all attention sends to the others."""
+    """Computes the verbs (kinds of tasks) that sum over nodes, or send results of a first node with all attention."""
 
     def __init__(self, nodes: NodeShare, experts: Experts, board: Board) -> None:
         self._nodes = nodes

@@ -20,7 +20,7 @@ from moesched.testing.symbolic.model import (
 
 
 class Experts:
-    """Verbs from the output of attention to the layer's output or to tokens; experts run on either processor."""
+    """Computes, on hashes, the verbs (kinds of tasks) from attention's output to the layer's output or to tokens."""
 
     def __init__(self, batch: SymbolicBatch) -> None:
         self._batch = batch

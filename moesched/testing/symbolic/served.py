@@ -63,7 +63,7 @@ class ServedBatch(SymbolicBatch):
 
 
 class ServedAttention(Attention):
-    """Verbs from the tokens to the output of attention, for places, whose rows may differ from step to step."""
+    """Computes the verbs (kinds of tasks) up to attention's output, for places, whose rows differ from step to step."""
 
     def __init__(self, batch: ServedBatch) -> None:
         super().__init__(batch)
