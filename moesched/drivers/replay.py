@@ -69,7 +69,7 @@ class Timeline:
 
     @cached_property
     def bases(self) -> list[int]:
-        """The number of the first task of each step; one more entry at the end is the number of all tasks."""
+        """For each step, the number (from 0) of its first task; one more entry at the end counts all tasks."""
         return [0, *accumulate(len(step.tasks) for step in self.steps)]
 
     @property

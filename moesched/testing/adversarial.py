@@ -1,6 +1,6 @@
 """A test policy that makes random legal choices of order, processor and time, to find faults of engine and devices.
 
-Choices follow from a seed. The policy's tokens must equal those of every other policy.
+Choices follow from a seed. The policy must generate the same tokens as every other policy.
 """
 
 from __future__ import annotations
