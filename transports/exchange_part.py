@@ -28,8 +28,7 @@ TELL_SECONDS = 5.0
 
 
 class ExchangePart:
-    """A rank's part in one exchange, a context manager: if an error leaves the context, the other ranks are told the
-    reason.
+    """A rank's part in one exchange: a context manager that tells the other ranks the reason if an error leaves it.
 
     Enter the context only while `state.calling`, a lock, is held.
 
@@ -97,7 +96,7 @@ class ExchangePart:
             raise TransportError(where + str(error)) from None
 
     def go_on(self, kind: Kind, came: dict[int, Array], message: Message | None) -> None:
-        """Take over what came before the exchange began: arrays by rank, in frames of this kind, and any other message.
+        """Add arrays by rank that came in frames of this kind before the exchange began, and accept one more message.
 
         message: None if there is no message.
         """
@@ -110,9 +109,7 @@ class ExchangePart:
         self._send(ranks, pack(self._frame(kind, values)))
 
     def receive(self, kind: Kind, ranks: Iterable[int]) -> dict[int, Array]:
-        """Receive an array from each of these ranks, in frames of this kind; returns arrays by rank. Pieces of arrays
-        are flat.
-        """
+        """Receive from each of `ranks` an array in frames of this kind; return arrays by rank, with pieces flat."""
         came = self._came.setdefault(kind, {})
         wanted = set(ranks)
         while missing := wanted - came.keys():
@@ -124,7 +121,7 @@ class ExchangePart:
         return came
 
     def abandon(self, reason: str, lost: Iterable[int] = ()) -> None:
-        """Tell the other ranks that this rank gives up the exchange, for what reason, and what ranks it has lost."""
+        """Tell the other ranks that this rank gives up the exchange, the reason, and the ranks that it has lost."""
         self._told = True
         values = np.array(list(lost), np.int64)
         frame = self._frame(Kind.ABANDON, values, reason)
@@ -158,7 +155,7 @@ class ExchangePart:
                     self._accept(message)
 
     def _accept(self, message: Message) -> None:
-        """Handle a message that arrived: keep the frame in it if the frame belongs to this exchange."""
+        """Keep the frame of a message that arrived, if the frame belongs to this exchange; refuse a duplicate."""
         state = self._state
         frame = state.inbox.accept(message)
         if frame is not None and not self._keep(frame):
@@ -189,7 +186,7 @@ class ExchangePart:
         """Check that the rank that sent a frame is in the same exchange as this rank.
 
         Raises:
-            TransportError: it is in another exchange; the message names both.
+            TransportError: the ranks are in different exchanges; the message names both exchanges.
         """
         if self._operation is Kind.ABANDON:
             return
@@ -204,8 +201,7 @@ class ExchangePart:
     def _pause(self, missing: set[int]) -> None:
         """Check that the missing ranks can still come; called after some time without a message.
 
-        At the first call, the missing ranks are also told what exchange this is, since they may wait for this rank in
-        another.
+        The first call also describes this exchange to the missing ranks, which may wait in another one.
         """
         check_waiting(self._state, missing, self._sequence, self._until)
         if not self._announced:

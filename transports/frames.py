@@ -46,7 +46,7 @@ _PLACE = struct.Struct("<QQqqq")
 _SUBJECT = struct.Struct("<QBBBxHH8I")
 HEADER = struct.Struct("<" + "".join(part.format.lstrip("<") for part in (_SENDER, _PLACE, _SUBJECT)))
 SENDER_BYTES = _SENDER.size
-"""Bytes at the beginning of a header, which differ between the ranks of an exchange."""
+"""Number of bytes at the start of a header that differ between the ranks of an exchange."""
 
 DIMENSIONS = 8
 """Most dimensions of an array."""
@@ -164,7 +164,10 @@ def common(
 
     Args:
         place: epoch, sequence, ticket, step and layer.
-        values: the elements to send. shape: shape of the whole array.
+        operation: ALL_REDUCE, BROADCAST, GATHER or ABANDON.
+        root: rank of the root of a broadcast or a gather.
+        values: the elements to send.
+        shape: shape of the whole array.
 
     Raises:
         TransportError: the dtype is not in DTYPES, or the array has more than 8 dimensions or too large ones.
@@ -192,13 +195,13 @@ def _subject(
 
 
 def common_of_parts(place: tuple[int, ...], part: Array, text: str) -> bytes:
-    """Return the bytes of `common` for an all-reduce whose frame carries the whole part, faster. Raises as `common`."""
+    """Return the same bytes as `common`, but faster, for an all-reduce of the whole `part`. Raises as `common`."""
     return _PLACE.pack(*place) + _subject_of_parts(part.dtype, part.shape, text)
 
 
 @lru_cache(256)
 def _subject_of_parts(dtype: np.dtype[Any], shape: tuple[int, ...], text: str) -> bytes:
-    """Return the bytes of `common` after the place; results are cached, as exchanges repeat."""
+    """Return the bytes that follow the place (epoch to layer) in `common_of_parts`; results are cached."""
     said = cut(text).encode()
     subject = _subject(Kind.ALL_REDUCE, 0, dtype, prod(shape), shape, len(said))
     return b"".join((subject, said, bytes(-len(said) % TEXT_UNIT)))
@@ -212,7 +215,7 @@ def pack(frame: Frame) -> bytes | memoryview:
 
 
 def joined(first: bytes, after: bytes, values: Array) -> bytes | memoryview:
-    """Join the bytes of a frame: the result of `sender`, the result of `common`, and contiguous values."""
+    """Join the bytes of a frame: `first` from `sender`, `after` from `common`, and contiguous values."""
     if values.nbytes <= JOINED_UP_TO:
         return b"".join((first, after, values.data))
     before = first + after
@@ -256,9 +259,7 @@ def unpack(data: Any) -> Frame:
 
 
 def cut(text: str) -> str:
-    """Shorten a text so that it fits into a frame; a shortened text ends in a digest, so different texts stay
-    different.
-    """
+    """Shorten a text that does not fit into a frame; its end becomes a digest, so different texts stay different."""
     if len(text) * 4 <= TEXT_BYTES or len(text.encode()) <= TEXT_BYTES:
         return text
     digest = f" … {blake2b(text.encode(), digest_size=16).hexdigest()}"

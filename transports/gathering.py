@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from moesched.seams import Array
 
 BESIDE_HEADER = 32 * 1024
-"""Largest array, in bytes, that is sent beside its header: larger than that of a token of DBRX, 24 KiB."""
+"""Largest array, in bytes, that is sent with its header; a token of DBRX has 24 KiB."""
 FIRST_BYTES = 4 + HEADER.size + TEXT_BYTES + BESIDE_HEADER
 SLICE_SECONDS = 0.05
 """Seconds between a waiting rank's checks whether its transport was closed."""
@@ -38,8 +38,7 @@ CLOSED = "the transport was closed"
 
 
 class GatheringTransport(ABC):
-    """Carries out one rank's collectives by a library's all-gather, which runs on a thread, since nothing can interrupt
-    it.
+    """Carries out one rank's collectives by a library's all-gather, called on a thread, as it cannot be interrupted.
 
     Args:
         rank: number of this rank, from 0.
@@ -60,7 +59,7 @@ class GatheringTransport(ABC):
 
     @abstractmethod
     def all_gather(self, data: Array) -> list[Array]:
-        """Gather the bytes of all ranks; returns them in the order of the ranks. All ranks give equally many bytes.
+        """Gather bytes: send `data`, and return all ranks' arrays in rank order; all ranks give equally many bytes.
 
         Exceptions of the library may pass through.
         """
@@ -70,7 +69,7 @@ class GatheringTransport(ABC):
         """Free the library's resources; called once, from any thread."""
 
     def all_reduce(self, rank: int, exchange: Exchange, part: Array) -> Array:
-        """Return the sum of all ranks' parts, added in the order of the ranks.
+        """Return the sum of all ranks' parts in `exchange`, added in rank order; `rank` is the number of this rank.
 
         Raises:
             TransportError: a rank did not arrive in time, is lost, or is in another exchange; or the transport was
@@ -85,9 +84,7 @@ class GatheringTransport(ABC):
         return self._exchange(Kind.BROADCAST, rank, exchange, brought, root, problem)[root]
 
     def gather(self, rank: int, exchange: Exchange, part: Array, root: int) -> list[Array] | None:
-        """Return all ranks' parts in the order of the ranks, on the root; None on the other ranks. Raises as
-        `all_reduce`.
-        """
+        """Return all ranks' parts in rank order, on the root; None on the other ranks. Raises as `all_reduce`."""
         parts = self._exchange(Kind.GATHER, rank, exchange, part, root)
         return parts if rank == root else None
 
@@ -134,7 +131,7 @@ class GatheringTransport(ABC):
             raise TransportError(f"{where}: {error}") from None
 
     def _all_gather(self, data: Array, until: float) -> list[Array]:
-        """Call `all_gather` on the library's thread, and wait until the time `until` on the monotonic clock.
+        """Call `all_gather(data)` on the library's thread, and wait until the time `until` on the monotonic clock.
 
         Raises:
             TransportError: the call fails or takes too long, or the transport was closed; later calls then fail, too.
@@ -191,7 +188,7 @@ def _check_agreement(heads: Sequence[Frame]) -> None:
     """Check that no rank gave up, and that the headers of all ranks name the same exchange.
 
     Raises:
-        TransportError: one gave up, or they differ; the message has the reason, or the exchange of each rank.
+        TransportError: a rank gave up, and the message has its reason; or the headers differ, and the message has all.
     """
     for head in heads:
         if head.kind is Kind.ABANDON:

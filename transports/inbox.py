@@ -30,12 +30,12 @@ class Inbox:
         self._sequence = 0
 
     def begin(self, sequence: int) -> list[Frame]:
-        """Begin the exchange with this number; returns the frames of it that came early."""
+        """Begin the exchange with this number, and return its frames that came early."""
         self._sequence = sequence
         return self.early.pop(sequence, [])
 
     def accept(self, message: Any) -> Frame | None:
-        """Take in a message; returns its frame if the frame belongs to the current exchange, otherwise None.
+        """Decode a message; return its frame if of the current exchange, else None; keep frames of later exchanges.
 
         Raises:
             TransportError: the sender is too many exchanges ahead.

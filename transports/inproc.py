@@ -33,7 +33,7 @@ class InprocTransport:
         self._closed = False
 
     def all_reduce(self, rank: int, exchange: Exchange, part: Array) -> Array:
-        """Return the sum of all ranks' parts, added in the order of the ranks.
+        """Return the sum of all ranks' parts in `exchange`, added in rank order; `rank` is the number of this rank.
 
         Raises:
             TransportError: a rank did not arrive in time, gave up, arrived twice, is in another exchange, or has an
@@ -48,16 +48,12 @@ class InprocTransport:
         return sent.copy()
 
     def gather(self, rank: int, exchange: Exchange, part: Array, root: int) -> list[Array] | None:
-        """Return all ranks' parts in the order of the ranks, on the root; None on the other ranks. Raises as
-        `all_reduce`.
-        """
+        """Return all ranks' parts in rank order, on the root; None on the other ranks. Raises as `all_reduce`."""
         parts: list[Array] = self._meet("gather", rank, exchange, part, _copies)
         return parts if rank == root else None
 
     def abandon(self, rank: int, exchange: Exchange, reason: str) -> None:
-        """Tell the other ranks that this rank takes no part in an exchange, so that they do not wait
-        until the timeout.
-        """
+        """Tell the other ranks the reason why this rank takes no part in an exchange, so that they do not wait."""
         with self._changed:
             self._break(self._come(rank, exchange, "exchange"), f"rank {rank} gave up: {reason}")
 
@@ -71,10 +67,9 @@ class InprocTransport:
     def _meet(
         self, what: str, rank: int, exchange: Exchange, part: Any, result: Callable[[Sequence[Any]], T]
     ) -> T:
-        """Bring a rank's part to an exchange and wait for the other ranks; returns `result` of the parts of all ranks.
+        """Bring a rank's part to an exchange and wait for the other ranks; return `result` of the parts of all ranks.
 
-        what: the kind of collective, which must be equal on all ranks. result: function of all parts, in the order of
-        the ranks.
+        what: the kind of collective, which must be equal on all ranks. result: function of all parts, in rank order.
         """
         with self._changed:
             meeting = self._come(rank, exchange, what)
@@ -94,9 +89,7 @@ class InprocTransport:
             return found
 
     def _come(self, rank: int, exchange: Exchange, what: str) -> _Meeting:
-        """Note that a rank has come to an exchange, and return the exchange; the last rank to come removes it from the
-        open ones.
-        """
+        """Record that a rank came for the collective `what`, and return its meeting; the last rank closes it."""
         ticket = exchange.ticket
         if self._closed:
             raise TransportError(f"{what} #{ticket}: the transport was closed")
@@ -131,10 +124,10 @@ def _sum(parts: Sequence[Array]) -> Array:
 
 
 def _sent_by(root: int, parts: Sequence[Array | None]) -> Array:
-    """Return a copy of the root's array, which may change once the root has its result.
+    """Return a copy of the root's array, since the root may change the array once it has its result.
 
     Raises:
-        TransportError: the root has none.
+        TransportError: the root passed no array.
     """
     array = parts[root]
     if array is None:
@@ -143,7 +136,7 @@ def _sent_by(root: int, parts: Sequence[Array | None]) -> Array:
 
 
 def _copies(parts: Sequence[Array]) -> list[Array]:
-    """Return copies of all parts, which may change once their ranks have returned."""
+    """Return copies of all parts, since ranks may change their parts once they have their results."""
     return [part.copy() for part in parts]
 
 

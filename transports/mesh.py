@@ -274,10 +274,10 @@ def is_ipv6(address: str) -> bool:
 
 
 def check_addresses(addresses: Sequence[str], rank: int, keys: Keys | None) -> None:
-    """Check that a mesh can be made of these addresses.
+    """Check that a rank with these keys can make a mesh of these addresses.
 
     Raises:
-        BadInput: it cannot; the message gives the reason.
+        BadInput: the mesh cannot be made; the message gives the reason.
     """
     if not 0 <= rank < len(addresses):
         raise BadInput(f"rank {rank} of {len(addresses)} addresses; ranks count from 0")

@@ -44,7 +44,7 @@ class MxDistributedTransport(GatheringTransport):
         super().__init__(self._group.rank(), self._group.size(), timeout_seconds=timeout_seconds)
 
     def all_gather(self, data: Array) -> list[Array]:
-        """Gather the bytes of all ranks; returns them in the order of the ranks. All ranks give equally many bytes."""
+        """Gather bytes: send `data`, and return all ranks' arrays in rank order; all ranks give equally many bytes."""
         found = self._distributed.all_gather(mx.array(data), group=self._group, stream=mx.cpu)
         gathered: Array = np.array(found)
         return list(gathered.reshape(self.ranks, -1))

@@ -46,8 +46,7 @@ class Rest(NamedTuple):
 
 
 def swap(state: TransportState, exchange: Exchange, part: Array, parts: dict[int, Array]) -> Rest | None:
-    """Send a part to all other ranks, and put their parts into `parts`, by rank; returns the rest to do, or None if
-    done.
+    """Send `part` to all other ranks, and put their parts into `parts` by rank; return the rest to do, None if done.
 
     Received parts are views of their frames. A frame is recognised without decoding: its bytes equal those of this
     rank's own frame but for the sender and the elements.

@@ -24,6 +24,6 @@ def sum_in_order(parts: Sequence[Array]) -> Array:
 
 
 def pieces(elements: int, ranks: int) -> list[slice]:
-    """Cut an array of `elements` elements into a slice for each rank, of about equal length."""
+    """Cut `elements` array elements into one slice of indices for each rank; lengths differ by at most one."""
     ends = [elements * rank // ranks for rank in range(ranks + 1)]
     return [slice(start, end) for start, end in pairwise(ends)]

@@ -60,7 +60,7 @@ class TorchDistributedTransport(GatheringTransport):
         super().__init__(rank, ranks, timeout_seconds=timeout_seconds)
 
     def all_gather(self, data: Array) -> list[Array]:
-        """Gather the bytes of all ranks; returns them in the order of the ranks. All ranks give equally many bytes."""
+        """Gather bytes: send `data`, and return all ranks' arrays in rank order; all ranks give equally many bytes."""
         mine = torch.from_numpy(data).to(self._device)
         found = [torch.empty_like(mine) for _ in range(self.ranks)]
         self._group.allgather([found], [mine]).wait()

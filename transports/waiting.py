@@ -1,4 +1,4 @@
-"""Checks if a rank should keep waiting for other ranks in an exchange."""
+"""Checks of whether a rank should keep waiting for other ranks in an exchange."""
 
 from __future__ import annotations
 

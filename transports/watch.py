@@ -126,7 +126,7 @@ class Watch:
             self.lost.add(peer)
 
     def _note_incoming(self, kind: Any, value: int) -> None:
-        """Handle an event of the listening socket's monitor; `value` is the descriptor of an accepted connection."""
+        """Record the address of an accepted connection, whose descriptor is `value`, or the end or refusal of one."""
         if kind == zmq.EVENT_ACCEPTED:
             self._address = _address_of(value)
         elif kind == zmq.EVENT_DISCONNECTED:
@@ -140,7 +140,7 @@ _REFUSED_BY = {zmq.EVENT_HANDSHAKE_FAILED_AUTH: "it does not know our key"}
 
 
 def _address_of(descriptor: int) -> str:
-    """The remote address of a connection, given its descriptor; "unknown" if it has ended already."""
+    """Return the remote address of a connection, given its descriptor; "unknown" if the connection has ended."""
     try:
         with socket.socket(fileno=os.dup(descriptor)) as connection:
             name = connection.getpeername()

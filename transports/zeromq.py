@@ -83,7 +83,7 @@ class ZeroMqTransport:
         self.swapped = 0.0
 
     def all_reduce(self, rank: int, exchange: Exchange, part: Array) -> Array:
-        """Return the sum of all ranks' parts, added in the order of the ranks.
+        """Return the sum of all ranks' parts in `exchange`, added in rank order; `rank` is the number of this rank.
 
         Raises:
             RankLost: a rank's process ended, its machine is silent, or it closed its transport.
@@ -125,9 +125,7 @@ class ZeroMqTransport:
             return array.copy()
 
     def gather(self, rank: int, exchange: Exchange, part: Array, root: int) -> list[Array] | None:
-        """Return all ranks' parts in order, on the root; None on the others, which do not wait. Raises as
-        `all_reduce`.
-        """
+        """Return all ranks' parts in order on the root, which alone waits; None elsewhere. Raises as `all_reduce`."""
         with self.calling, ExchangePart(self, Kind.GATHER, rank, exchange, part, root) as own_part:
             if rank != root:
                 own_part.send(Kind.GATHER, (root,), contiguous(part))
@@ -136,9 +134,7 @@ class ZeroMqTransport:
             return [part.copy() if each == root else parts[each].copy() for each in range(self.ranks)]
 
     def abandon(self, rank: int, exchange: Exchange, reason: str) -> None:
-        """Tell the other ranks that this rank takes no part in an exchange, so that they do not wait
-        until the timeout.
-        """
+        """Tell the other ranks the reason why this rank takes no part in an exchange, so that they do not wait."""
         with self.calling, ExchangePart(self, Kind.ABANDON, rank, exchange) as own_part:
             own_part.abandon(reason)
 
@@ -150,9 +146,7 @@ class ZeroMqTransport:
         return sum_in_order([*map(parts.__getitem__, range(self.ranks))])
 
     def _sum_in_pieces(self, own_part: ExchangePart, part: Array) -> Array:
-        """All-reduce a large array in pieces: each rank sums one piece of all parts, and sends the sum to
-        the others.
-        """
+        """Return the sum of all ranks' `part`s: each rank sums one piece of all, and sends the sum by `own_part`."""
         flat = part.reshape(-1)
         cuts = pieces(flat.size, self.ranks)
         for each in self.others:

@@ -1,7 +1,7 @@
-"""Offsets between the clocks of machines, from round trips of messages (Cristian's algorithm), over time.
+"""Offsets between the clocks of machines, measured over time from round trips of messages (Cristian's algorithm).
 
-Clocks of two machines drift apart by some 20 to 50 millionths: 3 ms in a minute. So an offset is kept for every few
-seconds, and times between two of them are interpolated.
+Clocks of two machines drift apart by some 20 to 50 microseconds a second. So the offset is measured anew every few
+seconds, and interpolated between two measurements.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from bisect import bisect_right
 import msgspec
 
 WINDOW_NANOSECONDS = 5 * 10**9
-"""Window of which the shortest round trip counts: at a drift of 50 millionths, the offset changes by 0.25 ms in it."""
+"""Length of a window, whose shortest round trip gives its offset: by drift, offsets change by 0.25 ms in this time."""
 
 
 class ClockOffset(msgspec.Struct, frozen=True):
@@ -37,7 +37,7 @@ class ClockMeter:
         self._sent: dict[int, int] = {}
         self.best: ClockOffset | None = None
         self._windows: list[tuple[int, ClockOffset]] = []
-        """By window of time: the other clock's time, and the offset from the window's shortest round trip."""
+        """For each window: the other clock's time, and the offset from the window's shortest round trip."""
         self._window_end = 0
 
     def ask(self, number: int, now: int) -> None:

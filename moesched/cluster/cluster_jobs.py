@@ -65,7 +65,7 @@ LOOPBACK = "127.0.0.1"
 
 
 class LocalOptions(ProcessesOptions, ClusterOptions):
-    """The options of `run_local`."""
+    """The options of `run_local`, which runs a model in several processes of this machine."""
 
     nodes: int = field()
     start: Annotated[
@@ -75,7 +75,7 @@ class LocalOptions(ProcessesOptions, ClusterOptions):
 
 
 class ClusterFileOptions(HostsOptions, ClusterOptions):
-    """The options of `run_cluster`."""
+    """The options of `run_cluster`, which runs a model on the nodes of a cluster file."""
 
     start: Annotated[Start, Option("Starts the nodes' processes.", flag="")] = start_by_ssh
 
@@ -122,7 +122,7 @@ def run_cluster(given: ClusterFileOptions) -> ClusterReport:
 
 
 def run_with_given_ranks(**options: Any) -> ClusterReport:
-    """Do as `run_cluster`, with nodes that a program such as mpirun has started; this process is that of rank 0."""
+    """Generate text as `run_cluster`, but start only node 0; a program such as mpirun has started the other nodes."""
     with scratch_folder() as folder:
         here = start_here(folder)
 
@@ -133,7 +133,7 @@ def run_with_given_ranks(**options: Any) -> ClusterReport:
 
 
 def _local_cluster(folder: Path, nodes: int) -> tuple[KeyPair, Cluster]:
-    """Write keys for processes of this machine to a folder; return the launcher's keys, and the cluster."""
+    """Write keys for `nodes` processes of this machine to a folder; return the launcher's keys, and their cluster."""
     memory = available_memory() // nodes
     hosts = []
     for rank, cores in enumerate(share_cores(nodes)):
@@ -210,7 +210,7 @@ def _node_run(given: ClusterOptions) -> NodeRun:
 
 
 def _start_all(start: Start, cluster: Cluster, cluster_file: Path, model: Path) -> list[Process]:
-    """Start the processes of all nodes; if one cannot be started, kill the others."""
+    """Start the processes of the cluster's nodes by calls of `start`; if one cannot be started, kill the others."""
     processes: list[Process] = []
     try:
         for host in cluster.hosts:
@@ -224,9 +224,9 @@ def _start_all(start: Start, cluster: Cluster, cluster_file: Path, model: Path) 
 
 @contextmanager
 def _control(cluster: Cluster, cluster_file: Path, keys: KeyPair) -> Iterator[tuple[Control, Cluster]]:
-    """Yield the control channel, and the cluster with the channel's port, for which `cluster_file` may have had 0.
+    """Open the launcher's control channel with its `keys`; yield the channel, and the cluster with the channel's port.
 
-    Then the cluster is written to the file anew, with the port.
+    If the launcher's port in `cluster` is 0, `cluster_file` is rewritten with the channel's port.
     """
     known = {host.key: host.name for host in cluster.hosts}
     launcher = cluster.launcher

@@ -1,4 +1,4 @@
-"""Results of a run on several nodes: merges their reports, and their traces on one clock."""
+"""Results of a run on several nodes: one report merged from all nodes' reports, and traces merged onto one clock."""
 
 from __future__ import annotations
 
@@ -30,7 +30,12 @@ def cluster_report(
     text: list[str] | None,
     ending: Ending,
 ) -> ClusterReport | None:
-    """Merge the nodes' reports into one; None if no node sent a report."""
+    """Merge the nodes' reports into one; None if no node sent a report.
+
+    Args:
+        text: the generated text of each prompt; None without a tokenizer.
+        ending: the error or signal that ended the run, if any.
+    """
     reports = {
         order: [(rank, _decoded(rank, data, JobReport)) for rank, data in found]
         for order, found in _by_order(launch.finished, "report").items()
@@ -60,7 +65,7 @@ def cluster_report(
 def write_recordings(
     outputs: OutputOptions, launch: Launch, roster: Roster, report: ClusterReport, listener: Listener
 ) -> None:
-    """Write a trace and an HTML report for each batch, as asked for, with all nodes on the launcher's clock."""
+    """Write the trace and the HTML report of each batch, as `outputs` asks, with all nodes on the launcher's clock."""
     number = 0
     for sent in _by_order(launch.finished, "recording").values():
         by_rank: dict[int, list[Recording]] = {}
@@ -89,7 +94,7 @@ def _decoded(rank: int, data: bytes, kind: type[T]) -> T:
 
 
 def _member(roster: Roster, host: Host, reports: Sequence[JobReport]) -> NodeReport:
-    """Merge a node's reports on its batches into one."""
+    """Merge the reports of `host` on its batches into one, with its clock's offset and the reason of a loss."""
     clock = roster.clocks.get(host.rank)
     memories = reports[0].peak_bytes if reports else ()
     return NodeReport(
@@ -105,13 +110,13 @@ def _member(roster: Roster, host: Host, reports: Sequence[JobReport]) -> NodeRep
 
 
 def _by_order(finished: Sequence[Finished], what: str) -> dict[int, list[tuple[int, bytes]]]:
-    """Group the nodes' reports or recordings by the number of their order.
+    """Group the nodes' reports or recordings by the number of the order that they belong to.
 
     Args:
         what: "report" or "recording".
 
     Returns:
-        By order, pairs of a node's rank and the content in MessagePack, sorted by rank, then by arrival.
+        By the order's number, pairs of a node's rank and the content in MessagePack, sorted by rank, then by arrival.
     """
     found: dict[int, list[tuple[int, bytes]]] = {}
     for each in finished:

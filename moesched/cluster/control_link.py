@@ -44,15 +44,15 @@ _FAILURES |= zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 
 
 class LauncherGone(MoeschedError):
-    """The launcher has been silent for too long, ended the run, or went on without this node."""
+    """Raised if the launcher has been silent for too long, ended the run, or went on without this node."""
 
 
 class ControlLink:
     """A node's connection to the launcher: call `join` first, then `next` to receive and `say` to send.
 
     Args:
-        on_epoch: called with the message, on the link's thread, when all members of the epoch have loaded their
-            weights, and when the launcher ends the epoch.
+        on_epoch: called, on the link's thread, with `AllLoaded` when all members of an epoch have loaded their weights,
+            and with `Stop` when the launcher ends the epoch.
         on_gone: called on the link's thread when the launcher is silent, ends the run, or goes on without this node.
     """
 

@@ -35,7 +35,7 @@ def endpoint(address: str, port: int) -> str:
 
 
 def listening_at(address: str) -> str:
-    """Return the interface to listen on for peers that connect to an address: the address itself, or `ANY` for a name.
+    """Return the interface to listen on for peers that connect to `address`: the address, or `ANY` (all) for a name.
 
     A machine often resolves its own name to another address than its peers do.
     """
@@ -47,7 +47,7 @@ def listening_at(address: str) -> str:
 
 
 def reserved_port(address: str) -> socket.socket:
-    """Return a socket bound to a free port of an interface, which reserves the port until it is closed.
+    """Return a socket bound to a free port at `address`; the port is reserved until the socket is closed.
 
     Raises:
         BadInput: the address is not this machine's.
@@ -64,5 +64,5 @@ def reserved_port(address: str) -> socket.socket:
 
 
 def not_here(address: str) -> str:
-    """Return the message for an address of the cluster file at which this machine cannot listen."""
+    """Return the error message for an address in the cluster file that is not an address of this machine."""
     return f"{address} is not an address of this machine: correct the cluster file"

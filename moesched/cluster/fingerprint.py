@@ -10,7 +10,7 @@ from moesched.models.checkpoint import Checkpoint
 
 
 def fingerprint(checkpoint: Checkpoint) -> str:
-    """Hash a model's configuration, each tensor's name, shape, dtype and place in its file, and the files' sizes.
+    """Return a hash of a model's configuration, its tensors' names, shapes, dtypes and places, and its files' sizes.
 
     Copies of a checkpoint have equal fingerprints in any folder, even if files are absent. Values of weights are not
     covered: reading them would take as long as loading the model on every node.

@@ -47,7 +47,7 @@ NOTICE_SECONDS = 5.0
 
 
 class Finished(msgspec.Struct):
-    """A report or a recording that a node sent for one order.
+    """A report or a recording that a node sent for one order (a request to generate tokens for prompts).
 
     Attributes:
         what: "report" or "recording".
@@ -132,7 +132,7 @@ class Launch:
     # -- orders ------------------------------------------------------------------------------------
 
     def _carry_out(self, remainder: Remainder) -> None:
-        """Have the members carry out one order; it ends early if a node is lost or comes back."""
+        """Have the members generate tokens for `remainder`; return early if a node is lost, comes back or fails."""
         self._order += 1
         try:
             self._prepare(remainder)
@@ -207,7 +207,7 @@ class Launch:
         _log.warning("going on", nodes=[node.host.rank for node in members], epoch=self.epoch)
 
     def _stop(self, reason: str) -> None:
-        """End the epoch, and wait up to `PARTING_SECONDS` for the members' results."""
+        """Tell the members that the epoch ends, and why; wait up to `PARTING_SECONDS` for their results."""
         asked = [node for node in self._roster.members if node.peer is not None and node.done is None]
         begun, self._begun = self._begun, False
         for node in asked:
@@ -245,10 +245,10 @@ class Launch:
     # -- what comes in -----------------------------------------------------------------------------
 
     def _wait_for(self, condition: Callable[[], bool], seconds: float = float("inf"), what: str = "") -> None:
-        """Process messages and losses until a condition holds.
+        """Process messages and losses until `condition` returns True.
 
         Args:
-            what: words for what nodes should do, for the error message.
+            what: verb that names what the nodes should do, for the error message.
 
         Raises:
             BadInput: the condition does not hold after `seconds`.
@@ -270,7 +270,7 @@ class Launch:
         self._roster.look_after()
 
     def _take_in(self, node: Node, message: OfOrder) -> None:
-        """Process a member's message about an order of the current epoch."""
+        """Record what a member reports about the current order: its progress, tokens, results, end or failure."""
         match message:
             case Prepared():
                 node.prepared, node.ready = message, True
@@ -320,7 +320,7 @@ class Launch:
             self.finished.append(Finished(node.host.rank, piece.order, piece.what, b"".join(parts)))
 
     def _failed(self, node: Node, message: Failed) -> None:
-        """Process a member's failure; if it says that another node is lost, wait until that is noticed here, too."""
+        """Raise a failed member's error; if another node was lost, first wait until the launcher notices the loss."""
         said = f"{node.host}: {message.message}"
         if message.kind == "input":
             raise BadInput(said)

@@ -51,7 +51,7 @@ Start = Callable[[Host, Sequence[str]], Process]
 
 
 class LocalProcess:
-    """A node as a child process, which ends with this one. Its own session keeps Ctrl-C on the terminal from it."""
+    """A node as a child process, which ends with this one; Ctrl-C does not reach it, as it has a session of its own."""
 
     watched = True
 
@@ -144,12 +144,12 @@ class ByOthers:
 
 
 def start_by_others(host: Host, arguments: Sequence[str]) -> Process:
-    """Return a stand-in for a node that another program, or a person at its machine, starts."""
+    """Return a stand-in for the process of a host's node, which another program, or a person, starts."""
     return ByOthers()
 
 
 def node_arguments(cluster_file: Path, host: Host, model: Path) -> list[str]:
-    """Return the arguments of `moesched` that run a host's node."""
+    """Return the arguments of `moesched` that run a host's node with this cluster file and model."""
     file = str(cluster_file.absolute())  # ssh starts in the home folder
     return ["node", host.model or str(model), "--cluster", file, "--rank", str(host.rank)]
 

@@ -12,7 +12,7 @@ from moesched.inputs.options import SizeOptions
 from moesched.system.decoding import DECODE_ERRORS, reason
 
 PROTOCOL = 5
-"""Version of these messages; nodes of another version are refused. `JoinRequest` and `Refused` are the same in all."""
+"""Version of these messages; nodes of another version are refused. All versions share `JoinRequest` and `Refused`."""
 
 FailureKind = Literal["input", "lost", "stopped", "other"]
 
@@ -27,7 +27,7 @@ Says = TypeVar("Says", bound="Message")
 
 
 class Unreadable(MoeschedError):
-    """Received bytes are not a valid message."""
+    """Raised if received bytes are not a valid message."""
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):

@@ -40,15 +40,15 @@ class Metered:
         self._begun = threading.Event()
 
     def all_reduce(self, rank: int, exchange: Exchange, part: Array) -> Array:
-        """Return the sum of all ranks' parts, on every rank."""
+        """Return, on every rank, the sum of all ranks' `part`s in `exchange`; `rank` is the number of this rank."""
         return self._measured(lambda: self._transport.all_reduce(rank, exchange, part))
 
     def broadcast(self, rank: int, exchange: Exchange, array: Array | None, root: int) -> Array:
-        """Return the root's array, on every rank."""
+        """Return, on every rank, the array that the rank `root` passes; `rank` is the number of this rank."""
         return self._measured(lambda: self._transport.broadcast(rank, exchange, array, root))
 
     def gather(self, rank: int, exchange: Exchange, part: Array, root: int) -> list[Array] | None:
-        """Return all ranks' parts on the root; None on the others."""
+        """Return all ranks' `part`s on the rank `root`, None on the other ranks; `rank` is the number of this rank."""
         return self._measured(lambda: self._transport.gather(rank, exchange, part, root))
 
     def begin(self) -> None:

@@ -47,11 +47,12 @@ MOST_PATIENCE = 1_000_000
 def run_node(
     cluster_file: Path, rank: int, model: Path, *, key: Path | None = None, patience: float = JOIN_SECONDS
 ) -> None:
-    """Run one node of a cluster, until the launcher ends the run.
+    """Run the node `rank` of a cluster with the model's files, until the launcher ends the run.
 
     Args:
-        key: file of the secret key; by default the one in the cluster file, or that of `moesched keygen`.
-        patience: seconds to wait for the launcher.
+        key: file of the secret key; None for the file that the cluster file names, or else the one that
+            `moesched keygen` writes.
+        patience: seconds to wait for the launcher's answer.
 
     Raises:
         BadInput: the launcher refuses the node, or an order cannot be carried out here, which the launcher learns.
@@ -134,7 +135,7 @@ class _Node:
                     return
 
     def _try(self, act: Callable[[], None]) -> None:
-        """Carry out a part of an order; if it fails, report the error to the launcher."""
+        """Call `act`, which carries out a part of an order; report an error that it raises to the launcher."""
         failed = self._reports.failed
         try:
             act()
@@ -201,7 +202,7 @@ class _Node:
         )
 
     def _note_tokens(self, fresh: dict[int, list[int]], ended: Sequence[int]) -> None:
-        """Report new tokens, and requests that end with them; raise TransportError if the epoch has ended."""
+        """Report new tokens by request, and requests that end with them; raise TransportError if the epoch is over."""
         if self._transport is None or self._is_stopped:
             raise TransportError(LET_GO)
         self._reports.tokens(fresh, ended, self._transport.waited)
@@ -214,14 +215,14 @@ class _Node:
     # -- on the link's thread ----------------------------------------------------------------------
 
     def _turn(self, said: AllLoaded | Stop) -> None:
-        """Allow the first exchange of an epoch, or, if the launcher ended the epoch, fail the exchanges of its step."""
+        """Allow the exchanges of an epoch once all members have loaded; fail them if the launcher ended the epoch."""
         if isinstance(said, AllLoaded):
             self._exchanges.begin(said.epoch)
         else:
             self._exchanges.stop(said.epoch, said.reason)
 
     def _leave(self) -> None:
-        """Abandon the current step, as the launcher is gone; kill this process if it is there after `GRACE_SECONDS`."""
+        """Abandon the current step, as the launcher is gone; kill this process if it outlives `GRACE_SECONDS`."""
         timer = threading.Timer(GRACE_SECONDS, os._exit, (1,))
         timer.daemon = True
         timer.start()

@@ -101,7 +101,7 @@ class NodeExchanges:
                 self._transport.begin()
 
     def stop(self, epoch: int, reason: str) -> None:
-        """Fail the exchanges of all epochs up to this one. Callable from any thread; returns at once."""
+        """Fail the exchanges of all epochs up to this one, for this reason. Any thread may call; returns at once."""
         with self._lock:
             self._stopped = max(self._stopped, epoch)
             if self._transport is not None:

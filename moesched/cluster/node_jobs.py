@@ -141,7 +141,7 @@ class NodeJob:
         )
 
     def prepare(self, node_order: NodeOrder) -> tuple[SizeOptions, list[list[int]]]:
-        """Return the largest batch sizes that fit into memory, with fixed ones kept, and the experts of each node.
+        """Plan an order; return the largest batch sizes that fit, with fixed sizes kept, and each node's experts.
 
         Raises:
             BadInput: not even one request fits; the message names the memory and the missing bytes.
@@ -159,7 +159,10 @@ class NodeJob:
         raise problem
 
     def run(self, node_order: NodeOrder, transport: Transport) -> Iterator[NodeBatch]:
-        """Run the batches of an order, whose sizes are all fixed, and yield each result; the last may have failed.
+        """Run an order's batches, whose sizes are all fixed, and yield each result; the last may be a failure.
+
+        Args:
+            transport: connects this node to the others.
 
         Raises:
             BadInput: a file of weights has changed since it was opened.
@@ -258,9 +261,9 @@ class NodeJob:
         )
 
     def _candidates(self, node_order: NodeOrder) -> Iterator[SizeOptions]:
-        """Yield batch sizes to try, largest first: a single micro-batch sends only one message per layer and step.
+        """Yield batch sizes to try, the largest first; sizes that the order fixes are kept.
 
-        The prefill of long prompts is cut into two chunks, so that one is exchanged while the other is computed.
+        Long prompts in one micro-batch are prefilled in two chunks: one is exchanged while the other is computed.
         """
         fixed, count = node_order.sizes, len(node_order.prompts)
         for batch_size in _halves(count) if fixed.batch_size is None else [min(fixed.batch_size, count)]:

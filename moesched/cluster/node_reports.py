@@ -57,7 +57,7 @@ class NodeReports:
         self._since, self._waited = perf_counter(), 0.0
 
     def loading(self, done: int, total: int) -> None:
-        """Report the numbers of resident pages loaded and in all."""
+        """Report that `done` of `total` resident pages are loaded."""
         if self.order is not None:
             self._say(Loading(epoch=self.order.epoch, done=done, total=total))
 
@@ -67,7 +67,7 @@ class NodeReports:
         self._say(Loaded(epoch=order.epoch, order=order.order))
 
     def tokens(self, fresh: dict[int, list[int]], ended: Sequence[int], waited: float) -> None:
-        """Report new tokens by request.
+        """Report new tokens, given in `fresh` by request.
 
         Args:
             ended: requests that end with these tokens.
@@ -111,9 +111,10 @@ class NodeReports:
         )
 
     def failed(self, kind: FailureKind, error: MoeschedError, places: Sequence[int] = ()) -> None:
-        """Report that the order cannot be carried out.
+        """Report that the order cannot be carried out because of `error`.
 
         Args:
+            kind: "input", "lost", "stopped" or "other", as in the message `Failed`.
             places: indices, among the order's members, of nodes that cannot be reached any more.
         """
         order = self.order

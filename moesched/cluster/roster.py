@@ -38,7 +38,7 @@ PING_SECONDS = 0.1
 LOADING_SECONDS = 60.0
 """Seconds of silence, at least, after which a node that opens its device counts as lost."""
 ENDING_SECONDS = 5.0
-"""Seconds after the end of either a node's process or its connection after which the node counts as lost."""
+"""Seconds from the end of a node's process or connection until the node counts as lost."""
 LEAVING_SECONDS = 0.3
 """Seconds that nodes have to end by themselves after Ctrl-C, once their results have arrived."""
 
@@ -126,7 +126,7 @@ class Roster:
 
     @property
     def ahead(self) -> dict[int, Callable[[int], int]]:
-        """By rank, a function from a time on the node's clock to the nanoseconds by which this clock is then ahead."""
+        """By rank, a function from a node's time to the nanoseconds by which the node's clock is ahead of this one."""
         return {node.host.rank: node.clock.ahead_at for node in self.nodes}
 
     @property
@@ -286,7 +286,7 @@ class Roster:
                 return
 
     def _lose(self, node: Node, why: str) -> None:
-        """Mark a node as lost for the reason `why`, and kill its process; if it ended, its exit code is the reason."""
+        """Mark a node as lost for the reason `why`, or with its exit code if its process ended; kill the process."""
         self.say(
             node,
             Refused(reason=f"{node.host} was {why}, and the others went on: start it again to take part"),

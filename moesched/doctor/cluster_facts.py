@@ -87,7 +87,7 @@ def _port(who: str, address: str, port: int) -> PortFacts:
 
 
 def port_state(address: str, port: int) -> PortState:
-    """Connect to a TCP port and return its state; "free", with no program listening there, is right before a run."""
+    """Connect to a TCP port of an address, and return its state; before a run "free", nothing listens, is right."""
     try:
         with socket.create_connection((address, port), timeout=PORT_SECONDS):
             return "taken"

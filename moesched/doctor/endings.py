@@ -75,7 +75,7 @@ def judge_peak(about: str, predicted: int, measured: int) -> Finding:
 
 
 def check_lack_of_memory(model: Path, device: str, facts: Facts, scratch: Path) -> Finding:
-    """Check that a run whose KV cache does not fit in memory ends with an error of one line.
+    """Check that a run whose KV cache does not fit in the device's memory ends with an error of one line.
 
     On the CPU a limit of the process's address space is too low for the cache; on a GPU the cache is larger than the
     GPU's memory.
@@ -103,7 +103,7 @@ def check_lack_of_memory(model: Path, device: str, facts: Facts, scratch: Path) 
 
 
 def _boundless(device: str, scratch: Path) -> Path:
-    """Write a machine file that states a thousand times this machine's memory, and return its path.
+    """Write a machine file for `device` that states a thousand times this machine's memory, and return its path.
 
     With this file no plan is refused for lack of memory.
     """
@@ -118,7 +118,7 @@ def _boundless(device: str, scratch: Path) -> Path:
 
 
 def check_interrupt(model: Path, device: str, scratch: Path) -> Finding:
-    """Check that a run ends within seconds of Ctrl-C, and that its report then has the results so far.
+    """Check that a run of the model ends within seconds of Ctrl-C, and that its report then has the results so far.
 
     Args:
         scratch: an existing folder for temporary files.

@@ -146,13 +146,13 @@ def gather_facts(device: str = "", model: Path | None = None, hosts: Path | None
 
 
 def cuda_facts() -> CudaFacts:
-    """Return the facts on CUDA, as torch sees it now."""
+    """Return the facts about CUDA that torch reports now."""
     facts: CudaFacts = _loaded("cuda_facts")()
     return facts
 
 
 def library_bytes() -> int:
-    """Return the bytes that CUDA's libraries allocate on the first GPU for one stream; no plan counts them."""
+    """Return the bytes that CUDA's libraries allocate on the first GPU for one stream, which no plan counts."""
     nbytes: int = _loaded("library_bytes")()
     return nbytes
 

@@ -92,7 +92,7 @@ def policy_names() -> list[str]:
 def run_policies(
     model: Path, device: str, scratch: Path, progress: Callable[[float, float, str], object]
 ) -> PolicyRuns:
-    """Run a model under every policy, so that policies that can stream weights have to.
+    """Run a model under every policy, most of them with too little memory to keep all weights in it.
 
     The policy `resident` runs first; all others then get less memory than it took, unless they cannot run with less.
 
@@ -122,13 +122,13 @@ def run_policies(
 
 
 def _tight(report: JobReport) -> dict[str, int]:
-    """Return a budget in bytes, by memory: a share of the peak of the memory with the highest peak in a run."""
+    """Return a budget as {memory: bytes}: the share `TIGHT` of the highest peak that a run had in any one memory."""
     memory = max(report.peak_bytes, key=lambda name: report.peak_bytes[name])
     return {memory: int(TIGHT * report.peak_bytes[memory])}
 
 
 def _run(model: Path, device: str, name: str, budgets: dict[str, int], trace: Path | None) -> PolicyRun:
-    """Run a policy within budgets, or without budgets if its plan does not fit them.
+    """Run the policy `name` on a device within budgets, or without budgets if its plan does not fit them.
 
     Args:
         budgets: limits in bytes, by memory.

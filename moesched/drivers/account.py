@@ -112,7 +112,7 @@ class Account:
         account.admitted.add(task.id)
 
     def promote(self, task: Task, before: int) -> None:
-        """Record that a task's priority was raised; `before` is the key that it had, and smaller keys go first."""
+        """Record that a task's priority was raised; `before` is its previous sort key, and smaller keys go first."""
         if task.key > before:
             self.broken.append(f"{task!r} was promoted to a less urgent class")
         if task.state == READY:
@@ -130,7 +130,7 @@ class Account:
             self._later[earlier].append(task.id)
 
     def look(self, *tasks: Task) -> None:
-        """Check the engine after one of its calls: tasks, further tasks that their ends may release, and all lanes.
+        """Check `tasks` after a call of the engine, the later tasks that they release, and all lanes for broken rules.
 
         Args:
             tasks: tasks whose state the call may have changed.
@@ -160,7 +160,7 @@ class Account:
             self.broken += account.problems(self._calls, just_ended=lane in ended_lanes)
 
     def _compare(self, task: Task) -> None:
-        """Check a task's move from the last known state to its current one."""
+        """Check that the engine may move a task from the state last seen to the task's current state."""
         before, after = self._known[task.id], task.state
         if before == after:
             return

@@ -26,7 +26,7 @@ Price = Callable[[Work], int]
 
 
 class NotFixed(MoeschedError):
-    """The graphs of a policy's steps may differ, so that they cannot be captured.
+    """Raised if the graphs of a policy's steps may differ, so that the steps cannot be captured.
 
     The policy awaited a handle, looked at the time, cancelled a task, or has an eviction rule or state of its own.
     """
@@ -98,14 +98,13 @@ class StepGraph:
         samples: positions of the `sample` tasks.
         final: positions of the tasks whose ends are the step's end: the `samples`; in loading, all tasks.
         by_lane: for each lane, the positions of its tasks.
-        starts_on: like `lanes`, but -2 - lane for a collective, which the player starts after all other tasks of a
-            moment.
+        starts_on: like `lanes`, but -2 - lane for a collective, which starts after the other tasks due at that time.
         classes: for each task, its priority class, shifted to the high bits as in `Task.key`.
-        edges: for each task, how many tasks back in program order those tasks lie that it waits for.
+        edges: for each task, the distances back in program order, in tasks, to the tasks that it waits for.
         waits: for each task, the number of its edges from tasks of this step.
         roots: positions of the tasks without edges from tasks of this step.
-        later: for each task, how many tasks later those tasks of the step lie that wait for it.
-        earlier: edges from tasks of earlier steps, as pairs (position of the waiting task, number of tasks back).
+        later: for each task, the distances forward to the tasks of this step that wait for it.
+        earlier: edges from tasks of earlier steps, as pairs (position of the waiting task, distance back).
         sized: positions of the tasks whose work changes from step to step, by (micro-batch, verb, kind of layer).
         kind_of: for each layer of the model, the number of its kind of layer.
     """
@@ -249,9 +248,9 @@ class Edges:
         self._reach: list[int] = []
 
     def needed(self, tasks: Sequence[Task]) -> list[tuple[int, ...]]:
-        """Return, for each task of the next step, how many tasks back the tasks lie that it has to wait for.
+        """Return, for each task of the next step, the distances back to the tasks that it waits for, nearest first.
 
-        The nearest comes first. On an in-order lane, each task also waits for the task before it on that lane.
+        Distances count tasks in program order. On an in-order lane, each task also waits for its predecessor there.
         """
         before = [self._before(task) for task in tasks]
         first = tasks[0].id if tasks else self._first

@@ -27,7 +27,7 @@ LOOP_SLICE_NANOSECONDS = 1_000_000
 
 
 class LaneReports(Protocol):
-    """The driver, as runners see it: they report to it the tasks that were issued or have ended.
+    """The driver's methods by which runners report that a task was issued or has ended.
 
     Both methods may return a task that the calling runner, the argument `mine`, must start at once.
     """
@@ -74,10 +74,10 @@ class Runner(Protocol):
         """Start a task without blocking; called with the engine's lock held."""
 
     def open(self) -> None:
-        """Prepare for tasks; called before the first one."""
+        """Prepare the runner for tasks; called before the first task."""
 
     def close(self) -> None:
-        """Stop; called when all tasks have ended."""
+        """Stop the runner; called when all tasks have ended."""
 
 
 class Worker:
@@ -165,7 +165,7 @@ class ThreadRunner:
 
 
 class LoopRunner:
-    """Runs tasks of a few microseconds on the event loop; all lanes of kind "loop" share one."""
+    """Runs tasks of a few microseconds on the event loop; all lanes of kind "loop" share one runner."""
 
     guest = host = False
 
@@ -220,7 +220,7 @@ class LoopRunner:
 class AwaitableRunner:
     """Runs tasks such as network calls, whose execution returns an awaitable, on the event loop.
 
-    `close` cancels those that run, and those that begin later.
+    `close` cancels the calls that run, and calls that begin later.
     """
 
     guest = host = False
@@ -247,7 +247,7 @@ class AwaitableRunner:
         asyncio.ensure_future(self._run(task)).add_done_callback(self._running.discard)
 
     def _note_begun(self) -> None:
-        """Let `close` cancel the current call; before it began, a cancellation would keep it from reporting its end."""
+        """Let `close` cancel the current call, which will report its end; raise CancelledError if closed already."""
         if self._closed:
             raise asyncio.CancelledError
         running = asyncio.current_task()
@@ -361,7 +361,7 @@ class StreamRunner:
         return error
 
     def _next_batch(self) -> list[tuple[Task, Issued]]:
-        """Return the oldest running tasks of the stream, up to and with the first whose end the host needs."""
+        """Return the oldest running tasks of the stream, up to and including the first whose end the host needs."""
         batch = []
         while self._running:
             batch.append(self._running.popleft())
@@ -405,7 +405,7 @@ class ThreadQueue:
         self._items.put(item)
 
     def close(self) -> None:
-        """End the thread after the items in the queue."""
+        """End the thread once it has processed the items in the queue."""
         self._items.put(_END)
         self._thread.join()
 

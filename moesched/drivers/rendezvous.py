@@ -34,7 +34,7 @@ class Rendezvous:
                 self._ranks[lane] = rank
 
     def collect(self) -> None:
-        """Take the parts that became ready from the engines, and admit each collective of which all parts are ready."""
+        """Take from the engines the parts that became ready, and admit each collective whose parts are all ready."""
         while self.arrived:
             task = self.arrived.pop(0)
             if self._alone is None:
@@ -83,7 +83,7 @@ class Rendezvous:
             self._engines[rank].admit(part)
 
     def _break(self, ticket: int, cause: BaseException) -> None:
-        """Cancel all parts of the collective with this ticket, also those of ranks that arrive later."""
+        """Cancel, because of `cause`, all parts of the collective with this ticket, also of ranks that arrive later."""
         self._broken[ticket] = cause
         for rank, part in sorted(self._waiting.pop(ticket, {}).items()):
             if part.cause is None:

@@ -69,7 +69,7 @@ class Timeline:
 
     @cached_property
     def bases(self) -> list[int]:
-        """The number of the first task of each step; one more entry at the end is the number of all tasks."""
+        """For each step, the number (from 0) of its first task; one more entry at the end counts all tasks."""
         return [0, *accumulate(len(step.tasks) for step in self.steps)]
 
     @property
@@ -99,7 +99,7 @@ class Timeline:
         return {lane.name: nanoseconds for lane, nanoseconds in zip(lanes, busy, strict=True)}
 
     def awaits(self) -> list[tuple[int, int]]:
-        """Return the tasks that a policy would have awaited, as (task's number, number of tasks submitted by then)."""
+        """Return the tasks that a policy would await, as (task's number, number of tasks submitted before that)."""
         awaits = []
         bases = self.bases
         for index in range(1, len(self.steps)):
@@ -141,8 +141,8 @@ def _resized(captured: Work, work: Work | None) -> Work:
 
     Args:
         captured: the work of the captured task.
-        work: the other step's work of this micro-batch, verb and kind of layer; it is returned for the processor of
-            `captured`. None if the work is the same in all steps.
+        work: the other step's work of this micro-batch, verb and kind of layer, perhaps of another processor; None if
+            the work is the same in all steps.
     """
     if work is None or work.resource == captured.resource:
         return work or captured
@@ -151,14 +151,14 @@ def _resized(captured: Work, work: Work | None) -> Work:
 
 @runtime_checkable
 class ReplayObserver(Protocol):
-    """An observer that takes a replayed run as one timeline, since making its tasks would take longer."""
+    """An observer that takes a replayed run as one `Timeline`, since making all its tasks would take longer."""
 
     def replayed(self, timeline: Timeline) -> None:
         """Observe the whole timeline; called instead of `ended` for each task."""
 
 
 def replay_run(run_state: RunState, policy: Policy, cost: CostModel) -> Timeline:
-    """Capture a run and replay it.
+    """Capture a run, and replay it with durations from `cost`.
 
     Raises:
         NotFixed: the policy awaited a handle.
@@ -223,7 +223,7 @@ class _PricedSteps:
         run_state.restart()
 
     def durations(self, index: int) -> list[int]:
-        """Return the nanoseconds of each task of the step `index`, 0 for loading; call it step after step."""
+        """Return the nanoseconds of each task of the step `index`, 0 for loading; must be called step after step."""
         step, run_state = self._steps[index], self._run_state
         if step.samples:
             run_state.begin_step()
@@ -234,7 +234,7 @@ class _PricedSteps:
 
 
 class Player:
-    """Plays captured steps on lanes, by priority or in program order, over arrays that grow as steps are submitted.
+    """Computes the timeline of captured steps on lanes, by priority or in program order, in arrays that grow.
 
     A step is submitted once all micro-batches have sampled in the step two before it, as in `Generation`.
 
@@ -257,7 +257,7 @@ class Player:
         self._arrived: list[int] = []
 
     def run(self) -> tuple[list[int], list[int]]:
-        """Play all steps; return the start and the end of every task, in nanoseconds."""
+        """Compute all steps; return the start and the end of every task, in nanoseconds."""
         tasks, lanes = self._tasks, self._lanes
         starts, ends, durations, waits = tasks.starts, tasks.ends, tasks.durations, tasks.waits
         later, lane_of, classes = tasks.later, tasks.lane_of, tasks.classes
@@ -308,10 +308,7 @@ class Player:
         return starts, ends
 
     def _cross(self, number: int, now: int) -> None:
-        """Account for the end, at the time `now`, of the task `number` in later steps.
-
-        Release the tasks of later steps that wait for this task, and note whether a further step may be submitted.
-        """
+        """Release, at time `now`, tasks of later steps that wait for task `number`; note if another step may begin."""
         tasks = self._tasks
         for other in self._crossing.pop(number):
             tasks.waits[other] -= 1
@@ -329,7 +326,7 @@ class Player:
             self._step_ended = not self._unsampled[index]
 
     def _admit(self, now: int) -> None:
-        """Admit the collectives that have arrived to their lanes, ahead of all tasks but earlier collectives."""
+        """At time `now`, start arrived collectives on their lanes, or queue them before all but earlier collectives."""
         lanes = self._lanes
         for number in self._arrived:
             before = (lanes.admitted - _NUMBER) << CLASS_SHIFT
@@ -394,7 +391,7 @@ class _PlayedTasks:
         self.classes: list[int] = []
 
     def append(self, graph: StepGraph, durations: list[int]) -> None:
-        """Add the tasks of a step."""
+        """Add the tasks of a step, with their durations in nanoseconds."""
         unknown = [-1] * len(durations)
         self.starts += unknown
         self.ends += unknown

@@ -74,8 +74,7 @@ class _Mix:
         rates: for each lane, the speed of its work relative to running alone.
         started: for each lane, the mixes that follow when the lane starts work, by the number of that work's kind.
         ended: for each lane, the mix that follows when its work ends; None until it is first needed.
-        slower: by a mix that may follow, the lanes whose rates differ in it, as pairs (lane, rate in this mix / rate in
-            that one).
+        slower: for each mix that may follow, the lanes whose rates change, as pairs (lane, rate here / rate there).
     """
 
     __slots__ = ("ended", "kinds", "rates", "slower", "started")
@@ -89,7 +88,7 @@ class _Mix:
 
 
 class Shared:
-    """Keeps the ends of the running tasks, which share the resources of one machine.
+    """Computes the ends of running tasks, which slow each other down as they share the resources of one machine.
 
     A schedule has few mixes of work, so rates and their ratios are computed once for each mix and then looked up.
 

@@ -23,7 +23,7 @@ from moesched.steps.views import Views
 from moesched.tasks import DONE, ISSUED, RUNNING, STATE_NAMES, Block, Collective, Lane, Task
 
 SWITCH = "MOESCHED_VALIDATE"
-"""The environment variable that enables checks of every run, if it is 1."""
+"""The environment variable that enables checks of every run, if it is set and not 0."""
 
 LEDGER_EVERY = 64
 """Number of submissions between two checks of the ledger of memories and pools."""
@@ -92,7 +92,7 @@ class CheckedEngine(Engine):
         pools: Iterable[Pool] = (),
         views: Iterable[Views[Any]] = (),
     ) -> None:
-        """Add memories, pools and views to those whose bytes, pages and slots are checked as well."""
+        """Check the bytes of these memories, the pages of these pools and the slots of these views as well."""
         self._ledger.add(memories, pools, views)
 
     # -- the engine's calls, each followed by a comparison with the account ----------------------------

@@ -31,7 +31,7 @@ class WiredPages:
         self._began = -1
 
     def wire(self, array: Array, nbytes: int, now: int) -> int:
-        """Return the nanoseconds from `now` until a kernel can use an array of `nbytes` bytes; 0 if it is wired."""
+        """Return the nanoseconds from `now` until a kernel can use an array of `nbytes` bytes; 0 for a wired array."""
         if self._began < 0:
             self._began = now
         used = self._used.get(array)

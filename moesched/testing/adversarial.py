@@ -1,6 +1,6 @@
 """A test policy that makes random legal choices of order, processor and time, to find faults of engine and devices.
 
-Choices follow from a seed. The policy's tokens must equal those of every other policy.
+Choices follow from a seed. The policy must generate the same tokens as every other policy.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Adversarial:
             yield from self._micro_batch(step, j)
 
     def _micro_batch(self, step: Step, j: int) -> Generator[Task, dict[int, int], None]:
-        """Submit all verbs of one micro-batch in an order that data dependencies allow, and yield each submitted task.
+        """Submit all verbs of micro-batch `j` in an order that data dependencies allow; yield each submitted task.
 
         The caller sends back the value of a `route` task: the number of rows by expert.
         """
@@ -118,7 +118,7 @@ class Adversarial:
         yield step.sample(j)
 
     def _place_kv(self, plan: Plan, j: int) -> None:
-        """Place a micro-batch's KV cache in one memory for all layers, or in a random memory for each layer."""
+        """Place the KV cache of micro-batch `j` in one memory for all layers, or in a random memory for each layer."""
         choose = self.random
         if plan.batch.beams == 1 and choose.random() < 0.3:
             on_host = {i for i in plan.layers if choose.random() < 0.5}

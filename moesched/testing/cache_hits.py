@@ -1,4 +1,4 @@
-"""Simulation of an eviction rule in a small cache of experts, which counts hits over random choices of routers."""
+"""Simulation of an eviction rule in a small cache of experts: counts hits while routers choose experts at random."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Choices = Callable[[Random], Iterator[list[Layer]]]
 
 
 def popular(random: Random) -> Iterator[list[Layer]]:
-    """Yield the layers' choices of experts for each step; each layer prefers some experts to others."""
+    """Yield, for each step, the number of tokens by chosen expert in each layer; each layer prefers some experts."""
     ranks = [random.sample(range(EXPERTS), EXPERTS) for _ in range(LAYERS)]
     for _ in range(STEPS):
         yield [
@@ -35,7 +35,7 @@ def popular(random: Random) -> Iterator[list[Layer]]:
 
 
 def recurring(random: Random) -> Iterator[list[Layer]]:
-    """Yield the layers' choices of experts for each step; each layer often repeats its experts of the last step."""
+    """Yield, for each step, the number of tokens by chosen expert in each layer; a layer often repeats its experts."""
     before: list[set[int]] = [set() for _ in range(LAYERS)]
     for _ in range(STEPS):
         stay = [{expert for expert in each if random.random() < 0.8} for each in before]
@@ -100,7 +100,7 @@ class _Cache:
         self.hits = 0
 
     def tell(self, number: int, layer: Layer, following: Layer) -> None:
-        """Give the rule a layer's scores and a preview of the next layer's experts, if it has methods for them.
+        """Give the rule a layer's scores and a preview of the next layer's experts, if the rule has methods for them.
 
         Args:
             number: index of the layer.
@@ -117,6 +117,7 @@ class _Cache:
         """Use the chosen experts of a layer: count hits, and fetch the experts that are not in the cache.
 
         Args:
+            step: index of the step.
             number: index of the layer.
             layer: number of tokens by expert that the layer's router chose.
         """
@@ -131,6 +132,7 @@ class _Cache:
         """Put experts into the cache that are not in it; if the cache is full, the rule chooses a page to evict.
 
         Args:
+            step: index of the step.
             number: index of the experts' layer.
         """
         for page in (PAGES[number][expert] for expert in experts):

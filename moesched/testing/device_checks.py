@@ -124,7 +124,7 @@ def _check_bad_prompts(device: Device, machine: Machine) -> None:
 def _tokens(
     device: Device, machine: Machine, name: str | None, sampling: Sampling = LIKELIEST
 ) -> list[list[int]]:
-    """Run a policy on two equal batches, check both runs, and return the tokens by request.
+    """Run a policy on a device for two equal batches, check both runs, and return the tokens by request.
 
     Args:
         name: name of the policy; None for `_Scoring`.

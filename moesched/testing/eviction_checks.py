@@ -61,7 +61,7 @@ def _require_hits(
 
 
 def _choices(rule: Eviction, seed: int) -> list[int]:
-    """Give a rule one random sequence of uses, and return the ids of the pages that it chose to evict, in order."""
+    """Give a rule a sequence of uses drawn from `seed`, and return the ids of the pages that it evicts, in order."""
     random = Random(seed)
     pages = [
         Page(number, number // (EXPERTS + 1), number % (EXPERTS + 1) - 1, 0, (), 10)

@@ -376,7 +376,7 @@ def _run_virtual(
     *,
     sharing: bool,
 ) -> tuple[list[list[list[int]]], list[Task], int]:
-    """Run all ranks on the virtual clock.
+    """Run all ranks on the virtual clock, with the given observers and handling of tokens.
 
     Args:
         cost: gives durations; None for the machine's own.
@@ -400,7 +400,7 @@ def _run_virtual(
 def _run_in_real_time(
     ranks: Sequence[Rank], observers: Sequence[Observer], handling: TokenHandling
 ) -> tuple[list[list[list[int]]], list[Task], int]:
-    """Run all ranks on real threads.
+    """Run all ranks on real threads, with the given observers and handling of tokens.
 
     Returns:
         Each rank's tokens by request, the first rank's tasks, and the run's nanoseconds.

@@ -1,6 +1,6 @@
 """A test policy that divides and joins the tasks of experts at random, to find faults of engine and devices.
 
-Choices follow from a seed. The policy's tokens must equal those of every other policy.
+Choices follow from a seed. The policy must generate the same tokens as every other policy.
 """
 
 from __future__ import annotations

@@ -81,8 +81,7 @@ def check_served(
         peers: plans and policies of the other nodes, if several share the model.
 
     Raises:
-        AssertionError: a request got other tokens than its rows give, or not all of them, a node had other rows than
-            the first one, or a budget was exceeded.
+        AssertionError: a request got wrong tokens or too few, nodes ran different requests, or a budget was exceeded.
         PolicyError: the policy submitted something illegal.
         BrokenRule: the engine broke one of its own rules.
     """

@@ -72,7 +72,7 @@ def write_keys(folder: Path, keys: KeyPair | None = None) -> KeyPair:
 
 
 def _make_folder(folder: Path, undo: ExitStack) -> None:
-    """Make a folder and its parents; `undo` then removes those that did not exist before."""
+    """Make a folder and its parents; closing `undo` removes those that did not exist before."""
     missing = [each for each in (folder, *folder.parents) if not each.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for each in reversed(missing):
@@ -80,7 +80,7 @@ def _make_folder(folder: Path, undo: ExitStack) -> None:
 
 
 def public_key(secret: str) -> str:
-    """Return the public key that belongs to a secret one.
+    """Return the public key that belongs to a secret key.
 
     Raises:
         BadInput: the text is not a key.

@@ -22,7 +22,7 @@ LEAST_FREE = 0.1
 
 
 class Transfers:
-    """Observer that keeps the tasks of a run that move pages, apart from those of loading."""
+    """Observer that keeps the tasks that move pages in a run's steps, without the tasks of loading."""
 
     def __init__(self) -> None:
         self.all: list[PageTransfer] = []

@@ -121,7 +121,7 @@ class ChildRun:
         )
 
     def _read(self, lines: Iterable[bytes]) -> str | None:
-        """Handle the child's messages until they end or an item takes too long.
+        """Collect outcomes from the child's messages until the messages end or an item takes too long.
 
         Args:
             lines: lines that the child writes.

@@ -107,7 +107,7 @@ def main() -> None:
 
 
 def carry_out(order: ChildOrder, alarm: BinaryIO) -> Iterator[Message]:
-    """Load the policy and run all items; yield messages at their begin and end.
+    """Carry out an order: load the policy and run all items; yield messages at their begin and end.
 
     Args:
         alarm: the file to which the traceback of an item that takes too long is written.

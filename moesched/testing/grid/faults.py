@@ -18,7 +18,7 @@ UNKNOWN = "the policy"
 
 
 def home_of(policy: type[Policy]) -> str:
-    """Return the first line of a policy's class, as file:line; it is named for faults without another line."""
+    """Return the first line of a policy's class, as file:line, for faults that have no other line."""
     with suppress(OSError, TypeError):
         return f"{inspect.getsourcefile(policy)}:{inspect.getsourcelines(policy)[1]}"
     return UNKNOWN

@@ -42,8 +42,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """The results of one item.
 
     Attributes:
-        unfit: if the policy's plan does not fit in this item, the fault to report should it fit in none; otherwise
-            None.
+        unfit: the fault to report if the policy's plan fits in no item; None if the plan fits in this one.
         cell: the policy's result in a cell; None for other items.
         lanes: whether each lane was used, by the lane's name.
         rivals: the seconds of the shipped policies, by name.
@@ -152,5 +151,5 @@ def _in_cell(cell: Cell, subject: Subject) -> Outcome:
 
 
 def _with_line(advice: Advice, subject: Subject) -> Advice:
-    """Return the advice; if it has no line of the policy, with the line of the policy's class."""
+    """Return the advice, with the line of the policy's class if the advice has no line of the policy."""
     return structs.replace(advice, line=subject.home) if advice.line in ("", CODE_OF_CHILD) else advice

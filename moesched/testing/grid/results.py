@@ -66,7 +66,7 @@ class CellResult(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         seconds: predicted time of the batch, from the end of loading to the last token.
-        lower_bound_seconds: that time if the same tasks ran in the best order; see `least_nanoseconds`.
+        lower_bound_seconds: the least time of the batch with the same tasks in any order; see `least_nanoseconds`.
         rank: 1 for the fastest of all policies that fit; policies within 0.1 % share a rank.
         fitting: number of policies that fit, this one included.
         fastest, fastest_seconds: name and time of the fastest shipped policy.
@@ -116,7 +116,7 @@ Found = TypeVar("Found", Fault, Advice)
 
 
 def merged(found: Iterable[Found]) -> list[Found]:
-    """Join findings with equal keys to one, whose number of cases is their sum; the order is kept."""
+    """Join findings with equal keys to one, and add up their numbers of cases; the order is kept."""
     first: dict[tuple[str, str], Found] = {}
     for each in found:
         known = first.get(each.key)
@@ -125,5 +125,5 @@ def merged(found: Iterable[Found]) -> list[Found]:
 
 
 def rank_among(seconds: float, others: Iterable[float]) -> int:
-    """Return the rank of a time: 1 where no other is shorter by more than 0.1 %."""
+    """Return the rank of the time `seconds`: 1 if no other time is shorter by more than 0.1 %."""
     return 1 + sum(other * TIE < seconds for other in others)

@@ -81,7 +81,7 @@ def _file() -> Path:
 
 @cache
 def _hash_of_code() -> str:
-    """Hash all modules and profiles of the framework, and of the policies that ship."""
+    """Return a hash of all modules and profiles of the framework, and of the policies that ship."""
     digest = hashlib.sha256()
     for package in ("moesched", "moesched.policies"):
         spec = find_spec(package)

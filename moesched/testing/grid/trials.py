@@ -107,7 +107,7 @@ def trials_of(policy: type[Policy]) -> list[Trial]:
 
 
 def random_case(seed: int, machines: Sequence[Machine]) -> Case:
-    """Make a case with a random model, batch and memory, on one of these machines."""
+    """Make a case with a model, batch and memory drawn from `seed`, on one of these machines."""
     choose = Random(seed)
     experts = choose.randint(2, 8)
     prompts = tuple(choose.randint(1, 9) for _ in range(choose.randint(1, 6)))

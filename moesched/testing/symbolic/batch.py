@@ -11,7 +11,7 @@ from moesched.testing.symbolic.model import first_tokens
 
 
 class SymbolicBatch:
-    """Gives verbs the sizes and the data of a task's micro-batch; in prefill, each chunk of prompts is one.
+    """Gives verbs the sizes and the data of a task's micro-batch; in prefill, each chunk of prompts is a micro-batch.
 
     Attributes:
         on_host: suffix of the names of data in host memory; empty if the machine has one memory.
@@ -30,7 +30,7 @@ class SymbolicBatch:
         }
 
     def prompts(self) -> dict[Key, int]:
-        """Return the symbols of the prompts' tokens, by key: the data before the first task, apart from weights."""
+        """Return the hashes of the prompts' tokens, by key: the data before the first task, apart from weights."""
         tokens: dict[Key, int] = {
             ("tokens", index): first_tokens(requests) for index, requests in enumerate(self._micro_batches)
         }
@@ -58,7 +58,7 @@ class SymbolicBatch:
         return chunk is None or chunk.before >= 0
 
     def whole(self, task: Task) -> int:
-        """Return the number of a task's micro-batch; for a prefill task, of the one that its chunk is a part of."""
+        """Return the index of a task's micro-batch; in prefill, of the micro-batch that the chunk belongs to."""
         chunk = self._chunk(task)
         return task.micro_batch if chunk is None else chunk.micro_batch
 

@@ -35,16 +35,16 @@ class Access:
         self.writes: dict[Key, int] = {}
 
     def read(self, key: Key) -> int:
-        """Return the present symbol of a piece of data; 0 if nothing was written to it yet."""
+        """Return the present hash of a piece of data; 0 if nothing was written to it yet."""
         self.reads.add(key)
         return self._values.get(key, 0)
 
     def write(self, key: Key, value: int) -> None:
-        """Set the symbol that a piece of data gets when the task ends."""
+        """Set the hash that a piece of data gets when the task ends."""
         self.writes[key] = value
 
     def weights(self, view: View[Any]) -> dict[int, int]:
-        """Read the pages of a view; return the symbol of each expert's weights, with -1 for the dense ones."""
+        """Read the pages of a view; return hashes of the weights by expert, and of the dense weights under -1."""
         held: dict[int, list[int]] = {}
         for page, slot in zip(view.pages, view.slots, strict=True):
             held.setdefault(page.expert, []).append(self.read(slot))
@@ -52,7 +52,7 @@ class Access:
 
 
 class Data:
-    """Symbols of all data by key, with the time at which each was last read and written.
+    """Hashes of all data by key, with the time at which each was last read and written.
 
     On the virtual clock, times are the tasks' starts and ends. On threads, times are counts of events.
     """
@@ -69,7 +69,7 @@ class Data:
         return Access(self.values, task.start if task.end >= 0 else next(self._ticks))
 
     def end(self, task: Task, access: Access) -> None:
-        """Store the symbols that a task wrote, and check its reads and writes.
+        """Store the hashes that a task wrote, and check its reads and writes.
 
         Raises:
             Clash: while the task ran, another task changed data that it used, or used data that it changed.

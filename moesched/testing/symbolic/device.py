@@ -38,7 +38,7 @@ class SymbolicDevice:
         self._verbs: dict[str, Verb] = {}
 
     def join(self, rank: int, transport: Transport | None, first: Device) -> None:
-        """Make this device one of several nodes in a process, which exchange data through the first one's device."""
+        """Make this device a node that exchanges data through the device `first`; other arguments have no effect."""
         assert isinstance(first, SymbolicDevice)
         self._board = first._board
 

@@ -44,7 +44,7 @@ class Board:
 
 
 class Exchanges:
-    """Verbs for sums over the nodes, and for results that a first node with all attention sends to the others."""
+    """Computes the verbs (kinds of tasks) that sum over nodes, or send results of a first node with all attention."""
 
     def __init__(self, nodes: NodeShare, experts: Experts, board: Board) -> None:
         self._nodes = nodes
@@ -52,23 +52,23 @@ class Exchanges:
         self._board = board
 
     def partial_sum(self, task: Task, data: Access) -> None:
-        """Post the output rows of the experts that this node ran."""
+        """Post the hashes of the output rows of experts that this node ran, for the sum over all nodes."""
         own = [e for e, node in task.operands.items() if node == self._nodes.index]
         self._post(task, SUM, self._experts.outputs_of(own, task, data))
 
     def all_reduce(self, task: Task, data: Access) -> None:
-        """Write the output rows that all nodes posted to this node's data."""
+        """Copy into this node's `data` the output rows that all nodes posted."""
         for outputs in self._board.posted(task):
             for row, output in outputs.items():
                 data.write(row, output)
 
     def gather(self, task: Task, data: Access) -> None:
-        """On the first node, write the output rows that all nodes posted to its data; on the others, do nothing."""
+        """On the first node, copy into `data` the output rows that all nodes posted; on the others, do nothing."""
         if self._nodes.attends:
             self.all_reduce(task, data)
 
     def broadcast(self, task: Task, data: Access) -> None:
-        """Copy the first node's rows or tokens to this node's data; on the first node, only read them."""
+        """Copy into `data` the rows or tokens that the first node posted; on the first node, only read its own."""
         key = ("normed" if task.operands == ROWS else "tokens", task.micro_batch)
         if self._nodes.attends:
             data.read(key)
@@ -76,19 +76,19 @@ class Exchanges:
             data.write(key, self._board.posted(task)[0])
 
     def route_for_all(self, task: Task, data: Access) -> Mapping[int, int]:
-        """Route on the first node, and post the rows for the others; return the number of rows of each expert."""
+        """Run the router on the first node, and post the rows for the others; return the number of rows by expert."""
         routed = self._experts.route(task, data)
         self._post(task, ROWS, data.writes["normed", task.micro_batch])
         return routed
 
     def sample_for_all(self, task: Task, data: Access) -> list[int]:
-        """Sample on the first node, and post the tokens for the others; return the tokens."""
+        """Sample a token id for each request on the first node, post the ids for the other nodes, and return them."""
         tokens = self._experts.sample(task, data)
         self._post(task, TOKENS, tokens)
         return tokens
 
     def sampled(self, task: Task, data: Access) -> list[int]:
-        """Return the tokens that the first node sampled, on a node without attention."""
+        """Return the token ids that the first node sampled, on a node without attention."""
         tokens: Any = data.read(("tokens", task.micro_batch))
         return list(tokens)
 

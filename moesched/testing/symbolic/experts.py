@@ -20,13 +20,13 @@ from moesched.testing.symbolic.model import (
 
 
 class Experts:
-    """Verbs from the output of attention to the layer's output or to tokens; experts run on either processor."""
+    """Computes, on hashes, the verbs (kinds of tasks) from attention's output to the layer's output or to tokens."""
 
     def __init__(self, batch: SymbolicBatch) -> None:
         self._batch = batch
 
     def post_attention(self, task: Task, data: Access) -> None:
-        """Run the router, all chosen experts, and the sum of their outputs as one task."""
+        """Write the hash of the hidden state after the router, all chosen experts, and the sum of their outputs."""
         weights = data.weights(task.operands)
         hidden = self._project_output(task, data, weights)
         outputs = [expert(task.layer, e, hidden, weights[e]) for e in self._choose(task, hidden)]
@@ -43,21 +43,21 @@ class Experts:
         return self._with_scores(self._choose(task, hidden))
 
     def chosen(self, task: Task, data: Access) -> dict[int, int]:
-        """Return, on a node without attention, the number of rows of each expert that the first node's router chose."""
+        """Return the number of rows of each expert that the first node's router chose, on a node without attention."""
         return self._choose(task, data.read(("normed", task.micro_batch)))
 
     def preview_route(self, task: Task, data: Access) -> Mapping[int, int]:
-        """Return a guess at a later layer's experts, with the number of rows of each."""
+        """Return a guess at the number of rows of each expert that a later layer's router chooses."""
         hidden, weights = data.read(self._batch.hidden(task)), data.weights(task.operands)[-1]
         return self._with_scores(self._choose(task, symbol("preview", task.layer, hidden, weights)))
 
     def offload_routed(self, task: Task, data: Access) -> None:
-        """Copy the rows that experts read to the host."""
+        """Copy to the host the hash of the rows that experts read."""
         j = task.micro_batch
         data.write((f"normed{self._batch.on_host}", j), data.read(("normed", j)))
 
     def run_expert(self, task: Task, data: Access) -> None:
-        """Compute an expert's output rows, for the rows of the task."""
+        """Write the hashes of an expert's output rows, for the rows of the task."""
         where = self._batch.on_host if isinstance(task, HostKernel) else ""
         weights = data.weights(task.operands)[task.expert]
         for j, start, stop in task.expert_rows:
@@ -66,18 +66,18 @@ class Experts:
                 data.write((f"output{where}", task.expert, j, row), output)
 
     def warm_expert(self, task: Task, data: Access) -> None:
-        """Read an expert's weights and do nothing else, as a task does that keeps the weights wired."""
+        """Read an expert's weights and do nothing else, as a task does on hardware to keep the weights wired."""
         data.weights(task.operands)
 
     def load_routed(self, task: Task, data: Access) -> None:
-        """Copy output rows of experts that ran on the host to the accelerator."""
+        """Copy to the accelerator the hashes of output rows of experts that ran on the host."""
         j = task.micro_batch
         for e, rows in task.operands:
             for row in rows:
                 data.write(("output", e, j, row), data.read((f"output{self._batch.on_host}", e, j, row)))
 
     def combine(self, task: Task, data: Access) -> None:
-        """Add the outputs of the chosen experts to the hidden state."""
+        """Write the hash of the hidden state plus the outputs of the chosen experts."""
         hidden = data.read(self._batch.hidden(task))
         outputs = [
             joined(data.read(key) for key in output_rows(e, task.micro_batch, tokens))
@@ -93,7 +93,7 @@ class Experts:
         return tokens
 
     def outputs_of(self, experts: Iterable[int], task: Task, data: Access) -> dict[Key, int]:
-        """Return the output rows of some experts for a task's micro-batch: symbols by key.
+        """Return the output rows of some experts for a task's micro-batch: hashes by key.
 
         Args:
             experts: numbers of the experts.
@@ -114,10 +114,5 @@ class Experts:
 
 
 def output_rows(e: int, micro_batch: int, tokens: int) -> Iterator[Key]:
-    """Yield the key of each output row of an expert on the accelerator.
-
-    Args:
-        e: the expert.
-        tokens: the number of rows.
-    """
+    """Yield the keys of the `tokens` output rows of expert `e`, for a micro-batch, on the accelerator."""
     return (("output", e, micro_batch, row) for row in range(tokens))

@@ -19,7 +19,7 @@ def symbol(*parts: int | str) -> int:
 
 
 def first_tokens(requests: Iterable[int], starts: Iterable[int] = ()) -> int:
-    """Return the symbol of a micro-batch's prompt tokens.
+    """Return the hash of a micro-batch's prompt tokens.
 
     Args:
         requests: the requests of the micro-batch.
@@ -29,26 +29,26 @@ def first_tokens(requests: Iterable[int], starts: Iterable[int] = ()) -> int:
 
 
 def embed(tokens: int) -> int:
-    """Return the symbol of the hidden state before the first layer.
+    """Return the hash of the hidden state before the first layer.
 
     Args:
-        tokens: the symbol of the tokens.
+        tokens: the hash of the tokens.
     """
     return symbol("embed", tokens)
 
 
 def project(layer: int, hidden: int, weights: Mapping[int, int]) -> int:
-    """Return the symbol of queries, keys and values.
+    """Return the hash of queries, keys and values.
 
     Args:
-        hidden: the symbol of the hidden state.
-        weights: symbols of the layer's weights, with -1 for the dense ones.
+        hidden: the hash of the hidden state.
+        weights: hashes of the layer's weights, with -1 for the dense ones.
     """
     return symbol("qkv", layer, hidden, weights[-1])
 
 
 def positions(step: int, starts: Iterable[int] = ()) -> int:
-    """Return the symbol of the positions of a step's tokens in the KV cache.
+    """Return the hash of the positions of a step's tokens in the KV cache.
 
     Args:
         step: number of the step.
@@ -58,26 +58,26 @@ def positions(step: int, starts: Iterable[int] = ()) -> int:
 
 
 def append(cache: int, qkv: int, where: int) -> int:
-    """Return the symbol of a KV cache after an append.
+    """Return the hash of a KV cache after an append.
 
     Args:
-        cache: the symbol of the cache before.
-        qkv: the symbol of the new keys and values.
-        where: the symbol of their positions.
+        cache: the hash of the cache before.
+        qkv: the hash of the new keys and values.
+        where: the hash of their positions.
     """
     return symbol("cache", cache, qkv, where)
 
 
 def attend(layer: int, qkv: int, cache: int) -> int:
-    """Return the symbol of attention's output, given the symbols of the queries and of the KV cache."""
+    """Return the hash of attention's output, given the hashes of the queries and of the KV cache."""
     return symbol("attention", layer, qkv, cache)
 
 
 def project_output(layer: int, attention: int, hidden: int, weights: int) -> int:
-    """Return the symbol of the hidden state after attention: its output projection, added to the residual.
+    """Return the hash of the hidden state after attention: its output projection, added to the residual.
 
     Args:
-        attention, hidden, weights: symbols of attention's output, of the hidden state and of the dense weights.
+        attention, hidden, weights: hashes of attention's output, of the hidden state and of the dense weights.
     """
     return symbol("output", layer, attention, hidden, weights)
 
@@ -88,7 +88,7 @@ def choose_experts(config: ModelConfig, hidden: int, tokens: int) -> dict[int, i
     Return the number of tokens of each chosen expert, by expert, ascending.
 
     Args:
-        hidden: the symbol of the hidden state.
+        hidden: the hash of the hidden state.
         tokens: number of tokens.
     """
     random = Random(hidden)
@@ -100,18 +100,18 @@ def choose_experts(config: ModelConfig, hidden: int, tokens: int) -> dict[int, i
 
 
 def expert(layer: int, number: int, hidden: int, weights: int) -> int:
-    """Return the symbol of the output of the expert `number` in a layer.
+    """Return the hash of the output of the expert `number` in a layer.
 
     Args:
-        hidden, weights: symbols of the expert's input and weights.
+        hidden, weights: hashes of the expert's input and weights.
     """
     return symbol("expert", layer, number, hidden, weights)
 
 
 def joined(rows: Iterable[int]) -> int:
-    """Return the symbol of an expert's output from the symbols of its rows.
+    """Return the hash of an expert's output from the hashes of its rows.
 
-    Equal rows give their own symbol. Different rows, which tasks computed from different data, give a symbol that no
+    Equal rows give their own hash. Different rows, which tasks computed from different data, give a hash that no
     right output has.
     """
     first, *others = dict.fromkeys(rows)
@@ -119,12 +119,12 @@ def joined(rows: Iterable[int]) -> int:
 
 
 def combine(hidden: int, outputs: Sequence[int]) -> int:
-    """Return the symbol of the sum of the hidden state and the experts' outputs, which are added in their order."""
+    """Return the hash of the sum of the hidden state and the experts' outputs, which are added in their order."""
     return symbol("combine", hidden, *outputs)
 
 
 def sample(hidden: int, requests: Iterable[int]) -> list[int]:
-    """Return a token id for each request, given the symbol of the hidden state."""
+    """Return a token id for each request, given the hash of the hidden state."""
     return [symbol("token", hidden, request) % VOCABULARY for request in requests]
 
 
@@ -141,12 +141,12 @@ def expected_tokens(plan: Plan) -> list[list[int]]:
 def through_layers(
     layout: WeightLayout, hidden: int, cache: dict[int, int], where: int, tokens: int, *, alone: bool
 ) -> int:
-    """Return the symbol of the hidden state after all layers, and append to each layer's KV cache.
+    """Return the hash of the hidden state after all layers, and append to each layer's KV cache.
 
     Args:
-        hidden: the symbol of the hidden state before the first layer.
-        cache: the symbol of the KV cache, by layer; changed in place.
-        where: the symbol of the tokens' positions.
+        hidden: the hash of the hidden state before the first layer.
+        cache: the hash of the KV cache, by layer; changed in place.
+        where: the hash of the tokens' positions.
         tokens: number of tokens.
         alone: whether to attend over the new keys and values only, as undivided prompts that join a micro-batch do.
     """

@@ -55,7 +55,7 @@ class ServedBatch(SymbolicBatch):
         return task.phase == "decode"
 
     def whole(self, task: Task) -> int:
-        """Return the number of a task's place."""
+        """Return the index of a task's place."""
         return task.micro_batch
 
     def _rows(self, task: Task) -> Sequence[Row]:
@@ -63,28 +63,28 @@ class ServedBatch(SymbolicBatch):
 
 
 class ServedAttention(Attention):
-    """Verbs from the tokens to the output of attention, for places, whose rows may differ from step to step."""
+    """Computes the verbs (kinds of tasks) up to attention's output, for places, whose rows differ from step to step."""
 
     def __init__(self, batch: ServedBatch) -> None:
         super().__init__(batch)
         self._served = batch
 
     def embed(self, task: Task, data: Access) -> None:
-        """Record the rows of a step in the place's history, and compute the hidden state of their tokens."""
+        """Record a step's rows in the place's history; write the hashes of their hidden state and positions."""
         j, rows = task.micro_batch, task.operands
         self._served.history[j].append(rows)
         data.write(self._batch.hidden(task), embedded(rows, data.read(("tokens", j))))
         data.write(("positions", j), positions(task.generated, self._batch.starts(task)))
 
     def _attend(self, task: Task, data: Access, source: Key, key: Key, held: int | None = None) -> int:
-        """Append new keys and values to a KV cache, and return the symbol of attention.
+        """Append new keys and values to a KV cache, and return the hash of attention.
 
         Undivided prompts attend only over their own keys and values, all other rows over the cache.
 
         Args:
             source: key of the queries, keys and values.
             key: key of the cache.
-            held: the symbol of the cache before; None to read it at `key`.
+            held: the hash of the cache before; None to read it at `key`.
         """
         qkv = data.read(source)
         cache = self._append(task, data, qkv, key, held)
@@ -94,10 +94,10 @@ class ServedAttention(Attention):
 
 
 def embedded(rows: Rows, held: int) -> int:
-    """Return the symbol of the hidden state before the first layer, for the rows of a step.
+    """Return the hash of the hidden state before the first layer, for the rows of a step.
 
     Args:
-        held: the symbol of the place's tokens so far.
+        held: the hash of the place's tokens so far.
     """
     requests = [row.request for row in rows.rows]
     if rows.phase == "prefill":

@@ -18,7 +18,7 @@ Verb = Callable[[Any, Access], Any]
 
 
 def verbs_of(plan: Plan, attention: Attention, experts: Experts, board: Board) -> dict[str, Verb]:
-    """Return the function that computes each verb of a run, by the verb's name."""
+    """Return the function that computes each verb of a run, by name: most are methods of the other arguments."""
     verbs: dict[str, Verb] = {"load": _load, "fetch": _fetch, "copy_to_pinned": _fetch}
     for part in (attention, experts):
         verbs |= {name: verb for name, verb in getmembers(part, ismethod) if not name.startswith("_")}
@@ -40,13 +40,13 @@ def verbs_of_nodes(plan: Plan, experts: Experts, board: Board) -> dict[str, Verb
 
 
 def _load(task: PageTransfer, data: Access) -> None:
-    """Write pages to their slots, as if they were read from the checkpoint."""
+    """Write the hashes of pages to the pages' slots, as if the pages were read from the checkpoint."""
     for page, slot in zip(task.pages, task.slots, strict=True):
         data.write(slot, page.id)
 
 
 def _fetch(task: PageTransfer, data: Access) -> None:
-    """Copy pages to their slots from other slots; without a source, as if from the checkpoint."""
+    """Copy the hashes of pages to their slots from other slots; without a source slot, as if from the checkpoint."""
     sources: Sequence[Slot | None] = task.operands or [None] * len(task.pages)
     for page, slot, source in zip(task.pages, task.slots, sources, strict=True):
         data.write(slot, page.id if source is None else data.read(source))
