@@ -20,7 +20,7 @@ class CpuFFN(ExpertStreaming):
 
     Settings:
         together: number of experts in one transfer in prefill.
-        ahead: number of transfers that may be under way while the experts of another are in use.
+        ahead: number of transfers that may be under way while the experts of an earlier transfer are in use.
         kv_on_gpu: share (0 to 1) of the KV cache that stays on the GPU, where attention to this share runs (r_c).
     """
 

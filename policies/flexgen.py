@@ -1,7 +1,7 @@
 """FlexGen's schedule with attention on the GPU (ICML'23; the fourth schedule of MoE-Lightning's Fig. 6).
 
-If the KV cache is on the host, the keys and values of the next micro-batch are copied to the GPU while one computes.
-They share the link with the next layer's weights, which are one transfer.
+If the KV cache is on the host, a micro-batch's keys and values are copied to the GPU while the previous micro-batch
+computes. The copies share the link with the next layer's weights, which are one transfer.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ Times = Mapping[Operation, Sequence[float]]
 
 
 class SharedRate(NamedTuple):
-    """The best of several measured rates, and an estimate of the share of the best rate that all of them reach."""
+    """The best of several measured rates; `share` is the median, lowest and highest rate relative to the best."""
 
     best: float
     share: Estimate
@@ -159,7 +159,8 @@ def table(times: Times, dtype: str) -> list[CostPoint]:
 
 
 def product_speeds(times: Times, dtype: str) -> list[float]:
-    """Return for each round the median speed of products, each relative to its median time over all rounds."""
+    """Return the speed of products in each round: the median over products, each relative to its own over all rounds.
+    """
     products = [rounds for each, rounds in times.items() if isinstance(each, Product) and each.dtype == dtype]
     return [median(median(rounds) / rounds[turn] for rounds in products) for turn in range(len(products[0]))]
 
@@ -174,7 +175,7 @@ def speed_beside(alone: Sequence[float], together: Sequence[float]) -> float:
 
 
 def shared(rates: Sequence[float], what: str) -> SharedRate:
-    """Return the best of several rates, and the estimated share of the best rate that all of them reach.
+    """Return the best of several rates, and the median, lowest and highest rate relative to the best.
 
     Args:
         what: name of what was measured, for the error message.

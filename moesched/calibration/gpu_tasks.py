@@ -160,7 +160,7 @@ def _tells_of_dispatch(task: Task) -> bool:
 def _dispatch(timed: Timed, running: Callable[[Work], float]) -> float:
     """Return the seconds of a task's dispatch.
 
-    On the GPU these are all seconds of the task; elsewhere its seconds without those that its work runs.
+    On the GPU the whole task counts as dispatch; elsewhere, the task's time less the running time of its work.
 
     Args:
         running: a function from a work of the host or of a link to the seconds that it takes once it has started.
@@ -179,7 +179,7 @@ def _order(point: CostPoint) -> tuple[str, str, float, float]:
 
 
 def _page_locked(sort: str) -> str:
-    """Return the name of a sort of work in runs without staging, where copies to the GPU are from host memory."""
+    """Return a sort of work as runs without staging name it, with host memory as the source of copies to the GPU."""
     return f"{HOST}->{GPU}" if sort == f"{PINNED}->{GPU}" else sort
 
 

@@ -121,10 +121,10 @@ class TaskTimes:
             self._times.setdefault(group, []).append(fmean(seconds[1:] or seconds))
 
     def add_gaps(self, tasks: Sequence[Task]) -> None:
-        """Add the gaps of a run, in seconds: between two tasks of the accelerator's lane, and across lanes.
+        """Record the gaps in a run, in seconds from the end of a task to the start of a task that waited only for it.
 
-        A gap is from the end of a task to the start of a task that waited only for it. Across lanes, gaps are from
-        `pre_attention` to `cpu_attention`.
+        Gaps are recorded between tasks on the accelerator's lane, and across lanes from `pre_attention` to
+        `cpu_attention`.
         """
         on_lane = [task for task in sorted(tasks, key=_start) if task.lane.name == "accelerator"]
         self._gaps[DISPATCH] += [
@@ -147,11 +147,11 @@ class TaskTimes:
     def longer_than(self, link: str, seconds: Callable[[float, float], float]) -> Callable[[float], float]:
         """Return a function from a page's bytes to a ratio: the page's transfer time over the time of a single read.
 
-        The function returns 1 if no page was moved. Pages consist of several tensors, so small pages have small reads.
+        The ratio is interpolated between the sizes of the pages that were moved, and is 1 if no page was moved.
 
         Args:
             link: name of the link.
-            seconds: a function from bytes and number of pieces to the seconds of a read.
+            seconds: a function from the bytes and the number of reads to the seconds that they take.
         """
         ratios = {
             part.size: median(times) / seconds(part.size, part.rows)
@@ -203,8 +203,7 @@ class TaskTimes:
         Prefill is left out: the first task of a size may take longer even alone.
 
         Args:
-            fresh: whether the times alone come from runs given to `add_fresh`, on just fetched weights, instead of
-                `add`.
+            fresh: whether times alone are those of runs given to `add_fresh`, on just fetched weights, not to `add`.
         """
         observed: dict[str, list[Observed]] = {}
         for task in tasks:

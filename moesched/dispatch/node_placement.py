@@ -1,4 +1,4 @@
-"""Placement of experts on nodes, assignment of chosen experts to nodes that hold them, and the busiest node's load.
+"""Places experts on nodes, assigns chosen experts to nodes that hold them, and computes the busiest node's load.
 
 Memory beyond a node's share of the experts holds copies. An expert with copies on two nodes runs on the less loaded
 one. The gain depends on which experts share a node, which `best_placement` optimises.
@@ -39,7 +39,7 @@ ROWS_TO_READ = 64
 class Load(NamedTuple):
     """Mean number of experts that the busiest node runs per token and layer, if all experts are equally likely.
 
-    `error` is the standard error if the mean is that of a random sample; 0 if the mean is exact.
+    `error` is the standard error if the mean was estimated from a random sample; 0 if the mean is exact.
     """
 
     experts: float
@@ -47,7 +47,7 @@ class Load(NamedTuple):
 
 
 def mirrored(experts: int, nodes: int, parts: int = 2) -> Placement:
-    """Return the experts of each node in the cluster paper's placement.
+    """Return the experts of each node in the placement of the Apple silicon cluster paper.
 
     Experts are cut into `parts` parts, and node n holds part n modulo `parts`. Where numbers do not divide evenly,
     parts differ by one expert, and the first parts are on one node more than the others. `parts` is at most `nodes`.
@@ -148,7 +148,7 @@ def _better_move(
 ) -> tuple[int, int] | None:
     """Return an expert to move off the busiest node, and the node to move it to; None if no move helps.
 
-    The new node holds the expert, and its load afterwards is less than that of the busiest node before.
+    The new node holds the expert, and afterwards has less load than the busiest node had before.
 
     owners: the node that runs each expert.
     busy: load of each node, in rows.
@@ -335,7 +335,7 @@ def _improved(holders: Holders, top_k: int, nodes: int) -> Holders:
 
 
 def _neighbours(holders: Holders) -> Iterator[Holders]:
-    """Yield the placements that differ from this one by one move, in which each node keeps its number of experts.
+    """Yield the placements one move away from `holders`; a move leaves each node its number of experts.
 
     In a move, one node replaces a copy of an expert by a copy of another expert, or two nodes swap two of their copies.
 

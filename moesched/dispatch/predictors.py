@@ -1,4 +1,4 @@
-"""Predictors of the experts that tokens will choose in later layers: by the layers' own routers, or from counts."""
+"""Predictors of the experts that tokens will choose in later layers, by these layers' routers or by past choices."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Predictor(Protocol):
 
 
 class Forecasts:
-    """A predictor whose forecasts are checked; the report's `forecasts` compare them with the experts chosen later.
+    """A predictor whose forecasts are checked; a run's report compares the forecasts with the experts chosen later.
 
     Args:
         plan: passed to the predictor's constructor if that has a parameter `plan`.

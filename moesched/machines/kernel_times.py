@@ -46,7 +46,7 @@ class KernelTimes:
         peak: the processor's stated FLOP/s.
         bandwidth: stated bytes per second of its memory.
         usable: share of `bandwidth` that all users of the memory reach together.
-        levels: for groups of rates, by name, the low or the high end instead of the expected figure.
+        levels: by group of rates, the figure of its estimates to use, "low" or "high", instead of the expected one.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class KernelTimes:
         return WorkTimes(computing, moving, holding, working, self._fixed(work))
 
     def _tiled(self, products: Iterable[WorkPart]) -> float:
-        """Return the FLOPs that kernels compute, in whole tiles of rows, over the FLOPs that the products need."""
+        """Return the ratio of FLOPs that kernels compute, in whole tiles of rows, to FLOPs that the products need."""
         least, few = self._class.tile_rows, self._class.few_rows
         asked = computed = 0.0
         for part in products:

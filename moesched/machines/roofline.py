@@ -22,7 +22,7 @@ class Roofline:
 
     Args:
         dtype: dtype that the model computes in.
-        levels: for groups of rates, by name, the low or the high end instead of the expected figure.
+        levels: by group of rates, the figure of its estimates to use, "low" or "high", instead of the expected one.
     """
 
     def __init__(self, machine: Machine, dtype: str, levels: Levels = NO_LEVELS) -> None:

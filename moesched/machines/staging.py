@@ -1,4 +1,4 @@
-"""Describes machines on which only a part of the host's memory can be page-locked, so that pages pass through it.
+"""Describes machines on which only a part of the host's memory can be page-locked; pages pass through this part.
 
 A machine whose accelerator has its own memory is described with page-locked host memory: accelerators copy from and to
 all of it at the link's rate. If page-locked memory is limited, pages are first copied (staged) into the page-locked
@@ -99,7 +99,7 @@ def _links(machine: Machine, staging: Staging, ring: bool) -> Iterator[Link]:
 def _through_ring(machine: Machine, link: Link, staging: Staging) -> Link:
     """Return a link between accelerator and host memory with the rate of copies in pieces through page-locked memory.
 
-    The rate is that of the link or that of copies within the host's memory, whichever is lower.
+    The rate is the lower one of the link's rate and the rate of copies within the host's memory.
     """
     slower, kind = (link, "pinned") if link.bandwidth <= staging.bandwidth else (staging, "host_copies")
     sustained = slower.sustained or copies_of(machine).rates[kind]

@@ -141,7 +141,7 @@ def sustained_share(machine: Machine, link: Link, levels: Levels) -> float:
     """Return the share, from 0 to 1, of its stated bandwidth that a link sustains.
 
     Args:
-        levels: for kinds of copy, the low or the high end of the estimate instead of the expected figure.
+        levels: by kind of copy, the figure of its estimate to use, "low" or "high", instead of the expected one.
     """
     kind = link_kind(machine, link)
     estimate = link.sustained or copies_of(machine).rates[kind]

@@ -17,11 +17,11 @@ PATIENCE_SECONDS = 1.0
 """Seconds before a line of progress appears; most predictions end earlier and show none."""
 
 DRAWINGS = "moesched.report.cell_drawings"
-"""The module that draws values of layers below it, loaded when the first one is shown."""
+"""The module that draws values as HTML, loaded when the first value is shown."""
 
 
 def html_of(value: object) -> str:
-    """Return the HTML with which a notebook shows a value, as the module `DRAWINGS` draws it."""
+    """Return the HTML with which a notebook shows a value; the module named by `DRAWINGS` makes the HTML."""
     drawn: str = import_module(DRAWINGS).drawn(value)
     return drawn
 

@@ -17,7 +17,7 @@ WRITER_MILLISECONDS = 500
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 GIT_LFS = b"version https://git-lfs"
-"""Begin of the text that git-lfs leaves in the place of a large file."""
+"""Beginning of the text that git-lfs leaves in the place of a large file."""
 
 _PIECE = 1 << 20  # of a file that does not tell its size
 
