@@ -56,8 +56,7 @@ class LayerByLayer(ABC):
     def run_expert(
         self, step: Step, i: int, expert: int, users: Iterable[int], at: At = "accelerator"
     ) -> None:
-        """Run an expert of layer `i` on processor `at`, one task for each of the micro-batches `users` that chose it.
-        """
+        """Run an expert of layer `i` on processor `at`, in one task for each micro-batch in `users`, which chose it."""
         for j in users:
             step.run_expert(i, expert, j, at=at)
 
