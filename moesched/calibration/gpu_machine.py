@@ -71,7 +71,7 @@ def calibrate_gpu(
 
 
 def measured_machine(probe: GpuProbe, extent: GpuExtent, progress: Progress) -> Machine:
-    """Measure a machine with a GPU, in the dtypes that the GPU computes in.
+    """Measure the machine of `probe` by the operations of `extent`, in the dtypes that its GPU computes in.
 
     Args:
         progress: called with (measurements done, measurements in all).
@@ -92,7 +92,7 @@ def measured_machine(probe: GpuProbe, extent: GpuExtent, progress: Progress) -> 
 
 
 def _rated(probe: GpuProbe, extent: GpuExtent, tell: Callable[[], None]) -> Machine:
-    """Return the machine with rates, and with costs of products, from operations that are timed alone and in pairs.
+    """Return the machine with rates and costs of products, from operations of `extent` timed alone and in pairs.
 
     Args:
         tell: called after each measurement.
@@ -120,7 +120,7 @@ def _rated(probe: GpuProbe, extent: GpuExtent, tell: Callable[[], None]) -> Mach
 
 
 def _with_tasks(rated: Machine, probe: GpuProbe, extent: GpuExtent, tell: Callable[[], None]) -> Machine:
-    """Return the machine with dispatch times, the rate of attention on the host, and speeds of tasks beside copies.
+    """Return the machine with dispatch times, the rate of host attention, and speeds beside copies, by runs on `probe`.
 
     Args:
         rated: the machine with rates and costs of products.
@@ -209,7 +209,7 @@ def _processor(
     """Return a processor with its best measured FLOP/s in each dtype, and with estimates of all measured rates.
 
     Args:
-        times: seconds of each operation in each round.
+        times: seconds of each operation of `extent` in each round.
         name: name of the processor.
         device_class: class of device, such as "consumer-gpu", whose shipped rates count where none was measured.
         rates: measured rates by name; the rate of products is missing, since it follows from `times`.

@@ -77,7 +77,7 @@ def weights(times: Times, processor: str, launch: float, bandwidth: float) -> Es
 
 
 def stream(times: Times, memory: str) -> float:
-    """Return the bytes per second of the fastest pass over a memory."""
+    """Return the bytes per second of the fastest measured pass over a memory."""
     return rounded(
         max(
             each.nbytes / min(seconds)
@@ -88,7 +88,7 @@ def stream(times: Times, memory: str) -> float:
 
 
 def launch_seconds(times: Times) -> Estimate:
-    """Return the seconds from the start of one empty kernel to the next."""
+    """Return the measured seconds from the start of one empty kernel to the next."""
     return estimate(
         [
             seconds / each.kernels
@@ -100,13 +100,14 @@ def launch_seconds(times: Times) -> Estimate:
 
 
 def host_seconds(times: Times, launch: float) -> Estimate:
-    """Return the seconds that the host waits for a kernel's result, less the `launch` seconds of its launch."""
+    """Return the measured seconds that the host waits for a kernel's result, less `launch`, the seconds of its launch.
+    """
     waits = [seconds for each, rounds in times.items() if isinstance(each, RoundTrip) for seconds in rounds]
     return estimate([max(LEAST_SECONDS, seconds - launch) for seconds in waits])
 
 
 def link(times: Times, source: str, destination: str) -> LinkRate:
-    """Return bandwidth and latency of a link, from the smallest and the largest copy of each round."""
+    """Return bandwidth and latency of the link between two memories, by `times` of its smallest and largest copies."""
     of_link = sorted(
         (each.nbytes, rounds)
         for each, rounds in times.items()

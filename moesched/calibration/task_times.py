@@ -79,14 +79,15 @@ class TaskTimes:
         self._moves: dict[WorkPart, list[float]] = {}
 
     def add(self, source: Source, tasks: Iterable[Task]) -> None:
-        """Add a run whose tasks ran one after the other: the baseline of `rates`, and the source of transfer times."""
+        """Add a run of `source` whose tasks ran one by one: the baseline of `rates`, and the origin of transfer times.
+        """
         for task in tasks:
             self._alone.setdefault(_key(source, task), []).append(_seconds(task))
             if task.verb == "fetch" and source.dtype == source.model.dtype:  # otherwise a fetch converts, too
                 self._moves.setdefault(task.work.parts[0], []).append(_seconds(task))
 
     def add_resident(self, source: Source, tasks: Iterable[Task]) -> None:
-        """Add a run whose tasks ran one after the other, and whose weights all stay in memory.
+        """Add a run of `source` whose tasks ran one after the other, and whose weights all stay in memory.
 
         Such runs are separate, since after a fetch every task is slower for a while: the processor has waited, and its
         caches have other data.
@@ -94,7 +95,7 @@ class TaskTimes:
         self._add_means(source, tasks, resident=True)
 
     def add_fresh(self, source: Source, tasks: Iterable[Task]) -> None:
-        """Add a run in which weights were fetched for every micro-batch, as streaming policies do.
+        """Add a run of `source` in which weights were fetched for every micro-batch, as streaming policies do.
 
         A task is slower on weights that were just fetched, and after the processor waited for them.
         """
@@ -105,7 +106,7 @@ class TaskTimes:
         self._add_means(source, on_weights, resident=False)
 
     def _add_means(self, source: Source, tasks: Iterable[Task], *, resident: bool) -> None:
-        """Add the mean seconds of each group of tasks.
+        """Add the mean seconds of each group of tasks of a run of `source`.
 
         A group's first task, which binds kernels for the others, is left out.
 
@@ -184,7 +185,7 @@ class TaskTimes:
     def rates(
         self, source: Source, tasks: Sequence[Task], *, fresh: bool = False
     ) -> dict[tuple[str, str], float]:
-        """Return speeds of tasks beside others, relative to running alone, by (sort of work, sorts beside it).
+        """Return speeds of a run's tasks beside others, relative to running alone, by (sort of work, sorts beside it).
 
         Args:
             fresh: as for `observed`.
@@ -268,7 +269,7 @@ class TaskTimes:
             yield point(each.operation, group.dtype, each.rows, each.size, rest)
 
     def _attention_overheads(self, group: Group) -> tuple[float, float] | None:
-        """Return the overheads in seconds of an attention task and of each of its calls; None if too little was timed.
+        """Return the overheads in seconds of `group`'s attention tasks and of each call; None if too little was timed.
 
         The overheads follow from three decode tasks of similar context: one with a single sequence, one with many
         sequences in one call, and one with a call for each of its sequences.
@@ -291,7 +292,7 @@ class TaskTimes:
 
 
 def point(operation: str, dtype: str, rows: float, size: float, seconds: float) -> CostPoint:
-    """Return a point of the cost table with figures rounded to four digits."""
+    """Return a point of the cost table (see `CostPoint`), with figures rounded to four significant digits."""
     return CostPoint(
         operation=operation,
         dtype=dtype,

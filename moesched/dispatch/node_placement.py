@@ -216,7 +216,7 @@ def best_placement(experts: int, top_k: int, nodes: int, per_node: int) -> Place
 
 
 def holders_of(placement: Placement) -> Holders:
-    """Return for each expert the bit mask of the nodes that hold it."""
+    """Return, for each expert of a placement, the bit mask of the nodes that hold the expert."""
     experts = max(chain.from_iterable(placement)) + 1
     return tuple(
         sum(1 << node for node, held in enumerate(placement) if expert in held) for expert in range(experts)
@@ -293,7 +293,7 @@ def _choices(alike: Mapping[int, int], top_k: int) -> Iterator[tuple[tuple[int, 
 
 
 def _searched_load(holders: Holders, top_k: int) -> float:
-    """Return the load by which the search compares placements: experts per token on the busiest node.
+    """Return the load of `holders` by which the search compares placements: experts per token on the busiest node.
 
     The load is exact if there are few distinct choices of experts, else a mean over a fixed random sample of choices.
     """
@@ -369,7 +369,7 @@ def _bits(mask: int) -> Iterator[int]:
 
 
 def _filled(holders: Holders, nodes: int, per_node: int) -> list[int]:
-    """Return a placement in which copies of the experts with the fewest copies fill each node's free room.
+    """Return `holders` with each node's free room filled by copies of the experts that have the fewest copies.
 
     Placements are given as a bit mask of nodes for each expert.
     """

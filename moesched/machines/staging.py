@@ -99,7 +99,7 @@ def _links(machine: Machine, staging: Staging, ring: bool) -> Iterator[Link]:
 def _through_ring(machine: Machine, link: Link, staging: Staging) -> Link:
     """Return a link between accelerator and host memory with the rate of copies in pieces through page-locked memory.
 
-    The rate is the lower one of the link's rate and the rate of copies within the host's memory.
+    The rate is the lower one of the link's rate and of `staging`, the rate of copies within the host's memory.
     """
     slower, kind = (link, "pinned") if link.bandwidth <= staging.bandwidth else (staging, "host_copies")
     sustained = slower.sustained or copies_of(machine).rates[kind]

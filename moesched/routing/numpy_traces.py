@@ -76,7 +76,7 @@ def _of_requests(requests: Iterable[Integers], prompt_tokens: list[int], config:
 
 
 def _request(where: str, array: Array, config: ModelConfig) -> Integers:
-    """Return the sorted expert ids of vLLM's array of one request, checked, for all layers (tokens, layers, top_k).
+    """Return the sorted expert ids of vLLM's array `where` of one request, for all layers (tokens, layers, top_k).
 
     Raises:
         BadInput: the array has another shape or type, or is of another model.
@@ -119,12 +119,13 @@ def _own(where: str, arrays: dict[str, Array], config: ModelConfig) -> RoutingTr
 
 
 def _require_ascending(where: str, chosen: Integers, config: ModelConfig) -> None:
-    """Check that each row of expert ids (tokens, layers, top_k) ascends and has only experts of the model.
+    """Check that each row of `chosen`, expert ids (tokens, layers, top_k), ascends and has only experts of the model.
 
     The check takes little memory beside the array. Layers without experts are not looked at.
 
     Raises:
-        BadInput: a row does not ascend, or has another number; the message names its token and layer.
+        BadInput: a row does not ascend, or has another number; the message names `where`, the row's token and its
+            layer.
     """
     routed = routed_layers(config)
     chosen_Nk = (chosen if len(routed) == config.layers else chosen[:, routed]).reshape(

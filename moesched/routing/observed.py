@@ -35,11 +35,13 @@ class ObservedRouting:
         return any(len(seen) > 1 for seen in self._rows.values())
 
     def choose(self, step: int, layer: int, micro_batch: int, tokens: int) -> dict[int, int]:
-        """Return the number of tokens that chose each expert in the run, by expert id; `tokens` is not used."""
+        """Return the micro-batch's number of tokens for each expert in the run, by expert id; `tokens` is not used."""
         return dict(self._chosen[step, layer, micro_batch])
 
     def scores(self, step: int, layer: int, micro_batch: int, tokens: int) -> Sequence[float]:
-        """Return the router's score of each expert in the run, by expert id; only for plans that request scores."""
+        """Return the micro-batch's router score of each expert in the run, by expert id; only if the plan requests
+        scores.
+        """
         value = self._chosen[step, layer, micro_batch]
         assert isinstance(value, ScoredTokens), "the device gives scores to such a plan"
         return value.scores

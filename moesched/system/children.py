@@ -23,7 +23,7 @@ _PR_SET_PDEATHSIG = 1
 def tied_child(
     command: Sequence[str], stderr: IO[bytes] | None = None, *, stdout: int = subprocess.DEVNULL
 ) -> subprocess.Popen[bytes]:
-    """Start a child process that ends when this one does; the child's program has to call `end_with_parent`.
+    """Start `command` as a child process that ends when this one does; the child has to call `end_with_parent`.
 
     The child has a session of its own, so that Ctrl-C on the terminal does not reach it. The calling thread must live
     as long as the child.

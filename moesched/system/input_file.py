@@ -95,7 +95,7 @@ def _mode(path: Path) -> int:
 
 
 def _without_waiting(path: str, flags: int) -> int:
-    """Open a file and return its descriptor; a pipe is opened without waiting for its writer.
+    """Open a file with flags of `os.open`, without waiting for a pipe's writer, and return its descriptor.
 
     The function serves as the `opener` of `FileIO`.
     """
