@@ -64,8 +64,7 @@ class GpuTasks:
         self._alone.add(source, [task for task in tasks if _is_timed_beside(task)])
 
     def add_beside(self, source: Source, tasks: Sequence[Task]) -> None:
-        """Add a run of `source` in which copies of pages ran beside other tasks; pages may pass through staging slots.
-        """
+        """Add a run of `source` in which copies of pages ran beside other tasks; pages may pass staging slots."""
         stages = any(task.lane.name == f"{HOST}->{PINNED}" for task in tasks)
         for sort, observed in self._alone.observed(source, _off_gpu(tasks)).items():
             renamed = [each._replace(beside=_page_locked_beside(each.beside)) for each in observed]

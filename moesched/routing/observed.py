@@ -39,9 +39,7 @@ class ObservedRouting:
         return dict(self._chosen[step, layer, micro_batch])
 
     def scores(self, step: int, layer: int, micro_batch: int, tokens: int) -> Sequence[float]:
-        """Return the micro-batch's router score of each expert in the run, by expert id; only if the plan requests
-        scores.
-        """
+        """Return the router's score of each expert in the run, by expert id; only if the plan requests scores."""
         value = self._chosen[step, layer, micro_batch]
         assert isinstance(value, ScoredTokens), "the device gives scores to such a plan"
         return value.scores
