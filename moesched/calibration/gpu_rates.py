@@ -100,8 +100,7 @@ def launch_seconds(times: Times) -> Estimate:
 
 
 def host_seconds(times: Times, launch: float) -> Estimate:
-    """Return the measured seconds that the host waits for a kernel's result, less the `launch` seconds of its launch.
-    """
+    """Return the measured seconds that the host waits for a kernel's result, less `launch` seconds for its launch."""
     waits = [seconds for each, rounds in times.items() if isinstance(each, RoundTrip) for seconds in rounds]
     return estimate([max(LEAST_SECONDS, seconds - launch) for seconds in waits])
 
