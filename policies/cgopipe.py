@@ -22,7 +22,7 @@ class CGOPipe:
 
     Settings:
         ahead: number of micro-batches that CPU attention runs ahead of the accelerator; 2 in the paper.
-        kv_on_gpu: share (0 to 1) of the KV cache that stays on the GPU, where attention to this share runs (r_c).
+        kv_on_gpu: share (0 to 1) of the KV cache on the GPU, where attention to this share runs (r_c in the paper).
     """
 
     def __init__(self, ahead: int = 2, kv_on_gpu: float = 0.0) -> None:

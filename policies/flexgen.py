@@ -19,7 +19,7 @@ class FlexGen:
     """Zigzag block schedule: all micro-batches pass a layer before the next layer; copies run one micro-batch ahead.
 
     Settings:
-        kv_on_gpu: share (0 to 1) of the KV cache that stays on the GPU (r_c).
+        kv_on_gpu: share (0 to 1) of the KV cache that stays on the GPU (r_c in MoE-Lightning).
     """
 
     def __init__(self, kv_on_gpu: float = 0.0) -> None:

@@ -78,9 +78,7 @@ class LayerSplit:
     decode = prefill
 
     async def _copied(self, step: Step, i: int, j: int) -> None:
-        """Copy chosen experts of a layer to the accelerator, as many as there is room for, run them, and go on with the
-        next.
-        """
+        """Copy a layer's chosen experts to the accelerator and run them, as many at a time as there is room for."""
         chosen = list(await step.route(i, j))
         for first in range(0, len(chosen), self.at_once):
             experts = chosen[first : first + self.at_once]

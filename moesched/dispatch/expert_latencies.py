@@ -1,4 +1,4 @@
-"""Latencies of running an expert on host or accelerator and of moving its weights (Twiddler, Appendix A).
+"""Computes the latencies of an expert on host and accelerator, and of moving its weights (Twiddler, Appendix A).
 
 Policies compare these latencies to decide on which processor an expert runs.
 """

@@ -257,7 +257,7 @@ def _built(
     host: HostMemory,
     assumed: Sequence[str] = (),
 ) -> BuiltMachine:
-    """Return the machine with the sources of its figures, and with the figures that were assumed.
+    """Return the machine with the sources of its figures, and with sentences on the assumed figures.
 
     The sources of the figures of the CPU, in `sockets` sockets, and of host memory are added to `comments`.
     """

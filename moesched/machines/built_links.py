@@ -1,4 +1,4 @@
-"""Links between a GPU and its host, through a PCIe slot or through the link of a board that has both."""
+"""Describes the links between a GPU and its host, through a PCIe slot or the link of a board that has both."""
 
 from __future__ import annotations
 

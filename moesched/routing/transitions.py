@@ -1,4 +1,4 @@
-"""Counts of the experts that tokens choose in a layer, given the experts that they chose some layers earlier."""
+"""Counts the experts that tokens choose in a layer, by the experts that they chose some layers earlier."""
 
 from __future__ import annotations
 

@@ -33,7 +33,8 @@ def in_a_notebook() -> bool:
 
 
 def counted_in_cell(what: str) -> Callable[[float, float], object] | None:
-    """Return a function of (done, total) that shows the progress of some work in a notebook's cell; None elsewhere.
+    """Return a function of (done, total) that shows some work's progress in a notebook's cell; None outside of
+    notebooks.
 
     Args:
         what: name of the work, shown beside the progress bar.
@@ -45,7 +46,7 @@ def counted_in_cell(what: str) -> Callable[[float, float], object] | None:
 
 
 def named_in_cell() -> Callable[[str], object] | None:
-    """Return a function of a stage's name that shows the name in a notebook's cell; None elsewhere."""
+    """Return a function of a stage's name that shows the name in a notebook's cell; None outside of notebooks."""
     return CellLine(PATIENCE_SECONDS).show if in_a_notebook() else None
 
 

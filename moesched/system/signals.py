@@ -85,7 +85,7 @@ class _Signals:
         signal.setitimer(signal.ITIMER_REAL, 0)
 
     def lost(self, told: Any) -> None:
-        """Deliver the signal again if Python ignored its `Stopped`, as it does in finalizers.
+        """Deliver the signal again if Python ignored the exception `Stopped`, as it does in finalizers.
 
         Args:
             told: the argument that Python passes to `sys.unraisablehook`.
