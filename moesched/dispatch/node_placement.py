@@ -195,7 +195,7 @@ def expected_load(placement: Placement, top_k: int, seed: int = 0) -> Load:
 def best_placement(experts: int, top_k: int, nodes: int, per_node: int) -> Placement:
     """Search for the placement of experts on nodes that minimises `expected_load`.
 
-    Two local searches start from the cluster paper's placement, and from one that spreads copies evenly over groups of
+    Two local searches start from the placement `mirrored`, and from one that spreads copies evenly over groups of
     nodes. A move replaces one copy on a node by a copy of another expert, or swaps two copies between nodes. The result
     is never worse than `mirrored`.
 

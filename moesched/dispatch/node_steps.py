@@ -34,8 +34,8 @@ class NodeExperts(ABC):
     def choose_placement(self, plan: Plan) -> Placement:
         """Return the experts that each node holds in every layer.
 
-        By default, as in the cluster paper, nodes with even numbers hold one half of the experts and the others the
-        other half.
+        By default, as in the Apple silicon cluster paper, nodes with even numbers hold one half of the experts, and
+        nodes with odd numbers the other half.
         """
         return mirrored(plan.layout.config.routed.experts, plan.nodes.count)
 
@@ -106,7 +106,7 @@ def warm_spare(
 
     owners: the node that runs each chosen expert.
     own: chosen experts that this node runs.
-    recent: this node's experts in LRU order, which is updated.
+    recent: this node's experts in LRU order, updated by this call.
     idle: experts that are warmed even if this node does not have to wait.
     """
     quota = max(Counter(owners.values()).values(), default=0)

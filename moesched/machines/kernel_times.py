@@ -96,14 +96,14 @@ class KernelTimes:
         return computed / asked if asked else 1.0
 
     def _reading_experts(self, work: Work) -> float:
-        """Return the seconds to read a work's experts at the processor's `expert_bandwidth`; 0 if it has none."""
+        """Return the seconds to read a work's experts at the processor's `expert_bandwidth`; 0 if none is stated."""
         if self._processor.expert_bandwidth is None:
             return 0.0
         weights = sum(part.times * part.size for part in work.parts if part.operation in EXPERTS)
         return weights / (self._processor.expert_bandwidth * self._off_expected)
 
     def _fixed(self, work: Work) -> float:
-        """Return the seconds to start a work and its kernels, and of the host's handling of its result.
+        """Return the seconds to start a work and its kernels, and for the host to handle the work's result.
 
         A GPU starts each kernel, or the replay of a graph of kernels. A CPU's team of threads wakes once for a work,
         and meets after each of its kernels. A work that joins an earlier call starts nothing. Without a class of

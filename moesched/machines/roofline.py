@@ -101,7 +101,7 @@ def slowed_beside(machine: Machine) -> dict[str, list[tuple[str, float]]]:
     """Return the measured speeds of each sort of work beside others.
 
     Returns:
-        For each sort, pairs of the sorts that run beside it and its speed, relative to running alone.
+        For each sort, pairs (sorts that run beside this sort; this sort's speed, relative to running alone).
     """
     found: dict[str, list[tuple[str, float]]] = {}
     for pair in machine.contention:

@@ -32,7 +32,7 @@ def within_lock_limit(machine: Machine, budgets: Mapping[str, int]) -> Machine:
 
 
 def staged(machine: Machine, limit: int | str, *, ring: bool = True) -> Machine:
-    """Return the machine with limited page-locked memory: it has the role `pinned`, and pages pass through it.
+    """Return the machine with limited page-locked memory in the role `pinned`, through which pages pass.
 
     Args:
         limit: bytes of page-locked memory, as a number or text such as "16GB".

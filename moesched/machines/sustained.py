@@ -92,7 +92,7 @@ def _read(name: str) -> DeviceClass:
 
 
 def rates_of(processor: Processor) -> dict[str, Estimate]:
-    """Return the sustained rates of a processor by name: the rates of its class, or its own where it has any."""
+    """Return the sustained rates of a processor by name: its own where it has any, else the rates of its class."""
     return device_class(processor.device_class).rates | processor.rates
 
 
@@ -138,7 +138,7 @@ def link_kind(machine: Machine, link: Link) -> str:
 
 
 def sustained_share(machine: Machine, link: Link, levels: Levels) -> float:
-    """Return the share, from 0 to 1, of its stated bandwidth that a link sustains.
+    """Return the share of a link's stated bandwidth, from 0 to 1, that copies sustain.
 
     Args:
         levels: by kind of copy, the figure of its estimate to use, "low" or "high", instead of the expected one.

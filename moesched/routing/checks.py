@@ -1,7 +1,7 @@
 """Checks of recorded expert choices: each token has different experts, all of the model; errors name the token.
 
-In a trace file the layer axis has either all layers of the model, or only the layers with experts. In memory it always
-has all layers, with zeros in layers without experts.
+In a trace file the layer axis has either all layers of the model, or only the layers with experts. In memory the axis
+always has all layers, with zeros in layers without experts.
 """
 
 from __future__ import annotations

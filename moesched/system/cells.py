@@ -33,8 +33,7 @@ def in_a_notebook() -> bool:
 
 
 def counted_in_cell(what: str) -> Callable[[float, float], object] | None:
-    """Return a function of (done, total) that shows some work's progress in a notebook's cell; None outside of
-    notebooks.
+    """Return a function of (done, total) that shows some work's progress in a notebook's cell; None without a notebook.
 
     Args:
         what: name of the work, shown beside the progress bar.

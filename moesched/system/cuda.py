@@ -92,7 +92,7 @@ def trouble_of_driver(cuda: CudaFacts) -> Trouble | None:
 
 
 def trouble_of_gpu(gpu: GpuFacts, cuda: CudaFacts) -> Trouble | None:
-    """Return why torch has no kernels for a GPU that it sees; None if it has."""
+    """Return why torch has no kernels for a GPU that torch sees; None if torch has kernels."""
     major, minor = gpu.capability
     if has_kernels(gpu.capability, cuda.kernels_for):
         return None
