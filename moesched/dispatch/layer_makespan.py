@@ -53,7 +53,7 @@ class LayerCosts(Protocol):
 
 
 class LayerDecision(NamedTuple):
-    """The experts of a layer that do not run on the processor that has their weights, and the layer's makespan.
+    """The experts of a layer that do not run where they are kept, and the layer's makespan.
 
     Attributes:
         away: experts on the accelerator that run on the host, as indices into `ChosenExperts.resident`.

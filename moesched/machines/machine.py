@@ -117,7 +117,7 @@ class Staging(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     Attributes:
         bandwidth: bytes per second.
         latency: seconds per copy.
-        sustained: share of the bandwidth that copies sustain; by default the share of all copies within host memory.
+        sustained: share of the bandwidth that copies sustain; by default the share of this kind of copy.
     """
 
     bandwidth: Rate

@@ -85,7 +85,7 @@ def require_address_space() -> None:
 
 
 def control_groups(root: Path = ROOT) -> Iterator[GroupMemory]:
-    """Yield the memory of each control group with a limit: this process's own group, and the enclosing ones.
+    """Yield limit and use of each control group's memory, if limited: this process's group, then the enclosing ones.
 
     Args:
         root: folder in which /sys and /proc are looked for.
