@@ -95,8 +95,8 @@ class ExpertStreaming:
             self._move(step)
 
     def _move(self, step: Step) -> None:
-        """Start to move the next parts to the ring while it has room; the last layer's parts are followed by the next
-        step's.
+        """Start to move the next parts (experts, or dense pages of a layer) to the ring while it has room; after the
+        last layer come parts of the next step.
         """
         order = self.order
         while order and (end := self.moved + self.at_once) <= self.used + self.room:

@@ -41,10 +41,10 @@ class Observed(NamedTuple):
 def rates_beside(tasks: Sequence[Observed]) -> dict[str, float]:
     """Return the speeds of tasks of one sort beside other tasks, relative to running alone, by mix of these tasks.
 
-    For a task beside one mix, took - beside + beside * speed = alone; with several mixes, beside and beside * speed are
-    sums over mixes. The speeds solve these equations by least squares (ridge regression), each task weighted by 1 /
-    beside, so that for a single mix the predicted times add up to the measured ones. Speeds are at most 1. Tasks that
-    took far longer than usual, as if they had lost their core, do not count.
+    For a task (see `Observed`) beside one mix, took - beside + beside * speed = alone; with several mixes, beside and
+    beside * speed are sums over mixes. The speeds solve these equations by least squares (ridge regression), each task
+    weighted by 1 / beside, so that for a single mix the predicted times add up to the measured ones. Speeds are at most
+    1. Tasks that took far longer than usual, as if they had lost their core, do not count.
     """
     overlapping = [each for each in tasks if sum(each.beside.values()) > LEAST_OVERLAP * each.took]
     if not overlapping:

@@ -73,7 +73,7 @@ class GpuTasks:
     def rates(self) -> dict[tuple[str, str], float]:
         """Return speeds of the host's work and of copies beside other work, by (sort of work, sorts beside it).
 
-        The speeds are relative to running alone. Runs with staging only add mixes that other runs lack: mixes with
+        The speeds are relative to running alone. Runs with staging give only the speeds that other runs lack: beside
         copies into staging slots.
         """
         rates: dict[tuple[str, str], float] = {}

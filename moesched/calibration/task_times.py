@@ -203,7 +203,8 @@ class TaskTimes:
         Prefill is left out: the first task of a size may take longer even alone.
 
         Args:
-            fresh: whether times alone are those of runs given to `add_fresh`, on just fetched weights, not to `add`.
+            fresh: whether times alone come from runs given to `add_fresh`, with just fetched weights; otherwise, to
+                `add`.
         """
         observed: dict[str, list[Observed]] = {}
         for task in tasks:

@@ -92,7 +92,7 @@ def checked_layers(where: str, chosen_TLk: Integers, config: ModelConfig) -> Int
 
 
 def _require_no_choices(where: str, chosen_TLk: Integers, config: ModelConfig) -> None:
-    """Check that a trace has no choices in layers without experts: there, all ids of a token are equal, such as zeros.
+    """Check that the trace `where` has no choices in layers without experts: there, all ids of a token are equal.
 
     chosen_TLk: expert ids (tokens, layers, top_k) of all layers.
 

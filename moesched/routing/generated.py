@@ -27,8 +27,7 @@ class _Table(NamedTuple):
 
     Attributes:
         experts: expert ids (`ORDERS` * experts,).
-        ends: running sums of the experts' shares, begun anew in each order; n * (`top_k` + 1) is added in order n, from
-            0.
+        ends: running sums of the experts' shares, begun anew in each order; n * (`top_k` + 1) is added in order n.
     """
 
     experts: Integers
@@ -38,8 +37,8 @@ class _Table(NamedTuple):
 class GeneratedChoices:
     """Random choices of `top_k` different experts per token, in which experts have the shares that `popularity` gives.
 
-    If the popularity's locality is above 0, a token has this probability of the same experts as the token before it, in
-    the same request and layer. The shares do not change.
+    If the popularity's locality is above 0, a token repeats, with this probability, the experts of the token before it
+    in the same request and layer. The shares do not change.
 
     Raises:
         BadInput: the locality is not at least 0 and less than 1.

@@ -67,7 +67,7 @@ class Trouble(NamedTuple):
 
 
 def trouble_of_driver(cuda: CudaFacts) -> Trouble | None:
-    """Return why torch can use no GPU, or why the driver does not fit torch; None if both are well."""
+    """Return why torch can use no GPU, or why the driver does not fit torch; None if all is well."""
     if not cuda.driver:
         return Trouble(
             "there is no NVIDIA driver", "install the driver (in a container: start it with --gpus all)"
