@@ -174,7 +174,7 @@ class TaskTimes:
         return points + [point(name, "", 1, 0, median(gaps)) for name, gaps in self._gaps.items() if gaps]
 
     def speeds(self) -> dict[str, list[float]]:
-        """Return the speeds of tasks in all runs, by sort of work, each relative to the median speed of that task."""
+        """Return the speeds of tasks in all runs, by sort of work, each relative to the median speed of equal tasks."""
         found: dict[str, list[float]] = {}
         for group, times in self._times.items():
             middle = median(times)
@@ -187,7 +187,7 @@ class TaskTimes:
         """Return speeds of a run's tasks beside others, relative to running alone, by (sort of work, sorts beside it).
 
         Args:
-            fresh: as for `observed`.
+            fresh: whether the tasks are compared with tasks alone on just fetched weights (see `observed`).
         """
         return {
             (sort, others): rate

@@ -78,7 +78,7 @@ class LayerByLayer(ABC):
         return back
 
     def load_back(self, step: Step, i: int, micro_batches: Iterable[int]) -> None:
-        """Copy these micro-batches' outputs of the experts of layer `i` that ran on the host to the accelerator."""
+        """Copy the outputs of layer `i`'s experts on the host to the accelerator, for these micro-batches."""
         for j in micro_batches:
             step.load_routed(i, j)
 

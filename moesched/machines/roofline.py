@@ -36,7 +36,7 @@ class Roofline:
         """Return the time that a work takes while nothing else runs, and the share of each resource that it uses.
 
         Raises:
-            BadInput: the machine lacks the work's resource, or a rate of it for this dtype.
+            BadInput: the machine lacks the work's resource, or the resource's rate for this dtype.
         """
         processor = self.machine.processors.get(work.resource)
         if processor is not None:

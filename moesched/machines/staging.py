@@ -38,7 +38,7 @@ def staged(machine: Machine, limit: int | str, *, ring: bool = True) -> Machine:
         limit: bytes of page-locked memory, as a number or text such as "16GB".
         ring: whether copies between the accelerator and the rest of the host's memory go in pieces through a ring in
             page-locked memory, as on device cuda: at the rate of the link or of copies within the host's memory,
-            whichever is lower. Otherwise they are pageable copies, which the driver stages on one thread.
+            whichever is lower. Otherwise the copies are pageable: the driver stages them on one thread.
 
     Raises:
         BadInput: accelerator and host share a memory, memory is staged already, the machine does not say how fast its

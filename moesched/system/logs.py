@@ -105,7 +105,7 @@ class StandardError(io.TextIOBase):
 
 
 def printer() -> PrintLogger:
-    """A structlog logger that prints lines on standard error."""
+    """Return a structlog logger that prints lines on standard error."""
     from structlog import PrintLogger
 
     return PrintLogger(cast(TextIO, StandardError()))
