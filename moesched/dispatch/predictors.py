@@ -114,7 +114,7 @@ class LaterRouters:
 
 
 class FollowingExperts:
-    """Predictor that expects the experts that most often followed the ones chosen in an earlier layer; learns online.
+    """Predictor that expects the experts that most often followed the ones chosen in an earlier layer, counted online.
 
     A micro-batch's forecast has as many experts as the micro-batch chose in the last layer that it was routed in;
     nothing is forecast before anything was counted. (ProMoE, arXiv 2410.22134, learns such a relation with small
