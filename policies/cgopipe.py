@@ -1,8 +1,8 @@
 """CGOPipe: MoE-Lightning's CPU-GPU-I/O pipeline with paged weights (ASPLOS'25, Algorithm 1 and Appendix A.1).
 
 Attention runs on the CPU two micro-batches ahead of the GPU. The next layer's weights arrive page by page between the
-micro-batches' activations. Where little of the host's memory is page-locked, they pass through pinned memory, as in the
-paper.
+micro-batches' activations. Where little of the host's memory is page-locked, weights pass through pinned memory, as in
+the paper.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class CGOPipe:
 
     Settings:
         ahead: number of micro-batches that CPU attention runs ahead of the accelerator; 2 in the paper.
-        kv_on_gpu: share (0 to 1) of the KV cache that stays on the GPU, where attention to this share runs (r_c).
+        kv_on_gpu: share (0 to 1) of the KV cache on the GPU, where attention to this share runs (r_c in the paper).
     """
 
     def __init__(self, ahead: int = 2, kv_on_gpu: float = 0.0) -> None:
@@ -40,8 +40,8 @@ class CGOPipe:
         self.shares: dict[int, tuple[list[Page], ...]] = {}
 
     def _staging(self, plan: Plan) -> Pool | None:
-        """Make the pool of pinned memory, with as many slots as the buffer or as fit; None if the machine limits no
-        such memory.
+        """Make the pool of pinned memory, with as many slots as the buffer has, or as fit; return None if the machine
+        does not limit pinned memory.
         """
         if not plan.machine.roles.pinned:
             return None
@@ -70,8 +70,8 @@ class CGOPipe:
             step.sample(j)
 
     async def decode(self, step: Step) -> None:
-        """Run Algorithm 1: attention runs ahead, past a layer's end into the next layer, and pages past a
-        step's end.
+        """Run Algorithm 1: attention runs `ahead` micro-batches early, also for the next layer, and pages are fetched a
+        layer early, also for the next step.
         """
         self._divide(step)
         order = [(i, j) for i in step.layers for j in step.micro_batches]
@@ -106,9 +106,7 @@ class CGOPipe:
             self.shares = dict(zip(step.micro_batches, zip(*by_layer, strict=True), strict=True))
 
     def _page(self, step: Step, i: int, j: int) -> list[Page]:
-        """Return micro-batch j's share of the pages of layer i; the layer after the last is the first one of the next
-        step.
-        """
+        """Return micro-batch j's share of layer i's pages; the layer after the last is the next step's first layer."""
         if i == len(step.layers) and step.last:
             return []
         return self.shares[j][i % len(step.layers)]
@@ -120,7 +118,7 @@ class CGOPipe:
             self._fill(step, self.staging)
 
     def _fill(self, step: Step, staging: Pool) -> None:
-        """Copy the next pages that wait to free slots of pinned memory."""
+        """Copy waiting pages, in order, to the free slots of pinned memory."""
         free = len(staging.slots) - len(self.pinned)
         pages, self.waiting = self.waiting[:free], self.waiting[free:]
         if pages:
@@ -131,8 +129,8 @@ class CGOPipe:
         step.copy_to_pinned(pages, staging)
 
     def _fetch(self, step: Step, pages: list[Page]) -> None:
-        """Fetch pages into the buffer; if there is a pool of pinned memory, from there, as many at a time
-        as it holds.
+        """Fetch pages into the buffer; if there is a pool of pinned memory, fetch from the pool, as many pages at a
+        time as it holds.
         """
         while pages:
             ready = pages
@@ -147,7 +145,7 @@ class CGOPipe:
 def shares(pages: list[Page], count: int) -> list[list[Page]]:
     """Cut a layer's pages into `count` shares, one for each micro-batch.
 
-    The first share has the whole dense part, which attention's look-ahead needs soon after.
+    The first share has the whole dense part, which attention needs first, as it runs ahead.
     """
     dense = sum(page.expert == DENSE for page in pages)
     ends = [max(dense, len(pages) * share // count) for share in range(1, count + 1)]

@@ -20,8 +20,8 @@ class CpuFFN(ExpertStreaming):
 
     Settings:
         together: number of experts in one transfer in prefill.
-        ahead: number of transfers that may be under way while the experts of another are in use.
-        kv_on_gpu: share (0 to 1) of the KV cache that stays on the GPU, where attention to this share runs (r_c).
+        ahead: number of transfers that may be under way while the experts of an earlier transfer are in use.
+        kv_on_gpu: share (0 to 1) of the KV cache on the GPU, where attention to this share runs (r_c in MoE-Lightning).
     """
 
     def __init__(self, together: int = 2, ahead: int = 1, kv_on_gpu: float = 1.0) -> None:

@@ -1,8 +1,9 @@
 """Expert parallelism with copies: several nodes hold an expert, and the least loaded one runs it.
 
-The cluster paper's placement mirrors two halves, so that a node can only relieve its twin. Here any two nodes may share
-experts, which lowers the load of the busiest node. Experts are warmed only where the machine unwires idle weights:
-a node that would wait warms its least recently used experts, and any that several tokens have not used.
+The Apple silicon cluster paper's placement mirrors two halves, so that a node can only relieve its twin. Here any two
+nodes may share experts, which lowers the load of the busiest node. Experts are warmed only where the machine unwires
+idle weights: each node warms experts that several tokens have not used and, while it would wait, its least recently
+used ones.
 """
 
 from __future__ import annotations

@@ -75,6 +75,8 @@ class ExpertCache(LayerByLayer):
         """Return the number of missing experts to fetch, those with the most tokens first; the others run on the host.
 
         A fetch takes equally long for any number of tokens, so it pays most for the experts with the most tokens.
+
+        hits, misses: chosen experts that are in the cache, and those that are not.
         """
         if not self.cache.on_host:
             return len(misses)

@@ -25,7 +25,7 @@ class ExpertStreaming:
 
     Settings:
         together: number of experts in one transfer.
-        ahead: number of transfers that may be under way while the experts of another are in use.
+        ahead: number of transfers that may be under way while the experts of an earlier transfer are in use.
     """
 
     def __init__(self, together: int = 2, ahead: int = 1) -> None:
@@ -87,7 +87,7 @@ class ExpertStreaming:
             step.run_expert(i, expert, j)
 
     def _let_go(self, step: Step, part: tuple[int, int]) -> None:
-        """Evict a streamed part (layer, expert) after its last use, and move the next parts into its place."""
+        """Evict a part (layer, expert or -1 for dense pages) after its last use, and move the next parts there."""
         pages = self.parts.get(part)
         if pages is not None:
             step.evict(pages, self.ring)
@@ -95,8 +95,8 @@ class ExpertStreaming:
             self._move(step)
 
     def _move(self, step: Step) -> None:
-        """Start to move the next parts while the ring has room; after the last layer's parts come those of the next
-        step.
+        """Start to move the next parts (experts, or dense pages of a layer) to the ring while it has room; after the
+        last layer come parts of the next step.
         """
         order = self.order
         while order and (end := self.moved + self.at_once) <= self.used + self.room:

@@ -1,7 +1,7 @@
 """FastDecode with offloaded weights (the second schedule of MoE-Lightning's Fig. 6).
 
-CPU attention overlaps with the GPU as in CGOPipe, but a layer's weights are one transfer. The hidden states behind it
-on the link wait for its end.
+CPU attention overlaps with the GPU as in CGOPipe, but a layer's weights are one transfer. Hidden states that are queued
+behind this transfer wait for its end.
 """
 
 from __future__ import annotations

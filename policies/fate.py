@@ -1,8 +1,8 @@
 """Fate (Fang et al. 2025, arXiv 2502.12224): prefetches by the next layer's gate, and favours the first layers.
 
-The first layer cannot be forecast, and the layers after it are forecast worse than later ones. So their experts stay,
-as far as there is room for them, and the later layers share the rest. Caches adapt between recency and frequency. The
-paper also moves rare experts in fewer bits, which would change tokens and is not done here.
+The first layer cannot be forecast, and the layers after it are forecast worse than later ones. So the first layers'
+experts stay, as far as there is room, and the later layers share the rest. Caches adapt between recency and frequency.
+The paper also moves rare experts in fewer bits, which would change tokens and is not done here.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """FlexGen's schedule with attention on the GPU (ICML'23; the fourth schedule of MoE-Lightning's Fig. 6).
 
-If the KV cache is on the host, the keys and values of the next micro-batch are copied to the GPU while one computes.
-They share the link with the next layer's weights, which are one transfer.
+If the KV cache is on the host, a micro-batch's keys and values are copied to the GPU while the previous micro-batch
+computes. The copies share the link with the next layer's weights, which are one transfer.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class FlexGen:
     """Zigzag block schedule: all micro-batches pass a layer before the next layer; copies run one micro-batch ahead.
 
     Settings:
-        kv_on_gpu: share (0 to 1) of the KV cache that stays on the GPU (r_c).
+        kv_on_gpu: share (0 to 1) of the KV cache that stays on the GPU (r_c in MoE-Lightning).
     """
 
     def __init__(self, kv_on_gpu: float = 0.0) -> None:

@@ -1,7 +1,7 @@
 """FlexGen's schedule with attention on the CPU (ICML'23; the third schedule of MoE-Lightning's Fig. 6).
 
 Keys and values stay on the host, but nothing runs ahead. A micro-batch goes to the CPU and returns before the next one
-begins, and its hidden states wait behind the next layer's weights.
+begins, and its hidden states wait on the link behind the next layer's weights.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 `generation_loop_overlap_multi_batch` of FlexGen's flex_opt.py launches the copies and kernels of one micro-batch in one
 layer and then waits for all of them. A layer's weights thus overlap with one micro-batch instead of all. In addition,
-its pytorch_backend.py does not pin the KV cache ("high memory overhead"): a copy from there goes through pinned memory
-on the thread that launches kernels, and blocks it.
+its pytorch_backend.py does not pin the KV cache ("high memory overhead"): a copy from the cache goes through pinned
+memory on the thread that launches kernels, and blocks this thread.
 """
 
 from __future__ import annotations

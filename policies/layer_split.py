@@ -6,7 +6,7 @@ chosen experts of each physical batch, after the router and before the products,
 `--prefill-chunk 512` cuts prompts as llama.cpp's default does.
 
 llama.cpp also computes the other layers' attention and projections on the CPU. Here attention and projections stay on
-the GPU, which favours this policy: they are a tenth of the weights that a token of Mixtral reads.
+the GPU, which favours this policy: both are a tenth of the weights that a token of Mixtral reads.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class LayerSplit:
     Settings:
         gpu_layers: most layers with their experts on the accelerator; by default as many as fit.
         copy_from: least number of tokens of a micro-batch for which the host's experts are copied to the accelerator
-            and run there, if it has room for one expert; 0 for never.
+            and run there, if there is room for one expert; 0 for never.
     """
 
     def __init__(self, gpu_layers: int = -1, copy_from: int = 32) -> None:
@@ -78,9 +78,7 @@ class LayerSplit:
     decode = prefill
 
     async def _copied(self, step: Step, i: int, j: int) -> None:
-        """Copy chosen experts of a layer to the accelerator, as many as there is room for, run them, and go on with the
-        next.
-        """
+        """Copy a layer's chosen experts to the accelerator and run them, as many at a time as there is room for."""
         chosen = list(await step.route(i, j))
         for first in range(0, len(chosen), self.at_once):
             experts = chosen[first : first + self.at_once]

@@ -2,7 +2,7 @@
 
 As in its code, all other weights stay on the GPU, cached experts run first, and a missing expert is fetched to a buffer
 while those before it compute. That code also copies evicted experts back to the host, and makes copies wait for
-kernels. Here evicted experts are not copied, and copies and kernels overlap, which favours it.
+kernels. Here evicted experts are not copied, and copies and kernels overlap, which favours this policy.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ class MoEGen(ExpertStreaming):
     Settings:
         kv_on_gpu: share (0 to 1) of the micro-batches whose KV cache is on the accelerator, where attention then runs.
         together: number of experts in one transfer.
-        ahead: number of transfers that may be under way while the experts of another are in use.
+        ahead: number of transfers that may be under way while the experts of an earlier transfer are in use.
     """
 
     def __init__(self, kv_on_gpu: float = 0.0, together: int = 1, ahead: int = 2) -> None:

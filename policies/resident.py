@@ -1,4 +1,4 @@
-"""Everything in fast memory: the reference for the offloading policies."""
+"""Keeps everything in fast memory: the reference for the offloading policies."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ class ThreeTiers(CGOPipe):
 
     Settings:
         ahead: number of micro-batches that CPU attention runs ahead of the accelerator.
-        kv_on_gpu: share (0 to 1) of the KV cache that stays on the GPU, where attention to this share runs (r_c).
+        kv_on_gpu: share (0 to 1) of the KV cache on the GPU, where attention to this share runs (r_c in MoE-Lightning).
     """
 
     def plan(self, plan: Plan) -> None:

@@ -1,7 +1,7 @@
 """Twiddler's expert execution strategy (the Fiddler paper of ICLR'25, Algorithm 1), for one request at a time.
 
-Popular experts stay on the GPU. For each other chosen expert, the policy compares the latency on the CPU with that of
-moving the weights to the GPU and computing there.
+Popular experts stay on the GPU. For each other chosen expert, the policy compares the latency on the CPU with the time
+to move the weights to the GPU and compute there.
 """
 
 from __future__ import annotations

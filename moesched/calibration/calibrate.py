@@ -2,11 +2,12 @@
 
 It needs no model, policy or budget of the user: it runs matrices and small models of fixed sizes. Each task is timed as
 a whole, for resident and for fetched weights, over several numbers of rows and sizes: first one task after the other,
-then beside what may run at the same time, such as reads, attention on the host, or experts on both lanes. Passes over
-memory, copies, matrix products and reads are also timed by themselves.
+then beside what may run at the same time, such as reads, attention on the host, or experts on both processors. Passes
+over memory, copies, matrix products and reads are also timed by themselves.
 
 Everything is measured in several rounds, and the median counts. Measurements that other processes disturbed are
-repeated, as often as the extent allows. A quick calibration measures bfloat16 and scales float32 from it.
+repeated, up to a limit. A quick calibration measures bfloat16 only, and scales costs in float32 from the costs in
+bfloat16.
 """
 
 from __future__ import annotations
@@ -122,7 +123,7 @@ class Calibration:
     """One calibration of this machine.
 
     Args:
-        folder: a folder for temporary files; its disk is the one that is measured.
+        folder: a folder for temporary files; the disk that has this folder is measured.
         extent: the operations and models to measure, and the number of rounds.
     """
 
@@ -215,11 +216,11 @@ class Calibration:
 
 
 def contention_of(rates: Mapping[tuple[str, str], Sequence[float]]) -> list[Contention]:
-    """Return measured relative speeds as entries of a machine file.
+    """Return the slowdown of each sort of work by others, as entries of a machine file.
 
     Args:
-        rates: relative speeds from several runs, by (sort of work, sorts that run beside it); the median of each
-            counts.
+        rates: speeds relative to running alone, in several runs, by (sort of the slowed work, sorts that run beside
+            this work); the median over the runs counts.
     """
     return [
         Contention(work=sort, beside=other, rate=rounded(median(found)))

@@ -30,7 +30,7 @@ class Observed(NamedTuple):
     Attributes:
         alone: the task's time alone.
         took: the task's time beside others.
-        beside: the parts of `took` during which other tasks ran, by the mix of tasks that ran at once.
+        beside: seconds of `took` in which other tasks ran, by mix: the sorts of work of these tasks, joined by " + ".
     """
 
     alone: float
@@ -39,12 +39,12 @@ class Observed(NamedTuple):
 
 
 def rates_beside(tasks: Sequence[Observed]) -> dict[str, float]:
-    """Return the speeds of tasks of one sort beside other tasks, relative to running alone and at most 1.
+    """Return the speeds of tasks of one sort beside other tasks, relative to running alone, by mix of these tasks.
 
-    The keys are mixes of sorts that ran beside the tasks. A task that takes a alone, and took d while others ran for o
-    of d, satisfies d - o + o * rate = a; with several mixes, o * rate is a sum over them. The rates solve this by least
-    squares (ridge regression), each task weighted by 1 / o: for a single mix, the sum of the predicted times is then
-    the sum of the measured ones, as a lane's busy time is a sum. Tasks that lost their core do not count.
+    For a task (see `Observed`) beside one mix, took - beside + beside * speed = alone; with several mixes, beside and
+    beside * speed are sums over mixes. The speeds solve these equations by least squares (ridge regression), each task
+    weighted by 1 / beside, so that for a single mix the predicted times add up to the measured ones. Speeds are at most
+    1. Tasks that took far longer than usual, as if they had lost their core, do not count.
     """
     overlapping = [each for each in tasks if sum(each.beside.values()) > LEAST_OVERLAP * each.took]
     if not overlapping:

@@ -139,7 +139,7 @@ class Exercise:
     def _sample(self, step: Step, i: int, j: int) -> None:
         """Submit `sample` for micro-batch j if layer i is the last.
 
-        The weights of that layer then have evicted the LM head from the processor's caches.
+        The last layer's weights have by then displaced the LM head from the processor's caches.
         """
         if i == step.layers[-1]:
             self.last = step.sample(j)

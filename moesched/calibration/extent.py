@@ -1,4 +1,4 @@
-"""Lists the measurements of a calibration: of a quick one for bfloat16, and of a thorough one for both dtypes."""
+"""Lists the measurements of a quick calibration, in bfloat16, and of a thorough one, in bfloat16 and float32."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class OperationExtent(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         rounds: number of times that each operation is measured; the median counts.
         seconds: time to spend on each operation in each round.
-        rows, matrices: sizes of matrix products; a matrix is (outputs, inputs).
+        rows, matrices: numbers of rows, and matrices (outputs, inputs), of matrix products.
         copies, reads: bytes of each copy and of each read from the disk.
-        pieces: number of reads in one transfer, as for several pages.
+        pieces: numbers of reads in one transfer.
         stream: bytes of a pass over memory.
         scratch: bytes of the file that is read.
     """
@@ -51,7 +51,7 @@ class Prompts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Runs(msgspec.Struct, frozen=True, kw_only=True):
-    """Runs of the small models in one dtype.
+    """Runs of the small models in one dtype; `Mode` in `moesched/calibration/exercise.py` has the modes.
 
     Attributes:
         models: the models, smallest first; costs are interpolated between their sizes.

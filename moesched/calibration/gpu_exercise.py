@@ -3,8 +3,8 @@
 The first layer's weights stay on the GPU; the second layer's weights are fetched in each step. For micro-batches whose
 KV cache is on the host, attention runs on the host in even steps. In odd steps, attention of these micro-batches runs
 on the GPU, their new keys and values are written to the host's cache, and experts run one by one, every other one on
-the host. A step's fetch starts together with one kind of task, see `BESIDE`. Fetched pages are staged in page-locked
-memory if the machine limits it.
+the host. A step's fetch starts together with one kind of task, see `BESIDE`. If the machine limits page-locked memory,
+fetched pages are first copied there.
 """
 
 from __future__ import annotations

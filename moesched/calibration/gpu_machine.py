@@ -1,8 +1,8 @@
 """Calibration of a machine with a GPU: measures its rates and its tasks, and writes a machine file.
 
 The cost table gets the times of matrix products, and the dispatch times of tasks from runs of a small model. Copies,
-attention on the host and launches become rates with their measured spread. Rates that are not measured are copied from
-the GPU's and the CPU's class of device.
+attention on the host and launches become rates with their measured spread. Rates that are not measured are those
+shipped for the GPU's and the CPU's class of device, such as "consumer-gpu".
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def calibrate_gpu(
 
 
 def measured_machine(probe: GpuProbe, extent: GpuExtent, progress: Progress) -> Machine:
-    """Measure a machine with a GPU, in the dtypes that the GPU computes in.
+    """Measure the machine of `probe` by the operations of `extent`, in the dtypes that its GPU computes in.
 
     Args:
         progress: called with (measurements done, measurements in all).
@@ -92,7 +92,7 @@ def measured_machine(probe: GpuProbe, extent: GpuExtent, progress: Progress) -> 
 
 
 def _rated(probe: GpuProbe, extent: GpuExtent, tell: Callable[[], None]) -> Machine:
-    """Return the machine with rates, and with costs of products, from operations that are timed alone and in pairs.
+    """Return the machine with rates and costs of products, from operations of `extent` timed alone and in pairs.
 
     Args:
         tell: called after each measurement.
@@ -120,7 +120,7 @@ def _rated(probe: GpuProbe, extent: GpuExtent, tell: Callable[[], None]) -> Mach
 
 
 def _with_tasks(rated: Machine, probe: GpuProbe, extent: GpuExtent, tell: Callable[[], None]) -> Machine:
-    """Return the machine with dispatch times, the rate of attention on the host, and speeds of tasks beside copies.
+    """Return the machine with dispatch times, the rate of host attention, and speeds beside copies, by runs on `probe`.
 
     Args:
         rated: the machine with rates and costs of products.
@@ -206,13 +206,13 @@ def _machine(
 def _processor(
     times: gpu_rates.Times, extent: GpuExtent, name: str, device_class: str, rates: dict[str, Estimate]
 ) -> Processor:
-    """Return a processor with its best measured FLOP/s, and with its other measured rates as shares.
+    """Return a processor with its best measured FLOP/s in each dtype, and with estimates of all measured rates.
 
     Args:
-        times: seconds of each operation in each round.
+        times: seconds of each operation of `extent` in each round.
         name: name of the processor.
-        device_class: class of device that gives the rates that were not measured.
-        rates: measured rates by name, without that of products, which follows from `times`.
+        device_class: class of device, such as "consumer-gpu", whose shipped rates count where none was measured.
+        rates: measured rates by name; the rate of products is missing, since it follows from `times`.
     """
     found = {dtype: gpu_rates.products(times, name, dtype) for dtype in extent.dtypes}
     shares = [rate.share for rate in found.values()]
@@ -242,7 +242,7 @@ def _link(times: gpu_rates.Times, source: str, destination: str) -> Link:
 
 
 def gpu_class(name: str, bandwidth: float) -> str:
-    """Return the class of a GPU, for rates that are not measured: by its name or, if unknown, by its memory bandwidth.
+    """Return a GPU's class of device, such as "consumer-gpu", by the GPU's name or, if unknown, memory bandwidth.
 
     bandwidth: bytes per second of the GPU's memory.
     """
@@ -253,5 +253,5 @@ def gpu_class(name: str, bandwidth: float) -> str:
 
 
 def cpu_class(bandwidth: float) -> str:
-    """Return the class of a CPU, for rates that are not measured, by its memory bandwidth in bytes per second."""
+    """Return a CPU's class of device, "server-cpu" or "desktop-cpu", by its memory bandwidth in bytes per second."""
     return "server-cpu" if bandwidth >= SERVER_BANDWIDTH else "desktop-cpu"

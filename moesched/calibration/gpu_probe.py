@@ -31,7 +31,7 @@ class Product(NamedTuple):
 
 
 class Stream(NamedTuple):
-    """One pass over `nbytes` bytes of a memory, that of the GPU or of the host."""
+    """One pass over `nbytes` bytes of the GPU's or the host's memory."""
 
     memory: str
     nbytes: int

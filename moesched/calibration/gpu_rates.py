@@ -25,7 +25,7 @@ Times = Mapping[Operation, Sequence[float]]
 
 
 class SharedRate(NamedTuple):
-    """The best of several measured rates, and an estimate of the share of the best rate that all of them reach."""
+    """The best of several measured rates; `share` is the median, lowest and highest rate relative to the best."""
 
     best: float
     share: Estimate
@@ -77,7 +77,7 @@ def weights(times: Times, processor: str, launch: float, bandwidth: float) -> Es
 
 
 def stream(times: Times, memory: str) -> float:
-    """Return the bytes per second of the fastest pass over a memory."""
+    """Return the bytes per second of the fastest measured pass over a memory."""
     return rounded(
         max(
             each.nbytes / min(seconds)
@@ -88,7 +88,7 @@ def stream(times: Times, memory: str) -> float:
 
 
 def launch_seconds(times: Times) -> Estimate:
-    """Return the seconds from the start of one empty kernel to the next."""
+    """Return the measured seconds from the start of one empty kernel to the next."""
     return estimate(
         [
             seconds / each.kernels
@@ -100,13 +100,13 @@ def launch_seconds(times: Times) -> Estimate:
 
 
 def host_seconds(times: Times, launch: float) -> Estimate:
-    """Return the seconds that the host waits for a kernel's result, less the `launch` seconds of its launch."""
+    """Return the measured seconds that the host waits for a kernel's result, less `launch` seconds for its launch."""
     waits = [seconds for each, rounds in times.items() if isinstance(each, RoundTrip) for seconds in rounds]
     return estimate([max(LEAST_SECONDS, seconds - launch) for seconds in waits])
 
 
 def link(times: Times, source: str, destination: str) -> LinkRate:
-    """Return bandwidth and latency of a link, from the smallest and the largest copy of each round."""
+    """Return bandwidth and latency of the link between two memories, by `times` of its smallest and largest copies."""
     of_link = sorted(
         (each.nbytes, rounds)
         for each, rounds in times.items()
@@ -159,7 +159,7 @@ def table(times: Times, dtype: str) -> list[CostPoint]:
 
 
 def product_speeds(times: Times, dtype: str) -> list[float]:
-    """Return for each round the median speed of products, each relative to its median time over all rounds."""
+    """Return each round's speed of products: the median over products, each relative to its own over all rounds."""
     products = [rounds for each, rounds in times.items() if isinstance(each, Product) and each.dtype == dtype]
     return [median(median(rounds) / rounds[turn] for rounds in products) for turn in range(len(products[0]))]
 
@@ -174,7 +174,7 @@ def speed_beside(alone: Sequence[float], together: Sequence[float]) -> float:
 
 
 def shared(rates: Sequence[float], what: str) -> SharedRate:
-    """Return the best of several rates, and the estimated share of the best rate that all of them reach.
+    """Return the best of several rates, and the median, lowest and highest rate relative to the best.
 
     Args:
         what: name of what was measured, for the error message.

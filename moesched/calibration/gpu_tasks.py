@@ -54,7 +54,7 @@ class GpuTasks:
         self._alone = TaskTimes()
 
     def add(self, source: Source, tasks: Sequence[Task]) -> None:
-        """Add the tasks of a run in which no task ran beside copies of pages."""
+        """Add the tasks of a run of `source` in which no task ran beside copies of pages."""
         alike: dict[Alike, list[Timed]] = {}
         for task in filter(_tells_of_dispatch, tasks):
             work = task.work
@@ -64,7 +64,7 @@ class GpuTasks:
         self._alone.add(source, [task for task in tasks if _is_timed_beside(task)])
 
     def add_beside(self, source: Source, tasks: Sequence[Task]) -> None:
-        """Add a run in which copies of pages ran beside other tasks; pages may pass through staging slots."""
+        """Add a run of `source` in which copies of pages ran beside other tasks; pages may pass staging slots."""
         stages = any(task.lane.name == f"{HOST}->{PINNED}" for task in tasks)
         for sort, observed in self._alone.observed(source, _off_gpu(tasks)).items():
             renamed = [each._replace(beside=_page_locked_beside(each.beside)) for each in observed]
@@ -73,7 +73,7 @@ class GpuTasks:
     def rates(self) -> dict[tuple[str, str], float]:
         """Return speeds of the host's work and of copies beside other work, by (sort of work, sorts beside it).
 
-        The speeds are relative to running alone. Runs with staging only add mixes that other runs lack: mixes with
+        The speeds are relative to running alone. Runs with staging give only the speeds that other runs lack: beside
         copies into staging slots.
         """
         rates: dict[tuple[str, str], float] = {}
@@ -160,7 +160,7 @@ def _tells_of_dispatch(task: Task) -> bool:
 def _dispatch(timed: Timed, running: Callable[[Work], float]) -> float:
     """Return the seconds of a task's dispatch.
 
-    On the GPU these are all seconds of the task; elsewhere its seconds without those that its work runs.
+    On the GPU the whole task counts as dispatch; elsewhere, the task's time less the running time of its work.
 
     Args:
         running: a function from a work of the host or of a link to the seconds that it takes once it has started.
@@ -179,7 +179,7 @@ def _order(point: CostPoint) -> tuple[str, str, float, float]:
 
 
 def _page_locked(sort: str) -> str:
-    """Return the name of a sort of work in runs without staging, where copies to the GPU are from host memory."""
+    """Return a sort of work as runs without staging name it, with host memory as the source of copies to the GPU."""
     return f"{HOST}->{GPU}" if sort == f"{PINNED}->{GPU}" else sort
 
 

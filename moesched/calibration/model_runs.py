@@ -104,7 +104,7 @@ def run_exercise(
     make_device: MakeDevice | None = None,
     machine: Machine | None = None,
 ) -> list[Task]:
-    """Run a model on this machine and return its tasks in the order of their ends.
+    """Run a model in a dtype on this machine, and return its tasks in the order of their ends.
 
     The same tokens are generated in every run, so that tasks can be compared between runs.
 

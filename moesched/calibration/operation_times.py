@@ -36,8 +36,9 @@ SCRATCH_BLOCK = 16 << 20
 class DeviceProbe(Protocol):
     """Interface of a device whose operations are timed: most methods return an operation as a function to call.
 
-    `ready` returns a context in which operations are called. `packs` tells whether the device packs resident weights of
-    a dtype. `product` returns a function that makes the call of a product, given the number of rows.
+    `ready` returns a context in which operations are called. `packs` tells whether the device rearranges (packs)
+    resident weights of a dtype for its kernels. `product` returns a function that makes the call of a product, given
+    the number of rows.
     """
 
     def ready(self) -> AbstractContextManager[object]: ...
@@ -52,7 +53,7 @@ class DeviceProbe(Protocol):
 
 
 class TimedOperation(NamedTuple):
-    """Key of a timed operation, as in `CostPoint`."""
+    """Key of a timed operation; the fields are explained in `CostPoint`."""
 
     name: str
     size: float
@@ -116,7 +117,7 @@ class OperationTimes:
         ]
 
     def speeds(self, name: str) -> list[float]:
-        """Return the speeds of an operation in all rounds and sizes, relative to the median of that size.
+        """Return the speed of an operation in each round and size, relative to the median speed at this size.
 
         Args:
             name: the operation's name, as in `CostPoint.operation`.

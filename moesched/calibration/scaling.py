@@ -1,7 +1,7 @@
 """Estimates costs in a dtype that was not measured from the costs in bfloat16.
 
-Work on weights is scaled by the measured ratio of products of equal matrices in both dtypes. Attention is assumed to
-take as long for as many tokens, and moving rows as long for as many bytes.
+Work on weights is scaled by the measured ratio of products of equal matrices in both dtypes. In both dtypes, attention
+is assumed to take equally long for equally many tokens, and copies of rows for equally many bytes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def scaled_points(
 
     Args:
         points: measured costs of tasks.
-        operations: measured times of products, in both dtypes.
+        operations: measured times of products, in bfloat16 and in `dtype`.
     """
     products = ProductTimes(operations)
     return [_scaled(each, products, dtype) for each in points if each.dtype == SOURCE]

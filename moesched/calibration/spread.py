@@ -16,10 +16,10 @@ TENTHS = 10
 
 
 def spread(speeds: Mapping[str, Sequence[float]]) -> dict[str, Estimate]:
-    """Return the estimated relative speed of each kind of work: 1, in the range from the lowest to the highest decile.
+    """Return the relative speed of each kind of work: 1 expected, low and high at the outer deciles of `speeds`.
 
     Args:
-        speeds: measured speeds by kind of work, each relative to the median of that task.
+        speeds: measured speeds by kind of work, each relative to the median speed of equal tasks.
     """
     return {kind: _estimate(found) for kind, found in sorted(speeds.items()) if found}
 

@@ -79,14 +79,14 @@ class TaskTimes:
         self._moves: dict[WorkPart, list[float]] = {}
 
     def add(self, source: Source, tasks: Iterable[Task]) -> None:
-        """Add a run whose tasks ran one after the other: the baseline of `rates`, and the source of transfer times."""
+        """Add a run of `source` whose tasks ran one by one: the baseline of `rates` and origin of transfer times."""
         for task in tasks:
             self._alone.setdefault(_key(source, task), []).append(_seconds(task))
             if task.verb == "fetch" and source.dtype == source.model.dtype:  # otherwise a fetch converts, too
                 self._moves.setdefault(task.work.parts[0], []).append(_seconds(task))
 
     def add_resident(self, source: Source, tasks: Iterable[Task]) -> None:
-        """Add a run whose tasks ran one after the other, and whose weights all stay in memory.
+        """Add a run of `source` whose tasks ran one after the other, and whose weights all stay in memory.
 
         Such runs are separate, since after a fetch every task is slower for a while: the processor has waited, and its
         caches have other data.
@@ -94,7 +94,7 @@ class TaskTimes:
         self._add_means(source, tasks, resident=True)
 
     def add_fresh(self, source: Source, tasks: Iterable[Task]) -> None:
-        """Add a run in which weights were fetched for every micro-batch, as streaming policies do.
+        """Add a run of `source` in which weights were fetched for every micro-batch, as streaming policies do.
 
         A task is slower on weights that were just fetched, and after the processor waited for them.
         """
@@ -105,7 +105,7 @@ class TaskTimes:
         self._add_means(source, on_weights, resident=False)
 
     def _add_means(self, source: Source, tasks: Iterable[Task], *, resident: bool) -> None:
-        """Add the mean seconds of each group of tasks.
+        """Add the mean seconds of each group of tasks of a run of `source`.
 
         A group's first task, which binds kernels for the others, is left out.
 
@@ -121,10 +121,10 @@ class TaskTimes:
             self._times.setdefault(group, []).append(fmean(seconds[1:] or seconds))
 
     def add_gaps(self, tasks: Sequence[Task]) -> None:
-        """Add the gaps of a run, in seconds: between two tasks of the accelerator's lane, and across lanes.
+        """Record the gaps in a run, in seconds from the end of a task to the start of a task that waited only for it.
 
-        A gap is from the end of a task to the start of a task that waited only for it. Across lanes, gaps are from
-        `pre_attention` to `cpu_attention`.
+        Gaps are recorded between tasks on the accelerator's lane, and across lanes from `pre_attention` to
+        `cpu_attention`.
         """
         on_lane = [task for task in sorted(tasks, key=_start) if task.lane.name == "accelerator"]
         self._gaps[DISPATCH] += [
@@ -147,11 +147,11 @@ class TaskTimes:
     def longer_than(self, link: str, seconds: Callable[[float, float], float]) -> Callable[[float], float]:
         """Return a function from a page's bytes to a ratio: the page's transfer time over the time of a single read.
 
-        The function returns 1 if no page was moved. Pages consist of several tensors, so small pages have small reads.
+        The ratio is interpolated between the sizes of the pages that were moved, and is 1 if no page was moved.
 
         Args:
             link: name of the link.
-            seconds: a function from bytes and number of pieces to the seconds of a read.
+            seconds: a function from the bytes and the number of reads to the seconds that they take.
         """
         ratios = {
             part.size: median(times) / seconds(part.size, part.rows)
@@ -174,7 +174,7 @@ class TaskTimes:
         return points + [point(name, "", 1, 0, median(gaps)) for name, gaps in self._gaps.items() if gaps]
 
     def speeds(self) -> dict[str, list[float]]:
-        """Return the speeds of tasks in all runs, by sort of work, each relative to the median speed of that task."""
+        """Return the speeds of tasks in all runs, by sort of work, each relative to the median speed of equal tasks."""
         found: dict[str, list[float]] = {}
         for group, times in self._times.items():
             middle = median(times)
@@ -184,10 +184,10 @@ class TaskTimes:
     def rates(
         self, source: Source, tasks: Sequence[Task], *, fresh: bool = False
     ) -> dict[tuple[str, str], float]:
-        """Return speeds of tasks beside others, relative to running alone, by (sort of work, sorts beside it).
+        """Return speeds of a run's tasks beside others, relative to running alone, by (sort of work, sorts beside it).
 
         Args:
-            fresh: as for `observed`.
+            fresh: whether the tasks are compared with tasks alone on just fetched weights (see `observed`).
         """
         return {
             (sort, others): rate
@@ -203,7 +203,7 @@ class TaskTimes:
         Prefill is left out: the first task of a size may take longer even alone.
 
         Args:
-            fresh: whether the times alone come from runs given to `add_fresh`, on just fetched weights, instead of
+            fresh: whether times alone come from runs given to `add_fresh`, with just fetched weights; otherwise, to
                 `add`.
         """
         observed: dict[str, list[Observed]] = {}
@@ -269,7 +269,7 @@ class TaskTimes:
             yield point(each.operation, group.dtype, each.rows, each.size, rest)
 
     def _attention_overheads(self, group: Group) -> tuple[float, float] | None:
-        """Return the overheads in seconds of an attention task and of each of its calls; None if too little was timed.
+        """Return the overheads in seconds of `group`'s attention tasks and of each call; None if too little was timed.
 
         The overheads follow from three decode tasks of similar context: one with a single sequence, one with many
         sequences in one call, and one with a call for each of its sequences.
@@ -292,7 +292,7 @@ class TaskTimes:
 
 
 def point(operation: str, dtype: str, rows: float, size: float, seconds: float) -> CostPoint:
-    """Return a point of the cost table with figures rounded to four digits."""
+    """Return a point of the cost table (see `CostPoint`), with figures rounded to four significant digits."""
     return CostPoint(
         operation=operation,
         dtype=dtype,

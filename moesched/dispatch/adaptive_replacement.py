@@ -12,8 +12,8 @@ class AdaptiveReplacement:
     """Eviction rule: ARC (Megiddo and Modha, FAST 2003), as Fate (arXiv 2502.12224) uses it.
 
     The rule keeps two lists: pages used in only one step, and pages used in several steps. For each list the rule also
-        remembers pages evicted from the list, at most as many as the cache holds. If a remembered page is fetched
-        again, the target size of its list grows and that of the other one shrinks.
+    remembers pages evicted from the list, at most as many as the cache holds. If a remembered page is fetched again,
+    the target size of its list grows and the target size of the other list shrinks.
     """
 
     def __init__(self) -> None:

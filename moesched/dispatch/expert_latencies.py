@@ -1,4 +1,4 @@
-"""Latencies of running an expert on host or accelerator and of moving its weights (Twiddler, Appendix A).
+"""Computes the latencies of an expert on host and accelerator, and of moving its weights (Twiddler, Appendix A).
 
 Policies compare these latencies to decide on which processor an expert runs.
 """
@@ -81,7 +81,8 @@ class ExpertLatencies:
     def side_by_side(self, tokens: int) -> tuple[float, float]:
         """Return the speeds of an expert on the host and of a transfer of weights while both run.
 
-        A speed of 1 is that of running alone; both are less where they share the bandwidth of host memory.
+        The speed of running alone is 1; both speeds are lower where expert and transfer share the bandwidth of host
+        memory.
 
         tokens: number of tokens of the expert, which is rounded up to a power of two.
 

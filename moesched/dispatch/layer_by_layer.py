@@ -56,14 +56,14 @@ class LayerByLayer(ABC):
     def run_expert(
         self, step: Step, i: int, expert: int, users: Iterable[int], at: At = "accelerator"
     ) -> None:
-        """Run an expert in one task for each of `users`, the micro-batches that chose the expert."""
+        """Run an expert of layer `i` on processor `at`, in one task for each micro-batch in `users`, which chose it."""
         for j in users:
             step.run_expert(i, expert, j, at=at)
 
     def run_on_host(
         self, step: Step, i: int, experts: Sequence[int], users: Mapping[int, Sequence[int]]
     ) -> list[int]:
-        """Run experts on the host, in order, for the micro-batches that chose them.
+        """Run experts of layer `i` on the host, in order, for the micro-batches that chose them.
 
         users: for each expert, the micro-batches that chose the expert.
 
@@ -78,7 +78,7 @@ class LayerByLayer(ABC):
         return back
 
     def load_back(self, step: Step, i: int, micro_batches: Iterable[int]) -> None:
-        """Copy the outputs of a layer's host experts for these micro-batches to the accelerator."""
+        """Copy the outputs of layer `i`'s experts on the host to the accelerator, for these micro-batches."""
         for j in micro_batches:
             step.load_routed(i, j)
 

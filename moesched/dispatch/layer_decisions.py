@@ -1,4 +1,4 @@
-"""Division of a layer's experts between host and accelerator.
+"""Divides a layer's experts between host and accelerator.
 
 Divisions are cached, since layers often have the same numbers of tokens per expert.
 """

@@ -53,7 +53,7 @@ class LayerCosts(Protocol):
 
 
 class LayerDecision(NamedTuple):
-    """The experts of a layer that do not run in the memory that has their weights.
+    """The experts of a layer that do not run where they are kept, and the layer's makespan.
 
     Attributes:
         away: experts on the accelerator that run on the host, as indices into `ChosenExperts.resident`.
@@ -232,13 +232,13 @@ class _Thresholds:
         """Test whether the host's experts take at least as long as the resident experts that stay on the accelerator.
 
         away: number of resident experts that run on the host.
-        even: number of missing experts that are fetched; None for that of `_even`.
+        even: number of missing experts that are fetched; None for the number that `_even` returns.
         """
         even = self._even(away) if even is None else even
         return self._away[away] + self._left[even] >= self._here[away]
 
     def _even(self, away: int) -> int:
-        """Return the fewest fetches with which the accelerator ends after the host, or all if no number is enough.
+        """Return the fewest fetches with which the accelerator ends after the host; all fetches if no number is enough.
 
         away: number of resident experts that run on the host.
         """
@@ -259,7 +259,7 @@ class _Thresholds:
         return best
 
     def _least(self, away: int, fetched: int) -> float:
-        """Return a lower bound in seconds of the makespan if `away` resident experts move and `fetched` are fetched."""
+        """Return a lower bound of the makespan, in seconds, for a pair of thresholds (see `_Thresholds`)."""
         host, here = self._away[away] + self._left[fetched], self._here[away] + self._gathered[fetched]
         return max(host, here, fetched * self._layer.transfer)
 

@@ -1,4 +1,4 @@
-"""Placement of experts on nodes, assignment of chosen experts to nodes that hold them, and the busiest node's load.
+"""Places experts on nodes, assigns chosen experts to nodes that hold them, and computes the busiest node's load.
 
 Memory beyond a node's share of the experts holds copies. An expert with copies on two nodes runs on the less loaded
 one. The gain depends on which experts share a node, which `best_placement` optimises.
@@ -39,7 +39,7 @@ ROWS_TO_READ = 64
 class Load(NamedTuple):
     """Mean number of experts that the busiest node runs per token and layer, if all experts are equally likely.
 
-    `error` is the standard error if the mean is that of a random sample; 0 if the mean is exact.
+    `error` is the standard error if the mean was estimated from a random sample; 0 if the mean is exact.
     """
 
     experts: float
@@ -47,7 +47,7 @@ class Load(NamedTuple):
 
 
 def mirrored(experts: int, nodes: int, parts: int = 2) -> Placement:
-    """Return the experts of each node in the cluster paper's placement.
+    """Return the experts of each node in the placement of the Apple silicon cluster paper.
 
     Experts are cut into `parts` parts, and node n holds part n modulo `parts`. Where numbers do not divide evenly,
     parts differ by one expert, and the first parts are on one node more than the others. `parts` is at most `nodes`.
@@ -148,7 +148,7 @@ def _better_move(
 ) -> tuple[int, int] | None:
     """Return an expert to move off the busiest node, and the node to move it to; None if no move helps.
 
-    The new node holds the expert, and its load afterwards is less than that of the busiest node before.
+    The new node holds the expert, and afterwards has less load than the busiest node had before.
 
     owners: the node that runs each expert.
     busy: load of each node, in rows.
@@ -195,7 +195,7 @@ def expected_load(placement: Placement, top_k: int, seed: int = 0) -> Load:
 def best_placement(experts: int, top_k: int, nodes: int, per_node: int) -> Placement:
     """Search for the placement of experts on nodes that minimises `expected_load`.
 
-    Two local searches start from the cluster paper's placement, and from one that spreads copies evenly over groups of
+    Two local searches start from the placement `mirrored`, and from one that spreads copies evenly over groups of
     nodes. A move replaces one copy on a node by a copy of another expert, or swaps two copies between nodes. The result
     is never worse than `mirrored`.
 
@@ -216,7 +216,7 @@ def best_placement(experts: int, top_k: int, nodes: int, per_node: int) -> Place
 
 
 def holders_of(placement: Placement) -> Holders:
-    """Return for each expert the bit mask of the nodes that hold it."""
+    """Return, for each expert of a placement, the bit mask of the nodes that hold the expert."""
     experts = max(chain.from_iterable(placement)) + 1
     return tuple(
         sum(1 << node for node, held in enumerate(placement) if expert in held) for expert in range(experts)
@@ -293,7 +293,7 @@ def _choices(alike: Mapping[int, int], top_k: int) -> Iterator[tuple[tuple[int, 
 
 
 def _searched_load(holders: Holders, top_k: int) -> float:
-    """Return the load by which the search compares placements: experts per token on the busiest node.
+    """Return the load of `holders` by which the search compares placements: experts per token on the busiest node.
 
     The load is exact if there are few distinct choices of experts, else a mean over a fixed random sample of choices.
     """
@@ -335,7 +335,7 @@ def _improved(holders: Holders, top_k: int, nodes: int) -> Holders:
 
 
 def _neighbours(holders: Holders) -> Iterator[Holders]:
-    """Yield the placements that differ from this one by one move, in which each node keeps its number of experts.
+    """Yield the placements one move away from `holders`; a move leaves each node its number of experts.
 
     In a move, one node replaces a copy of an expert by a copy of another expert, or two nodes swap two of their copies.
 
@@ -369,7 +369,7 @@ def _bits(mask: int) -> Iterator[int]:
 
 
 def _filled(holders: Holders, nodes: int, per_node: int) -> list[int]:
-    """Return a placement in which copies of the experts with the fewest copies fill each node's free room.
+    """Return `holders` with each node's free room filled by copies of the experts that have the fewest copies.
 
     Placements are given as a bit mask of nodes for each expert.
     """

@@ -1,4 +1,4 @@
-"""Building blocks of expert-parallel policies: a base class, the assignment of experts, and a node's LRU list."""
+"""Building blocks of expert-parallel policies: a base class, assignment of experts, a node's LRU list of experts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moesched.steps.step import Step
 
 
 class NodeExperts(ABC):
-    """Base of expert-parallel policies: layer after layer, one micro-batch after the other.
+    """Base of expert-parallel policies, which run layer by layer, and in each layer one micro-batch after the other.
 
     Settings:
         decentralised: whether every node computes attention, routing and sums, with one exchange per layer; otherwise
@@ -34,8 +34,8 @@ class NodeExperts(ABC):
     def choose_placement(self, plan: Plan) -> Placement:
         """Return the experts that each node holds in every layer.
 
-        By default, as in the cluster paper, nodes with even numbers hold one half of the experts and the others the
-        other half.
+        By default, as in the Apple silicon cluster paper, nodes with even numbers hold one half of the experts, and
+        nodes with odd numbers the other half.
         """
         return mirrored(plan.layout.config.routed.experts, plan.nodes.count)
 
@@ -106,7 +106,7 @@ def warm_spare(
 
     owners: the node that runs each chosen expert.
     own: chosen experts that this node runs.
-    recent: this node's experts in LRU order, which is updated.
+    recent: this node's experts in LRU order, updated by this call.
     idle: experts that are warmed even if this node does not have to wait.
     """
     quota = max(Counter(owners.values()).values(), default=0)
@@ -121,7 +121,7 @@ class LeastRecent:
     """The experts that a node holds, the least recently used first; a use in any layer counts.
 
     Layers are not distinguished, since the weights of an expert in all layers are contiguous in memory (section 4.1 of
-    the cluster paper).
+    the Apple silicon cluster paper).
     """
 
     def __init__(self, held: Iterable[int]) -> None:

@@ -1,4 +1,4 @@
-"""Predictors of the experts that tokens will choose in later layers: by the layers' own routers, or from counts."""
+"""Predictors of the experts that tokens will choose in later layers, by these layers' routers or by past choices."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Predictor(Protocol):
 
 
 class Forecasts:
-    """A predictor whose forecasts are checked; the report's `forecasts` compare them with the experts chosen later.
+    """A predictor whose forecasts are checked; a run's report compares the forecasts with the experts chosen later.
 
     Args:
         plan: passed to the predictor's constructor if that has a parameter `plan`.
@@ -114,7 +114,7 @@ class LaterRouters:
 
 
 class FollowingExperts:
-    """Predictor that expects the experts that most often followed those chosen in an earlier layer; it learns online.
+    """Predictor that expects the experts that most often followed the ones chosen in an earlier layer, counted online.
 
     A micro-batch's forecast has as many experts as the micro-batch chose in the last layer that it was routed in;
     nothing is forecast before anything was counted. (ProMoE, arXiv 2410.22134, learns such a relation with small
@@ -144,7 +144,7 @@ class FollowingExperts:
                 counts.add_trace(known)
 
     def routed(self, layer: int, routed: Routed) -> None:
-        """Count which experts of this layer followed those that the micro-batches chose in earlier layers.
+        """Count which experts of this layer followed the experts that the micro-batches chose in earlier layers.
 
         routed: for each micro-batch, the number of its tokens that chose each expert.
         """
@@ -158,7 +158,7 @@ class FollowingExperts:
             before[layer] = chosen
 
     async def forecast(self, step: Step, layer: int, micro_batches: Sequence[int]) -> Forecast:
-        """Forecast the experts that most often followed those chosen in each micro-batch's last routed layer."""
+        """Forecast the experts that most often followed the experts chosen in each micro-batch's last routed layer."""
         return {j: self._expected(layer, self._chosen.get(j, {})) for j in micro_batches}
 
     def _expected(self, layer: int, before: Mapping[int, Mapping[int, int]]) -> dict[int, float]:

@@ -185,7 +185,7 @@ def _with_gpu(parts: Parts, gpu: Gpu, count: int) -> BuiltMachine:
 
 
 def _cpu_only(parts: Parts, cpu: Cpu, sockets: int) -> BuiltMachine:
-    """Build a machine whose CPU computes everything, and whose disk holds all weights."""
+    """Build a machine whose CPU, in a number of sockets, computes everything, and whose disk holds all weights."""
     _refuse(parts, "a machine without --gpu", "pcie", "pinned")
     host = host_memory(cpu, sockets, parts.ram)
     disk, assumed = _unified_disk(parts)
@@ -257,9 +257,9 @@ def _built(
     host: HostMemory,
     assumed: Sequence[str] = (),
 ) -> BuiltMachine:
-    """Return the machine with the sources of its figures, and with the figures that were assumed.
+    """Return the machine with the sources of its figures, and with sentences on the assumed figures.
 
-    The sources of the CPU's and the host memory's figures are added to `comments`.
+    The sources of the figures of the CPU, in `sockets` sockets, and of host memory are added to `comments`.
     """
     own = {"processors.cpu": cores_comment(cpu, sockets), "memories.host": f"{host.comment} {SYSTEM_COMMENT}"}
     return BuiltMachine(machine, comments | own, [*host.assumed, *assumed])
@@ -308,7 +308,7 @@ def _unified_disk(parts: Parts) -> tuple[Disk, list[str]]:
 
 
 def mac_reserved(nbytes: int) -> int:
-    """Return the bytes of a Mac's memory that its GPU may not use, by the default limit of macOS."""
+    """Return the bytes that a Mac's GPU may not use of a memory of `nbytes` bytes, by the default limit of macOS."""
     return nbytes // 4 if nbytes >= MANY_BYTES else -(-nbytes // 3)
 
 

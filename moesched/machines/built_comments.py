@@ -11,14 +11,14 @@ NO_BFLOAT16 = "It has no bfloat16 units; assumed: 16-bit models run in float16 a
 
 
 def gpu_comment(gpu: Gpu, count: int) -> str:
-    """Return the text on the source of a GPU's rates, for a comment in the machine's file."""
+    """Return the text on the source of the rates of `count` GPUs, for a comment in the machine's file."""
     each = "each " if count > 1 else ""
     sixteen = "" if gpu.bfloat16 else f" {NO_BFLOAT16}"
     return f"{gpu.name}, {each}{gpu.watts} W: {gpu.source}.{sixteen} {OF_PEAKS}"
 
 
 def cores_comment(cpu: Cpu | Chip, sockets: int) -> str:
-    """Return the text on the source of the rates of CPU cores, for a comment in the machine's file."""
+    """Return the text on the source of the rates of the cores of `sockets` CPUs, a comment in the machine's file."""
     per_cycle = library().architectures[cpu.architecture]
     bfloat16 = f", {per_cycle.bfloat16} in bfloat16" if per_cycle.bfloat16 else ""
     cores = f"{times(f'{cpu.cores} cores', sockets)} at {cpu.clock / 1e9:g} GHz"

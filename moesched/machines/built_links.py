@@ -1,4 +1,4 @@
-"""Links between a GPU and its host, through a PCIe slot or through the link of a board that has both."""
+"""Describes the links between a GPU and its host, through a PCIe slot or the link of a board that has both."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def gpu_links(gpu: Gpu, count: int, cpu: Cpu, sockets: int, slot: str | None) ->
     """Return the links between a GPU and host memory, on a board with its CPU or in a PCIe slot.
 
     Args:
-        count: number of GPUs, which share the CPU's lanes.
+        count: number of GPUs, which share the lanes of the CPUs in all `sockets`.
         slot: generation and lanes, such as "4x16"; by default as fast as the CPU's lanes allow.
 
     Raises:
@@ -90,7 +90,7 @@ def _on_board(gpu: Gpu, board: Board, count: int, cpu: Cpu, sockets: int, slot: 
 
 
 def _pcie(gpu: Gpu, count: int, cpu: Cpu, sockets: int, slot: str | None) -> tuple[Pcie, list[str]]:
-    """Return the generation and lanes of PCIe that both card and slot have, and sentences on assumed figures."""
+    """Return the PCIe generation and lanes that both card and slot have, and sentences on assumed figures."""
     card, lanes = parse_pcie(gpu.pcie), cpu.lanes_of(sockets)
     shared = max(each for each in LANES if each * count <= max(lanes, count))
     if slot is not None:

@@ -42,7 +42,7 @@ class Calibrated:
 
     Args:
         dtype: dtype that the model computes in.
-        levels: for sorts of work, by name, the low or the high end of their measured speed instead of the median.
+        levels: by sort of work, the end of its range of measured speeds to use, "low" or "high", instead of the median.
 
     Raises:
         BadInput: the machine has no measured costs in this dtype.

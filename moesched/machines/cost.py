@@ -19,7 +19,7 @@ def cost_model(machine: Machine, dtype: str, levels: Levels = NO_LEVELS) -> Cost
 
     Args:
         dtype: dtype that the model computes in.
-        levels: for groups of rates, by name, the low or the high end of their estimates instead of the expected figure.
+        levels: by group of rates, the figure of its estimates to use, "low" or "high", instead of the expected one.
     """
     if not machine.cost_table:
         return Roofline(machine, dtype, levels)

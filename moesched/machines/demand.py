@@ -16,9 +16,9 @@ class Demand(NamedTuple):
         shares: pairs of a resource and the share of it, from 0 to 1, that the task uses while it runs; rounded to three
             decimals, so that similar tasks have equal shares.
         sort: sort of task, for which slowdowns were measured; empty if none were.
-        slowed: pairs of sorts that run beside the task, joined as by `at_once`, and the task's speed beside them,
-            relative to running alone.
-        lead: the part of `seconds` before the task starts, until its lane's thread has it.
+        slowed: pairs (sorts of the tasks beside this one, joined by `at_once`; this task's speed beside them, relative
+            to alone).
+        lead: the part of `seconds` that passes before the task starts, as its lane's thread does not have it yet.
         fixed: the part of `seconds` that no faster processor or link would shorten: a launch or a latency.
     """
 

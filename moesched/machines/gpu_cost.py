@@ -1,7 +1,7 @@
 """Cost model of a machine with a GPU, from measured times of products, measured dispatch times, and measured rates.
 
-A GPU's task takes as long as its kernels run, or as long as the host takes to start them if that is longer. Other tasks
-first start, and then run.
+A GPU's task takes as long as its kernels run, or as long as the host takes to start them if that is longer. Any other
+task takes the time to start and the time to run, added up.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class GpuCosts:
 
     Args:
         dtype: dtype that the model computes in.
-        levels: for groups of rates, by name, the low or the high end instead of the expected figure; the cost table's
-            groups are "product" and "dispatch".
+        levels: by group of rates, the figure of its estimates to use, "low" or "high", instead of the expected one; the
+            cost table's groups are "product" and "dispatch".
     """
 
     def __init__(self, machine: Machine, dtype: str, levels: Levels = NO_LEVELS) -> None:
@@ -64,7 +64,7 @@ class GpuCosts:
         )
 
     def running(self, work: Work) -> float:
-        """Return the seconds of a work's kernels or copy; movements of activations beside products take no time.
+        """Return the seconds of a work's kernels or copy; if the work has measured products, only these count.
 
         Raises:
             BadInput: as `work`.
@@ -80,11 +80,10 @@ class GpuCosts:
         return seconds / self._speeds.get(PRODUCT, 1.0)
 
     def _starting(self, work: Work, rated: Demand) -> float:
-        """Return the seconds until all kernels of a work are started.
+        """Return the seconds to start all kernels of a work; for a copy, the seconds beyond the time of its link.
 
-        They are measured for its kind of task or, without a measurement or where graphs are replayed, follow from
-        rates: the measured kernels were started one by one. For a copy, they are the seconds beyond the time of its
-        link, which may grow with its bytes.
+        The seconds are those measured for this kind of task. Without a measurement, and where graphs are replayed (the
+        measured kernels were started one by one), they follow from rates.
 
         Args:
             rated: the demand of the work by rates alone.

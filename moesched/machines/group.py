@@ -1,7 +1,7 @@
 """Describes each of several equal accelerators by itself: a processor, a memory and links for each.
 
-A profile describes one accelerator of a group. If each is described, each has names of its own, which costs, lanes and
-memories use. Measured costs cover only the first accelerator; work on others is then refused.
+A profile describes one accelerator of a group. Here the parts of each accelerator get names of their own, which costs,
+lanes and memories use. Measured costs cover only the first accelerator; work on others is then refused.
 """
 
 from __future__ import annotations

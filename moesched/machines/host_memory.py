@@ -68,7 +68,7 @@ def host_memory(cpu: Cpu, sockets: int, ram: str | None) -> HostMemory:
 
 
 def _channels(cpu: Cpu, sockets: int, given: Ram, ram: str | None) -> int:
-    """Return the number of memory channels in use: as given, or one per module, at most the number that the CPU has.
+    """Return the number of memory channels in use: as given, or one per module, at most those of `sockets` CPUs.
 
     Args:
         given: the parsed text `ram`.

@@ -46,7 +46,7 @@ class KernelTimes:
         peak: the processor's stated FLOP/s.
         bandwidth: stated bytes per second of its memory.
         usable: share of `bandwidth` that all users of the memory reach together.
-        levels: for groups of rates, by name, the low or the high end instead of the expected figure.
+        levels: by group of rates, the figure of its estimates to use, "low" or "high", instead of the expected one.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class KernelTimes:
         return WorkTimes(computing, moving, holding, working, self._fixed(work))
 
     def _tiled(self, products: Iterable[WorkPart]) -> float:
-        """Return the FLOPs that kernels compute, in whole tiles of rows, over the FLOPs that the products need."""
+        """Return the ratio of FLOPs that kernels compute, in whole tiles of rows, to FLOPs that the products need."""
         least, few = self._class.tile_rows, self._class.few_rows
         asked = computed = 0.0
         for part in products:
@@ -96,14 +96,14 @@ class KernelTimes:
         return computed / asked if asked else 1.0
 
     def _reading_experts(self, work: Work) -> float:
-        """Return the seconds to read a work's experts at the processor's `expert_bandwidth`; 0 if it has none."""
+        """Return the seconds to read a work's experts at the processor's `expert_bandwidth`; 0 if none is stated."""
         if self._processor.expert_bandwidth is None:
             return 0.0
         weights = sum(part.times * part.size for part in work.parts if part.operation in EXPERTS)
         return weights / (self._processor.expert_bandwidth * self._off_expected)
 
     def _fixed(self, work: Work) -> float:
-        """Return the seconds to start a work and its kernels, and of the host's handling of its result.
+        """Return the seconds to start a work and its kernels, and for the host to handle the work's result.
 
         A GPU starts each kernel, or the replay of a graph of kernels. A CPU's team of threads wakes once for a work,
         and meets after each of its kernels. A work that joins an earlier call starts nothing. Without a class of

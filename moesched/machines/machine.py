@@ -117,7 +117,7 @@ class Staging(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     Attributes:
         bandwidth: bytes per second.
         latency: seconds per copy.
-        sustained: share of the bandwidth that copies sustain; by default that of copies within the host's memory.
+        sustained: share of the bandwidth that copies sustain; by default the share of this kind of copy.
     """
 
     bandwidth: Rate
@@ -197,7 +197,7 @@ class CostPoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             `Work.kind`.
         size: bytes of weights; without weights, bytes moved; for a prompt's attention, FLOPs; for a decode step's
             attention, bytes of a KV head.
-        seconds: time of the operation; for the dispatch of a copy, the time in addition to that of its link.
+        seconds: time of the operation; for the dispatch of a copy, the time beyond the link's.
         dtype: dtype of activations and of plain weights; empty if it does not matter.
         format: storage format of coded (quantized) weights; empty for plain weights.
         rows: number of rows that are multiplied with the weights; for reads or transfers, their number; for a decode

@@ -122,7 +122,7 @@ class Cpu(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
         channels: memory channels of 64 bits.
         pcie: generation of its PCIe lanes.
         lanes: PCIe lanes of a socket that all GPUs share.
-        lanes_of_two: PCIe lanes of two sockets together, if they use some lanes as the link between them.
+        lanes_of_two: PCIe lanes of two sockets together, if the sockets are linked by some of their lanes.
     """
 
     architecture: str

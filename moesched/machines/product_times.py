@@ -1,4 +1,4 @@
-"""Measured times of matrix products, and from them the costs of coded (quantized) weights relative to plain ones."""
+"""Interpolates measured times of matrix products, and derives the costs of coded (quantized) weights."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ class Roofline:
 
     Args:
         dtype: dtype that the model computes in.
-        levels: for groups of rates, by name, the low or the high end instead of the expected figure.
+        levels: by group of rates, the figure of its estimates to use, "low" or "high", instead of the expected one.
     """
 
     def __init__(self, machine: Machine, dtype: str, levels: Levels = NO_LEVELS) -> None:
@@ -36,7 +36,7 @@ class Roofline:
         """Return the time that a work takes while nothing else runs, and the share of each resource that it uses.
 
         Raises:
-            BadInput: the machine lacks the work's resource, or a rate of it for this dtype.
+            BadInput: the machine lacks the work's resource, or the resource's rate for this dtype.
         """
         processor = self.machine.processors.get(work.resource)
         if processor is not None:
@@ -101,7 +101,7 @@ def slowed_beside(machine: Machine) -> dict[str, list[tuple[str, float]]]:
     """Return the measured speeds of each sort of work beside others.
 
     Returns:
-        For each sort, pairs of the sorts that run beside it and its speed, relative to running alone.
+        For each sort, pairs (sorts that run beside this sort; this sort's speed, relative to running alone).
     """
     found: dict[str, list[tuple[str, float]]] = {}
     for pair in machine.contention:

@@ -1,4 +1,4 @@
-"""Describes machines on which only a part of the host's memory can be page-locked, so that pages pass through it.
+"""Describes machines on which only a part of the host's memory can be page-locked; pages pass through this part.
 
 A machine whose accelerator has its own memory is described with page-locked host memory: accelerators copy from and to
 all of it at the link's rate. If page-locked memory is limited, pages are first copied (staged) into the page-locked
@@ -32,13 +32,13 @@ def within_lock_limit(machine: Machine, budgets: Mapping[str, int]) -> Machine:
 
 
 def staged(machine: Machine, limit: int | str, *, ring: bool = True) -> Machine:
-    """Return the machine with limited page-locked memory: it has the role `pinned`, and pages pass through it.
+    """Return the machine with limited page-locked memory in the role `pinned`, through which pages pass.
 
     Args:
         limit: bytes of page-locked memory, as a number or text such as "16GB".
         ring: whether copies between the accelerator and the rest of the host's memory go in pieces through a ring in
             page-locked memory, as on device cuda: at the rate of the link or of copies within the host's memory,
-            whichever is lower. Otherwise they are pageable copies, which the driver stages on one thread.
+            whichever is lower. Otherwise the copies are pageable: the driver stages them on one thread.
 
     Raises:
         BadInput: accelerator and host share a memory, memory is staged already, the machine does not say how fast its
@@ -99,7 +99,7 @@ def _links(machine: Machine, staging: Staging, ring: bool) -> Iterator[Link]:
 def _through_ring(machine: Machine, link: Link, staging: Staging) -> Link:
     """Return a link between accelerator and host memory with the rate of copies in pieces through page-locked memory.
 
-    The rate is that of the link or that of copies within the host's memory, whichever is lower.
+    The rate is the lower one of the link's rate and of `staging`, the rate of copies within the host's memory.
     """
     slower, kind = (link, "pinned") if link.bandwidth <= staging.bandwidth else (staging, "host_copies")
     sustained = slower.sustained or copies_of(machine).rates[kind]

@@ -92,7 +92,7 @@ def _read(name: str) -> DeviceClass:
 
 
 def rates_of(processor: Processor) -> dict[str, Estimate]:
-    """Return the sustained rates of a processor by name: the rates of its class, or its own where it has any."""
+    """Return the sustained rates of a processor by name: its own where it has any, else the rates of its class."""
     return device_class(processor.device_class).rates | processor.rates
 
 
@@ -138,10 +138,10 @@ def link_kind(machine: Machine, link: Link) -> str:
 
 
 def sustained_share(machine: Machine, link: Link, levels: Levels) -> float:
-    """Return the share, from 0 to 1, of its stated bandwidth that a link sustains.
+    """Return the share of a link's stated bandwidth, from 0 to 1, that copies sustain.
 
     Args:
-        levels: for kinds of copy, the low or the high end of the estimate instead of the expected figure.
+        levels: by kind of copy, the figure of its estimate to use, "low" or "high", instead of the expected one.
     """
     kind = link_kind(machine, link)
     estimate = link.sustained or copies_of(machine).rates[kind]

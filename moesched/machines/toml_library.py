@@ -77,7 +77,7 @@ def decode_profile(text: bytes, kind: str, where: str) -> dict[str, Any]:
 
 
 def convert_profile(raw: Any, kind: type[T], key: str, where: str) -> T:
-    """Convert a value that was read from a profile to a type, and check it.
+    """Convert a value that was read from a profile to type `kind`, and check it.
 
     Args:
         raw: the value, as dicts, lists, numbers and texts.

@@ -1,4 +1,4 @@
-"""Reading of arrays from .npy and .npz files that may come from anyone, without trust in their headers."""
+"""Reads arrays from .npy and .npz files that may come from anyone, without trust in the files' headers."""
 
 from __future__ import annotations
 

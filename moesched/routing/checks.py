@@ -1,7 +1,7 @@
 """Checks of recorded expert choices: each token has different experts, all of the model; errors name the token.
 
-In a trace file the layer axis has either all layers of the model, or only the layers with experts. In memory it always
-has all layers, with zeros in layers without experts.
+In a trace file the layer axis has either all layers of the model, or only the layers with experts. In memory the axis
+always has all layers, with zeros in layers without experts.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def checked_layers(where: str, chosen_TLk: Integers, config: ModelConfig) -> Int
 
 
 def _require_no_choices(where: str, chosen_TLk: Integers, config: ModelConfig) -> None:
-    """Check that a trace has no choices in layers without experts: there, all ids of a token are equal, such as zeros.
+    """Check that the trace `where` has no choices in layers without experts: there, all ids of a token are equal.
 
     chosen_TLk: expert ids (tokens, layers, top_k) of all layers.
 

@@ -1,4 +1,4 @@
-"""The promise of a source of expert choices for single tokens, and the routing of a simulated batch made from them.
+"""Interface of sources of expert choices for single tokens, and the routing of a simulated batch by such choices.
 
 Whatever the source, a token's experts depend only on the layer, its request and its position. So batches, micro-batches
 and schedules do not change them, and policies are compared on the same choices.

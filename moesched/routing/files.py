@@ -57,6 +57,6 @@ def _parser_of_trace(data: bytes, first: bytes) -> Callable[[str, bytes, ModelCo
 
 
 def _first_line(data: bytes) -> bytes:
-    """The first line that is neither blank nor a comment."""
+    """Return the first line that is neither blank nor a comment."""
     lines = (line.strip() for line in BytesIO(data))
     return next((line for line in lines if line and not line.startswith(b"#")), b"")

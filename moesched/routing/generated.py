@@ -27,7 +27,7 @@ class _Table(NamedTuple):
 
     Attributes:
         experts: expert ids (`ORDERS` * experts,).
-        ends: running sum of the experts' shares within each order, with n * (`top_k` + 1) added in order n.
+        ends: running sums of the experts' shares, begun anew in each order; n * (`top_k` + 1) is added in order n.
     """
 
     experts: Integers
@@ -37,8 +37,8 @@ class _Table(NamedTuple):
 class GeneratedChoices:
     """Random choices of `top_k` different experts per token, in which experts have the shares that `popularity` gives.
 
-    If the popularity's locality is above 0, a token has this probability of the same experts as the token before it, in
-    the same request and layer. The shares do not change.
+    If the popularity's locality is above 0, a token repeats, with this probability, the experts of the token before it
+    in the same request and layer. The shares do not change.
 
     Raises:
         BadInput: the locality is not at least 0 and less than 1.
@@ -58,9 +58,7 @@ class GeneratedChoices:
     def of_tokens(self, layer: int, requests_T: Integers, positions_T: Integers) -> Integers:
         """Return the ids (T, k) of the experts that T tokens choose in a layer, ascending in each row.
 
-        Args:
-            requests_T: the index of each token's request.
-            positions_T: each token's position in its request, from 0.
+        requests_T, positions_T: the index of each token's request, and each token's position in its request, from 0.
         """
         drawn_T = self._drawn_at(layer, requests_T, positions_T)
         order_T, rest_T = np.divmod(ORDERS * self._numbers(layer, _CHOICE, requests_T, drawn_T), 1.0)

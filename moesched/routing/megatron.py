@@ -70,7 +70,7 @@ class _Pass(NamedTuple):
 
 
 def parse_megatron_trace(where: str, data: bytes, config: ModelConfig) -> RoutingTrace:
-    """Read the records of one trace file, or of several files joined into one.
+    """Parse `data`, the content of one trace file, or of several joined into one; errors name the file `where`.
 
     Raises:
         BadInput: a line is not a record (the message names it), a pass lacks a layer, or the trace is of another model.
@@ -94,7 +94,7 @@ def parse_megatron_trace(where: str, data: bytes, config: ModelConfig) -> Routin
 
 
 def _passes(where: str, data: bytes, config: ModelConfig) -> Iterator[_Pass]:
-    """Group records into forward passes: a new one begins where the step or rank changes, or a layer comes again."""
+    """Group a file's records into forward passes; a new pass begins where step or rank changes or a layer repeats."""
     current = None
     for line, text in enumerate(BytesIO(data), 1):
         if not text.strip():
@@ -139,7 +139,7 @@ def _chosen(where: str, record: _Record, config: ModelConfig) -> Integers:
 
 
 def _stacked(where: str, done: _Pass, first: int, config: ModelConfig) -> Integers:
-    """Return the expert ids of a forward pass for all layers of the model (tokens, layers, top_k).
+    """Return the expert ids of the forward pass `done` for all layers of the model (tokens, layers, top_k).
 
     Args:
         where: name of the file, for error messages.

@@ -29,7 +29,7 @@ SPLIT = {"prompt_routed_experts", "routed_experts"}
 
 
 def parse_npy(where: str, data: bytes, config: ModelConfig) -> RoutingTrace:
-    """Read vLLM's array of one request.
+    """Parse `data`, an .npy file with vLLM's array of one request; errors name the file `where`.
 
     Raises:
         BadInput: the data is not such an array, or of another model.
@@ -76,7 +76,7 @@ def _of_requests(requests: Iterable[Integers], prompt_tokens: list[int], config:
 
 
 def _request(where: str, array: Array, config: ModelConfig) -> Integers:
-    """Check vLLM's array of one request, and return its sorted expert ids for all layers (tokens, layers, top_k).
+    """Return the sorted expert ids of vLLM's array `where` of one request, for all layers (tokens, layers, top_k).
 
     Raises:
         BadInput: the array has another shape or type, or is of another model.
@@ -91,7 +91,7 @@ def _request(where: str, array: Array, config: ModelConfig) -> Integers:
 
 
 def _own(where: str, arrays: dict[str, Array], config: ModelConfig) -> RoutingTrace:
-    """Make a `RoutingTrace` from the arrays of moesched's .npz file, by name, after a check of shapes and values.
+    """Check the arrays, by name, of moesched's .npz file `where`, and make a `RoutingTrace` of them.
 
     Raises:
         BadInput: an array is missing or damaged, or the trace is of another model.
@@ -119,12 +119,13 @@ def _own(where: str, arrays: dict[str, Array], config: ModelConfig) -> RoutingTr
 
 
 def _require_ascending(where: str, chosen: Integers, config: ModelConfig) -> None:
-    """Check that each row of expert ids (tokens, layers, top_k) ascends and has only experts of the model.
+    """Check that each row of `chosen`, expert ids (tokens, layers, top_k), ascends and has only experts of the model.
 
     The check takes little memory beside the array. Layers without experts are not looked at.
 
     Raises:
-        BadInput: a row does not ascend, or has another number; the message names its token and layer.
+        BadInput: a row does not ascend, or has another number; the message names `where`, the row's token and its
+            layer.
     """
     routed = routed_layers(config)
     chosen_Nk = (chosen if len(routed) == config.layers else chosen[:, routed]).reshape(

@@ -30,16 +30,16 @@ class ObservedRouting:
     def rows_apart(self, rows: int) -> bool:
         """Test whether a micro-batch's number of rows changed between decode steps, as ended sequences were left out.
 
-        This is the method of the seam `KeepsRowsApart`; `rows` is not used.
+        The method belongs to the interface `KeepsRowsApart`; `rows` is not used.
         """
         return any(len(seen) > 1 for seen in self._rows.values())
 
     def choose(self, step: int, layer: int, micro_batch: int, tokens: int) -> dict[int, int]:
-        """Return the number of tokens that chose each expert in the run, by expert id; `tokens` is not used."""
+        """Return the micro-batch's number of tokens for each expert in the run, by expert id; `tokens` is not used."""
         return dict(self._chosen[step, layer, micro_batch])
 
     def scores(self, step: int, layer: int, micro_batch: int, tokens: int) -> Sequence[float]:
-        """The router's scores of all experts in the run; only for plans that request scores."""
+        """Return the router's score of each expert in the run, by expert id; only if the plan requests scores."""
         value = self._chosen[step, layer, micro_batch]
         assert isinstance(value, ScoredTokens), "the device gives scores to such a plan"
         return value.scores

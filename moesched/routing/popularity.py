@@ -121,14 +121,14 @@ def shares_of(weights_LE: Floats, top_k: int) -> Floats:
 
 
 def layer_weights(popularity: Popularity, config: ModelConfig, seed: int) -> Floats:
-    """The weights of a model's experts (layers, experts); equal ones in layers without experts, which need none."""
+    """Return the popularity of a model's experts (layers, experts), with equal values in layers without experts."""
     weights_LE = popularity.weights(config.layers, config.routed.experts, seed)
     weights_LE[layers_without_experts(config)] = 1.0
     return weights_LE
 
 
 def expected_profile(popularity: Popularity, config: ModelConfig, seed: int, tokens: int) -> RoutingProfile:
-    """Make the profile that is expected after `tokens` tokens: counts are shares times tokens, rounded."""
+    """Make the profile that a popularity leads to after `tokens` tokens: counts are shares times tokens, rounded."""
     shares_LE = shares_of(layer_weights(popularity, config, seed), config.routed.top_k)
     counts_LE = np.rint(shares_LE * tokens).astype(np.int64)
     counts_LE[layers_without_experts(config)] = 0

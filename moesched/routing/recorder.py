@@ -78,7 +78,7 @@ class RoutingRecorder:
         )
 
     def _array(self, request: int, tokens: int) -> Integers:
-        """Return a request's expert ids (positions, layers with experts, top_k), with room for at least `tokens`."""
+        """Return a request's expert ids (positions, layers with experts, top_k), with room for `tokens` positions."""
         have = self._chosen.get(request)
         if have is None:
             self._ends[request] = [0] * len(self._places)

@@ -43,7 +43,7 @@ class ScoresExperts(Protocol):
     """A `Routing` that knows the router's scores, beside its choices."""
 
     def scores(self, step: int, layer: int, micro_batch: int, tokens: int) -> Sequence[float]:
-        """Return each expert's score in a layer (experts,), as in `ScoredTokens`; equal arguments give equal scores."""
+        """Return each expert's score in a layer for a micro-batch (see `ScoredTokens`), equal for equal arguments."""
 
 
 def with_shares(tokens: Mapping[int, int], experts: int) -> ScoredTokens:

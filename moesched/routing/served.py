@@ -29,7 +29,7 @@ class ServedRouting:
 
         Args:
             step: the number of the run's step.
-            rows: the rows of the step, by micro-batch.
+            rows: the new tokens of each request in the step, by micro-batch.
         """
         for micro_batch, its_rows in rows.items():
             steps = self._tokens.setdefault(micro_batch, {})

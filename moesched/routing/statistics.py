@@ -19,8 +19,8 @@ class HitRate(msgspec.Struct, frozen=True):
 
     Attributes:
         gpu_experts: number of experts on the GPU, over all layers.
-        best, worst: the probability if these are the most popular experts, and if they are the least popular ones.
-        random: the probability if these experts are chosen at random, on average.
+        best, worst: the probability if the GPU holds the most popular experts, and if it holds the least popular ones.
+        random: the mean probability if the GPU's experts are chosen at random.
     """
 
     gpu_experts: int
@@ -34,8 +34,8 @@ class RoutingStatistics(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         model, layers, experts, top_k, tokens: as in the profile.
-        mean, deviation, minimum, lower_quartile, median, upper_quartile: of the popularity of all experts in all layers
-            with experts, each divided by that of the most popular one.
+        mean, deviation, minimum, lower_quartile, median, upper_quartile: statistics of the popularity of all experts in
+            all layers with experts, relative to the most popular expert.
         hit_rates: one for each number of experts on the GPU.
     """
 

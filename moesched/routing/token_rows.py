@@ -73,7 +73,7 @@ def parse_token_rows(where: str, data: bytes, config: ModelConfig) -> RoutingTra
 
 
 def _rows(where: str, lines: Iterable[bytes], config: ModelConfig) -> Iterator[tuple[int, ...]]:
-    """Yield the line, request, layer, token and experts of each row, as numbers."""
+    """Yield each row of the file `where` as numbers: line, request, layer, token, and the ids of the experts."""
     header = None
     for number, text in enumerate(lines, 1):
         line = text.strip()
@@ -115,7 +115,7 @@ def _with_consecutive_layers(
     Files of some tools number only the layers with experts already; their rows are returned as they are.
 
     Args:
-        rows: rows as `_rows` yields them, with column 2 for the layer.
+        rows: rows of the file `where` as `_rows` yields them, with column 2 for the layer.
         routed: the model's numbers of its layers with experts.
 
     Raises:
@@ -145,7 +145,7 @@ def _require_each_once(where: str, rows: Integers, numbers: Sequence[int]) -> No
     """Require one row for each request, token and layer, all three counted from 0 without gaps.
 
     Args:
-        rows: rows as `_rows` yields them, sorted by request, token and layer.
+        rows: rows of the file `where` as `_rows` yields them, sorted by request, token and layer.
         numbers: the model's number of each layer, for error messages.
 
     Raises:

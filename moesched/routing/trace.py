@@ -43,7 +43,7 @@ class RoutingTrace(NamedTuple):
     def profile(self, without_experts: Collection[int] = ()) -> RoutingProfile:
         """Count the tokens that chose each expert; all counts of layers without experts are 0.
 
-        without_experts: the layers without experts; they need not be named if tokens choose several experts.
+        without_experts: the layers without experts; may be empty if top_k is above 1, as zeros mark them then.
         """
         layers, experts, top_k = self.shape
         counts = [
@@ -85,9 +85,7 @@ class RecordedChoices:
     def of_tokens(self, layer: int, requests_T: Integers, positions_T: Integers) -> Integers:
         """Return the ids (T, k) of the experts that T tokens choose in a layer, ascending in each row.
 
-        Args:
-            requests_T: the index of each token's request.
-            positions_T: each token's position in its request, from 0.
+        requests_T, positions_T: the index of each token's request, and each token's position in its request, from 0.
         """
         recorded_T = requests_T % len(self._lengths)
         rows_T = self._starts[recorded_T] + positions_T % self._lengths[recorded_T]

@@ -1,4 +1,4 @@
-"""Counts of the experts that tokens choose in a layer, given the experts that they chose some layers earlier."""
+"""Counts the experts that tokens choose in a layer, by the experts that they chose some layers earlier."""
 
 from __future__ import annotations
 
@@ -32,8 +32,7 @@ class TransitionCounts:
     def add(self, layer: int, earlier: Mapping[int, int], later: Mapping[int, int]) -> None:
         """Add an estimate of the pairs in a micro-batch, of which only the number of tokens by expert is known.
 
-        Each token of an expert in `layer` is divided among the experts of the later layer, by their shares of its
-        tokens.
+        Each token of an expert in `layer` is divided among the later layer's experts, in proportion to their tokens.
 
         Args:
             layer: number of the earlier layer.

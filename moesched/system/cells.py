@@ -17,11 +17,11 @@ PATIENCE_SECONDS = 1.0
 """Seconds before a line of progress appears; most predictions end earlier and show none."""
 
 DRAWINGS = "moesched.report.cell_drawings"
-"""The module that draws values of layers below it, loaded when the first one is shown."""
+"""The module that draws values as HTML, loaded when the first value is shown."""
 
 
 def html_of(value: object) -> str:
-    """Return the HTML with which a notebook shows a value, as the module `DRAWINGS` draws it."""
+    """Return the HTML with which a notebook shows a value; the module named by `DRAWINGS` makes the HTML."""
     drawn: str = import_module(DRAWINGS).drawn(value)
     return drawn
 
@@ -33,7 +33,7 @@ def in_a_notebook() -> bool:
 
 
 def counted_in_cell(what: str) -> Callable[[float, float], object] | None:
-    """Return a function of (done, total) that shows the progress of some work in a notebook's cell; None elsewhere.
+    """Return a function of (done, total) that shows some work's progress in a notebook's cell; None without a notebook.
 
     Args:
         what: name of the work, shown beside the progress bar.
@@ -45,7 +45,7 @@ def counted_in_cell(what: str) -> Callable[[float, float], object] | None:
 
 
 def named_in_cell() -> Callable[[str], object] | None:
-    """Return a function of a stage's name that shows the name in a notebook's cell; None elsewhere."""
+    """Return a function of a stage's name that shows the name in a notebook's cell; None outside of notebooks."""
     return CellLine(PATIENCE_SECONDS).show if in_a_notebook() else None
 
 

@@ -1,7 +1,7 @@
 """Child processes that end with this one, however it ends.
 
-The parent holds the other end of the child's standard input: it is closed when the parent ends. On Linux the child asks
-for a signal as well, which reaches it even while it is busy or stopped.
+The child's standard input is a pipe from the parent, which closes when the parent ends. On Linux the child also asks
+the system for a signal when the parent ends, which reaches the child even while it is busy or stopped.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _PR_SET_PDEATHSIG = 1
 def tied_child(
     command: Sequence[str], stderr: IO[bytes] | None = None, *, stdout: int = subprocess.DEVNULL
 ) -> subprocess.Popen[bytes]:
-    """Start a child process that ends when this one does; the child's program has to call `end_with_parent`.
+    """Start `command` as a child process that ends when this one does; the child has to call `end_with_parent`.
 
     The child has a session of its own, so that Ctrl-C on the terminal does not reach it. The calling thread must live
     as long as the child.
 
     Args:
-        stderr: the child's standard error; None for that of this process.
+        stderr: the child's standard error; None to share this process's.
         stdout: the child's standard output, such as `subprocess.PIPE`; dropped by default.
 
     Raises:

@@ -12,7 +12,7 @@ OBJECTS = 50_000
 
 @contextmanager
 def rare_collections() -> Iterator[None]:
-    """Make garbage collections rare in this context, and skip the one at the program's end, which takes 0.2 s."""
+    """Make garbage collections rare in this context, and skip the collection of 0.2 s at the program's end."""
     gc.set_threshold(OBJECTS, 20, 100)
     try:
         yield

@@ -35,7 +35,7 @@ class CorePlan(NamedTuple):
 
     Attributes:
         kernels: number of threads that compute attention and experts.
-        copies: number of threads that copy weights into page-locked memory, in bursts; kernels' cores are used, too.
+        copies: number of threads that copy weights into page-locked memory, in bursts, also on the cores of `kernels`.
         issuing: number of cores left free for threads that issue tasks to a GPU and wait for it.
     """
 

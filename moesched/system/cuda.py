@@ -16,7 +16,7 @@ class GpuFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         capability: compute capability, such as (8, 0).
-        total, free: bytes of the GPU's memory, and those that no process has allocated.
+        total, free: bytes of the GPU's memory, and the bytes that no process has allocated.
         own: bytes that this process has allocated.
     """
 
@@ -67,7 +67,7 @@ class Trouble(NamedTuple):
 
 
 def trouble_of_driver(cuda: CudaFacts) -> Trouble | None:
-    """Return why torch can use no GPU, or why the driver does not fit torch; None if neither is so."""
+    """Return why torch can use no GPU, or why the driver does not fit torch; None if all is well."""
     if not cuda.driver:
         return Trouble(
             "there is no NVIDIA driver", "install the driver (in a container: start it with --gpus all)"
@@ -92,7 +92,7 @@ def trouble_of_driver(cuda: CudaFacts) -> Trouble | None:
 
 
 def trouble_of_gpu(gpu: GpuFacts, cuda: CudaFacts) -> Trouble | None:
-    """Return why torch has no kernels for a GPU that it sees; None if it has."""
+    """Return why torch has no kernels for a GPU that torch sees; None if torch has kernels."""
     major, minor = gpu.capability
     if has_kernels(gpu.capability, cuda.kernels_for):
         return None

@@ -56,7 +56,7 @@ def decode_json(
 
 
 def require_few_values(text: bytes, most: int, where: str, remedy: str) -> None:
-    """Check, without decoding JSON, that it has no more than about `most` values.
+    """Check, without decoding it, that a JSON text has no more than about `most` values.
 
     Args:
         where: begins the error message.

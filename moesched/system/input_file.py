@@ -17,7 +17,7 @@ WRITER_MILLISECONDS = 500
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 GIT_LFS = b"version https://git-lfs"
-"""Begin of the text that git-lfs leaves in the place of a large file."""
+"""Beginning of the text that git-lfs leaves in the place of a large file."""
 
 _PIECE = 1 << 20  # of a file that does not tell its size
 
@@ -95,7 +95,7 @@ def _mode(path: Path) -> int:
 
 
 def _without_waiting(path: str, flags: int) -> int:
-    """Open a file and return its descriptor; a pipe is opened without waiting for its writer.
+    """Open a file with flags of `os.open`, without waiting for a pipe's writer, and return its descriptor.
 
     The function serves as the `opener` of `FileIO`.
     """

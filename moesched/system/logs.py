@@ -1,7 +1,7 @@
-"""Logging by structlog: lines go where the application sends them; if it has no set-up, warnings go to standard error.
+"""Logging by structlog: lines go where the application sends them; without a set-up, warnings go to standard error.
 
 structlog by itself prints to standard output, which belongs to the application's results. Its import is slow, and most
-commands log no line that is shown, so it is imported at the first line that is shown.
+commands log no line that is shown, so structlog is imported at the first line that is shown.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class StandardError(io.TextIOBase):
 
 
 def printer() -> PrintLogger:
-    """A structlog logger that prints lines on standard error."""
+    """Return a structlog logger that prints lines on standard error."""
     from structlog import PrintLogger
 
     return PrintLogger(cast(TextIO, StandardError()))

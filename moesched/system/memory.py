@@ -85,7 +85,7 @@ def require_address_space() -> None:
 
 
 def control_groups(root: Path = ROOT) -> Iterator[GroupMemory]:
-    """Yield the limit and use of memory of this process's control group and of each enclosing one, if it has a limit.
+    """Yield limit and use of each control group's memory, if limited: this process's group, then the enclosing ones.
 
     Args:
         root: folder in which /sys and /proc are looked for.

@@ -66,7 +66,7 @@ def write_at(descriptor: int, data: memoryview, offset: int) -> int:
 
 
 def reserve(descriptor: int, nbytes: int) -> None:
-    """Allocate disk space for an open file, so that a full disk is noticed at once and the file is contiguous.
+    """Allocate `nbytes` bytes of disk for an open file, so that a full disk is noticed and the file is contiguous.
 
     Args:
         descriptor: the file's descriptor.

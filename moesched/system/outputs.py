@@ -22,7 +22,7 @@ class Output(NamedTuple):
     Attributes:
         kind: kind of file, for messages, such as "trace".
         path: the file; None if the user did not ask for it.
-        numbered: whether batches after the first write files of their own beside it, with the names of `numbered()`.
+        numbered: whether batches after the first write files of their own beside `path`, named by `numbered()`.
     """
 
     kind: str

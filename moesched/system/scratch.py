@@ -152,7 +152,7 @@ class _Ledger:
                     os.write(self._descriptor, os.fsencode(path) + b"\0")
 
     def drop(self, path: Path) -> None:
-        """Remove a path from the list, and the ledger's file with the last path."""
+        """Remove a path from the list; remove the ledger's file if no path is left."""
         with self._lock:
             if path in self._paths:
                 self._paths.remove(path)
@@ -170,7 +170,7 @@ class _Ledger:
             os.close(descriptor)
 
     def _begin(self) -> None:
-        """Create and lock the ledger's file, at the first path of a process, also of a forked one."""
+        """Create and lock the ledger's file, when this process, which may be a fork, adds its first path."""
         self._paths, self._descriptor, self._process = [], -1, os.getpid()
         name = f"{platform.node()}-{os.getpid()}-{secrets.token_hex(4)}"
         with suppress(OSError):

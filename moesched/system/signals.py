@@ -60,7 +60,7 @@ class _Signals:
             end_at_once()
 
     def deliver(self, frame: FrameType | None) -> None:
-        """Stop the program because of the first signal; no effect if there was none or it is delayed.
+        """Stop the program because of the first signal; no effect if none came or signals are delayed.
 
         During a module's import, delivery is tried again a little later.
 
@@ -85,7 +85,7 @@ class _Signals:
         signal.setitimer(signal.ITIMER_REAL, 0)
 
     def lost(self, told: Any) -> None:
-        """Deliver the signal again if Python ignored its `Stopped`, as it does in finalizers.
+        """Deliver the signal again if Python ignored the exception `Stopped`, as it does in finalizers.
 
         Args:
             told: the argument that Python passes to `sys.unraisablehook`.
@@ -115,10 +115,10 @@ _signals = _Signals()
 
 @contextmanager
 def ends_in_order() -> Iterator[None]:
-    """Handle SIGINT, SIGTERM and SIGHUP until the context ends; for a whole program, on its main thread.
+    """Until the context ends, raise `Stopped` at the first SIGINT, SIGTERM or SIGHUP, and end the process at a second.
 
-    A signal that was ignored when the program began, as under nohup, stays ignored. After the context all three signals
-    are ignored, so that they do not disturb the end of the interpreter.
+    The context is for a whole program, on its main thread. A signal that was ignored when the program began, as under
+    nohup, stays ignored. After the context all three are ignored, so that none disturbs the interpreter's end.
     """
     _signals.in_use = True
     sys.unraisablehook = _signals.lost

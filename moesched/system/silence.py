@@ -19,7 +19,8 @@ _kept: dict[int, int] = {}
 def silent(descriptor: int) -> Iterator[None]:
     """Drop everything that the process writes to a descriptor until the context ends, also from C libraries.
 
-    The context is for short calls. Threads may use it at the same time: output returns when the last one leaves it.
+    The context is for short calls. Threads may use it at the same time: output returns when the last thread leaves the
+    context.
 
     Args:
         descriptor: `STDOUT` or `STDERR`.
