@@ -1,4 +1,4 @@
-"""Makes the structs of arguments for native calls, once for each layer, as they depend only on model and weights."""
+"""Structs of arguments for native calls, made once for each layer, as they depend only on model and weights."""
 
 from __future__ import annotations
 
@@ -105,7 +105,8 @@ class Preparation:
 def _held_experts(weights: Weights, prefixes: Sequence[str], held: Held) -> int | None:
     """Return the address of an array with the matrices of several experts for C; None if a matrix is not loaded.
 
-    prefixes: the beginnings of the experts' names of weights, such as "experts.0.".
+    prefixes: the beginnings of the experts' names of weights, such as "experts.0.". held: list that receives the
+    arrays.
     """
     names = [prefix + part for prefix in prefixes for part in EXPERT_PARTS]
     if not all(name in weights for name in names):

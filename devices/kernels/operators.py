@@ -68,9 +68,7 @@ def embed(
     cosines_T1d: Tensor,
     sines_T1d: Tensor,
 ) -> None:
-    """Write the embeddings of tokens, and the cosines and signed sines of their positions, to the last three
-    arguments.
-    """
+    """Write the embeddings of tokens, and cosines and sines as by `rotary_angles`, to the last three arguments."""
     hidden_TD.copy_(functions.embed(ids_T, embedding_VD))
     angles = qkv_functions.angles(positions_T, frequencies_h)
     for out, values in zip((cosines_T1d, sines_T1d), angles, strict=True):
@@ -201,7 +199,7 @@ def attend_prompts(
 
 
 def tiles_of_queries(tokens: int) -> int:
-    """The number of tiles of up to `QUERIES` rows that a sequence's new tokens need."""
+    """Return the number of tiles of up to `QUERIES` rows that a sequence's new tokens need."""
     return -(-tokens // QUERIES)
 
 
@@ -340,9 +338,7 @@ def _matrices(blocks: list[Tensor], table: Tensor, rows: int) -> Iterator[Tensor
 
 
 def _rows(starts_E: Tensor) -> Iterator[slice]:
-    """Return the slice of rows of each expert, or of each sequence, given their first rows and at the end the number of
-    rows.
-    """
+    """Yield the slice of rows of each expert or sequence, given their first rows and the number of all rows."""
     starts = starts_E.tolist()
     return map(slice, starts[:-1], starts[1:])
 

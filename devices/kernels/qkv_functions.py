@@ -14,8 +14,9 @@ from .functions import norm, rms_norm, tiles_of
 
 
 def rotary_angles(positions_T: Tensor, attention: GroupedAttention) -> tuple[Tensor, Tensor]:
-    """Compute the cosines and signed sines, both (T, 1, w), float32, that rotate the first w entries of each head by
-    position.
+    """Compute cosines and sines, (T, 1, w) float32 each, that rotate the first w entries of heads by position.
+
+    The first half of each token's sines is negated.
     """
     frequencies_h = rotary_frequencies(attention, positions_T.device)
     return angles(positions_T, frequencies_h, attention.rotary.magnitude)
@@ -78,7 +79,7 @@ def project_qkv(
 
 
 def qkv_bias(weights: Mapping[str, Blocks], attention: GroupedAttention) -> Tensor | None:
-    """The bias of queries, keys and values (X), with zeros for projections that have none; None if none has one."""
+    """Return the bias of queries, keys and values (X), zero for projections that have none; None if none has one."""
     widths = {"q": attention.query_width, "k": attention.key_width, "v": attention.key_width}
     biases = {name: weights[f"{name}_bias"][0] for name in widths if name in attention.biases}
     if not biases:

@@ -40,7 +40,7 @@ def embed(
     cosines_T1d: Tensor,
     sines_T1d: Tensor,
 ) -> None:
-    """Launch the kernel that looks up embeddings and computes the cosines and signed sines of positions."""
+    """Launch the kernel that looks up embeddings, and computes cosines and sines of positions as by `rotary_angles`."""
     tokens, width = hidden_TD.shape
     half = len(frequencies_h)
     ends.embed[tokens, triton.cdiv(width, COPIED_AT_ONCE)](

@@ -94,7 +94,7 @@ class LaggingStream:
         self._gpu.run_until(lambda: not self.queue)
 
     def is_ready(self) -> bool:
-        """True if the first item of the queue may run."""
+        """Test whether the first item of the queue may run."""
         if not self.queue:
             return False
         head = self.queue[0]
@@ -323,7 +323,7 @@ class Gpu:
             return sum(len(stream.queue) for stream in self._streams)
 
     def nanoseconds(self, number: int) -> int:
-        """The time on a GPU's clock, in nanoseconds; GPUs of even and odd numbers drift in opposite directions."""
+        """Return the time on a GPU's clock, in nanoseconds; clocks of GPUs of even and odd numbers drift apart."""
         return int(self._clock() * (1 + (-DRIFT if number % 2 else DRIFT)))
 
     def lag(self) -> None:

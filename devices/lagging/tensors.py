@@ -46,7 +46,7 @@ class LaggingTensor(torch.Tensor):
 
     Attributes:
         block: the memory that the tensor is in.
-        values_now: a CPU tensor over that memory; its values are those after the work that ran so far.
+        values_now: a CPU tensor over that memory; its values are the results of the work that has run so far.
         twin: a tensor on torch's device "meta", with the same shape but without values; twins share storage where the
             tensors share a block.
     """
@@ -72,7 +72,7 @@ class OnGpu(TorchFunctionMode):
 
 
 class Operations:
-    """Carries out torch's calls: those that compute are queued on a stream, all others run at once.
+    """Carries out torch's calls: calls that compute are queued on a stream, other calls run at once.
 
     Attributes:
         gpu: the streams of the GPUs.
@@ -82,7 +82,7 @@ class Operations:
             host's memory was not page-locked.
         staged: number of copies between host and GPU for which torch needs temporary memory on the GPU.
         calls: number of operations that were queued, by name.
-        launches, copies: number of kernels and number of copies that were queued, except those of graphs.
+        launches, copies: number of kernels and number of copies that were queued, except by graphs.
         misaligned: number of matrix products by weights whose address is no multiple of 16 bytes.
         most_to_host: bytes of the largest tensor that was copied to the host.
     """
@@ -293,7 +293,7 @@ class Operations:
         return target
 
     def _at_its_time(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Return a function that a queued copy calls when the stream runs it, for the memory of its source or target.
+        """Return a function that finds the source or target of a queued copy when the stream runs the copy.
 
         The function raises RuntimeError if that is page-locked memory which is no longer locked.
         """

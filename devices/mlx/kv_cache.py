@@ -225,7 +225,7 @@ class CachedLayer(NamedTuple):
     layer: int
 
     def extended(self, step: KVStep, keys_TKd: Array, values_TKd: Array) -> list[KVView]:
-        """Store the keys and values of a step's new tokens; returns views of all that these tokens attend to."""
+        """Store a step's new keys and values; returns views of all keys and values that the new tokens attend to."""
         return self.cache.extended(self.layer, step, keys_TKd, values_TKd)
 
     @property

@@ -145,7 +145,7 @@ def numbers(count: int) -> array[int]:
 
 
 def address(numbers: array[int] | array[float]) -> int:
-    """The address of an array of numbers; keep the array alive while C uses it."""
+    """Return the address of an array of numbers; keep the array alive while C uses it."""
     return numbers.buffer_info()[0]
 
 

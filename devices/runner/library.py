@@ -23,7 +23,7 @@ class Library(Protocol):
         """Return the context manager to enter before computing outside of bound kernels, or in kernels on many rows."""
 
     def settle(self, micro_batch: int, *tensors: Any) -> None:
-        """Evaluate lazy tensors of a micro-batch, and all results that the micro-batch had before."""
+        """Evaluate lazy tensors of a micro-batch, together with all of its results that are not evaluated yet."""
 
     def on_host(self, tensor: Any) -> npt.NDArray[Any]:
         """Copy a tensor to the host's memory."""
@@ -38,8 +38,7 @@ class Library(Protocol):
         """
 
     def settled(self, value: Any) -> Any:
-        """Return the finished value of a task, given the result of `value` or `Experts.group`, which may be read only
-        now.
+        """Return a task's finished value, given the result of `value` or `Experts.group`; waits until it is readable.
         """
 
 

@@ -1,4 +1,4 @@
-"""Reads MXFP4 rows from files that keep codes and scales apart, as safetensors of gpt-oss do.
+"""The reading of MXFP4 rows from files that keep codes and scales apart, as safetensors of gpt-oss do.
 
 Kernels read a group of 32 weights as one scale byte and 16 bytes of codes, with the first 16 codes in the lower halves
 of the bytes and the other 16 in the upper halves. The files have neighbouring codes in one byte.

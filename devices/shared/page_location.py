@@ -1,4 +1,4 @@
-"""Computes the location of a page's tensors, in the files of a checkpoint and in a slot of memory."""
+"""The location of a page's tensors, in the files of a checkpoint and in a slot of memory."""
 
 from __future__ import annotations
 

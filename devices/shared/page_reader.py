@@ -1,4 +1,4 @@
-"""Reads a weight layout's pages from the files of a checkpoint into slots."""
+"""The reader of a weight layout's pages, from the files of a checkpoint into slots."""
 
 from __future__ import annotations
 
@@ -291,7 +291,7 @@ def block_of(raw: torch.Tensor, shape: Shape, stored: StoredFormat) -> Block:
 
 
 def _dtype_of(stored: StoredFormat) -> torch.dtype:
-    """The dtype of a plain format's numbers; uint8 for a coded format."""
+    """Return the dtype of a plain format's numbers; uint8 for a coded format."""
     return DTYPES.get(stored.name, torch.uint8)
 
 

@@ -126,7 +126,7 @@ class BlockTable:
         self._free.give_back(self._sequences.pop(sequence).blocks)
 
     def blocks_for(self, tokens: int) -> int:
-        """Number of blocks that hold `tokens` tokens."""
+        """Return the number of blocks that hold `tokens` tokens."""
         return -(-tokens // self._block_size)
 
     def most_blocks(self, tokens: int) -> int:

@@ -1,4 +1,4 @@
-"""Runs tasks on CUDA streams: each lane has a stream, and an event lets a task wait for a task of another lane.
+"""Tasks on CUDA streams: each lane has a stream, and an event lets a task wait for a task of another lane.
 
 Memory needs no `record_stream`: torch reuses a tensor's bytes on the stream that allocated it. The tensor is dropped by
 a task of that stream: the last that uses it, or the one that overwrites its block after waiting for all its users.

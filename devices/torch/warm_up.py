@@ -55,9 +55,9 @@ class WarmUpSizes(NamedTuple):
 
     Attributes:
         prompts: number of sequences in prefill.
-        length: number of tokens of each of these.
+        length: number of tokens of each sequence in prefill.
         sequences: number of sequences in decode.
-        cached: number of cached tokens that each of these attends to; 0 where only the host runs attention.
+        cached: number of cached tokens that each sequence in decode attends to; 0 where only the host runs attention.
         workspace: bytes that the plan reserves for kernels' intermediate results.
     """
 
