@@ -150,7 +150,7 @@ def _attend_tiles(
 
 
 def _mask(start: int, stop: int, first_key: int, window: int | None, device: torch.device) -> Tensor:
-    """Return a mask, True where a query sees a key, of queries start .. stop-1 and keys first_key .. stop-1."""
+    """Return a mask (queries start .. stop-1, keys first_key .. stop-1): True where a query sees a key in `window`."""
     query = torch.arange(start, stop, device=device)[:, None]
     key = torch.arange(first_key, stop, device=device)
     seen = key <= query

@@ -44,12 +44,12 @@ def norm(x_TD: Tensor, weight_D: Tensor, eps: float, kind: NormKind = "rms") -> 
 
 
 def layer_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """Subtract each token's mean, divide by its standard deviation, and multiply by the weight."""
+    """Normalise each token by its mean and its variance + eps, and multiply by the weight."""
     return F.layer_norm(x_TD.to(weight_D.dtype), weight_D.shape, weight_D, None, eps).to(x_TD.dtype)
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """Divide each token by its root mean square, and multiply by the weight."""
+    """Divide each token by the root of its mean square + eps, and multiply by the weight."""
     return F.rms_norm(x_TD.to(weight_D.dtype), weight_D.shape, weight_D, eps).to(x_TD.dtype)
 
 

@@ -105,8 +105,7 @@ class Preparation:
 def _held_experts(weights: Weights, prefixes: Sequence[str], held: Held) -> int | None:
     """Return the address of an array with the matrices of several experts for C; None if a matrix is not loaded.
 
-    prefixes: the beginnings of the experts' names of weights, such as "experts.0.". held: list that receives the
-    arrays.
+    prefixes: the beginnings of the experts' names of weights, such as "experts.0.". held: receives the arrays.
     """
     names = [prefix + part for prefix in prefixes for part in EXPERT_PARTS]
     if not all(name in weights for name in names):
@@ -116,6 +115,6 @@ def _held_experts(weights: Weights, prefixes: Sequence[str], held: Held) -> int 
 
 
 def _held(blocks: Blocks, held: Held) -> int:
-    """Describe a matrix for C and append the description to `held`; returns the description's address."""
+    """Describe a matrix, given as row blocks, for C, and append the description to `held`; returns its address."""
     held.append(matrix_of(blocks))
     return address(held[-1])

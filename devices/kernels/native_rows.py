@@ -222,7 +222,7 @@ class _MoELayer:
 
 
 def choices_in(memory: Workspace, hidden: int, network: FeedForward) -> RouterOutput:
-    """Return the tensors for a router's result in a micro-batch's memory.
+    """Return the tensors for a router's result in a micro-batch's memory, given the hidden size.
 
     The logits begin as zeros, and stay zeros in a layer with a single expert, which has no router.
     """

@@ -101,7 +101,7 @@ class Operations:
         self.most_to_host = 0
 
     def call(self, func: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Carry out one call of torch, with tensors of the host or of GPUs; returns the call's result."""
+        """Carry out torch's call `func(*args, **kwargs)` on tensors of host or GPUs; returns the call's result."""
         self._caller.inferring = torch.is_inference_mode_enabled()
         with torch._C.DisableTorchFunction(), torch.inference_mode():
             name = getattr(func, "__name__", "")
@@ -136,7 +136,7 @@ class Operations:
             return self._queue(func, name, args, kwargs, number)
 
     def _on_host(self, func: Call, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Carry out a call that has no GPU tensor among its arguments; its result may be a new tensor on a GPU."""
+        """Carry out a call that has no GPU tensor among its arguments; the result may be a new tensor on a GPU."""
         if name == "is_pinned":
             return self.pinned.holds(args[0])
         if kwargs.get("pin_memory"):
@@ -160,7 +160,7 @@ class Operations:
     def _queue(
         self, func: Call, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], number: int
     ) -> Any:
-        """Queue a call on the current stream of GPU `number`; returns the results, which get their values when it runs.
+        """Queue a call on the current stream of GPU `number`; returns the results, which get values when the call runs.
 
         name: name of the function `func`.
         """
@@ -386,7 +386,7 @@ def _is_empty(name: str) -> bool:
 
 
 def _changes(name: str, kwargs: dict[str, Any]) -> bool:
-    """Test by a call's name and keyword arguments whether it writes to its first argument."""
+    """Test by a call's name and keyword arguments whether the call writes to its first argument."""
     by_name = name.endswith("_") and not name.endswith("__")
     return by_name or name == "__setitem__" or name.startswith("__i") or bool(kwargs.get("inplace"))
 

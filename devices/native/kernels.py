@@ -136,7 +136,7 @@ def _format(block: Block) -> str:
 
 
 def numbers(count: int) -> array[int]:
-    """Make an array of 64-bit zeros, whose address stays the same as long as no item is added.
+    """Make an array of `count` 64-bit zeros, whose address stays the same as long as no item is added.
 
     The array is not one of ctypes, whose code would have to be read from memory in each layer, as weights fill the
     processor's caches.

@@ -38,8 +38,7 @@ class Library(Protocol):
         """
 
     def settled(self, value: Any) -> Any:
-        """Return a task's finished value, given the result of `value` or `Experts.group`; waits until it is readable.
-        """
+        """Return a task's finished value from the result of `value` or `Experts.group`; waits until it is readable."""
 
 
 class Experts(Protocol):

@@ -16,12 +16,12 @@ ALIGNMENT = 4096  # of the address, file offset and length of direct reads
 
 
 def round_up(nbytes: int) -> int:
-    """Round bytes up to a multiple of ALIGNMENT."""
+    """Round `nbytes` up to a multiple of ALIGNMENT."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def round_down(nbytes: int) -> int:
-    """Round bytes down to a multiple of ALIGNMENT."""
+    """Round `nbytes` down to a multiple of ALIGNMENT."""
     return nbytes // ALIGNMENT * ALIGNMENT
 
 
@@ -53,13 +53,13 @@ class Arena:
         return self.slots
 
     def slot(self, index: int) -> torch.Tensor:
-        """Return a slot's `slot_bytes` bytes as a uint8 tensor, whose address is a multiple of 4096."""
+        """Return the `slot_bytes` bytes of slot `index` as a uint8 tensor, whose address is a multiple of 4096."""
         if not 0 <= index < self.slots:
             raise IndexError(f"slot {index} of an arena of {self.slots}")
         return self._memory[index * self.slot_bytes : (index + 1) * self.slot_bytes]
 
     def view(self, index: int, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Return a tensor over the bytes of a slot from `offset` on, a multiple of the dtype's size; no copy."""
+        """Return a tensor over the bytes of slot `index` from `offset` on, a multiple of the dtype's size; no copy."""
         return typed_view(self.slot(index), offset, shape, dtype)
 
 

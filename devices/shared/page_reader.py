@@ -201,7 +201,7 @@ class PageReader:
         return block_of(raw, shape, stored)
 
     def new_memory(self, nbytes: int) -> torch.Tensor:
-        """Allocate memory for resident weights: a uint8 tensor at a multiple of 4096, from `ahead` while that lasts."""
+        """Allocate `nbytes` bytes for resident weights: uint8, at a multiple of 4096, from `ahead` while that lasts."""
         taken = self.ahead.use(nbytes)
         return aligned_bytes(nbytes) if taken is None else torch.frombuffer(taken, dtype=torch.uint8)[:nbytes]
 
