@@ -28,7 +28,7 @@ class Preparation:
         self._config = config
 
     def inputs(self, weights: Weights, held: Held) -> Inputs:
-        """Return the arguments of the C function `moesched_attention_inputs` for a layer's weights."""
+        """Return the arguments of C's `moesched_attention_inputs` for a layer; `held` keeps their arrays alive."""
         assert weights.layer is not None, "they are of a layer"
         attention = weights.layer.grouped
         inputs = Inputs(
@@ -55,7 +55,8 @@ class Preparation:
         return inputs
 
     def layer(self, weights: Weights, held: Held) -> Layer:
-        """Return the arguments of the C functions `moesched_route` and `moesched_moe_layer` for a layer's weights."""
+        """Return the arguments of C's `moesched_route` and `moesched_moe_layer` for a layer; `held` keeps arrays alive.
+        """
         assert weights.layer is not None, "they are of a layer"
         network = weights.layer.feed_forward
         layer = Layer(
@@ -86,7 +87,7 @@ class Preparation:
         return layer
 
     def head(self, weights: Weights, held: Held) -> Head:
-        """Return the arguments of the C function `moesched_logits` for the weights of last norm and LM head."""
+        """Return the arguments of C's `moesched_logits` for last norm and LM head; `held` keeps their arrays alive."""
         blocks = weights["lm_head"]
         vocabulary = sum(len(block) for block in blocks)
         return Head(

@@ -30,10 +30,10 @@ class NativeAttentionInputs(NativeMemoryKernel):
     operation = "attention_inputs"
 
     def bind(self, case: Case, weights: Weights, memory: Workspace) -> Bound:
-        """Return the function that makes queries, keys and values: (hidden_TD, angles) -> q_THd, k_TKd, v_TKd.
+        """Return the function (hidden_TD, angles) -> q_THd, k_TKd, v_TKd: queries, keys and values of T tokens.
 
-        The function normalises hidden states, projects them, and rotates queries and keys. angles: cosines and sines
-        from the operation embed.
+        The function normalises hidden states, projects them by `weights`, and rotates queries and keys. angles: cosines
+        and sines from the operation embed.
         """
         assert case.layer is not None, "it is in a layer"
         attention = case.layer.grouped

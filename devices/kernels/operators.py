@@ -35,7 +35,7 @@ _LIBRARY = Library("moesched", "DEF")  # a call takes a quarter of the time of a
 
 
 def _operator(*written: str) -> Callable[[Operator], Operator]:
-    """Return a decorator that defines an operator with the function's name, which the function computes on the CPU.
+    """Return a decorator by which a function defines an operator with its own name, and computes it on the CPU.
 
     written: the names of the arguments that the operator writes to.
     """

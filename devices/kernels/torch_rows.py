@@ -105,10 +105,10 @@ class TorchAttentionInputs(TorchKernel):
     operation = "attention_inputs"
 
     def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
-        """Return the function that makes queries, keys and values: (hidden_TD, angles) -> q_THd, k_TKd, v_TKd.
+        """Return the function (hidden_TD, angles) -> q_THd, k_TKd, v_TKd: queries, keys and values of T tokens.
 
-        The function normalises hidden states, projects them, and rotates queries and keys. angles: cosines and sines
-        from the operation embed.
+        The function normalises hidden states, projects them by `weights`, and rotates queries and keys. angles: cosines
+        and sines from the operation embed.
         """
         names = ("attention_norm", "qkv", "q_norm", "k_norm", "q_bias", "k_bias", "v_bias")
         tensors = {name: weights[name] for name in names if name in weights}

@@ -204,7 +204,7 @@ class Operations:
         return args[0] if changes and name != "__setitem__" else results
 
     def _launch(self, operator: OpOverload[Any, None], args: tuple[Any, ...], number: int) -> None:
-        """Queue a call of an operator of `operators.py`, which writes to its arguments, on GPU `number`."""
+        """Queue a call of an operator of `operators.py` on GPU `number`; the operator writes to its arguments."""
         stream = self.gpu.current_of(number)
         if stream.capture is None:
             self.calls[operator.overloadpacket.__name__] += 1

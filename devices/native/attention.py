@@ -88,7 +88,7 @@ class NativeAttention:
         sinks_H: Tensor | None = None,
         scale: float | None = None,
     ) -> Tensor:
-        """Store the keys and values of one new token of each sequence, and attend over its cache: (S, H * d).
+        """Store keys and values of one new token of each sequence, and attend over the sequence's cache: (S, H * d).
 
         All tensors are contiguous, on the CPU, and of the cache's dtype, which is one of `DTYPES`.
 

@@ -48,8 +48,8 @@ class Experts(Protocol):
         """Sort a micro-batch's rows by expert and keep them in its state; returns the task's value, as `Library.value`
         does.
 
-        read: function that makes the value, a mapping from each expert that has rows to their number, from each token's
-        experts and then `tensors`, all as arrays on the host.
+        read: function that makes the value, the number of rows of each expert that has any, from each token's experts
+        and `tensors`, all as arrays on the host.
         """
 
     def scores(self, logits_TE: Any) -> Any:

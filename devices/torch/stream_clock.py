@@ -47,7 +47,7 @@ class Zero(NamedTuple):
 
 
 class StreamClock:
-    """Converts times of one device's events to the host's clock; converted times keep the order of the device's.
+    """Converts times of one device's events to the host's clock; converted times keep the order of the device's times.
 
     Not safe for several threads at once.
 
