@@ -55,8 +55,7 @@ class Preparation:
         return inputs
 
     def layer(self, weights: Weights, held: Held) -> Layer:
-        """Return the arguments of C's `moesched_route` and `moesched_moe_layer` for a layer; `held` keeps arrays alive.
-        """
+        """Return the arguments of C's `moesched_route` and `moesched_moe_layer`; `held` keeps their arrays alive."""
         assert weights.layer is not None, "they are of a layer"
         network = weights.layer.feed_forward
         layer = Layer(

@@ -110,7 +110,7 @@ class ExpertWarmUp:
         self._expert(max(shapes.prompts * shapes.length, shapes.sequences))
 
     def _layer(self, shapes: WarmUpSizes) -> None:
-        """Run all kernels of a layer except the experts'; none in this class, for a node that has only experts."""
+        """Do nothing: a node that has only experts runs no other kernels of a layer."""
 
     def _expert(self, most: int) -> None:
         """Run an expert on 1, 2, 4, ... up to `most` rows: its number of rows in a step is not known in advance."""
