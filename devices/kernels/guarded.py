@@ -68,9 +68,7 @@ class Guarded(Kernel):
             ) from error
 
     def _check(self, case: Case, arguments: Sequence[Any], result: Any) -> None:
-        """Raise KernelFailed if a call's results have not the shapes and dtypes that `_expected` gives for its
-        arguments.
-        """
+        """Raise KernelFailed if a call's results lack the shapes and dtypes that `_expected` has for its arguments."""
         got = result if isinstance(result, Sequence) else [result]
         for number, (shape, dtype) in enumerate(self._expected(case, arguments)):
             found = got[number] if number < len(got) else None

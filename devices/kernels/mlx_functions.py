@@ -126,7 +126,7 @@ def project_qkv(
     requires.
 
     Args:
-        angles: cosines and signed sines as `rotary_angles` gives them.
+        angles: cosines and sines as `rotary_angles` gives them.
         weights: `attention_norm` and `qkv`, and where the model has them `q_norm` and `k_norm`.
     """
     x_TX = linear(norm(hidden_TD, weights["attention_norm"][0], config.norm_eps, config.norm), weights["qkv"])
@@ -357,7 +357,7 @@ def _ascending(count: int) -> Array:
 
 
 def _one_by_one(x_nD: Array, counts: Sequence[int]) -> Iterator[tuple[Array, Product]]:
-    """Yield tiles of rows, each of one expert, with the function that multiplies it by that expert's matrices."""
+    """Yield tiles of rows, each of one expert, with the function that multiplies the tile by the expert's matrices."""
     start = 0
     for index, count in enumerate(counts):
         for first in range(start, start + count, EXPERT_TILE):

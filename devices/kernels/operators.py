@@ -35,7 +35,7 @@ _LIBRARY = Library("moesched", "DEF")  # a call takes a quarter of the time of a
 
 
 def _operator(*written: str) -> Callable[[Operator], Operator]:
-    """Return a decorator by which a function defines an operator with its own name, and computes it on the CPU.
+    """Return a decorator by which a function defines an operator of the same name, and computes it on the CPU.
 
     written: the names of the arguments that the operator writes to.
     """
@@ -300,7 +300,7 @@ def gate_and_up(
 
 @_operator("y_nD")
 def down(inner_nI: Tensor, starts_E: Tensor, table: Tensor, blocks: list[Tensor], y_nD: Tensor) -> None:
-    """Multiply the rows of each expert by its matrix in `blocks`, and write them to y; `starts_E` as by `sort_rows`."""
+    """Multiply each expert's rows by its matrix in `blocks`, and write the results to y; `starts_E`: by `sort_rows`."""
     for rows, matrix in zip(_rows(starts_E), _matrices(blocks, table, y_nD.shape[1]), strict=True):
         y_nD[rows] = _product(inner_nI[rows], matrix).to(y_nD.dtype)
 

@@ -35,7 +35,7 @@ def rotary_frequencies(attention: GroupedAttention, device: torch.device) -> Ten
 
 
 def angles(positions_T: Tensor, frequencies_h: Tensor, magnitude: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Compute the cosines and signed sines of `rotary_angles`, given the angle per position of each of the h pairs.
+    """Compute the cosines and sines of `rotary_angles`, given the angle per position of each of the h pairs.
 
     magnitude: factor on cosines and sines.
     """
@@ -71,7 +71,7 @@ def project_qkv(
 
     Args:
         weights: a layer's row blocks by name: attention_norm, qkv, and norms and biases where it has them.
-        angles: cosines and signed sines as `rotary_angles` gives them.
+        angles: cosines and sines as `rotary_angles` gives them.
         attention: the description of the layer's attention.
     """
     x_TD = norm(hidden_TD, weights["attention_norm"][0], config.norm_eps, config.norm)

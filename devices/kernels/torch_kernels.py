@@ -192,7 +192,7 @@ class TorchKernels(Binder):
 
 
 def guarded(row: type, resources: Resources) -> Guarded:
-    """Make a kernel, given its class from outside the tree, and wrap it so that its errors name it.
+    """Make a kernel, given its class from outside the tree, and wrap the kernel so that errors name it.
 
     Raises:
         BadInput: `row` makes no `Kernel`.

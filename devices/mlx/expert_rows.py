@@ -83,7 +83,7 @@ class ExpertRows:
         return [self.x_nD, self._weights_Tk, self._experts_n, *index]
 
     def outputs(self) -> tuple[Array, Array | None, Array]:
-        """Return all outputs, and the places of each token's outputs among them.
+        """Return the outputs of all rows, and the row of each token's outputs.
 
         Returns:
             the output rows (n, D), zero for experts that did not run; the row of each of a token's experts (T, k), None

@@ -323,7 +323,7 @@ class TorchDevice(ChoosesDtype):
         self.close()
 
     def close(self) -> None:
-        """Close the checkpoint's files and end the threads; unlike `aclose`, needs no event loop."""
+        """Close the checkpoint's files and end the threads; unlike `aclose`, this needs no event loop."""
         self._warm_ups.end()
         wait_for_device(self._compute.accelerator)
         self._verbs = {}

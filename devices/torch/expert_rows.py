@@ -66,7 +66,7 @@ class ExpertRows:
         self._rows: dict[int, range] = {}
 
     def outputs(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return all outputs, and the places of each token's outputs among them.
+        """Return the outputs of all rows, and the row of each token's outputs.
 
         A shared expert counts as one more expert of every token, the last one.
 

@@ -127,7 +127,7 @@ class RegisteredFiles:
 
 
 def spans_of(ranges: Iterable[tuple[Path, int, int]]) -> list[Span]:
-    """Return the fewest spans of whole blocks that cover ranges of files; no two of the spans touch.
+    """Return the fewest spans of whole blocks that cover ranges of files; no two of these spans touch.
 
     ranges: each with the file's path, the offset of the first byte, and the number of bytes.
     """
