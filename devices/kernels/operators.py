@@ -300,7 +300,7 @@ def gate_and_up(
 
 @_operator("y_nD")
 def down(inner_nI: Tensor, starts_E: Tensor, table: Tensor, blocks: list[Tensor], y_nD: Tensor) -> None:
-    """Multiply each expert's rows by its matrix in `blocks`, and write the results to y; `starts_E`: by `sort_rows`."""
+    """Multiply each expert's rows by its matrix in `blocks`, and write the results y; `sort_rows` gives `starts_E`."""
     for rows, matrix in zip(_rows(starts_E), _matrices(blocks, table, y_nD.shape[1]), strict=True):
         y_nD[rows] = _product(inner_nI[rows], matrix).to(y_nD.dtype)
 

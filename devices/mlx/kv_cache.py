@@ -191,8 +191,8 @@ class RequestsKV:
         """Group neighbouring requests of equal length and evenly spaced slots, which one strided view can show.
 
         Returns:
-            for each group: the new tokens and all cached tokens of a request (numbers), the distance in slots from one
-            request to the next, and the first slot of each request.
+            for each group: a request's number of new tokens, its number of cached tokens, the distance in slots from
+            one request to the next, and the first slot of each request.
         """
         parts: list[tuple[int, int, int, list[int]]] = []
         for request, past, new, start in zip(step.requests, step.past, step.new, step.starts, strict=True):

@@ -93,7 +93,7 @@ class CudaStreams:
     def span_of(self, issued: CudaTask) -> tuple[int, int]:
         """Return the start and the end of a task that has ended, in nanoseconds of the host's clock.
 
-        Must be called once for each task: the task's events are used again for other tasks.
+        Call this only once for each task: the task's events are used again for other tasks.
         """
         with self._lock:
             start, end = (self._time_of(event, issued.zero) for event in (issued.start, issued.end))

@@ -19,7 +19,7 @@ class HostRows:
     """The input and output rows of a micro-batch's experts in the host's memory.
 
     Args:
-        exchanged: the memory, with the input by token and the token of each row.
+        exchanged: the memory, which has the experts' input by token, and the token of each row.
 
     Attributes:
         y_nD: the output rows.

@@ -49,7 +49,7 @@ class Zero(NamedTuple):
 class StreamClock:
     """Converts times of one device's events to the host's clock; converted times keep the order of the device's times.
 
-    Not safe for several threads at once.
+    Only one thread may use a clock at a time.
 
     Args:
         new_event: a function that makes an event which keeps its time.
