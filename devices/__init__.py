@@ -1,1 +1,1 @@
-"""Devices, which run kernels and copies: one folder for each library; found by name through entry points."""
+"""The devices, which run kernels and copy data, one folder for each; moesched finds them by entry points."""

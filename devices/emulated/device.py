@@ -122,7 +122,7 @@ class EmulatedDevice:
         return self._torch.bytes_read
 
     def slot_bytes(self, page: Page) -> int:
-        """Bytes that a page takes in a slot."""
+        """Return the bytes that a page takes in a slot."""
         return self._torch.slot_bytes(page)
 
     def clock(self) -> int:
@@ -191,7 +191,7 @@ class EmulatedDevice:
         self._torch.close()
 
     def emulation(self) -> Emulation:
-        """Compare the time of real work with dilated time, by lane, for all tasks since `begin` but weight loading."""
+        """Summarise all tasks since `begin` but weight loading: the share of each lane's time that real work took."""
         return self._meters.result(self._dilations)
 
 

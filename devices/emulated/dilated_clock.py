@@ -69,7 +69,7 @@ class Pace:
         time.run(dilations.prefill)
 
     def count_prefilled(self) -> None:
-        """Note that the first tokens of one more chunk of prompts were sampled; all calls must come from one thread."""
+        """Count one more chunk of prompts whose first tokens were sampled; all calls must come from one thread."""
         self._left -= 1
         if not self._left:
             self._time.run(self._decode)

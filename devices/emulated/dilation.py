@@ -25,9 +25,9 @@ NEGLIGIBLE = 1 / 200
 def choose_dilations(
     checkpoint: Checkpoint, layout: WeightLayout, plan: Plan, cost: CostModel, tell: Progress
 ) -> Dilations:
-    """Find the least dilations for prefill and decode of a plan by a rehearsal; they grow with the number of ranks.
+    """Find the least dilations for prefill and decode of a plan by a rehearsal.
 
-    Several ranks share the cores of this machine.
+    The dilations grow with the number of ranks, which share the cores of this machine.
 
     Args:
         cost: the cost model of the emulated machine.

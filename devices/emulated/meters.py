@@ -1,4 +1,4 @@
-"""Meters of an emulation, which compare the time of real work with dilated time, lane by lane."""
+"""Meters of an emulation, which compare the time of real work with each lane's time in slow motion."""
 
 from __future__ import annotations
 

@@ -41,8 +41,7 @@ def attention(
 ) -> Tensor:
     """Attend from T new tokens, each over the earlier tokens of its own sequence and itself; returns (T, H * d).
 
-    q_THd: queries of the new tokens: those of the first view's sequences, one sequence after the other, then those of
-    the second view's.
+    q_THd: queries of the new tokens: view by view, and within a view sequence by sequence.
     window: number of tokens that a query sees, itself included; None for itself and all earlier tokens.
     fused: True if torch has a kernel that stores no scores; otherwise few queries are computed at a time.
     sinks_H: the score of each head's attention sink, as in `sinks.py`; None without sinks.
@@ -151,7 +150,7 @@ def _attend_tiles(
 
 
 def _mask(start: int, stop: int, first_key: int, window: int | None, device: torch.device) -> Tensor:
-    """The mask of queries at positions start .. stop-1 over keys first_key .. stop-1: True where a query sees a key."""
+    """Return a mask (queries start .. stop-1, keys first_key .. stop-1): True where a query sees a key in `window`."""
     query = torch.arange(start, stop, device=device)[:, None]
     key = torch.arange(first_key, stop, device=device)
     seen = key <= query

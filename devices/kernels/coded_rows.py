@@ -40,9 +40,7 @@ class CodedProduct(CodedKernel):
         return super().refusal(case) if case.device == "cpu" else "it is for the CPU"
 
     def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
-        """Return the function that multiplies T rows x by the weight matrix (N, D), which has the name "matrix": (x_TD)
-        -> y_TN.
-        """
+        """Return the function (x_TD) -> y_TN that multiplies T rows by the (N, D) matrix "matrix" in `weights`."""
         return partial(_product, coded_linear, weights["matrix"])
 
 
@@ -60,9 +58,7 @@ class UnpackedProduct(CodedKernel):
         return "it is for GPUs" if case.device == "cpu" else super().refusal(case)
 
     def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
-        """Return the function that multiplies T rows x by the weight matrix (N, D), which has the name "matrix": (x_TD)
-        -> y_TN.
-        """
+        """Return the function (x_TD) -> y_TN that multiplies T rows by the (N, D) matrix "matrix" in `weights`."""
         return partial(_product, unpacked_linear, weights["matrix"])
 
 
@@ -79,10 +75,10 @@ class CodedEmbed(CodedKernel, TorchEmbed):
     operation = "embed"
 
     def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
-        """Return the function that looks up embeddings: (token ids, positions, steps) -> hidden_TD, (cosines, sines).
+        """Return the function (ids, positions, steps) -> hidden_TD, (cosines, sines), which looks up embeddings.
 
-        The cosines and sines are those of the rotary embedding at each position. steps: the step in each KV cache, read
-        only by kernels that prepare data for a GPU.
+        The cosines and sines rotate queries and keys by position. steps: the places of the new tokens in each KV cache,
+        which only Triton kernels read.
         """
         return self._bound(partial(_embed, weights["embedding"][0], self._resources.dtype))
 

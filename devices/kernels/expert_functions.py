@@ -37,10 +37,9 @@ def router_logits(x_TD: Tensor, router: Blocks, bias_E: Tensor | None = None) ->
 
 
 def router_biases(weights: Mapping[str, Blocks], network: FeedForward) -> tuple[Tensor | None, Tensor | None]:
-    """Return the bias (E) that is added to the router's logits, and the bias (E) that is added to scores to choose
-    experts.
+    """Return two biases (E): of the router's logits, and of the scores by which experts are chosen.
 
-    A router has at most one of the two biases; the other result is None, or both are.
+    A bias that the router does not have is None; no router has both.
     """
     bias_E = weights["router_bias"][0] if "router_bias" in weights else None
     return (None, bias_E) if network.router.corrected else (bias_E, None)

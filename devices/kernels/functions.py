@@ -44,24 +44,22 @@ def norm(x_TD: Tensor, weight_D: Tensor, eps: float, kind: NormKind = "rms") -> 
 
 
 def layer_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """Each token minus its mean, divided by its standard deviation, times the weight."""
+    """Normalise each token by its mean and its variance + eps, and multiply by the weight."""
     return F.layer_norm(x_TD.to(weight_D.dtype), weight_D.shape, weight_D, None, eps).to(x_TD.dtype)
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """Each token divided by its root mean square, times the weight."""
+    """Divide each token by the root of its mean square + eps, and multiply by the weight."""
     return F.rms_norm(x_TD.to(weight_D.dtype), weight_D.shape, weight_D, eps).to(x_TD.dtype)
 
 
 def embed(tokens_T: Tensor, embedding_VD: Tensor) -> Tensor:
-    """The embeddings (T, D) of the tokens."""
+    """Return the embeddings (T, D) of the tokens."""
     return embedding_VD.index_select(0, tokens_T)
 
 
 def tiles_of(x_TD: Tensor) -> list[slice]:
-    """Cut the tokens into slices to compute one after the other, which bounds temporary memory; on a GPU into a single
-    slice.
-    """
+    """Cut the tokens into ranges to compute one after the other, which bounds temporary memory; one range on a GPU."""
     tokens = max(1, len(x_TD))
     size = TOKEN_TILE if x_TD.device.type == "cpu" else tokens
     return [slice(start, start + size) for start in range(0, tokens, size)]

@@ -27,5 +27,5 @@ def prefer_kernels_without_plans() -> None:
 
 
 def queries_in_a_piece(heads: int, length: int) -> int:
-    """The number of queries whose scores (heads, queries, length), float32, fit in PIECE_BYTES; at least one."""
+    """Return the number of queries whose scores (heads, queries, length), float32, fit in PIECE_BYTES; at least 1."""
     return max(1, PIECE_BYTES // (4 * heads * length))

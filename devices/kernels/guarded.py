@@ -68,11 +68,7 @@ class Guarded(Kernel):
             ) from error
 
     def _check(self, case: Case, arguments: Sequence[Any], result: Any) -> None:
-        """Return the function that looks up embeddings: (token ids, positions, steps) -> hidden_TD, (cosines, sines).
-
-        The cosines and sines are those of the rotary embedding at each position. steps: the step in each KV cache, read
-        only by kernels that prepare data for a GPU.
-        """
+        """Raise KernelFailed if a call's results lack the shapes and dtypes that `_expected` has for its arguments."""
         got = result if isinstance(result, Sequence) else [result]
         for number, (shape, dtype) in enumerate(self._expected(case, arguments)):
             found = got[number] if number < len(got) else None

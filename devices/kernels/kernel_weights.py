@@ -44,8 +44,8 @@ class KernelWeights(dict[str, list[T]]):
         self.refused: set[tuple[str, int]] = set()
 
     def keep(self, operation: str, rows: int, bound: Bound) -> Bound:
-        """Keep a bound kernel for later calls with this operation and number of rows, and return it; if too many are
-        kept, drop all.
+        """Keep a bound kernel for later calls with this operation and number of rows, and return it; if too many
+        kernels are kept, drop all.
         """
         if len(self.bounds) >= MOST_BOUND:
             self.bounds.clear()

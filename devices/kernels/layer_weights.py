@@ -44,7 +44,7 @@ class Weights(KernelWeights[Any]):
         return known
 
     def places(self) -> Hashable:
-        """The address and shape of each block, by name; equal values mean equal places in memory."""
+        """Return the address and shape of each block, by name; equal results mean equal places in memory."""
         return tuple(
             (name, rows.data_ptr(), rows.shape)
             for name, blocks in self.items()
@@ -52,13 +52,13 @@ class Weights(KernelWeights[Any]):
         )
 
     def expert(self, number: int | None) -> Weights:
-        """The matrices and biases of one expert, by names such as "gate"; `number` None is the shared expert."""
+        """Return the matrices and biases of an expert by names such as "gate"; `number` None: the shared expert."""
         prefix = "shared_" if number is None else f"experts.{number}."
         names = {part: prefix + part for part in (*EXPERT_PARTS, *PARTS_OF_SOME)}
         return self._part(prefix, {part: name for part, name in names.items() if name in self})
 
     def matrix(self, name: str) -> Weights:
-        """Return weights with a single matrix of these, under the name "matrix", as the operation product expects."""
+        """Return weights with only the matrix `name`, under the name "matrix", as the operation product expects."""
         return self._part(name, {"matrix": name})
 
     def _part(self, key: str, names: Mapping[str, str]) -> Weights:
@@ -68,10 +68,10 @@ class Weights(KernelWeights[Any]):
         return part
 
     def arguments(self, kind: type[A], prepare: Callable[[Weights, Held], A]) -> A:
-        """Return a new copy of the struct `kind`, filled with the arguments of a native call that depend on these
+        """Return a new copy of the struct `kind`, which holds those arguments of a native call that depend on these
         weights.
 
-        prepare: makes the struct, at the first call only, and appends the arrays that the struct points to to its
+        prepare: function that makes the struct, called only once; appends the arrays that the struct points to to its
         second argument, a list that these weights keep alive.
         """
         if kind not in self._prepared:
@@ -89,7 +89,7 @@ def sinks_of(weights: Weights | None) -> Tensor | None:
 
 
 def format_of(block: Block) -> str:
-    """The storage format of a block of a matrix."""
+    """Return the name of the storage format of a block."""
     if isinstance(block, Coded):
         return block.format.name
     if block.is_mkldnn:

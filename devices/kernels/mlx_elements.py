@@ -48,7 +48,7 @@ def turned(x: Array, swapped: Array, cos: Array, sin: Array) -> Array:
 
 @on_elements
 def clipped(x: Array, limit: float) -> Array:
-    """x limited to the range from -limit to limit."""
+    """Limit x to the range from -limit to limit."""
     return mx.clip(x, -limit, limit)
 
 
@@ -60,17 +60,17 @@ def weighted(x: Array, weights: Array) -> Array:
 
 @on_elements
 def added(*parts: Array) -> Array:
-    """The sum of all parts in their order."""
+    """Add up all parts in their order."""
     return reduce(add, parts)
 
 
 @on_elements
 def added_to(residual: Array, *parts: Array) -> Array:
-    """The sum of all parts in their order, and the residual, rounded once to the residual's dtype."""
+    """Add up all parts in their order, then the residual; rounded once to the residual's dtype."""
     return (reduce(add, parts) + residual).astype(residual.dtype)
 
 
 @on_elements
 def probability(logits: Array, log_sum: Array) -> Array:
-    """Probabilities of logits; `log_sum` is the logarithm of the sum of their exponentials."""
+    """Return exp(logits - log_sum), elementwise; `log_sum` is the logarithm of the sum of the logits' exponentials."""
     return mx.exp(logits - log_sum)

@@ -70,12 +70,12 @@ class KVView(NamedTuple):
 
 
 def linear(x_TD: Array, blocks: Blocks) -> Array:
-    """x @ W, (T, N); W comes as blocks (D, some of N) of its columns."""
+    """Multiply rows by W: x @ W, (T, N); W comes as blocks (D, some of N) of its columns."""
     return _joined([x_TD @ block for block in blocks], axis=-1)
 
 
 def norm(x_TD: Array, weight_D: Array, eps: float, kind: NormKind = "rms") -> Array:
-    """Each token normalised, by its root mean square or by mean and variance, times the weight; rounded once."""
+    """Normalise each token by its root mean square ("rms") or by mean and variance, and multiply by the weight."""
     if kind == "layer":
         return mx.fast.layer_norm(x_TD, weight_D, None, eps).astype(x_TD.dtype)
     return mx.fast.rms_norm(x_TD, weight_D, eps).astype(x_TD.dtype)
@@ -86,8 +86,9 @@ def _joined(parts: list[Array], axis: int) -> Array:
 
 
 def rotary_angles(positions_T: Array, attention: GroupedAttention) -> tuple[Array, Array]:
-    """Compute the cosines and signed sines, both (T, 1, w), float32, that rotate the first w entries of each head by
-    position.
+    """Compute cosines and sines, (T, 1, w) float32 each, that rotate the first w entries of heads by position.
+
+    The first half of each token's sines is negated.
     """
     rotary, head_dim = attention.rotary, attention.head_dim
     width = rotary.turning(head_dim)
@@ -121,10 +122,11 @@ def project_qkv(
     config: ModelConfig,
     attention: GroupedAttention,
 ) -> tuple[Array, Array, Array]:
-    """Queries (T, H, d), keys and values (T, K, d) of tokens, normalised, clipped and rotated as the model requires.
+    """Compute queries (T, H, d), keys and values (T, K, d) of tokens, normalised, clipped and rotated as the model
+    requires.
 
     Args:
-        angles: cosines and signed sines as `rotary_angles` gives them.
+        angles: cosines and sines as `rotary_angles` gives them.
         weights: `attention_norm` and `qkv`, and where the model has them `q_norm` and `k_norm`.
     """
     x_TX = linear(norm(hidden_TD, weights["attention_norm"][0], config.norm_eps, config.norm), weights["qkv"])
@@ -155,8 +157,7 @@ def _normed_heads(x_TX: Array, weight: Array, eps: float) -> Array:
 def attention(q_THd: Array, views: Sequence[KVView], window: int | None = None) -> Array:
     """Attend from T new tokens, each over the earlier tokens of its own sequence and itself; returns (T, H * d).
 
-    q_THd: queries of the new tokens: those of the first view's sequences, one sequence after the other, then those of
-    the second view's.
+    q_THd: queries of the new tokens: view by view, and within a view sequence by sequence.
     window: number of tokens that a query sees, itself included; None for itself and all earlier tokens.
     """
     parts = []
@@ -336,10 +337,10 @@ def _gathered(x_n1D: Array, rows: Rows) -> Iterator[tuple[Array, Product]]:
 
 
 def _gather(indices_n: Array, many: bool, x_n1D: Array, blocks: Blocks) -> Array:
-    """Multiply each row by the matrix of its expert, given by the index of the expert in a stack; `many` as in `Rows`.
+    """Multiply each row by the matrix of its expert, whose index in a stack `indices_n` has; `many` as in `Rows`.
 
-    Few rows: the indices of rows are passed, so that MLX need not make them in each call. Many rows: MLX makes the
-    indices, as it uses only then that the experts' indices ascend.
+    With few rows, the rows' own indices are passed, so that MLX need not make them in each call. With many rows MLX
+    makes them, as it uses only then that the experts' indices ascend.
     """
     own = None if many else _ascending(len(x_n1D))
     parts = [
@@ -351,12 +352,12 @@ def _gather(indices_n: Array, many: bool, x_n1D: Array, blocks: Blocks) -> Array
 
 @cache
 def _ascending(count: int) -> Array:
-    """The integers from 0 to count - 1, for a count below `MANY_ROWS`."""
+    """Return the integers from 0 to count - 1, for a count below `MANY_ROWS`."""
     return mx.array([*range(count)], dtype=mx.uint32)
 
 
 def _one_by_one(x_nD: Array, counts: Sequence[int]) -> Iterator[tuple[Array, Product]]:
-    """Yield tiles of rows, each of one expert, with the function that multiplies it by that expert's matrices."""
+    """Yield tiles of rows, each of one expert, with the function that multiplies the tile by the expert's matrices."""
     start = 0
     for index, count in enumerate(counts):
         for first in range(start, start + count, EXPERT_TILE):

@@ -46,10 +46,10 @@ class MlxEmbed(MlxKernel):
     operation = "embed"
 
     def bind(self, case: Case, weights: Arrays, memory: object) -> Bound:
-        """Return the function that looks up embeddings: (token ids, positions, steps) -> hidden_TD, (cosines, sines).
+        """Return the function (ids, positions, steps) -> hidden_TD, (cosines, sines), which looks up embeddings.
 
-        The cosines and sines are those of the rotary embedding at each position. steps: the step in each KV cache, read
-        only by kernels that prepare data for a GPU.
+        The cosines and sines rotate queries and keys by position. steps: the places of the new tokens in each KV cache,
+        which only Triton kernels read.
         """
         return partial(self._embed, weights["embedding"][0])
 
@@ -66,10 +66,10 @@ class MlxAttentionInputs(MlxKernel):
     operation = "attention_inputs"
 
     def bind(self, case: Case, weights: Arrays, memory: object) -> Bound:
-        """Return the function that makes queries, keys and values: (hidden_TD, angles) -> q_THd, k_TKd, v_TKd.
+        """Return the function (hidden_TD, angles) -> q_THd, k_TKd, v_TKd: queries, keys and values of T tokens.
 
-        The function normalises hidden states, projects them, and rotates queries and keys. angles: cosines and sines
-        from the operation embed.
+        The function normalises hidden states, projects them by `weights`, and rotates queries and keys. angles: cosines
+        and sines from the operation embed.
         """
         assert case.layer is not None, "it is in a layer"
         names = ("attention_norm", "qkv", "q_norm", "k_norm")
@@ -85,8 +85,7 @@ class MlxAttention(MlxKernel):
     operation = "attention"
 
     def bind(self, case: Case, weights: object, memory: object) -> Bound:
-        """Return the function that stores new keys and values and attends over the KV cache: (qkv, cached, step) ->
-        attended_TX.
+        """Return the function (qkv, cached, step) -> attended_TX: stores keys and values and attends over the cache.
 
         qkv: queries, keys and values of T new tokens. cached: a layer's KV cache. step: the places of the new tokens in
         the cache. X: heads times head size.
@@ -106,9 +105,7 @@ class MlxOutputProjection(MlxKernel):
     operation = "output_projection"
 
     def bind(self, case: Case, weights: Arrays, memory: object) -> Bound:
-        """Return the function that projects attention's output and adds the residual: (attended_TX, residual_TD) ->
-        hidden_TD.
-        """
+        """Return the function (attended_TX, residual_TD) -> hidden_TD: the output projection plus the residual."""
         return partial(_project_output, weights["o"])
 
 
@@ -122,9 +119,7 @@ class MlxRoute(MlxKernel):
     operation = "route"
 
     def bind(self, case: Case, weights: Arrays, memory: object) -> Bound:
-        """Return the function that normalises hidden states and chooses each token's experts: (hidden_TD) ->
-        `RouterOutput`.
-        """
+        """Return the function (hidden_TD) -> `RouterOutput`: normalises tokens, and chooses each token's experts."""
         assert case.layer is not None, "it is in a layer"
         network, config = case.layer.feed_forward, self._config
         norm = partial(functions.norm, weight_D=weights["ffn_norm"][0], eps=config.norm_eps, kind=config.norm)
@@ -298,5 +293,5 @@ def mlx_table(config: ModelConfig) -> KernelTable:
 
 
 def device_name() -> str:
-    """The name of the device that MLX computes on, as in `Case.device`."""
+    """Return the name of the device that MLX computes on, as in `Case.device`."""
     return "metal" if mx.metal.is_available() else "cpu"

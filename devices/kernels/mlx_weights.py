@@ -20,7 +20,7 @@ class Arrays(KernelWeights[Array]):
     In a stack, which holds the matrices of several experts, blocks are (E experts, D, some of N).
 
     Args:
-        experts: the stack that holds each expert of the layer, and the expert's index in the stack, by expert.
+        experts: the stack of each expert of the layer, and the expert's index in that stack, by expert.
 
     Attributes:
         stack: the stack that holds all experts of the layer; None if the experts are in several stacks or in none.

@@ -52,8 +52,7 @@ class NativeDecodeAttention(NativeAttentionKernel):
         return "" if case.decodes else "it takes one new token for each sequence"
 
     def bind(self, case: Case, weights: Weights, memory: Workspace) -> Bound:
-        """Return the function that stores new keys and values and attends over the KV cache: (qkv, cached, step) ->
-        attended_TX.
+        """Return the function (qkv, cached, step) -> attended_TX: stores keys and values and attends over the cache.
 
         qkv: queries, keys and values of T new tokens. cached: a layer's KV cache. step: the places of the new tokens in
         the cache. X: heads times head size.
@@ -66,9 +65,7 @@ class NativeDecodeAttention(NativeAttentionKernel):
 
 
 class _Attention:
-    """Calls the library's attention; prepares arguments again only when tensors or cache are not those of the last
-    call.
-    """
+    """Calls the library's attention; prepares arguments again only if tensors or cache differ from the last call's."""
 
     __slots__ = ("_attended_TX", "_cached", "_call", "_prepared", "_qkv")
 
@@ -95,7 +92,7 @@ class NativePromptAttention(NativeAttentionKernel):
 
     @classmethod
     def problem(cls) -> str | None:
-        """The reason why the library cannot attend to prompts here, such as missing instructions; None if it can."""
+        """Return the reason why the library cannot attend to prompts, such as missing instructions; None if it can."""
         best = next(iter(instruction_sets()), "")
         return super().problem() or (None if best == PROMPT_INSTRUCTIONS else f"this processor has {best}")
 
@@ -113,8 +110,7 @@ class NativePromptAttention(NativeAttentionKernel):
         return refuses_prompts(self._threads.instruction_set, *heads)
 
     def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
-        """Return the function that attends from T new tokens over views of keys and values: (q_THd, views) ->
-        attended_TX.
+        """Return the function (q_THd, views) -> attended_TX: attends from T new tokens over views of keys and values.
 
         views: the keys and values of sequences, new tokens included. X: heads times head size.
         """

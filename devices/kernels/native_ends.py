@@ -26,10 +26,10 @@ class NativeEmbed(NativeMemoryKernel):
     operation = "embed"
 
     def bind(self, case: Case, weights: Weights, memory: Workspace) -> Bound:
-        """Return the function that looks up embeddings: (token ids, positions, steps) -> hidden_TD, (cosines, sines).
+        """Return the function (ids, positions, steps) -> hidden_TD, (cosines, sines), which looks up embeddings.
 
-        The cosines and sines are those of the rotary embedding at each position. steps: the step in each KV cache, read
-        only by kernels that prepare data for a GPU.
+        The cosines and sines rotate queries and keys by position. steps: the places of the new tokens in each KV cache,
+        which only Triton kernels read.
         """
         attention = self._config.attention
         turning = attention.rotary.turning(attention.head_dim)

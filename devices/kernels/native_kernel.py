@@ -38,7 +38,7 @@ class LibraryKernel(Kernel):
 
     @classmethod
     def problem(cls) -> str | None:
-        """The reason why the native library cannot be used: it is missing or does not load; None if it can."""
+        """Return the reason why the native library cannot be used: it is missing or does not load; None if it can."""
         return why_unusable() or None
 
 

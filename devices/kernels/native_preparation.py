@@ -1,4 +1,4 @@
-"""Makes the structs of arguments for native calls, once for each layer, as they depend only on model and weights."""
+"""Structs of arguments for native calls, made once for each layer, as they depend only on model and weights."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Preparation:
         self._config = config
 
     def inputs(self, weights: Weights, held: Held) -> Inputs:
-        """Return the arguments of the C function `moesched_attention_inputs` for a layer's weights."""
+        """Return the arguments of C's `moesched_attention_inputs` for a layer; `held` keeps their arrays alive."""
         assert weights.layer is not None, "they are of a layer"
         attention = weights.layer.grouped
         inputs = Inputs(
@@ -55,7 +55,7 @@ class Preparation:
         return inputs
 
     def layer(self, weights: Weights, held: Held) -> Layer:
-        """Return the arguments of the C functions `moesched_route` and `moesched_moe_layer` for a layer's weights."""
+        """Return the arguments of C's `moesched_route` and `moesched_moe_layer`; `held` keeps their arrays alive."""
         assert weights.layer is not None, "they are of a layer"
         network = weights.layer.feed_forward
         layer = Layer(
@@ -86,7 +86,7 @@ class Preparation:
         return layer
 
     def head(self, weights: Weights, held: Held) -> Head:
-        """Return the arguments of the C function `moesched_logits` for the weights of last norm and LM head."""
+        """Return the arguments of C's `moesched_logits` for last norm and LM head; `held` keeps their arrays alive."""
         blocks = weights["lm_head"]
         vocabulary = sum(len(block) for block in blocks)
         return Head(
@@ -105,7 +105,7 @@ class Preparation:
 def _held_experts(weights: Weights, prefixes: Sequence[str], held: Held) -> int | None:
     """Return the address of an array with the matrices of several experts for C; None if a matrix is not loaded.
 
-    prefixes: the beginnings of the experts' names of weights, such as "experts.0.".
+    prefixes: the beginnings of the experts' names of weights, such as "experts.0.". held: receives the arrays.
     """
     names = [prefix + part for prefix in prefixes for part in EXPERT_PARTS]
     if not all(name in weights for name in names):
@@ -115,6 +115,6 @@ def _held_experts(weights: Weights, prefixes: Sequence[str], held: Held) -> int 
 
 
 def _held(blocks: Blocks, held: Held) -> int:
-    """Describe a matrix for C and append the description to `held`; returns the description's address."""
+    """Describe a matrix, given as row blocks, for C, and append that to `held`; returns the description's address."""
     held.append(matrix_of(blocks))
     return address(held[-1])

@@ -26,9 +26,7 @@ class NativeProduct(NativeKernel):
         return super().refusal(case) or ("it reads row blocks in one format" if several else "")
 
     def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
-        """Return the function that multiplies T rows x by the weight matrix (N, D), which has the name "matrix": (x_TD)
-        -> y_TN.
-        """
+        """Return the function (x_TD) -> y_TN that multiplies T rows by the (N, D) matrix "matrix" in `weights`."""
         return partial(self._threads.linear, blocks=weights["matrix"])
 
 
@@ -52,9 +50,7 @@ class NativeColumns(NativeProduct):
         return super().refusal(case._replace(formats=frozenset({ROWS})))
 
     def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
-        """Return the function that multiplies T rows x by the weight matrix (N, D), which has the name "matrix": (x_TD)
-        -> y_TN.
-        """
+        """Return the function (x_TD) -> y_TN that multiplies T rows by the (N, D) matrix "matrix" in `weights`."""
         return partial(self._threads.linear_by_columns, blocks=weights["matrix"])
 
 

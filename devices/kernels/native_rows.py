@@ -30,10 +30,10 @@ class NativeAttentionInputs(NativeMemoryKernel):
     operation = "attention_inputs"
 
     def bind(self, case: Case, weights: Weights, memory: Workspace) -> Bound:
-        """Return the function that makes queries, keys and values: (hidden_TD, angles) -> q_THd, k_TKd, v_TKd.
+        """Return the function (hidden_TD, angles) -> q_THd, k_TKd, v_TKd: queries, keys and values of T tokens.
 
-        The function normalises hidden states, projects them, and rotates queries and keys. angles: cosines and sines
-        from the operation embed.
+        The function normalises hidden states, projects them by `weights`, and rotates queries and keys. angles: cosines
+        and sines from the operation embed.
         """
         assert case.layer is not None, "it is in a layer"
         attention = case.layer.grouped
@@ -53,9 +53,7 @@ class NativeAttentionInputs(NativeMemoryKernel):
 
 
 class _AttentionInputs:
-    """Calls the library; writes new addresses to the arguments only if the input tensors are not those of the last
-    call.
-    """
+    """Calls the library; writes new addresses to the arguments only if input tensors differ from the last call's."""
 
     __slots__ = ("_angles", "_arguments", "_hidden_TD", "_qkv", "_run")
 
@@ -81,9 +79,7 @@ class NativeRoute(NativeMemoryKernel):
     operation = "route"
 
     def bind(self, case: Case, weights: Weights, memory: Workspace) -> Bound:
-        """Return the function that normalises hidden states and chooses each token's experts: (hidden_TD) ->
-        `RouterOutput`.
-        """
+        """Return the function (hidden_TD) -> `RouterOutput`: normalises tokens, and chooses each token's experts."""
         assert case.layer is not None, "it is in a layer"
         choices = choices_in(memory, self._config.hidden, case.layer.feed_forward)
         layer = weights.arguments(Layer, self._prepare.layer)
@@ -185,9 +181,7 @@ class NativeMoELayer(NativeMemoryKernel):
 
 
 class _MoELayer:
-    """Calls the library; writes new addresses to the arguments only if the input tensors are not those of the last
-    call.
-    """
+    """Calls the library; writes new addresses to the arguments only if input tensors differ from the last call's."""
 
     __slots__ = (
         "_attended_TX",
@@ -228,7 +222,7 @@ class _MoELayer:
 
 
 def choices_in(memory: Workspace, hidden: int, network: FeedForward) -> RouterOutput:
-    """Return the tensors for a router's result in a micro-batch's memory.
+    """Return the tensors for a router's result in a micro-batch's memory, given the hidden size.
 
     The logits begin as zeros, and stay zeros in a layer with a single expert, which has no router.
     """
@@ -242,7 +236,7 @@ def choices_in(memory: Workspace, hidden: int, network: FeedForward) -> RouterOu
 
 
 def _write_choices(layer: Layer, choices: RouterOutput, memory: Workspace, case: Case) -> Tensor | None:
-    """Write the addresses of the tensors for a router's result to a native call's arguments.
+    """Write the addresses of the tensors `choices`, for a router's result, to `layer`, the arguments of a native call.
 
     Returns memory for the scores of a sigmoid router, which C uses and the caller must keep; None for softmax.
     """

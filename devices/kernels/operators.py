@@ -35,7 +35,7 @@ _LIBRARY = Library("moesched", "DEF")  # a call takes a quarter of the time of a
 
 
 def _operator(*written: str) -> Callable[[Operator], Operator]:
-    """Return the decorator that defines an operator, named as the decorated function, which computes it on the CPU.
+    """Return a decorator by which a function defines an operator of the same name, and computes it on the CPU.
 
     written: the names of the arguments that the operator writes to.
     """
@@ -68,9 +68,7 @@ def embed(
     cosines_T1d: Tensor,
     sines_T1d: Tensor,
 ) -> None:
-    """Write the embeddings of tokens, and the cosines and signed sines of their positions, to the last three
-    arguments.
-    """
+    """Write the embeddings of tokens, and cosines and sines as by `rotary_angles`, to the last three arguments."""
     hidden_TD.copy_(functions.embed(ids_T, embedding_VD))
     angles = qkv_functions.angles(positions_T, frequencies_h)
     for out, values in zip((cosines_T1d, sines_T1d), angles, strict=True):
@@ -102,7 +100,7 @@ def attention_inputs(
     k_TKd: Tensor,
     v_TKd: Tensor,
 ) -> None:
-    """Project normalised tokens to queries, keys and values, rotate queries and keys, and write all three.
+    """Project normalised tokens by the matrix in `blocks`, rotate queries and keys, and write queries, keys and values.
 
     Args:
         head_norms: weights of the norms of query heads and of key heads; empty if the layer has none.
@@ -201,7 +199,7 @@ def attend_prompts(
 
 
 def tiles_of_queries(tokens: int) -> int:
-    """The number of tiles of up to `QUERIES` rows that a sequence's new tokens need."""
+    """Return the number of tiles of up to `QUERIES` rows that a sequence's new tokens need."""
     return -(-tokens // QUERIES)
 
 
@@ -222,7 +220,7 @@ def join_parts(
 def output_projection(
     x_TX: Tensor, table: Tensor, blocks: list[Tensor], residual_TD: Tensor, out_TD: Tensor
 ) -> None:
-    """Multiply rows by a matrix (D, X), add the residual, and write the result to out_TD."""
+    """Multiply rows by the matrix (D, X) in `blocks`, add the residual, and write the result to out_TD."""
     out_TD.copy_(_product(x_TX, torch.cat(blocks)).add_(residual_TD))
 
 
@@ -302,9 +300,7 @@ def gate_and_up(
 
 @_operator("y_nD")
 def down(inner_nI: Tensor, starts_E: Tensor, table: Tensor, blocks: list[Tensor], y_nD: Tensor) -> None:
-    """Multiply the rows of each expert by the expert's matrix down, and write the results to y; `starts_E` as by
-    `sort_rows`.
-    """
+    """Multiply each expert's rows by its matrix in `blocks`, and write the results y; `sort_rows` gives `starts_E`."""
     for rows, matrix in zip(_rows(starts_E), _matrices(blocks, table, y_nD.shape[1]), strict=True):
         y_nD[rows] = _product(inner_nI[rows], matrix).to(y_nD.dtype)
 
@@ -317,7 +313,7 @@ def combine(y_nD: Tensor, rows_Tk: Tensor, weights_Tk: Tensor, residual_TD: Tens
 
 @_operator("logits_SV")
 def logits(x_SD: Tensor, table: Tensor, blocks: list[Tensor], logits_SV: Tensor) -> None:
-    """Multiply rows by the LM head, round to the dtype of x, and write the logits."""
+    """Multiply rows by the LM head in `blocks`, round to the dtype of x, and write the logits."""
     logits_SV.copy_(_product(x_SD, torch.cat(blocks)).to(x_SD.dtype))
 
 
@@ -340,9 +336,7 @@ def _matrices(blocks: list[Tensor], table: Tensor, rows: int) -> Iterator[Tensor
 
 
 def _rows(starts_E: Tensor) -> Iterator[slice]:
-    """Return the slice of rows of each expert, or of each sequence, given their first rows and at the end the number of
-    rows.
-    """
+    """Yield the slice of rows of each expert or sequence, given their first rows and the number of all rows."""
     starts = starts_E.tolist()
     return map(slice, starts[:-1], starts[1:])
 

@@ -14,8 +14,9 @@ from .functions import norm, rms_norm, tiles_of
 
 
 def rotary_angles(positions_T: Tensor, attention: GroupedAttention) -> tuple[Tensor, Tensor]:
-    """Compute the cosines and signed sines, both (T, 1, w), float32, that rotate the first w entries of each head by
-    position.
+    """Compute cosines and sines, (T, 1, w) float32 each, that rotate the first w entries of heads by position.
+
+    The first half of each token's sines is negated.
     """
     frequencies_h = rotary_frequencies(attention, positions_T.device)
     return angles(positions_T, frequencies_h, attention.rotary.magnitude)
@@ -34,7 +35,7 @@ def rotary_frequencies(attention: GroupedAttention, device: torch.device) -> Ten
 
 
 def angles(positions_T: Tensor, frequencies_h: Tensor, magnitude: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Compute the cosines and signed sines of `rotary_angles`, given the angle per position of each of the h pairs.
+    """Compute the cosines and sines of `rotary_angles`, given the angle per position of each of the h pairs.
 
     magnitude: factor on cosines and sines.
     """
@@ -70,7 +71,7 @@ def project_qkv(
 
     Args:
         weights: a layer's row blocks by name: attention_norm, qkv, and norms and biases where it has them.
-        angles: cosines and signed sines as `rotary_angles` gives them.
+        angles: cosines and sines as `rotary_angles` gives them.
         attention: the description of the layer's attention.
     """
     x_TD = norm(hidden_TD, weights["attention_norm"][0], config.norm_eps, config.norm)
@@ -78,7 +79,7 @@ def project_qkv(
 
 
 def qkv_bias(weights: Mapping[str, Blocks], attention: GroupedAttention) -> Tensor | None:
-    """The bias of queries, keys and values (X), with zeros for projections that have none; None if none has one."""
+    """Return the bias of queries, keys and values (X), zero for projections that have none; None if none has one."""
     widths = {"q": attention.query_width, "k": attention.key_width, "v": attention.key_width}
     biases = {name: weights[f"{name}_bias"][0] for name in widths if name in attention.biases}
     if not biases:

@@ -33,12 +33,12 @@ and the memory that it is bound to.
 
 
 def host_upload(numbers: Sequence[int], into: torch.Tensor) -> None:
-    """Copy numbers to the first entries of an int64 tensor on the host; resources of the CPU have this `Upload`."""
+    """Copy numbers to the first entries of an int64 tensor on the host: the `Resources.upload` of the CPU."""
     into.view(-1)[: len(numbers)] = host_indices(numbers)
 
 
 def as_it_is(run: Bound, operation: str, memory: Workspace) -> Bound:
-    """Return the bound kernel unchanged; devices that replay no graphs have this function as their `Capture`."""
+    """Return the bound kernel unchanged: the `Resources.captured` of devices that replay no graphs."""
     return run
 
 

@@ -21,7 +21,7 @@ def attend_with_sinks(
     window: int | None,
     scale: float | None,
 ) -> Tensor:
-    """Causal attention of the last tokens of S sequences, each over its own keys and values: (T, H * d).
+    """Attend causally from the last tokens of S sequences, each over its own keys and values: (T, H * d).
 
     sinks_H: the score of each head's sink. q_THd: the new tokens, equally many of each sequence, one sequence after the
     other. window, scale: as for `attention_functions.attention`.

@@ -49,7 +49,7 @@ class KernelTable:
 
     @property
     def rows(self) -> list[Kernel]:
-        """All kernels, by operation in the order of a step."""
+        """All kernels, sorted by operation in the order of a step."""
         return [row for rows in self._rows.values() for row in rows]
 
     @property
@@ -58,7 +58,7 @@ class KernelTable:
         return {name: sorted(self._used[name]) for name in OPERATIONS if name in self._used}
 
     def find(self, case: Case) -> Kernel | None:
-        """The first kernel that takes a case; None if none does."""
+        """Return the first kernel that takes a case; None if none does."""
         key = case[:-2] + (id(case.layer), case.decodes)
         if key not in self._found:
             rows = self._rows[case.operation]

@@ -47,8 +47,7 @@ class TimedProducts:
             self._native.close()
 
     def of_rows(self, matrices: list[torch.Tensor], *, packed: bool) -> Callable[[int], Call]:
-        """Return a function of a number of rows that makes a product with matrices (N, D), stored row by row, to be
-        timed.
+        """Return a function that, given a number of rows, makes a product with matrices (N, D), stored row by row.
 
         packed: True if torch multiplies by packed matrices; the native kernels, for few rows, take plain ones.
         """
@@ -66,9 +65,7 @@ class TimedProducts:
         return of_rows
 
     def of_columns(self, matrices: list[torch.Tensor]) -> Callable[[int], Call]:
-        """Return a function of a number of rows that makes a product with matrices (N, D), stored transposed, to be
-        timed.
-        """
+        """Return a function that, given a number of rows, makes a product with matrices (N, D), stored transposed."""
         inputs, dtype = matrices[0].shape[1], matrices[0].dtype
         turns = cycle([[matrix] for matrix in matrices])
 
@@ -82,7 +79,7 @@ class TimedProducts:
         return of_rows
 
     def of_coded_rows(self, matrices: list[Coded], inputs: int, dtype: torch.dtype) -> Callable[[int], Call]:
-        """Return a function of a number of rows that makes a product with coded matrices of one format, to be timed.
+        """Return a function that, given a number of rows, makes a product with coded matrices of one format.
 
         inputs: number of entries in a row of x. dtype: dtype of x.
         """

@@ -192,7 +192,7 @@ class TorchKernels(Binder):
 
 
 def guarded(row: type, resources: Resources) -> Guarded:
-    """Make a kernel, given its class from outside the tree, and wrap it so that its errors name it.
+    """Make a kernel, given its class from outside the tree, and wrap the kernel so that errors name it.
 
     Raises:
         BadInput: `row` makes no `Kernel`.
@@ -218,9 +218,7 @@ def kernel_rows() -> list[KernelRow]:
 
 
 def fill(table: KernelTable, resources: Resources) -> None:
-    """Add the shipped kernels to a table: native ones if the resources have their threads, those for coded weights,
-    torch's.
-    """
+    """Add the shipped kernels to a table: native ones if the resources have threads, for coded weights, and torch's."""
     native = (*NATIVE, *NATIVE_ATTENTION) if resources.threads else ()
     for row in (*native, *CODED_ROWS, *TORCH_ROWS, ExpertOfProducts):
         table.add(row(resources))

@@ -76,10 +76,10 @@ class TorchEmbed(PlainKernel):
     operation = "embed"
 
     def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
-        """Return the function that looks up embeddings: (token ids, positions, steps) -> hidden_TD, (cosines, sines).
+        """Return the function (ids, positions, steps) -> hidden_TD, (cosines, sines), which looks up embeddings.
 
-        The cosines and sines are those of the rotary embedding at each position. steps: the step in each KV cache, read
-        only by kernels that prepare data for a GPU.
+        The cosines and sines rotate queries and keys by position. steps: the places of the new tokens in each KV cache,
+        which only Triton kernels read.
         """
         return self._bound(partial(functions.embed, embedding_VD=weights["embedding"][0]))
 
@@ -105,10 +105,10 @@ class TorchAttentionInputs(TorchKernel):
     operation = "attention_inputs"
 
     def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
-        """Return the function that makes queries, keys and values: (hidden_TD, angles) -> q_THd, k_TKd, v_TKd.
+        """Return the function (hidden_TD, angles) -> q_THd, k_TKd, v_TKd: queries, keys and values of T tokens.
 
-        The function normalises hidden states, projects them, and rotates queries and keys. angles: cosines and sines
-        from the operation embed.
+        The function normalises hidden states, projects them by `weights`, and rotates queries and keys. angles: cosines
+        and sines from the operation embed.
         """
         names = ("attention_norm", "qkv", "q_norm", "k_norm", "q_bias", "k_bias", "v_bias")
         tensors = {name: weights[name] for name in names if name in weights}
@@ -136,8 +136,7 @@ class TorchAttention(TorchKernel):
     operation = "attention"
 
     def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
-        """Return the function that stores new keys and values and attends over the KV cache: (qkv, cached, step) ->
-        attended_TX.
+        """Return the function (qkv, cached, step) -> attended_TX: stores keys and values and attends over the cache.
 
         qkv: queries, keys and values of T new tokens. cached: a layer's KV cache. step: the places of the new tokens in
         the cache. X: heads times head size.
@@ -158,8 +157,7 @@ class TorchPromptAttention(TorchKernel):
     operation = "prompt_attention"
 
     def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
-        """Return the function that attends from T new tokens over views of keys and values: (q_THd, views) ->
-        attended_TX.
+        """Return the function (q_THd, views) -> attended_TX: attends from T new tokens over views of keys and values.
 
         views: the keys and values of sequences, new tokens included. X: heads times head size.
         """
@@ -185,9 +183,7 @@ class TorchOutputProjection(TorchKernel):
     made_of = ("product",)
 
     def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
-        """Return the function that projects attention's output and adds the residual: (attended_TX, residual_TD) ->
-        hidden_TD.
-        """
+        """Return the function (attended_TX, residual_TD) -> hidden_TD: the output projection plus the residual."""
         assert case.layer is not None, "it is in a layer"
         size = self._config.hidden * case.layer.attention.attended_width
         product = functions.with_bias(self._product(case, weights.matrix("o")), weights.get("o_bias"))
@@ -204,9 +200,7 @@ class TorchRoute(TorchKernel):
     operation = "route"
 
     def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
-        """Return the function that normalises hidden states and chooses each token's experts: (hidden_TD) ->
-        `RouterOutput`.
-        """
+        """Return the function (hidden_TD) -> `RouterOutput`: normalises tokens, and chooses each token's experts."""
         assert case.layer is not None, "it is in a layer"
         network = case.layer.feed_forward
         norm = partial(
@@ -370,9 +364,7 @@ class TorchProduct(PlainKernel):
     operation = "product"
 
     def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
-        """Return the function that multiplies T rows x by the weight matrix (N, D), which has the name "matrix": (x_TD)
-        -> y_TN.
-        """
+        """Return the function (x_TD) -> y_TN that multiplies T rows by the (N, D) matrix "matrix" in `weights`."""
         return partial(linear, blocks=weights["matrix"])
 
 

@@ -81,7 +81,7 @@ class TritonKernel(Kernel):
         return self._capture(run, self.operation, memory)
 
     def _result(self, memory: Workspace, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Return the tensor of this name and shape in the memory for results; dtype None for that of hidden states."""
+        """Return the tensor of this name and shape in the memory for results; dtype None for hidden states' dtype."""
         return memory.tensor(name, *shape, dtype=dtype or self._dtype, device=self._device)
 
     def _scratch(self, memory: Workspace, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -133,5 +133,5 @@ def _is_usual(layer: Layer) -> bool:
 
 
 def power_of_two(least: int) -> int:
-    """The smallest power of two that is at least `least`."""
+    """Return the smallest power of two that is at least `least`."""
     return 1 << (least - 1).bit_length()

@@ -40,7 +40,7 @@ def embed(
     cosines_T1d: Tensor,
     sines_T1d: Tensor,
 ) -> None:
-    """Launch the kernel that looks up embeddings and computes the cosines and signed sines of positions."""
+    """Launch the kernel that looks up embeddings and angles of tokens; arguments as for `operators.embed`."""
     tokens, width = hidden_TD.shape
     half = len(frequencies_h)
     ends.embed[tokens, triton.cdiv(width, COPIED_AT_ONCE)](
@@ -60,7 +60,7 @@ def embed(
 
 @on_gpu
 def norm(hidden_TD: Tensor, norm_D: Tensor, eps: float, layer_norm: bool, x_TD: Tensor) -> None:
-    """Launch the kernel that normalises tokens."""
+    """Launch the kernel that normalises tokens; arguments as for `operators.norm`."""
     tokens, width = hidden_TD.shape
     attention.norm[(tokens,)](
         hidden_TD, norm_D, x_TD, width, eps, LAYER=layer_norm, WIDTH=triton.next_power_of_2(width)
@@ -82,7 +82,7 @@ def attention_inputs(
     k_TKd: Tensor,
     v_TKd: Tensor,
 ) -> None:
-    """Launch the kernel that projects normalised tokens to queries, keys and values, and rotates queries and keys."""
+    """Launch the kernel that makes queries, keys and values; arguments as for `operators.attention_inputs`."""
     tokens, width = x_TD.shape
     heads, kv_heads, half = q_THd.shape[1], k_TKd.shape[1], q_THd.shape[2] // 2
     tile = tile_for("attention_inputs", tokens, x_TD.dtype)
@@ -128,9 +128,7 @@ def attend(
     peaks_SHP: Tensor,
     parts_SHPd: Tensor,
 ) -> None:
-    """Launch the kernel that attends, in a decode step, from one token of each sequence over each part of its
-    sequence.
-    """
+    """Launch the kernel that attends in a decode step over parts of sequences; arguments as for `operators.attend`."""
     (sequences, heads, head_dim), kv_heads = q_SHd.shape, k_SKd.shape[1]
     attention.attend[sequences, kv_heads, sums_SHP.shape[2]](
         q_SHd,
@@ -165,7 +163,7 @@ def attend_prompts(
     values_NKd: Tensor,
     out_TX: Tensor,
 ) -> None:
-    """Launch the kernel that attends from all new tokens of sequences over the KV cache."""
+    """Launch the kernel that attends from all new tokens of prompts; arguments as for `operators.attend_prompts`."""
     heads, head_dim = q_THd.shape[1:]
     sequences = len(starts_S) - 1
     attention.attend_prompts[heads, tiles](
@@ -193,7 +191,7 @@ def attend_prompts(
 def join_parts(
     sums_SHP: Tensor, peaks_SHP: Tensor, parts_SHPd: Tensor, table: Tensor, split: int, out_SX: Tensor
 ) -> None:
-    """Launch the kernel that combines the results of `attend` for the parts of each sequence."""
+    """Launch the kernel that combines the parts of each sequence; arguments as for `operators.join_parts`."""
     sequences, heads, most_parts, head_dim = parts_SHPd.shape
     attention.join_parts[sequences, heads](
         sums_SHP, peaks_SHP, parts_SHPd, table, out_SX, most_parts, **_heads(heads, head_dim, split)
@@ -204,7 +202,7 @@ def join_parts(
 def output_projection(
     x_TX: Tensor, table: Tensor, blocks: list[Tensor], residual_TD: Tensor, out_TD: Tensor
 ) -> None:
-    """Launch the kernel that projects attention's output and adds the residual."""
+    """Launch the kernel that projects attention's output; arguments as for `operators.output_projection`."""
     tokens, width = out_TD.shape
     tile = tile_for("output_projection", tokens, x_TX.dtype)
     experts.output_projection[(_programs(tile, tokens, width),)](
@@ -234,7 +232,7 @@ def route(
     weights_Tk: Tensor,
     logits_TE: Tensor,
 ) -> None:
-    """Launch the kernel that normalises tokens, computes the router's logits, and chooses experts."""
+    """Launch the kernel that chooses each token's experts; arguments as for `operators.route`."""
     tokens, width = hidden_TD.shape
     count = logits_TE.shape[1]
     outputs = triton.next_power_of_2(count)
@@ -262,7 +260,7 @@ def route(
 
 @on_gpu
 def sort_rows(experts_Tk: Tensor, rows_Tk: Tensor, pairs_n: Tensor, starts_E: Tensor) -> None:
-    """Launch the kernel that sorts the pairs of a token and one of its experts by expert."""
+    """Launch the kernel that sorts pairs of token and expert; arguments as for `operators.sort_rows`."""
     experts.sort_rows[(triton.cdiv(len(pairs_n), PAIRS),)](
         experts_Tk,
         rows_Tk,
@@ -288,7 +286,7 @@ def gate_and_up(
     inner_nI: Tensor,
     gated_nI: Tensor | None,
 ) -> None:
-    """Launch the kernel that computes silu(gate x) * up x for the rows of all experts."""
+    """Launch the kernel that computes silu(gate x) * up x by expert; arguments as for `operators.gate_and_up`."""
     rows, intermediate = inner_nI.shape
     tile, tiles, sizes = _experts("gate_and_up", inner_nI, starts_E)
     experts.gate_and_up[(tiles * triton.cdiv(intermediate, tile.outputs),)](
@@ -314,7 +312,7 @@ def gate_and_up(
 
 @on_gpu
 def down(inner_nI: Tensor, starts_E: Tensor, table: Tensor, blocks: list[Tensor], y_nD: Tensor) -> None:
-    """Launch the kernel that multiplies the rows of each expert by the expert's matrix down."""
+    """Launch the kernel that multiplies experts' rows by matrix down; arguments as for `operators.down`."""
     width = y_nD.shape[1]
     tile, tiles, sizes = _experts("down", inner_nI, starts_E)
     experts.down[(tiles * triton.cdiv(width, tile.outputs),)](
@@ -333,7 +331,7 @@ def down(inner_nI: Tensor, starts_E: Tensor, table: Tensor, blocks: list[Tensor]
 
 @on_gpu
 def combine(y_nD: Tensor, rows_Tk: Tensor, weights_Tk: Tensor, residual_TD: Tensor, out_TD: Tensor) -> None:
-    """Launch the kernel that adds each token's weighted expert outputs and the residual."""
+    """Launch the kernel that adds expert outputs and residual; arguments as for `operators.combine`."""
     tokens, width = out_TD.shape
     experts.combine[tokens, triton.cdiv(width, COPIED_AT_ONCE)](
         y_nD,
@@ -349,7 +347,7 @@ def combine(y_nD: Tensor, rows_Tk: Tensor, weights_Tk: Tensor, residual_TD: Tens
 
 @on_gpu
 def logits(x_SD: Tensor, table: Tensor, blocks: list[Tensor], logits_SV: Tensor) -> None:
-    """Launch the kernel that multiplies rows by the LM head."""
+    """Launch the kernel that multiplies rows by the LM head; arguments as for `operators.logits`."""
     sequences, vocabulary = logits_SV.shape
     tile = tile_for("logits", sequences, x_SD.dtype)
     ends.logits[(_programs(tile, sequences, vocabulary),)](
@@ -366,7 +364,7 @@ def logits(x_SD: Tensor, table: Tensor, blocks: list[Tensor], logits_SV: Tensor)
 
 @on_gpu
 def likeliest(logits_SV: Tensor, tokens_S: Tensor) -> None:
-    """Launch the kernel that finds the likeliest token of each row."""
+    """Launch the kernel that finds each row's likeliest token; arguments as for `operators.likeliest`."""
     sequences, vocabulary = logits_SV.shape
     ends.likeliest[(sequences,)](logits_SV, tokens_S, vocabulary, COLUMNS=COPIED_AT_ONCE)
 

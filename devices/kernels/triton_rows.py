@@ -57,10 +57,10 @@ class TritonEmbed(TritonKernel):
         return super().refusal(case) or ("" if plain else "its cosines and sines have magnitude 1")
 
     def bind(self, case: Case, weights: Weights, memory: Workspace) -> Bound:
-        """Return the function that looks up embeddings: (token ids, positions, steps) -> hidden_TD, (cosines, sines).
+        """Return the function (ids, positions, steps) -> hidden_TD, (cosines, sines), which looks up embeddings.
 
-        The cosines and sines are those of the rotary embedding at each position. steps: the step in each KV cache, read
-        only by kernels that prepare data for a GPU.
+        The cosines and sines rotate queries and keys by position. steps: the places of the new tokens in each KV cache,
+        which only Triton kernels read.
         """
         attention = self._config.attention
         hidden_TD = self._result(memory, "hidden", case.rows, self._config.hidden)
@@ -77,7 +77,7 @@ class TritonEmbed(TritonKernel):
 
         @lru_cache(maxsize=1)
         def places(*lengths: int) -> tuple[Tensor, tuple[Tensor, ...]]:
-            """Return a tensor on the GPU for all numbers of the step, and views of it with these lengths."""
+            """Return a tensor on the GPU for all numbers of the step, and successive parts of it, of these lengths."""
             numbers = self._result(memory, "numbers", sum(lengths), dtype=torch.int64)
             return numbers, numbers.split(lengths)
 
@@ -106,9 +106,7 @@ class TritonOutputProjection(TritonKernel):
     operation = "output_projection"
 
     def bind(self, case: Case, weights: Weights, memory: Workspace) -> Bound:
-        """Return the function that projects attention's output and adds the residual: (attended_TX, residual_TD) ->
-        hidden_TD.
-        """
+        """Return the function (attended_TX, residual_TD) -> hidden_TD: the output projection plus the residual."""
         matrix = self._matrix(weights["o"])
         out_TD = self._result(memory, "projected", case.rows, self._config.hidden)
 
@@ -139,9 +137,7 @@ class TritonRoute(TritonKernel):
         return super().refusal(case) or ("" if plain else "it takes a router with softmax, without groups")
 
     def bind(self, case: Case, weights: Weights, memory: Workspace) -> Bound:
-        """Return the function that normalises hidden states and chooses each token's experts: (hidden_TD) ->
-        `RouterOutput`.
-        """
+        """Return the function (hidden_TD) -> `RouterOutput`: normalises tokens, and chooses each token's experts."""
         assert case.layer is not None, "it is in a layer"
         network, rows = case.layer.feed_forward, case.rows
         norm_D, matrix = weights["ffn_norm"][0], self._matrix(weights["router"])
@@ -389,7 +385,7 @@ def _top_k(case: Case) -> int:
 
 
 def _padded(table: array[int], *others: array[int]) -> list[array[int]]:
-    """Return a step's numbers for the GPU, the table extended by zeros to a power of two entries.
+    """Return a step's arrays for the GPU, the table extended by zeros until its length is a power of two.
 
     So the numbers keep their places in a tensor while sequences grow, and a graph that reads them can be replayed.
     """

@@ -53,8 +53,8 @@ def tile_of(program, row_tiles, output_tiles):
 
 @triton.jit
 def group_of(starts, tile, groups, ROWS: tl.constexpr, GROUPS: tl.constexpr):
-    """Find the group of a tile of rows; returns the group, the tile's first row, and the group's end; zeros beyond the
-    last.
+    """Return the group of a tile of rows, the tile's first row, and the group's end; zeros for a tile beyond the last
+    group.
 
     A group is the rows of an expert or of a sequence. `starts` has the first row of each group, and then the number of
     rows.

@@ -113,6 +113,6 @@ class SharedMemory(Workspace):
 def _allocated(
     *shape: int, dtype: torch.dtype, device: torch.device | None, zero: bool = False
 ) -> torch.Tensor:
-    """A new tensor that kernels may write to in torch's inference mode and outside of it."""
+    """Allocate a tensor that kernels may write to in torch's inference mode and outside of it."""
     with torch.inference_mode(False):
         return (torch.zeros if zero else torch.empty)(shape, dtype=dtype, device=device)

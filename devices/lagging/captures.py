@@ -36,16 +36,16 @@ class Capture:
         self._blocks: list[weakref.ref[InPool]] = []
 
     def uses(self, block: InPool) -> None:
-        """Note that captured work uses a block, for `freed` to check; blocks of the capture's pool are ignored."""
+        """Remember that captured work uses a block, for `freed` to check; blocks of the capture's pool are ignored."""
         if block.pool is not self.pool:
             self._blocks.append(weakref.ref(block))
 
     def is_of_this_thread(self) -> bool:
-        """True on the thread that began the capture."""
+        """Test whether the calling thread began the capture."""
         return threading.get_ident() == self._thread
 
     def forbids(self) -> bool:
-        """True if the calling thread may not make calls now that CUDA counts as unsafe during this capture."""
+        """Test whether this capture forbids the calling thread to make calls that CUDA counts as unsafe."""
         return self._mode == "global" or self.is_of_this_thread()
 
     def refused(self, why: str = "") -> RuntimeError:
@@ -57,5 +57,5 @@ class Capture:
         return RuntimeError(f"CUDA error: operation not permitted when stream is capturing{why}")
 
     def freed(self) -> bool:
-        """True if memory outside of the pool that captured work uses was freed since the capture."""
+        """Test whether memory outside of the pool that captured work uses was freed since the capture."""
         return any(block() is None for block in self._blocks)

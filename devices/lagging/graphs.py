@@ -24,7 +24,7 @@ class GraphPool:
         self._is_new = True
 
     def add(self, graph: LaggingGraph) -> None:
-        """Add a graph to those that use the pool.
+        """Add a graph to the users of the pool.
 
         Raises:
             RuntimeError: the pool was used before and no graph uses it now, so that torch may have freed its memory.
@@ -35,7 +35,7 @@ class GraphPool:
         self._graphs.add(graph)
 
     def discard(self, graph: LaggingGraph) -> None:
-        """Remove a graph from those that use the pool."""
+        """Remove a graph from the users of the pool."""
         self._graphs.discard(graph)
 
     @property
@@ -48,7 +48,7 @@ class LaggingGraph:
     """Imitates `torch.cuda.CUDAGraph`: captures the work of the current stream, and replays it.
 
     Args:
-        gpu: the GPU whose streams it captures and replays on.
+        gpu: the GPU whose streams the graph captures and replays on.
     """
 
     def __init__(self, gpu: Gpu) -> None:

@@ -49,7 +49,7 @@ class PinnedMemory:
         self._copies = 0
 
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:  # CUDA's name
-        """Register memory of the process, which locks its pages; returns 0, or a CUDA error number."""
+        """Lock the pages of `nbytes` bytes from `address` on, given CUDA's flags; returns 0, or a CUDA error number."""
         most = self.most_registered
         if any(start < address + nbytes and address < end for start, end in self._registrations()):
             return ALREADY_REGISTERED
@@ -73,7 +73,7 @@ class PinnedMemory:
         return 0
 
     def empty(self, size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Make a tensor in page-locked memory, filled with POISON."""
+        """Make a tensor of this size in page-locked memory, filled with POISON."""
         items = max(1, int(np.prod(size)))
         memory = np.full(items * dtype.itemsize + ROUNDING, POISON, np.uint8)
         weakref.finalize(memory, self._cached.pop, memory.ctypes.data)
@@ -87,7 +87,7 @@ class PinnedMemory:
         """Test whether the whole of a host tensor is in page-locked memory.
 
         Raises:
-            RuntimeError: only a part of it is.
+            RuntimeError: only a part of the tensor is.
         """
         return tensor.untyped_storage().data_ptr() in self._cached or self._is_registered(tensor)
 

@@ -65,7 +65,7 @@ class Piece:
 
 
 class Segments:
-    """Cuts each block from the smallest free piece of a segment that is large enough; of equal ones, the last freed.
+    """Cuts each block from the smallest free piece of a segment with room for the block, the last freed of equal ones.
 
     Attributes:
         reserved: bytes of all segments.

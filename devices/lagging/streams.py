@@ -94,7 +94,7 @@ class LaggingStream:
         self._gpu.run_until(lambda: not self.queue)
 
     def is_ready(self) -> bool:
-        """True if the first item of the queue may run."""
+        """Test whether the first item of the queue may run."""
         if not self.queue:
             return False
         head = self.queue[0]
@@ -231,7 +231,7 @@ class Gpu:
         return self.current_of(self.number)
 
     def current_of(self, number: int) -> LaggingStream:
-        """Return the calling thread's current stream on a GPU: the stream chosen by `on`, else the default stream."""
+        """Return the thread's current stream on GPU `number`: the stream chosen by `on`, else the default stream."""
         chosen: LaggingStream | None = getattr(self._threads, f"stream {number}", None)
         if chosen is not None:
             return chosen
@@ -242,7 +242,7 @@ class Gpu:
 
     @contextmanager
     def on_gpu(self, number: int) -> Iterator[None]:
-        """Make a GPU the calling thread's current one, while the context lasts."""
+        """Make GPU `number` the calling thread's current one, while the context lasts."""
         before, self._threads.number = self.number, number
         try:
             yield
@@ -262,7 +262,7 @@ class Gpu:
             setattr(self._threads, name, before)
 
     def new_stream(self, number: int = 0) -> LaggingStream:
-        """Make another stream of a GPU; like CUDA's non-blocking streams, it does not wait for the default stream."""
+        """Make a stream of GPU `number`, which like CUDA's non-blocking ones does not wait for the default stream."""
         with self.lock:
             self._streams.append(LaggingStream(self, number))
             return self._streams[-1]
@@ -323,7 +323,7 @@ class Gpu:
             return sum(len(stream.queue) for stream in self._streams)
 
     def nanoseconds(self, number: int) -> int:
-        """The time on a GPU's clock, in nanoseconds; GPUs of even and odd numbers drift in opposite directions."""
+        """Return the time on a GPU's clock, in nanoseconds; clocks of GPUs of even and odd numbers drift apart."""
         return int(self._clock() * (1 + (-DRIFT if number % 2 else DRIFT)))
 
     def lag(self) -> None:

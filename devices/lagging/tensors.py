@@ -46,7 +46,7 @@ class LaggingTensor(torch.Tensor):
 
     Attributes:
         block: the memory that the tensor is in.
-        values_now: a CPU tensor over that memory; its values are those after the work that ran so far.
+        values_now: a CPU tensor over that memory; its values are the results of the work that has run so far.
         twin: a tensor on torch's device "meta", with the same shape but without values; twins share storage where the
             tensors share a block.
     """
@@ -72,7 +72,7 @@ class OnGpu(TorchFunctionMode):
 
 
 class Operations:
-    """Carries out torch's calls: those that compute are queued on a stream, all others run at once.
+    """Carries out torch's calls: calls that compute are queued on a stream, other calls run at once.
 
     Attributes:
         gpu: the streams of the GPUs.
@@ -82,7 +82,7 @@ class Operations:
             host's memory was not page-locked.
         staged: number of copies between host and GPU for which torch needs temporary memory on the GPU.
         calls: number of operations that were queued, by name.
-        launches, copies: number of kernels and number of copies that were queued, except those of graphs.
+        launches, copies: number of kernels and number of copies that were queued, except by graphs.
         misaligned: number of matrix products by weights whose address is no multiple of 16 bytes.
         most_to_host: bytes of the largest tensor that was copied to the host.
     """
@@ -101,7 +101,7 @@ class Operations:
         self.most_to_host = 0
 
     def call(self, func: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Carry out one call of torch, with tensors of the host or of GPUs; returns the call's result."""
+        """Carry out torch's call `func(*args, **kwargs)` on tensors of host or GPUs; returns the call's result."""
         self._caller.inferring = torch.is_inference_mode_enabled()
         with torch._C.DisableTorchFunction(), torch.inference_mode():
             name = getattr(func, "__name__", "")
@@ -136,7 +136,7 @@ class Operations:
             return self._queue(func, name, args, kwargs, number)
 
     def _on_host(self, func: Call, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Carry out a call that has no GPU tensor among its arguments; its result may be a new tensor on a GPU."""
+        """Carry out a call that has no GPU tensor among its arguments; the result may be a new tensor on a GPU."""
         if name == "is_pinned":
             return self.pinned.holds(args[0])
         if kwargs.get("pin_memory"):
@@ -160,7 +160,7 @@ class Operations:
     def _queue(
         self, func: Call, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], number: int
     ) -> Any:
-        """Queue a call on the current stream of GPU `number`; returns the results, which get their values when it runs.
+        """Queue a call on the current stream of GPU `number`; returns the results, which get values when the call runs.
 
         name: name of the function `func`.
         """
@@ -204,7 +204,7 @@ class Operations:
         return args[0] if changes and name != "__setitem__" else results
 
     def _launch(self, operator: OpOverload[Any, None], args: tuple[Any, ...], number: int) -> None:
-        """Queue a call of an operator of `operators.py`, which writes to its arguments, on GPU `number`."""
+        """Queue a call of an operator of `operators.py` on GPU `number`; the operator writes to its arguments."""
         stream = self.gpu.current_of(number)
         if stream.capture is None:
             self.calls[operator.overloadpacket.__name__] += 1
@@ -293,7 +293,7 @@ class Operations:
         return target
 
     def _at_its_time(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Return a function that a queued copy calls when the stream runs it, for the memory of its source or target.
+        """Return a function that finds the source or target of a queued copy when the stream runs the copy.
 
         The function raises RuntimeError if that is page-locked memory which is no longer locked.
         """
@@ -386,7 +386,7 @@ def _is_empty(name: str) -> bool:
 
 
 def _changes(name: str, kwargs: dict[str, Any]) -> bool:
-    """Test by a call's name and keyword arguments whether it writes to its first argument."""
+    """Test by a call's name and keyword arguments whether the call writes to its first argument."""
     by_name = name.endswith("_") and not name.endswith("__")
     return by_name or name == "__setitem__" or name.startswith("__i") or bool(kwargs.get("inplace"))
 

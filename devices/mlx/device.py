@@ -136,7 +136,7 @@ class MlxDevice:
         return 0 if self._evaluations is None else self._evaluations.count
 
     def slot_bytes(self, page: Page) -> int:
-        """Bytes that a page takes in a slot."""
+        """Return the bytes that a page takes in a slot."""
         return self._weights.slot_bytes(page)
 
     def observe_routing(self, observer: RoutingObserver) -> None:
@@ -146,7 +146,7 @@ class MlxDevice:
     def join(self, rank: int, transport: Transport, first: Any) -> None:
         """Make this device one of several nodes; each computes the experts that a batch's plan places on it.
 
-        transport: carries exchanges between the nodes. The number and the first device are not needed.
+        transport: carries exchanges between the nodes. rank, first: not used.
         """
         self._transport = transport
 

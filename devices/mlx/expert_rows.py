@@ -67,7 +67,7 @@ class ExpertRows:
         return self.x_nD[first + span.tiles.start : first + span.tiles.stop]
 
     def keep(self, span: Span, y_nD: Array) -> Array:
-        """Store the outputs of the rows of a span for `outputs`, and return them.
+        """Store the outputs of a span's rows, which `outputs` will return, and return these outputs.
 
         y_nD: the outputs of all rows of the span's tiles, of which only the span's rows are stored.
         """
@@ -83,7 +83,7 @@ class ExpertRows:
         return [self.x_nD, self._weights_Tk, self._experts_n, *index]
 
     def outputs(self) -> tuple[Array, Array | None, Array]:
-        """Return all outputs, and the places of each token's outputs among them.
+        """Return the outputs of all rows, and the row of each token's outputs.
 
         Returns:
             the output rows (n, D), zero for experts that did not run; the row of each of a token's experts (T, k), None

@@ -191,8 +191,8 @@ class RequestsKV:
         """Group neighbouring requests of equal length and evenly spaced slots, which one strided view can show.
 
         Returns:
-            for each group the number of new tokens and of all cached tokens of each of its requests, the distance in
-            slots from one request to the next, and the first slot of each request.
+            for each group: a request's number of new tokens, its number of cached tokens, the distance in slots from
+            one request to the next, and the first slot of each request.
         """
         parts: list[tuple[int, int, int, list[int]]] = []
         for request, past, new, start in zip(step.requests, step.past, step.new, step.starts, strict=True):
@@ -225,7 +225,7 @@ class CachedLayer(NamedTuple):
     layer: int
 
     def extended(self, step: KVStep, keys_TKd: Array, values_TKd: Array) -> list[KVView]:
-        """Store the keys and values of a step's new tokens; returns views of all that these tokens attend to."""
+        """Store a step's new keys and values; returns views of all keys and values that the new tokens attend to."""
         return self.cache.extended(self.layer, step, keys_TKd, values_TKd)
 
     @property

@@ -92,9 +92,9 @@ class ProcessLimit:
 class WiredLimit:
     """The limit of the memory that Metal keeps wired, that is, resident, so that idle weights need not be wired again.
 
-    The limit is set above the plan's bytes, because with exactly these any further array would make Metal unwire
-    another. The limit is not lowered between batches, which would unwire weights that the next batch uses. Without
-    Metal it has no effect.
+    The limit is set above the plan's bytes, because with a limit of exactly these bytes any further array would make
+    Metal unwire another. The limit is not lowered between batches, which would unwire weights that the next batch uses.
+    Without Metal it has no effect.
 
     Args:
         set_limit: a function that sets the limit in bytes and returns the previous limit.
@@ -142,6 +142,6 @@ def cache_limit() -> ProcessLimit:
 
 
 def recommended_bytes() -> int | None:
-    """The most bytes of memory that the system recommends to wire; None where it gives no recommendation."""
+    """Return the most bytes of memory that the system recommends to wire; None where it recommends none."""
     nbytes = mx.device_info().get("max_recommended_working_set_size")
     return None if nbytes is None else int(nbytes)

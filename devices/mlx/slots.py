@@ -36,7 +36,7 @@ class ContiguousSlots:
         self._ranges: dict[int, range] = {}
 
     def __getitem__(self, request: int) -> range:
-        """The slots of a request."""
+        """Return the slots of a request."""
         return self._ranges[request]
 
     def open(self, request: int, slots: int) -> list[Moved]:
@@ -65,7 +65,7 @@ class ContiguousSlots:
         del self._ranges[request]
 
     def _gap(self, slots: int) -> int | None:
-        """The first slot of the first gap with at least `slots` slots; None if there is none."""
+        """Return the first slot of the first gap with at least `slots` slots; None if there is none."""
         stop = 0
         for each in sorted(self._ranges.values(), key=_first):
             if each.start - stop >= slots:

@@ -105,7 +105,7 @@ class StackedLayer:
 class StackedExpert:
     """A stack of one expert in all layers: one array (layers, numbers of a layer's matrices).
 
-    The cluster paper calls this prestacking (section 4.1).
+    The Apple silicon cluster paper calls this prestacking (section 4.1).
     """
 
     def __init__(self, layout: WeightLayout, expert: int) -> None:

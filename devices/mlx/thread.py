@@ -28,8 +28,8 @@ class _Call:
 class OneThread:
     """Runs calls from all threads on one thread, one after the other.
 
-    A raw lock tells the end of a call, because a hand-over by an executor takes more than twice as long. Each call has
-    its own: a caller whom Ctrl-C interrupts leaves the others' results alone.
+    Each call has a raw lock that is released at the call's end: a hand-over by an executor takes more than twice as
+    long. A caller whom Ctrl-C interrupts leaves the results of other callers alone.
     """
 
     def __init__(self, name: str) -> None:

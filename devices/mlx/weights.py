@@ -53,7 +53,7 @@ class MlxWeights:
         self._staging = torch.empty(0, dtype=torch.uint8)
 
     def slot_bytes(self, page: Page) -> int:
-        """Bytes that a page takes in a slot, with a float32 copy of its router if that is stored in another dtype."""
+        """Return the bytes that a page takes in a slot, with a float32 copy of its router if that has another dtype."""
         copied = 0
         for extent in page.extents:
             item = self._reader.format_of(extent.tensor).block_bytes

@@ -70,8 +70,8 @@ class AttentionCall:
 class NativeAttention:
     """Attends by the native library: from one new token of each sequence, or from the new tokens of prompts.
 
-    A token's bits depend on its sequence and the instruction set: not on other sequences, blocks, cuts of prompts into
-    chunks, or the number of threads.
+    The bits of a token's result depend on its sequence and the instruction set: not on other sequences, blocks, cuts of
+    prompts into chunks, or the number of threads.
     """
 
     def __init__(self, kernels: NativeKernels) -> None:
@@ -88,7 +88,7 @@ class NativeAttention:
         sinks_H: Tensor | None = None,
         scale: float | None = None,
     ) -> Tensor:
-        """Store the keys and values of one new token of each sequence, and attend over its cache: (S, H * d).
+        """Store keys and values of one new token of each sequence, and attend over the sequence's cache: (S, H * d).
 
         All tensors are contiguous, on the CPU, and of the cache's dtype, which is one of `DTYPES`.
 

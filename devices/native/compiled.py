@@ -1,4 +1,4 @@
-"""Loads the native library, and says which instruction sets and formats it has on this machine.
+"""The loading of the native library, and the instruction sets and formats that it has on this machine.
 
 The library is compiled when the package is installed, if there is a C compiler; without it, torch computes everything.
 It is called through ctypes, which lets other Python threads run meanwhile.
@@ -46,7 +46,7 @@ def _built() -> list[Path]:
 
 @cache
 def build() -> str:
-    """A checksum of the compiled library's file; empty if it was not compiled."""
+    """Return a checksum of the compiled library's file; empty if the library was not compiled."""
     return "".join(f"{crc32(path.read_bytes()):08x}" for path in _built()[:1])
 
 
@@ -107,14 +107,14 @@ def library() -> Library:
 
 @cache
 def instruction_sets() -> tuple[str, ...]:
-    """The instruction sets that the kernels can use on this processor, best first; none without a library."""
+    """Return the instruction sets that the kernels can use on this processor, best first; none without a library."""
     loaded = _loaded()
     return () if isinstance(loaded, str) else tuple(loaded.moesched_instruction_sets().decode().split())
 
 
 @cache
 def formats() -> tuple[str, ...]:
-    """The storage formats of matrices that the kernels read; a format's index is its number in C."""
+    """Return the storage formats of matrices that the kernels read; a format's index is its number in C."""
     return tuple(library().moesched_formats().decode().split())
 
 
@@ -125,7 +125,7 @@ def why_unusable() -> str:
 
 
 def availability() -> str:
-    """A sentence for users that says which kernels are used here, or why none are."""
+    """Return a sentence for users that says which kernels are used here, or why none are."""
     here = instruction_sets()
     return (
         f"CPU kernels: {here[0]}" if here else f"no CPU kernels, torch does without: {_loaded()}: {_REMEDY}"

@@ -1,4 +1,4 @@
-"""Copies bytes within the host's memory on several threads, since one thread does not reach the memory's rate."""
+"""A team of threads that copies bytes within the host's memory, as one thread does not reach the memory's rate."""
 
 from __future__ import annotations
 

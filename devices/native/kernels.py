@@ -136,7 +136,7 @@ def _format(block: Block) -> str:
 
 
 def numbers(count: int) -> array[int]:
-    """Make an array of 64-bit zeros, whose address stays the same as long as no item is added.
+    """Make an array of `count` 64-bit zeros, whose address stays the same as long as no item is added.
 
     The array is not one of ctypes, whose code would have to be read from memory in each layer, as weights fill the
     processor's caches.
@@ -145,7 +145,7 @@ def numbers(count: int) -> array[int]:
 
 
 def address(numbers: array[int] | array[float]) -> int:
-    """The address of an array of numbers; keep the array alive while C uses it."""
+    """Return the address of an array of numbers; keep the array alive while C uses it."""
     return numbers.buffer_info()[0]
 
 

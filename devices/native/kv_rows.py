@@ -1,4 +1,4 @@
-"""Stores new tokens' keys and values in a KV cache in blocks, by one native call.
+"""A native call that stores new tokens' keys and values in a KV cache in blocks.
 
 `devices/kernels/functions.py` explains the letters of shapes.
 """

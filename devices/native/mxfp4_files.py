@@ -1,4 +1,4 @@
-"""Joins MXFP4 codes and scales, which some files keep apart, by a native call."""
+"""A native call that joins MXFP4 codes and scales, which some files keep apart."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Detects if the processor has instructions that multiply bfloat16 numbers."""
+"""A test of whether the processor has instructions that multiply bfloat16 numbers."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ def _products(pieces: Pieces, groups: Groups) -> Tensor:
 
 
 def _added(sums_GTN: Tensor) -> Tensor:
-    """Add up the groups, one after the other and in place: (T, N)."""
+    """Add up the sums of all groups, one group after the other and in place; returns (T, N)."""
     for number in range(1, len(sums_GTN)):
         sums_GTN[0] += sums_GTN[number]
     return sums_GTN[0]

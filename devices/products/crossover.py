@@ -1,6 +1,4 @@
-"""Measures, once for each shape, up to what number of rows the native kernels are faster than torch, and keeps the
-result.
-"""
+"""A measurement, made once for each shape, of the number of rows up to which native kernels are faster than torch."""
 
 from __future__ import annotations
 
@@ -196,9 +194,7 @@ def _file() -> Path:
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """Hold a lock between processes for a context: two that measure at once could choose different kernels for the same
-    rows.
-    """
+    """Hold a lock between processes for a context: processes that measure at once could choose different kernels."""
     try:
         _file().parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(_file().with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o600)

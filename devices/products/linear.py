@@ -30,7 +30,7 @@ def joined(blocks: Sequence[Any]) -> list[Any]:
 
     A block is joined with the next one only if its number of rows is a multiple of 128: products then had the same bits
     as with separate blocks, in all dtypes and shapes that were tried on CPUs. With other numbers of rows, float32
-    products had not.
+    products had other bits.
     """
     found: list[Any] = []
     for block in blocks:
@@ -88,5 +88,5 @@ def expert_ffn(x_nD: Tensor, gate: Blocks, up: Blocks, down: Blocks) -> Tensor:
 
 
 def gated(x_nD: Tensor, gate: Blocks) -> Tensor:
-    """The activations of an expert: silu(gate @ x), (n, I)."""
+    """Compute the activations of an expert: silu(gate @ x), (n, I)."""
     return F.silu(linear(x_nD, gate), inplace=True)

@@ -1,4 +1,4 @@
-"""Pads the rows of x to whole tiles, so that oneDNN meets few shapes of products.
+"""Products on whole tiles of rows, padded with zeros, so that oneDNN meets few shapes of products.
 
 oneDNN generates code for each new number of rows: with bfloat16 instructions that was measured to take two to three
 milliseconds and half a megabyte each, and prompts have hundreds of lengths. In whole tiles, a matrix and its row

@@ -124,7 +124,7 @@ class _Helper:
 
 
 def _work_off(pending: deque[Job]) -> BaseException | None:
-    """Run jobs until none is left or one fails, which drops the others; returns the error, or None if all succeeded."""
+    """Run jobs until none is left or one fails, which drops the rest; returns the error, or None without one."""
     while True:
         try:
             job = pending.popleft()

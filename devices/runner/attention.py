@@ -19,7 +19,7 @@ WeightsOf = Callable[[Any], KernelWeights[Any]]
 
 
 def itself(hidden_TD: Any) -> Any:
-    """Return the hidden states unchanged, as the residual of ranks that hold no part of a sum."""
+    """Return the hidden states unchanged: the residual on the first rank, and on a device without ranks."""
     return hidden_TD
 
 

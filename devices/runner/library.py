@@ -23,7 +23,7 @@ class Library(Protocol):
         """Return the context manager to enter before computing outside of bound kernels, or in kernels on many rows."""
 
     def settle(self, micro_batch: int, *tensors: Any) -> None:
-        """Evaluate lazy tensors of a micro-batch, and all results that the micro-batch had before."""
+        """Evaluate lazy tensors of a micro-batch, together with all of its results that are not evaluated yet."""
 
     def on_host(self, tensor: Any) -> npt.NDArray[Any]:
         """Copy a tensor to the host's memory."""
@@ -38,9 +38,7 @@ class Library(Protocol):
         """
 
     def settled(self, value: Any) -> Any:
-        """Return the finished value of a task, given the result of `value` or `Experts.group`, which may be read only
-        now.
-        """
+        """Return a task's finished value from the result of `value` or `Experts.group`; waits until it is readable."""
 
 
 class Experts(Protocol):
@@ -50,8 +48,8 @@ class Experts(Protocol):
         """Sort a micro-batch's rows by expert and keep them in its state; returns the task's value, as `Library.value`
         does.
 
-        read: function that makes the value, a mapping from each expert that has rows to their number, from each token's
-        experts and then `tensors`, all as arrays on the host.
+        read: function that makes the value, the number of rows of each expert that has any, from each token's experts
+        and `tensors`, all as arrays on the host.
         """
 
     def scores(self, logits_TE: Any) -> Any:

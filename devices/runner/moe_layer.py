@@ -63,7 +63,7 @@ class MoELayer:
     def post_attention(self, task: Task) -> Any:
         """Run output projection, router, experts and combine.
 
-        Returns the task's value, as `Library.value` does: a mapping from each expert that has rows to their number.
+        Returns the task's value, as `Library.value` does: the number of rows of each expert that has any.
         """
         state, weights = self._states[task.micro_batch], self._weights(task.operands)
         observers = self._observers

@@ -16,12 +16,12 @@ ALIGNMENT = 4096  # of the address, file offset and length of direct reads
 
 
 def round_up(nbytes: int) -> int:
-    """Round bytes up to a multiple of ALIGNMENT."""
+    """Round `nbytes` up to a multiple of ALIGNMENT."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def round_down(nbytes: int) -> int:
-    """Round bytes down to a multiple of ALIGNMENT."""
+    """Round `nbytes` down to a multiple of ALIGNMENT."""
     return nbytes // ALIGNMENT * ALIGNMENT
 
 
@@ -53,18 +53,18 @@ class Arena:
         return self.slots
 
     def slot(self, index: int) -> torch.Tensor:
-        """The bytes of a slot: a uint8 tensor of `slot_bytes` that starts at a multiple of 4096."""
+        """Return the `slot_bytes` bytes of slot `index` as a uint8 tensor, whose address is a multiple of 4096."""
         if not 0 <= index < self.slots:
             raise IndexError(f"slot {index} of an arena of {self.slots}")
         return self._memory[index * self.slot_bytes : (index + 1) * self.slot_bytes]
 
     def view(self, index: int, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor over the bytes of a slot from `offset` on, which is a multiple of the dtype's size; no copy."""
+        """Return a tensor over the bytes of slot `index` from `offset` on, a multiple of the dtype's size; no copy."""
         return typed_view(self.slot(index), offset, shape, dtype)
 
 
 def typed_view(slot: torch.Tensor, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor of a shape over the bytes of `slot` from `offset` on; no copy."""
+    """Return a tensor of a shape over the bytes of `slot` from `offset` on; no copy."""
     return slot[offset : offset + math.prod(shape) * dtype.itemsize].view(dtype).view(torch.Size(shape))
 
 
@@ -88,7 +88,7 @@ def copy_placed_alike(tensor: torch.Tensor, device: torch.device) -> torch.Tenso
 
 
 def aligned_bytes(nbytes: int) -> torch.Tensor:
-    """A zeroed uint8 tensor of `nbytes` bytes that starts at a multiple of 4096, in huge pages where there are any.
+    """Allocate a zeroed uint8 tensor of `nbytes` bytes at a multiple of 4096, in huge pages where there are any.
 
     A direct read pins each page of memory that it writes to and passes it to the disk: in huge pages it was measured at
     3.9 GB/s and 2 % of a core, in small ones at 3.0 GB/s and 10 %. Shared memory gets no huge pages.

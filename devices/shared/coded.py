@@ -108,7 +108,7 @@ def rows_of(block: Block) -> Tensor:
 
 
 def plain_block(block: Block, dtype: torch.dtype) -> Tensor:
-    """The weights of a block: decoded to a dtype if it is coded; a plain block is returned unchanged."""
+    """Return the weights of a block: decoded to a dtype if the block is coded, otherwise the block itself."""
     return block.plain(dtype) if isinstance(block, Coded) else block
 
 

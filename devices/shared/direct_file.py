@@ -109,7 +109,7 @@ class DirectFile:
         return done
 
     def _read_cached(self, into: memoryview, offset: int) -> int:
-        """Fill `into` from the page cache, up to the first block that the cache lacks; returns the number of bytes."""
+        """Fill `into` from `offset` on, up to the first block not in the page cache; returns the number of bytes."""
         done = 0
         if self._buffered < 0:
             return done
@@ -186,7 +186,7 @@ def _open(path: Path, direct: bool, ways: Ways) -> tuple[int, Caching]:
 
 
 def _open_direct(path: Path, flag: int) -> int | None:
-    """Open a file for direct reads of blocks of 4096 bytes; None if the file system refuses."""
+    """Open a file for direct reads of blocks of 4096 bytes; returns a descriptor, None if the file system refuses."""
     try:
         descriptor = os.open(path, os.O_RDONLY | flag)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Reads MXFP4 rows from files that keep codes and scales apart, as safetensors of gpt-oss do.
+"""The reading of MXFP4 rows from files that keep codes and scales apart, as safetensors of gpt-oss do.
 
 Kernels read a group of 32 weights as one scale byte and 16 bytes of codes, with the first 16 codes in the lower halves
 of the bytes and the other 16 in the upper halves. The files have neighbouring codes in one byte.
@@ -55,7 +55,7 @@ def read_joined(
 
 
 def _read(file: Blocks, offset: int, nbytes: int, cached: bool) -> tuple[Bytes, int]:
-    """Read a range of a file in whole blocks; returns the range's bytes, and the number of bytes read."""
+    """Read `nbytes` bytes of a file from `offset` on, in whole blocks; returns them, and the number of bytes read."""
     begin = round_down(offset)
     memory = aligned_bytes(round_up(offset + nbytes) - begin)
     read = file.read(memory.numpy().data, begin, offset + nbytes - begin, cached=cached)

@@ -1,4 +1,4 @@
-"""Computes the location of a page's tensors, in the files of a checkpoint and in a slot of memory."""
+"""The location of a page's tensors, in the files of a checkpoint and in a slot of memory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Placement(NamedTuple):
 
 
 class FileRead(NamedTuple):
-    """A read of consecutive blocks of a file into a slot; the blocks contain neighbouring extents of a page."""
+    """A read of consecutive blocks of a file into a slot; the blocks contain neighbouring parts of a page."""
 
     file: Blocks
     offset: int
@@ -44,7 +44,7 @@ class PageLocation(NamedTuple):
     are then written to the offsets of the layout.
 
     Attributes:
-        placements: the place in the slot of each extent, in the page's order.
+        placements: the place in the slot of each of the page's parts of tensors, in the page's order.
         runs: the reads that fill the slot; none if the page is converted.
         nbytes: number of bytes of the slot that are filled.
         bytes_to_read: number of bytes to read from the files for the page, in whole blocks.

@@ -1,4 +1,4 @@
-"""Reads a weight layout's pages from the files of a checkpoint into slots."""
+"""The reader of a weight layout's pages, from the files of a checkpoint into slots."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ class PageReader:
         return block_of(raw, shape, stored)
 
     def new_memory(self, nbytes: int) -> torch.Tensor:
-        """Allocate memory for resident weights: a uint8 tensor at a multiple of 4096, from `ahead` while that lasts."""
+        """Allocate `nbytes` bytes for resident weights: uint8, at a multiple of 4096, from `ahead` while that lasts."""
         taken = self.ahead.use(nbytes)
         return aligned_bytes(nbytes) if taken is None else torch.frombuffer(taken, dtype=torch.uint8)[:nbytes]
 
@@ -291,7 +291,7 @@ def block_of(raw: torch.Tensor, shape: Shape, stored: StoredFormat) -> Block:
 
 
 def _dtype_of(stored: StoredFormat) -> torch.dtype:
-    """The dtype of a plain format's numbers; uint8 for a coded format."""
+    """Return the dtype of a plain format's numbers; uint8 for a coded format."""
     return DTYPES.get(stored.name, torch.uint8)
 
 

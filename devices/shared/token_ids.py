@@ -1,4 +1,4 @@
-"""Checks the token ids of prompts before a device runs them."""
+"""A check of the token ids of prompts, before a device runs the prompts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Combines functions into verbs, the functions that run tasks."""
+"""A function that makes verbs, the functions that run tasks, out of other functions."""
 
 from __future__ import annotations
 

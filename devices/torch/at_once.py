@@ -39,7 +39,7 @@ class AtOnce:
         return read(*map(self.on_host, tensors))
 
     def settled(self, value: Any) -> Any:
-        """Return a task's value unchanged: `value` has read it already."""
+        """Return a task's value unchanged: the method `value` has read the tensors already."""
         return value
 
 

@@ -126,13 +126,13 @@ class BlockTable:
         self._free.give_back(self._sequences.pop(sequence).blocks)
 
     def blocks_for(self, tokens: int) -> int:
-        """Number of blocks that hold `tokens` tokens."""
+        """Return the number of blocks that hold `tokens` tokens."""
         return -(-tokens // self._block_size)
 
     def most_blocks(self, tokens: int) -> int:
         """Return the most blocks that a sequence of `tokens` tokens has at the same time.
 
-        A window limits them to the blocks for the window and one more, as the window may begin within a block.
+        A window limits the blocks to those that it takes and one more, as the window may begin within a block.
         """
         blocks = self.blocks_for(tokens)
         return blocks if self._window is None else min(blocks, self.blocks_for(self._window - 1) + 1)

@@ -1,4 +1,4 @@
-"""Chooses the number of cores for each matrix product on the CPU."""
+"""The choice of the number of cores for each matrix product on the CPU."""
 
 from __future__ import annotations
 

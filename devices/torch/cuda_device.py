@@ -150,7 +150,7 @@ class CudaDevice(TorchDevice):
 
     @staticmethod
     def processors() -> str:
-        """The names of this machine's processor and of its first GPU.
+        """Return the names of this machine's processor and of its first GPU.
 
         Raises:
             BadInput: there is no CUDA device.

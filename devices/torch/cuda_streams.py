@@ -1,4 +1,4 @@
-"""Runs tasks on CUDA streams: each lane has a stream, and an event lets a task wait for a task of another lane.
+"""Tasks on CUDA streams: each lane has a stream, and an event lets a task wait for a task of another lane.
 
 Memory needs no `record_stream`: torch reuses a tensor's bytes on the stream that allocated it. The tensor is dropped by
 a task of that stream: the last that uses it, or the one that overwrites its block after waiting for all its users.
@@ -93,7 +93,7 @@ class CudaStreams:
     def span_of(self, issued: CudaTask) -> tuple[int, int]:
         """Return the start and the end of a task that has ended, in nanoseconds of the host's clock.
 
-        Must be called once for each task: the task's events are used again for other tasks.
+        Call this only once for each task: the task's events are used again for other tasks.
         """
         with self._lock:
             start, end = (self._time_of(event, issued.zero) for event in (issued.start, issued.end))

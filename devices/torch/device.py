@@ -199,7 +199,7 @@ class TorchDevice(ChoosesDtype):
         return self._store.reader.location(page).bytes_to_read
 
     def slot_bytes(self, page: Page) -> int:
-        """Bytes that a page takes in a slot."""
+        """Return the bytes that a page takes in a slot."""
         return self._store.reader.bytes_in_slot(page)
 
     def join(self, rank: int, transport: Transport, first: Any) -> None:
@@ -323,7 +323,7 @@ class TorchDevice(ChoosesDtype):
         self.close()
 
     def close(self) -> None:
-        """Close the checkpoint's files and end the threads; unlike `aclose`, needs no event loop."""
+        """Close the checkpoint's files and end the threads; unlike `aclose`, this needs no event loop."""
         self._warm_ups.end()
         wait_for_device(self._compute.accelerator)
         self._verbs = {}

@@ -84,8 +84,8 @@ class ExpertRunner:
     def apply(self, parts: Sequence[Part], expert: int | None, weights: Weights) -> None:
         """Run an expert on rows of one or several micro-batches, and write the outputs to each part's `y_nD`.
 
-        Each micro-batch's outputs are bit for bit those that it would have alone. A kernel whose rows are independent
-        computes several parts in one call, which reads the weights once.
+        Each micro-batch's outputs have the same bits as if the expert ran on this micro-batch alone. A kernel whose
+        rows are independent computes several parts in one call, which reads the weights once.
 
         Args:
             parts: the rows of each micro-batch.

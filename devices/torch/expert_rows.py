@@ -19,7 +19,7 @@ class HostRows:
     """The input and output rows of a micro-batch's experts in the host's memory.
 
     Args:
-        exchanged: the memory, with the input by token and the token of each row.
+        exchanged: the memory, which has the experts' input by token, and the token of each row.
 
     Attributes:
         y_nD: the output rows.
@@ -66,7 +66,7 @@ class ExpertRows:
         self._rows: dict[int, range] = {}
 
     def outputs(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return all outputs, and the places of each token's outputs among them.
+        """Return the outputs of all rows, and the row of each token's outputs.
 
         A shared expert counts as one more expert of every token, the last one.
 

@@ -79,7 +79,7 @@ class HostSide:
     def _held(self, page: Page, source: Slot | None) -> HeldPage | None:
         """Return a page in the host's memory, from the slot `source` or from the plan's home of weights.
 
-        source: a slot of a pool on the host; None, or a fixed slot, for the home.
+        source: a slot of a pool on the host; None, or a slot that has one page for the whole run, for the home.
 
         Returns:
             the page; None if it is not there.

@@ -209,7 +209,7 @@ class CachedLayer:
         self.cache.append(self.layer, step, keys_TKd, values_TKd)
 
     def extended(self, step: KVStep, keys_TKd: Tensor, values_TKd: Tensor) -> list[KVView]:
-        """Store the keys and values of a step's new tokens; returns views of all that these tokens attend to."""
+        """Store a step's new keys and values; returns views of all keys and values that the new tokens attend to."""
         if step.in_place:
             self.append(step, keys_TKd, values_TKd)
             return self.views(step)

@@ -108,7 +108,7 @@ def _mapped(path: Path) -> torch.Tensor:
 
 
 def _madvise(address: int, nbytes: int, advice: int) -> int:
-    """Call `madvise` for the pages of memory that contain some bytes; returns 0, or the system's error number.
+    """Call `madvise` for the pages with `nbytes` bytes from `address` on; returns 0, or the system's error number.
 
     Unlike the mmap module's function, this lets other threads run meanwhile.
 

@@ -51,7 +51,7 @@ class MappedPages:
 
     @staticmethod
     def possible(reader: PageReader) -> bool:
-        """True if the system reads mapped files on request (Linux 5.14) and kernels can use their bytes as they are."""
+        """Test whether the system reads mapped files on request (Linux 5.14), and kernels can use their bytes as is."""
         return not reader.converts and system_takes(POPULATE_READ)
 
     def bring(self, page: Page, slot: Slot) -> None:

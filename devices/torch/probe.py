@@ -63,7 +63,7 @@ class TorchProbe:
         return torch.inference_mode()
 
     def packs(self, dtype: str) -> bool:
-        """True if resident weights of this dtype are packed on this device."""
+        """Test whether resident weights of this dtype are packed on this device."""
         return dtype == "bfloat16" and self._products.packing_pays
 
     def product(

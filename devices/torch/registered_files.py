@@ -57,7 +57,7 @@ class RegisteredFiles:
 
     @staticmethod
     def possible() -> bool:
-        """True if the system reads mapped files on request, as Linux 5.14 and later does."""
+        """Test whether the system reads mapped files on request, as Linux 5.14 and later does."""
         return system_takes(POPULATE_READ)
 
     def __getitem__(self, path: Path) -> MappedFile:
@@ -127,7 +127,7 @@ class RegisteredFiles:
 
 
 def spans_of(ranges: Iterable[tuple[Path, int, int]]) -> list[Span]:
-    """Return the fewest spans of whole blocks that cover ranges of files; no two of the spans touch.
+    """Return the fewest spans of whole blocks that cover ranges of files; no two of these spans touch.
 
     ranges: each with the file's path, the offset of the first byte, and the number of bytes.
     """

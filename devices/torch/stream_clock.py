@@ -34,7 +34,7 @@ class Zero(NamedTuple):
     Attributes:
         event: the event.
         device: its time on the device's clock, in nanoseconds since the first such event.
-        host: its time on the host's clock in nanoseconds, computed from the time of the zero before.
+        host: its time on the host's clock in nanoseconds, computed from the time of the zero event before this one.
         rate: nanoseconds of the host's clock for each nanosecond of the device's clock, for times after this event.
         read: its time in nanoseconds as it was read from the host's clock.
     """
@@ -47,9 +47,9 @@ class Zero(NamedTuple):
 
 
 class StreamClock:
-    """Converts times of one device's events to the host's clock; converted times keep the order of the device's.
+    """Converts times of one device's events to the host's clock; converted times keep the order of the device's times.
 
-    Not safe for several threads at once.
+    Only one thread may use a clock at a time.
 
     Args:
         new_event: a function that makes an event which keeps its time.
@@ -68,7 +68,7 @@ class StreamClock:
         self._reported: list[tuple[float, int]] = []
 
     def zero(self) -> Zero:
-        """Return the event from which to measure the times of a task that is issued now; makes one every second."""
+        """Return the event from which the times of a task issued now are measured; a new event after each second."""
         if self._clock() - self._zeros[-1].read > PERIOD:
             self._zeros = [*self._zeros[-KEPT + 1 :], self._following(self._zeros[-1])]
         return self._zeros[-1]
@@ -113,7 +113,7 @@ class StreamClock:
         return host
 
     def _following(self, last: Zero) -> Zero:
-        """Record the zero event after `last`; its rate corrects the error of its computed time within PERIOD."""
+        """Record the zero event after `last`, with a rate that makes up for the error of its `host` within PERIOD."""
         event, read = self._recorded()
         passed = last.event.elapsed_time(event) * 1e6
         host = last.host + passed * last.rate

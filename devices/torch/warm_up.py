@@ -55,9 +55,9 @@ class WarmUpSizes(NamedTuple):
 
     Attributes:
         prompts: number of sequences in prefill.
-        length: number of tokens of each of these.
+        length: number of tokens of each sequence in prefill.
         sequences: number of sequences in decode.
-        cached: number of cached tokens that each of these attends to; 0 where only the host runs attention.
+        cached: number of cached tokens that each sequence in decode attends to; 0 where only the host runs attention.
         workspace: bytes that the plan reserves for kernels' intermediate results.
     """
 
@@ -110,7 +110,7 @@ class ExpertWarmUp:
         self._expert(max(shapes.prompts * shapes.length, shapes.sequences))
 
     def _layer(self, shapes: WarmUpSizes) -> None:
-        """Run all kernels of a layer except the experts'; none in this class, for a node that has only experts."""
+        """Do nothing: a node that has only experts runs no other kernels of a layer."""
 
     def _expert(self, most: int) -> None:
         """Run an expert on 1, 2, 4, ... up to `most` rows: its number of rows in a step is not known in advance."""
