@@ -66,7 +66,7 @@ _COMPILED_VERSION = 1
 
 
 class PlainEngine:
-    """One rank's graph of tasks and its lanes.
+    """Keeps one rank's graph of tasks, and starts the tasks on its lanes; all of it in Python.
 
     Args:
         lanes: the serial resources that tasks run on.
@@ -239,7 +239,7 @@ class PlainEngine:
         return True
 
     def promote(self, task: Task, priority_class: int) -> None:
-        """Raise a task that has not started to a more urgent class."""
+        """Give a task that has not started a lower, more urgent priority class; a higher one has no effect."""
         key = priority(priority_class, task.id)
         if key >= task.key or task.state >= RUNNING:
             return
@@ -268,15 +268,15 @@ class PlainEngine:
         self._leave(task.lane, task)
 
     def policy_waits(self, task: Task) -> None:
-        """Note that the policy awaits an unsettled task, and submits nothing more until it has settled."""
+        """Note that the policy awaits an unsettled task, and submits nothing until that task has settled."""
         if self.awaits is not None:
             self.awaits.append((task.id, self.submitted))
 
     def issued(self, task: Task) -> None:
-        """Note that a running task was enqueued on its stream, so that tasks behind it on the same device can be, too.
+        """Note that a running task was enqueued on its stream, so that its followers on that device can be enqueued.
 
-        The device has those tasks wait for this one: `before_on_device` lists what each of them waits for there. The
-        lane starts its next task if it may run ahead further.
+        The device itself has them wait for the task (`before_on_device`). The lane starts its next task if its `depth`
+        allows.
         """
         lane = task.lane
         task.state = ISSUED
@@ -331,7 +331,7 @@ class PlainEngine:
         self._settle_all(ended)
 
     def _release(self, task: Task, ended: list[Task]) -> None:
-        """Advance a task whose edges are all met; append it to `ended` if it is over without running."""
+        """Move a task whose edges are all met to its next state; append it to `ended` if it ends without running."""
         lane = task.lane
         if self._halted is not None and task.cause is None and lane is not _NOWHERE and task.state != ISSUED:
             task.cause = self._halted
@@ -395,7 +395,7 @@ class PlainEngine:
         self.started.append(task)
 
     def _settle(self, task: Task, state: int) -> None:
-        """Set the final state of a task and release its followers; of those that end at once, their followers, too."""
+        """Set the final state of a task and release its followers, in turn also those of followers that end at once."""
         task.state = state
         self._settle_all([task])
 

@@ -29,7 +29,7 @@ class Option:
         flag: its name on the command line; None for the field's name with dashes. One that begins with `--no-` switches
             the field off; one without dashes is a positional argument; "" is for an option of Python alone.
         group: its heading in `--help`; None for the general one.
-        python: its meaning in Python, where that is not `help`; None where it is.
+        python: its meaning in Python, if other than `help`; None if the same.
         ge, gt, le: bounds of a number: at least, more than, at most; None for no bound.
         writes: the kind of file that the option's value names, which the command writes, such as "trace"; None for no
             file.
@@ -197,7 +197,7 @@ def flags_given(options: Options) -> list[str]:
 
 
 class _Names(dict[str, Any]):
-    """The names of a module, for annotations to be evaluated in; names imported for type checkers only become `str`."""
+    """Namespace to evaluate a module's annotations in; names that are imported for type checkers only are `str`."""
 
     def __missing__(self, name: str) -> Any:
         return vars(builtins).get(name, str)

@@ -60,13 +60,13 @@ def find(kind: Literal["kernels"], given: str | type) -> type[Kernel]: ...
 
 
 def find(kind: Kind, given: str | type) -> type:
-    """Find the class of a plug-in, and check that it has the methods of its seam.
+    """Find the class of a plug-in, and check that it has the methods of its protocol in `moesched.seams`.
 
     Args:
         given: an installed name, `module:Class` (also in the current folder), `file.py:Class`, or the class itself.
 
     Raises:
-        BadInput: there is none, it cannot be imported, or it lacks a method of its seam; the message says why.
+        BadInput: there is no such class, it cannot be imported, or it lacks a method; the message says why.
     """
     if kind in ("devices", "kernels"):
         require_address_space()

@@ -38,9 +38,7 @@ def kept_on_device(task: Task, other: Task, *, data: bool = False) -> bool:
 
 
 def leave_to_device(task: Task) -> list[Task]:
-    """Have the device, and not the host, keep a task's followers on the same device behind the task; returns these
-    followers.
-    """
+    """Have a task's followers on its own device wait for it there, no longer on the host; returns these followers."""
     domain, followers = task.lane.domain, task.followers or ()
     released = [other for other in followers if other.lane.domain == domain]
     task.followers = [other for other in followers if other.lane.domain != domain]
@@ -64,9 +62,7 @@ def _wait_there(task: Task, other: Task) -> None:
 
 
 def wait_on_host(task: Task) -> bool:
-    """Have a task settle only after the tasks that it waits for on its device; returns whether any of these is
-    unsettled.
-    """
+    """Have a task settle after the tasks that it waits for on its device; returns whether one of them is unsettled."""
     unsettled = [other for other in before_on_device(task) if other.state < DONE]
     for other in unsettled:
         assert other.followers is not None

@@ -58,7 +58,7 @@ class Block:
         nbytes: the block's size in bytes; 0 if not known.
         memory: the memory's name; empty if not known.
         writer: the last task that writes the block, from which the engine infers edges; None for none.
-        readers: the tasks that read the block after that.
+        readers: the tasks that read the block after `writer`.
     """
 
     __slots__ = ("memory", "name", "nbytes", "readers", "writer")
@@ -198,7 +198,7 @@ class Work(msgspec.Struct, eq=False):
         kernel_rate: share of the processor's FLOP/s that kernels reach on weights in their storage format, from 0 to 1.
         joins: whether it is part of a call that an earlier task began, so that it starts no kernels of its own.
         nanoseconds: its time alone on the machine; -1 until the virtual driver computes it.
-        lead: the part of that time before the task starts, in nanoseconds.
+        lead: the part of `nanoseconds` before the task starts, in which its lane is taken already.
         demand: its shares of resources; None until the virtual driver computes it.
     """
 
@@ -261,7 +261,7 @@ class Task(msgspec.Struct, eq=False, gc=False):
         waits: number of its edges that are not met yet.
         start, end: nanoseconds at which it started and ended; -1 before that.
         deps: ids of the tasks that it waits for.
-        inputs: number of the first `deps` whose results it needs.
+        inputs: number of tasks whose results it needs; these come first in `deps`.
         followers: the tasks that wait for it; None once it has settled.
         device_edges: the edges that its device enforces; None for none.
         waiter: the policy's coroutine that awaits it; None for none.

@@ -59,7 +59,7 @@ def run(
 
     The run also ends early if weights cannot be read, if logits are not finite, or if this node of a cluster loses the
     others. The report's `failure` then gives the reason. Any other error of a run that has begun is raised, with the
-    report as its attribute `report`. Logits that are not finite before any token are raised without one.
+    report as its attribute `report`.
 
     Args:
         prompts: the token ids of each request's prompt.
@@ -73,7 +73,7 @@ def run(
 
     Raises:
         BadInput: the plan is a pipeline, which no device runs; or it requests router scores, and the device gives none.
-        NotFinite: the first logits are not finite, as those of damaged weights.
+        NotFinite: logits are not finite before any token, as with damaged weights; the error has no report.
         OutOfMemory: the system gave no more memory.
     """
     _require_runnable(plan, policy, device)
@@ -127,9 +127,9 @@ def _require_runnable(plan: Plan, policy: Policy, device: Device) -> None:
 
 
 def _report_suffices(error: Exception | None, *, one_of_several: bool) -> bool:
-    """Test whether the run's report tells its error, so that the error need not be raised.
+    """Test whether it is enough that a run's report has the text of `error`, so that `error` need not be raised.
 
-    These errors are failed tasks whose cause moesched raised, such as unreadable weights.
+    This holds for failed tasks whose cause moesched raised, such as unreadable weights.
 
     one_of_several: whether this is a node of a cluster, whose report may also tell that other nodes were lost.
     """

@@ -114,7 +114,7 @@ class KindMeter:
 
 
 def _alike(graph: StepGraph) -> dict[tuple[Sized, str], list[int]]:
-    """Positions of a captured step's tasks, grouped by micro-batch, verb, kind of layer and lane; without joins."""
+    """Group the positions of a captured step's tasks, except joins, by ((micro-batch, verb, kind of layer), lane)."""
     positions: dict[tuple[Sized, str], list[int]] = {}
     for position, task in enumerate(graph.tasks):
         if graph.lanes[position] >= 0:

@@ -88,7 +88,7 @@ class PoolUse(msgspec.Struct, frozen=True):
 
 
 class PreviewUse(msgspec.Struct, frozen=True):
-    """Previews of the router from one distance, beside its choices.
+    """Counts from comparing router previews, made a given number of layers ahead, with the router's choices.
 
     An expert counts once for each micro-batch and layer, however many tokens choose it. A preview is compared if its
     layer is then routed by `Step.route`.
@@ -109,9 +109,9 @@ class PreviewUse(msgspec.Struct, frozen=True):
 
 
 class ForecastUse(msgspec.Struct, frozen=True):
-    """Answers of a predictor of the kit's `Forecasts` from one distance, beside the routers' choices.
+    """Counts from comparing one predictor's answers, a given number of layers ahead, with the routers' choices.
 
-    As many of an answer's experts count as the router then chose, those with the most expected tokens.
+    Where the router then chose n experts, the n experts with the most expected tokens in an answer count.
 
     Attributes:
         predictor: the name of its class.
@@ -131,7 +131,7 @@ Use = TypeVar("Use", PreviewUse, ForecastUse)
 
 
 def use_of(kind: Callable[..., Use], compared: Compared, *key: Any) -> Use:
-    """Make the entry of a report for router previews, or for a predictor's answers, from one distance.
+    """Make a report's entry for router previews or a predictor's answers, made a given number of layers ahead.
 
     Args:
         kind: the class of the entry: `PreviewUse` or `ForecastUse`.
@@ -149,7 +149,7 @@ class PlanReport(msgspec.Struct, frozen=True):
         micro_batch_size: requests of a micro-batch.
         new_tokens: tokens to generate for each request.
         resident_pages, streamed_pages: number of pages that stay in a memory, and of the others.
-        kv_on_gpu: share of the KV cache that is on the accelerator, by micro-batches and layers.
+        kv_on_gpu: share of the KV cache that is on the accelerator, counted in (micro-batch, layer) pairs.
         discipline: the order in which lanes start tasks: "ready_first" or "in_order".
         beams: beams of each request; 1 without beam search.
         prefill_chunk: most prompt tokens that pass a layer together; None for all of a micro-batch's.

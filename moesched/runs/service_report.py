@@ -70,14 +70,14 @@ class ServiceReport(msgspec.Struct, frozen=True, kw_only=True):
         ttft: from the arrival to the first token.
         tpot: mean time between two tokens, by request; None if no request has two.
         pause: longest time between two tokens, by request; None if no request has two.
-        waited: from the arrival to a place.
+        waited: from the arrival until the request gets a place in a micro-batch.
         steps: number of steps.
         queue: mean number of requests that waited for a place, and the most.
         running: mean number of requests that had a place, and the most.
         cache_held: mean share of the KV cache that requests took, and the most.
         objectives: the limits on times that requests are to keep.
-        kept: share of the completed requests that kept them.
-        goodput: completed requests a second that kept them.
+        kept: share of the completed requests that kept the objectives.
+        goodput: completed requests a second that kept the objectives.
     """
 
     model: str

@@ -104,8 +104,7 @@ class Serving:
         admission: chooses which waiting request gets a place next.
         stop_tokens: ids of tokens, each of which ends its request.
         listener: told of each token and each step; None for no listener.
-        keeps_history: whether to keep requests that have ended, and the occupancy of each step; if not, only that of
-            the last step is kept.
+        keeps_history: whether to keep ended requests and the occupancy of all steps; else only the last step's.
         on_step: called with the number of each step and its rows by place, before it is submitted; None for no call.
 
     Attributes:
@@ -273,8 +272,7 @@ class Serving:
 
         A token that stands for logits that are not finite ends the request, too.
 
-        is_part: whether the step was a part of the request's prompt before its end, so that only log probabilities
-            count.
+        is_part: whether the prompt goes on after the step; then only log probabilities are kept.
         """
         if token == NO_TOKEN:
             self._end(served, "not finite", now)

@@ -128,10 +128,10 @@ class JoinsRanks(Protocol):
     """A device that can be one of several: tensor-parallel ranks, or nodes that share a model's experts."""
 
     def join(self, rank: int, transport: Transport, first: Device) -> None:
-        """Become a rank. Called once before the first batch, or on a node before each order.
+        """Become a rank. Called once before the first batch; on a node of a cluster, before each run.
 
         Args:
-            rank: its number, from 0.
+            rank: this device's number among the ranks, from 0.
             transport: carries the exchanges of its `Collective` tasks; the caller closes it.
             first: rank 0's device if it is in this process, otherwise this device; rank 0 begins each batch last.
 
@@ -159,10 +159,10 @@ class ChecksMachine(Protocol):
 
     @staticmethod
     def check_machine(machine: Machine) -> None:
-        """Check that the device can run as a machine.
+        """Check that the device, on this computer, can run batches that were planned for `machine`.
 
         Raises:
-            BadInput: the device cannot run as that machine.
+            BadInput: the device cannot run such batches.
         """
 
 
@@ -185,7 +185,7 @@ class ChoosesDtype(Protocol):
 
     @staticmethod
     def chosen_dtype(own: str) -> str:
-        """The dtype to compute in where the user names none; `own` is the model's, and the default."""
+        """The dtype to compute in where the user names none; `own` is the model's dtype, which is the default."""
         return own
 
 
@@ -194,7 +194,7 @@ Progress: TypeAlias = Callable[[str, float, float], object]
 
 
 def ignore_progress(what: str, done: float, total: float) -> None:
-    """Ignore progress."""
+    """Do nothing with the progress: the `tell` of devices whose progress nobody follows."""
 
 
 @runtime_checkable
@@ -252,7 +252,7 @@ class StandsBy(Protocol):
     """A device that can keep idle weights from being paged out."""
 
     def stand_by(self) -> object:
-        """Touch the weights. Called several times a second while a node waits for work."""
+        """Touch the weights; the result is ignored. Called several times a second while a node waits for work."""
 
 
 @runtime_checkable
@@ -281,7 +281,7 @@ class ObservesRouting(Protocol):
     """A device that reports which experts the routers choose."""
 
     def observe_routing(self, observer: RoutingObserver) -> None:
-        """Report to an observer from the next batch on."""
+        """Report the experts that routers choose to `observer`, from the next batch on."""
 
 
 @runtime_checkable
@@ -289,4 +289,4 @@ class ObservesActivations(Protocol):
     """A device that reports the experts' activations."""
 
     def observe_activations(self, observer: ActivationObserver) -> None:
-        """Report to an observer from the next batch on."""
+        """Report the experts' activations to `observer`, from the next batch on."""

@@ -18,7 +18,7 @@ class Policy(Protocol):
     searches that too.
 
     On a machine with several equal accelerators the model is divided among all of them (tensor parallelism), and a
-    policy sees one, with its share. A class for anything else declares it: `Pipelined`, `ExpertParallel`.
+    policy sees one, with its share. A class for a pipeline or several machines is `Pipelined` or `ExpertParallel`.
     """
 
     def plan(self, plan: Plan) -> None:

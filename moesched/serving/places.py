@@ -1,4 +1,4 @@
-"""Places: the requests in each, their tokens in the KV cache, and their rows in the next step; here nothing runs."""
+"""Places: the requests in each, their tokens in the KV cache, and their rows in the next step."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Seat:
         return max(0, self.request.prompt - self.cached)
 
     def row(self, step: int, tokens: int) -> Row:
-        """Take the request's next tokens into a step, and return them as a row."""
+        """Take the request's next `tokens` tokens into the step `step`, and return them as a row."""
         request, start, prompts = self.request, self.cached, self.phase == "prefill"
         generated = request.new_tokens - self.tokens_left
         self.cached = start + tokens
@@ -65,7 +65,7 @@ class Seat:
 
     @property
     def _following(self) -> int | None:
-        """The prompt's next token, if the prompt goes on and has log probabilities; else None."""
+        """Id of the prompt token that follows a row; None at the prompt's end, or without its log probabilities."""
         request = self.request
         is_scored = request.scores_prompt and self.to_come
         return request.ids[self.cached] if is_scored and request.ids is not None else None

@@ -7,7 +7,7 @@ from moesched.steps.plan import Plan
 
 
 def lanes_contend(plan: Plan) -> bool:
-    """Test whether tasks on one lane of a plan's machine slow tasks on others."""
+    """Test whether tasks on one lane of a plan's machine slow tasks on other lanes."""
     return devices_contend(plan) or host_contends(plan)
 
 

@@ -1,4 +1,4 @@
-"""Pages that stay in a memory for the whole run: those that a plan keeps there, and those that are at home there."""
+"""Pages that stay in a memory for the whole run: kept there by a plan, or there from the start for the host to use."""
 
 from __future__ import annotations
 

@@ -194,7 +194,7 @@ class Pool(ReadOnly):
         return len(self._slots) * self.slot_bytes
 
     def claims(self, free: int) -> Iterable[Claim]:
-        """The claims that the pool makes on its memory; `free` bytes are left there."""
+        """Return the pool's claim on its memory for all slots; `free`, the bytes left there, has no effect."""
         return [claim_of_slots(self.name, len(self._slots), self.slot_bytes)]
 
     def reserve(self) -> None:

@@ -258,7 +258,7 @@ class MicroBatch:
         self.bound = self._bound_at[stage.number][kind]
 
     def bind(self, stages: Sequence[PipelineStage], works_at: list[list[dict[str, Work]]]) -> None:
-        """Set the works of the micro-batch's verbs.
+        """Set the lanes and works of the micro-batch's verbs at each of these pipeline stages.
 
         works_at: the works by the number of the stage, then by that of the kind of layer, then by the verb's name.
         """

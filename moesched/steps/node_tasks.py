@@ -41,7 +41,7 @@ class NodeTasks(SplitVerbs):
     Args:
         network: the lane of exchanges with the other nodes.
         plan: the node's plan.
-        works: makes the tasks' works.
+        works: makes the tasks' `Work` objects, which hold FLOPs and bytes.
         micro_batches: number of micro-batches.
     """
 

@@ -32,7 +32,7 @@ class RankTasks(SplitVerbs):
 
     Args:
         interconnect: the lane of the rank's all-reduces.
-        works: makes the tasks' works.
+        works: makes the tasks' `Work` objects, which hold FLOPs and bytes.
         micro_batches: number of micro-batches.
     """
 

@@ -1,6 +1,4 @@
-"""Computes the bytes that a plan takes of each memory, from the model, the machine, the batch and the declarations
-alone.
-"""
+"""Computes the bytes that a plan takes of each memory, from model, machine, batch and declarations alone."""
 
 from __future__ import annotations
 
@@ -267,7 +265,7 @@ class Reservations(ReadOnly):
                 yield Reservation(memory, "sums exchanged between nodes", sizes.exchanged(count))
 
     def _kv_cache(self, declared: Declared) -> Iterator[Reservation]:
-        """Reservations for KV caches, and for a layer of cut prompts on accelerators if the host has their cache."""
+        """Yield reservations for KV caches, and on accelerators for one layer of the host's cache of cut prompts."""
         for role in KV_ROLES:
             groups = held_alike(declared.kv_roles, role)
             chosen = [number for numbers in groups.values() for number in numbers]

@@ -92,7 +92,7 @@ class RunState:
         return self.plan.declared.in_flight < len(self.prefill_batches)
 
     def numbered(self, number: int) -> MicroBatch:
-        """Return the micro-batch to which tasks refer by `number`: decode's come first, then those of prefill."""
+        """Return the micro-batch that has `number` in tasks, which count those of decode first, then of prefill."""
         count = len(self.micro_batches)
         return self.micro_batches[number] if number < count else self.prefill_batches[number - count]
 
@@ -176,7 +176,7 @@ class RunState:
             batch.generated += steps
 
     def pass_on(self, batch: MicroBatch, layer: int, step: int) -> list[PageTransfer]:
-        """Have a micro-batch enter the next stage, which begins with `layer`.
+        """Have a micro-batch enter the next pipeline stage, which begins with `layer`, in the step `step`.
 
         Returns:
             the transfers of its hidden state to that stage, to be submitted in this order.

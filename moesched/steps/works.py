@@ -96,9 +96,7 @@ class Works:
         return known
 
     def price(self, work: Work) -> int:
-        """Return the expected nanoseconds of a work: as the virtual clock has priced it, or by the machine's cost
-        model.
-        """
+        """Return the expected nanoseconds of a work, from the virtual clock or else from the machine's cost model."""
         if work.nanoseconds >= 0:
             return work.nanoseconds
         return round(self._cost.work(work).seconds * 1e9)

@@ -172,8 +172,7 @@ class AttentionVerbs(Verbs):
             )
 
     def _chunks_kv(self, layer: int, micro_batch: int) -> Block:
-        """Return the block on the accelerator with the keys and values of earlier chunks, where the KV cache is on the
-        host.
+        """Return the accelerator's block with the keys and values of earlier chunks, if the host has the KV cache.
 
         The block holds the keys and values of one layer: all chunks pass a layer, on the same processor, before the
         next one.

@@ -225,8 +225,7 @@ class Verbs(StepFacts):
             batch.enter(batch.stage, kind)
 
     def _activations(self, batch: MicroBatch, *, leaves: bool) -> tuple[Block, ...]:
-        """Return the block of the micro-batch's activations within a layer as a tuple; empty if the plan does not limit
-        these.
+        """Return a tuple of the block of the micro-batch's activations within a layer; empty if the plan has no limit.
 
         leaves: whether the micro-batch leaves the layer now, so that its block is free for another one.
         """
@@ -293,9 +292,7 @@ class Verbs(StepFacts):
         )
 
     def _swapped(self, verb: Verb, layer: int, micro_batch: int) -> bool:
-        """Test whether a verb would be in order if its layer and its micro-batch were exchanged, for a hint in the
-        error.
-        """
+        """Test whether a verb would be in order with layer and micro-batch exchanged, for a hint in the error."""
         other = self._batches.get(layer)
         needed = self._needed[verb.number] + micro_batch * STRIDE
         return verb.in_layer and layer != micro_batch and other is not None and other.progress == needed

@@ -319,7 +319,7 @@ class ExpertVerbs(Verbs):
         """Check that all experts of a micro-batch have run, and that their outputs are on the accelerator.
 
         Raises:
-            OutOfOrder: they have not, or are not.
+            OutOfOrder: an expert has not run, or its output is still on the host.
         """
         routing = batch.routing
         if self._state.plan.nodes.placement and routing.owners is None:
@@ -342,9 +342,7 @@ class ExpertVerbs(Verbs):
             )
 
     def _expert_view(self, stage: PipelineStage, at: At, layer: int, expert: int, tokens: int) -> View[Any]:
-        """Return the view of an expert's weights in a processor's memory, and note that a task of `tokens` rows reads
-        them.
-        """
+        """Return the view of an expert's weights in a processor's memory, and note their use for `tokens` rows."""
         views = stage.expert.get(at)
         if views is None:
             raise PolicyError(f"run_expert: no processor is {at!r}: give at='accelerator' or at='host'")

@@ -98,7 +98,7 @@ class PageVerbs(Verbs):
         """Check that it is the policy's turn to call verbs, and that the pools are of its own plan.
 
         Raises:
-            PolicyError: it is not its turn, or a pool is of another plan.
+            PolicyError: it is not the policy's turn, or a pool is of another plan.
         """
         if self._gate.thread != get_ident():
             raise self._gate.refusal(verb)

@@ -55,7 +55,7 @@ class Verb:
     """The properties of a verb that are the same in every layer and for every micro-batch.
 
     Attributes:
-        name: the verb's name, that of its method of `Step`.
+        name: the name of the verb and of its method of `Step`.
         needs, leaves: the progress of the micro-batch before and after; equal where the verb leaves it as it is.
         lane: the lane on which the verb's task runs; None for a verb without a task.
         task: the type of its task.
