@@ -213,7 +213,7 @@ class PlainEngine:
         return join
 
     def collective(self, task: Collective, reads: Sequence[Block], writes: Sequence[Block]) -> Collective:
-        """Submit this rank's part of a collective; the order of these calls must be the same on all ranks."""
+        """Submit `task`, this rank's part of a collective; the order of these calls must be the same on all ranks."""
         task.lane.simple = False
         task.ticket = self.tickets
         self.submit(task, reads, writes)
@@ -303,7 +303,10 @@ class PlainEngine:
         self._enqueue(task)
 
     def halt(self, cause: BaseException) -> None:
-        """Cancel all tasks that have not started, now or as they become ready, except admitted collectives."""
+        """Cancel, with the error `cause`, all tasks that have not started, except admitted collectives.
+
+        Ready tasks are cancelled now, waiting ones as they become ready.
+        """
         self._halted = cause
         ready = []
         for lane in self.lanes:

@@ -29,7 +29,7 @@ def attach_report(error: BaseException, report: Any) -> None:
 
 
 def report_of(error: BaseException) -> Any:
-    """The report of the run that an error ended; None where no run had begun."""
+    """Return the report of the run that an error ended; None where no run had begun."""
     return vars(error).get("report")
 
 
@@ -65,7 +65,7 @@ class PolicyError(MoeschedError):
     """A policy submitted an illegal task; raised at the line that submitted it.
 
     Attributes:
-        line: the policy's line as file:line, if the error was raised after that line had run; empty otherwise.
+        line: the policy's line as file:line, if that line is over and so not in the traceback; else empty.
     """
 
     line = ""

@@ -132,7 +132,7 @@ class Described(NamedTuple):
 class Options:
     """Base of frozen dataclasses of options, each with an `Option` in its annotation; numbers are within their bounds.
 
-    A part that inherits an option may give it another type or default; the description stays.
+    A subclass may give an inherited option another type or default; the description stays.
 
     Raises:
         BadInput: a number is out of bounds.
@@ -150,7 +150,7 @@ _DESCRIBED: dict[type, dict[str, Described]] = {}
 
 
 def described(kind: type[Options]) -> dict[str, Described]:
-    """The fields of a class of options that have an `Option` in their annotation, by name."""
+    """Return the fields of a class of options that have an `Option` in their annotation, by name."""
     if kind not in _DESCRIBED:
         _DESCRIBED[kind] = _described(kind)
     return _DESCRIBED[kind]
@@ -183,12 +183,12 @@ def split(annotation: Any) -> tuple[Any, Option | None]:
 
 
 def part_of(options: Options, *parts: type[Options]) -> dict[str, Any]:
-    """The values of `options` for the fields of the option classes `parts`, by field name."""
+    """Return the values of `options` for the fields of the option classes `parts`, by field name."""
     return {name: getattr(options, name) for part in parts for name in described(part)}
 
 
 def flags_given(options: Options) -> list[str]:
-    """The flags of the fields of `options` whose values differ from the command line's defaults."""
+    """Return the flags of the fields of `options` whose values differ from the command line's defaults."""
     return [
         each.flag
         for each in described(type(options)).values()

@@ -75,7 +75,7 @@ def takes_setting(plugin: type, name: str) -> bool:
 
 
 def setting_names(plugin: type) -> list[str]:
-    """The names of a plug-in's settings: its constructor's parameters with a default."""
+    """Return the names of a plug-in's settings: its constructor's parameters with a default."""
     parameters = inspect.signature(plugin).parameters.values()
     return [each.name for each in parameters if each.default is not inspect.Parameter.empty]
 

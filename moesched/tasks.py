@@ -369,7 +369,7 @@ class Task(msgspec.Struct, eq=False, gc=False):
 
 
 def phase_after(generated: int) -> Phase:
-    """The phase of sequences that have generated this number of tokens."""
+    """Return the phase of sequences that have generated this number of tokens."""
     return "decode" if generated > 0 else "prefill"
 
 

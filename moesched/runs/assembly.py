@@ -36,7 +36,7 @@ class RankRun(NamedTuple, Generic[EngineType]):
         return self.rank.plan
 
     def outcome(self) -> Outcome:
-        """The raw results of the run so far."""
+        """Return the raw results of the run so far."""
         generation, engine = self.generation, self.engine
         busy = {lane.name: lane.busy for lane in engine.lanes} if generation.ended else generation.busy
         return Outcome(

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def listener_or_cell(given: Listener | None, *, patience: float = 0.0) -> Listener:
-    """The given listener; without one, a listener that shows progress in the cell if a notebook runs this program.
+    """Return the given listener; without one, a `CellProgress` in a notebook, else a listener that does nothing.
 
     Args:
         patience: seconds before the cell shows anything.

@@ -36,7 +36,7 @@ class TokenHandling(NamedTuple):
     rows_apart: Callable[[int], bool] | None = None
 
     def without_receiver(self) -> TokenHandling:
-        """A copy without the callback, for ranks that generate the same tokens as the first one."""
+        """Return a copy without the callback, for ranks that generate the same tokens as the first one."""
         return self._replace(on_tokens=None)
 
 

@@ -185,7 +185,7 @@ class _HardwareRun:
         return self._driver.origin
 
     def run(self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, keep_open: bool) -> None:
-        """Generate all tokens."""
+        """Generate all tokens of the prompts; the devices are closed at the end unless `keep_open`."""
         run_on_own_loop(partial(self._generate, prompts, sampling, keep_open))
 
     async def _generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, keep_open: bool) -> None:

@@ -105,7 +105,7 @@ class ServiceReport(msgspec.Struct, frozen=True, kw_only=True):
     nodes: int = 1
 
     def as_dict(self) -> dict[str, Any]:
-        """The report as JSON's types."""
+        """Return the report as JSON's types."""
         made: dict[str, Any] = msgspec.to_builtins(self)
         return made
 
@@ -171,12 +171,12 @@ def service_report(
 
 
 def ttft(served: Served) -> float:
-    """Seconds from a request's arrival to its first token."""
+    """Return the seconds from a request's arrival to its first token."""
     return (served.times[0] - served.request.arrives) / 1e9
 
 
 def tpot(served: Served) -> float | None:
-    """Mean seconds between two tokens of a request; None with fewer than two."""
+    """Return the mean seconds between two tokens of a request; None with fewer than two."""
     if len(served.times) < 2:
         return None
     return (served.times[-1] - served.times[0]) / (len(served.times) - 1) / 1e9

@@ -64,7 +64,7 @@ class Occupancy(msgspec.Struct):
     """The use of a capacity's places. Each list has one number for each step.
 
     Attributes:
-        starts: the end of the step before, or of the time without requests before this step; as `times`.
+        starts: the start of the step's period: the end of the step before, or of a time without requests; as `times`.
         times: the end of the step; nanoseconds since the first request could run.
         held: tokens of the KV cache that the requests' blocks held at that time, in whole blocks; the step's last
             tokens still count.
@@ -86,10 +86,10 @@ class ServingListener(Protocol):
         """The weights are loaded: requests can run."""
 
     def token(self, served: Served) -> None:
-        """A request has one more token, or has ended: in the last call for a request, its `ending` is not None."""
+        """The request `served` has one more token, or has ended: in its last call, `served.ending` is not None."""
 
     def step(self, serving: Serving) -> None:
-        """A step has ended, and its tokens were told."""
+        """A step of `serving` has ended, after the calls of `token` for its tokens."""
 
 
 class Serving:

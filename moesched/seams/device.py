@@ -37,7 +37,7 @@ class Issued(Protocol):
         """The task's result."""
 
     def span(self) -> tuple[int, int]:
-        """The task's start and end in nanoseconds on the driver's clock; known once `wait` has returned."""
+        """Return the task's start and end in nanoseconds on the driver's clock; known once `wait` has returned."""
 
 
 class Streams(Protocol):
@@ -81,7 +81,7 @@ class Device(Protocol):
         """The issuer of tasks to lanes of kind "stream", on the driver's clock; None without such lanes."""
 
     def slot_bytes(self, page: Page) -> int:
-        """Bytes of memory that a page takes in a slot, at least `page.nbytes`; constant. Called before any `begin`."""
+        """Return the bytes that a page takes in a slot, at least `page.nbytes`; constant. Called before any `begin`."""
 
     def begin(self, plan: Plan, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
         """Prepare a batch: allocate what the plan reserves, no more, and store the prompts' token ids.
@@ -100,8 +100,8 @@ class Device(Protocol):
         starts when all its dependencies have ended. The value of `route` and `preview_route` is the number of rows of
         each expert that has any, with router scores where the plan requests them (`moesched.routing.ScoredTokens`);
         that of `sample` is one token for each sequence that ends its prompt or decodes; other verbs return None.
-        `run_expert` has the rows of `Task.expert_rows`; each row's bits must be those that it has if all of its
-        micro-batch's rows run together. The operands of `load_routed` are pairs of an expert and a range of its rows.
+        `run_expert` has the rows of `Task.expert_rows`; each row must get the same bits as if all rows of its
+        micro-batch ran together. The operands of `load_routed` are pairs of an expert and a range of its rows.
 
         Raises:
             Exception: of any kind; the driver turns it into the task's failure, and ends the run.
@@ -146,7 +146,7 @@ class DescribesMachine(Protocol):
 
     @staticmethod
     def machine(host: Machine) -> Machine:
-        """The machine that `--machine auto` stands for: the host with the device's additions.
+        """Return the machine that `--machine auto` stands for: the host with the device's additions.
 
         Raises:
             BadInput: the hardware is not there, or the user has to name a machine.
@@ -172,7 +172,7 @@ class IsCalibrated(Protocol):
 
     @staticmethod
     def processors() -> str:
-        """The processors of this machine that the device runs on, named as in `Machine.measured_on`.
+        """Return the processors of this machine that the device runs on, named as in `Machine.measured_on`.
 
         Raises:
             BadInput: the hardware is not there.
@@ -185,7 +185,7 @@ class ChoosesDtype(Protocol):
 
     @staticmethod
     def chosen_dtype(own: str) -> str:
-        """The dtype to compute in where the user names none; `own` is the model's dtype, which is the default."""
+        """Return the dtype to compute in where the user names none; `own`, the model's dtype, is the default."""
         return own
 
 
@@ -209,7 +209,7 @@ class WarmsUp(Protocol):
     """A device that runs its kernels once before the first step, while pages that stay are loaded."""
 
     def warm_up_seconds(self) -> float | None:
-        """Seconds that the warm-up of the last batch took; None if it had nothing to warm up. Called after a batch."""
+        """Return the seconds that the last batch's warm-up took; None without a warm-up. Called after a batch."""
 
 
 @runtime_checkable

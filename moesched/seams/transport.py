@@ -47,13 +47,13 @@ class Transport(Protocol):
         """
 
     def all_reduce(self, rank: int, exchange: Exchange, part: Array) -> Array:
-        """The sum of all ranks' parts, which have one shape and type, added in the order of the ranks."""
+        """Return the sum of all ranks' parts, which have one shape and type, added in the order of the ranks."""
 
     def broadcast(self, rank: int, exchange: Exchange, array: Array | None, root: int) -> Array:
-        """The array of the rank `root`, on all ranks; the others pass None, and need not know its shape."""
+        """Return the array of the rank `root`, on all ranks; the others pass None, and need not know its shape."""
 
     def gather(self, rank: int, exchange: Exchange, part: Array, root: int) -> list[Array] | None:
-        """The parts of all ranks in their order, on the rank `root`; None on the others. Shapes may differ."""
+        """Return the parts of all ranks in their order, on the rank `root`; None on the others. Shapes may differ."""
 
     async def aclose(self) -> None:
         """Free everything; waiting ranks get a TransportError. Called once, by the owner; must not raise."""

@@ -30,7 +30,7 @@ class FirstCome:
         return waiting
 
     def entered(self, request: Request) -> None:
-        """Note nothing."""
+        """Do nothing: the order does not depend on earlier requests."""
 
 
 class ShortestPrompt:
@@ -41,7 +41,7 @@ class ShortestPrompt:
         return sorted(waiting, key=lambda request: request.prompt)
 
     def entered(self, request: Request) -> None:
-        """Note nothing."""
+        """Do nothing: the order does not depend on earlier requests."""
 
 
 class FairAmongUsers:
@@ -67,7 +67,7 @@ class FairAmongUsers:
         return [waiting[index] for index in sorted(range(len(starts)), key=starts.__getitem__)]
 
     def entered(self, request: Request) -> None:
-        """Count the tokens of a request that begins to run, and forget users who are no longer ahead."""
+        """Count the tokens of a request that begins to run, and forget users whose last request ends by its start."""
         start = self._start(request.user, self._ends)
         self._ends[request.user] = start + request.most_tokens
         if start > self._now:

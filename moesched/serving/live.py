@@ -27,7 +27,7 @@ class LiveArrivals:
             self._wake()
 
     def remove(self, number: int) -> None:
-        """Note that nobody waits for a request any more."""
+        """Note that nobody waits for the request with this number any more."""
         with self._lock:
             self._news.departed.append(number)
             self._wake()

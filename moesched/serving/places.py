@@ -96,7 +96,7 @@ class Places:
         self._leaving: set[int] = set()
 
     def __len__(self) -> int:
-        """The number of requests that hold blocks of the KV cache."""
+        """Return the number of requests that hold blocks of the KV cache."""
         return len(self._seats)
 
     def __contains__(self, request: object) -> bool:

@@ -12,7 +12,7 @@ def lanes_contend(plan: Plan) -> bool:
 
 
 def devices_contend(plan: Plan) -> bool:
-    """Test whether devices slow each other down.
+    """Test whether the devices of a plan's machine slow each other down.
 
     They do if accelerator and host share a memory, if several stages share links, or if contention was measured.
     """
@@ -20,7 +20,7 @@ def devices_contend(plan: Plan) -> bool:
 
 
 def host_contends(plan: Plan) -> bool:
-    """Test whether the host computes from the memory that copies to the accelerator read meanwhile.
+    """Test whether a plan's host computes from the memory that copies to the accelerator read meanwhile.
 
     False for a machine whose processors and memories name no class of hardware, and for one with measured costs: their
     rates are used as they are.

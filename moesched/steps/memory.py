@@ -216,7 +216,7 @@ class Pool(ReadOnly):
         return len(self._empty)
 
     def pages(self) -> list[Page]:
-        """The pages that the pool holds, the next one to be replaced first."""
+        """Return the pages that the pool holds, the next one to be replaced first."""
         return [slot.page for slot in self._held.values() if slot.page is not None]
 
     def assign_all(self, pages: Sequence[Page], engine: Engine, arrival: int, step: int) -> tuple[Slot, ...]:
@@ -362,7 +362,7 @@ def counts_of(pool: Pool) -> PoolCounts:
 
 
 def held_slot(page: Page, pool: Pool) -> Slot | None:
-    """The slot of a pool that holds a page; None if the pool does not hold the page."""
+    """Return the slot of a pool that holds a page; None if the pool does not hold the page."""
     return pool._held.get(page.id)
 
 

@@ -69,5 +69,5 @@ def ownership_problem(
 
 
 def named(experts: Collection[int]) -> str:
-    """Experts as text for messages, such as "E1, E5"."""
+    """Return the experts as text for messages, such as "E1, E5"."""
     return ", ".join(f"E{expert}" for expert in experts)

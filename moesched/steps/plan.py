@@ -228,7 +228,7 @@ class Plan(PlanFacts):
         return pool
 
     def keep(self, pages: Sequence[Page], role: Role = "accelerator") -> Fixed:
-        """Declare pages that stay in a memory for the whole run; they are loaded before the first step.
+        """Declare pages that stay in the memory `role` for the whole run; they are loaded before the first step.
 
         Raises:
             PolicyError: the pages belong to several stages, and the memory would be an accelerator's; or one of them is
@@ -273,7 +273,7 @@ class Plan(PlanFacts):
             self.weights.count_load_buffers(host, self.layout.globals_bytes)
 
     def _memory_for(self, verb: str, pages: Sequence[Page], role: Role) -> Memory:
-        """Return the memory of a role for these pages; of several accelerators, that of the pages' stage."""
+        """Return the memory of a role for these pages; of several accelerators, the memory of the pages' stage."""
         role = role_named(verb, role, self.machine)
         stages = {stage_of(self.stages, page.layer) for page in pages} if role == "accelerator" else {0}
         if len(stages) > 1:

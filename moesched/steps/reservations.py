@@ -196,7 +196,7 @@ class Reservations(ReadOnly):
         ]
 
     def needed_by_all(self, nodes: NodeShare) -> Iterator[Reservation]:
-        """The reservations that every policy needs, except those for activations within a layer."""
+        """Yield the reservations that every policy needs, except those for activations within a layer."""
         if nodes.count == 1:
             yield from self._all_weights(nodes)
         sizes = self.sizes
@@ -242,7 +242,7 @@ class Reservations(ReadOnly):
         return self._tokens[key]
 
     def _all_weights(self, nodes: NodeShare) -> Iterator[Reservation]:
-        """The reservation of all weights that this node uses, if they come from the memory that the host reads."""
+        """Yield the reservation of all weights that this node uses, if they come from the host's memory."""
         if self._machine.weights_on_host:
             yield Reservation(self._host, "all weights", self._weight_bytes(nodes), "weights")
 
@@ -253,7 +253,7 @@ class Reservations(ReadOnly):
         return self._of_nodes[nodes]
 
     def _within_layers(self, declared: Declared) -> Iterator[Reservation]:
-        """Reservations for activations within a layer: in prefill of the micro-batches in flight, in decode of all."""
+        """Yield reservations for activations within a layer: for micro-batches in flight, and in decode for all."""
         sizes, count, nodes = self.sizes, declared.in_flight, declared.nodes
         for fast in self._accelerators:
             what = f"activations of {count} micro-batches within a layer"
@@ -303,7 +303,7 @@ class Reservations(ReadOnly):
                 yield Reservation(fast, "graphs of kernels", self.sizes.graphs)
 
     def _host_experts(self, declared: Declared) -> Iterator[Reservation]:
-        """Reservations for rows that go to experts on the host, for the outputs that come back, and for workspace."""
+        """Yield reservations for rows of experts on the host, for outputs that come back, and for workspace."""
         if not declared.experts_on_host or self._machine.unified:
             return
         prompts = self.sizes.host_prompt_rows(declared.in_flight)
@@ -313,7 +313,7 @@ class Reservations(ReadOnly):
             yield Reservation(fast, "hidden states on their way to the host", self.sizes.hidden)
 
     def _host_buffers(self, declared: Declared) -> Iterator[Reservation]:
-        """Reservations for page-locked buffers through which the host exchanges data with accelerators."""
+        """Yield the reservations for page-locked buffers through which the host exchanges data with accelerators."""
         if self._machine.unified:
             return
         sizes, locked = self.sizes, self._locked
@@ -335,7 +335,7 @@ class Reservations(ReadOnly):
         return max(map(self._slot_bytes, self._layout.pages))
 
     def _node_weights(self, nodes: NodeShare) -> Iterator[Reservation]:
-        """The reservation for the pages of a node of several, which stay in its accelerator's memory."""
+        """Yield the reservation for the pages of a node of several, which stay in its accelerator's memory."""
         if not nodes.placement:
             return
         if nodes.count > 1:

@@ -96,7 +96,7 @@ class Verbs(StepFacts):
 
     @contextmanager
     def priority(self, name: Priority) -> Iterator[None]:
-        """Give the kernels of a `with` block a priority on their lanes, on both processors.
+        """Give the kernels of a `with` block the priority `name` on their lanes, on both processors.
 
         Of the kernels that are ready, a lane runs urgent ones first and speculative ones last. It does not change the
         order of transfers (`fetch` has options for that), nor that of lanes that keep to program order.
@@ -368,5 +368,5 @@ def too_many(verb: str, limit: int) -> PolicyError:
 
 
 def gate_of(step: Verbs) -> VerbGate:
-    """The `VerbGate` of a step, which tells when the policy may call its verbs."""
+    """Return the `VerbGate` of a step, which tells when the policy may call its verbs."""
     return step._gate

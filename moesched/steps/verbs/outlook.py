@@ -24,7 +24,7 @@ class Outlook(Verbs):
     """
 
     def arrived(self, page: Page, role: Role = "accelerator") -> bool:
-        """Test whether a page is in a memory now, rather than on its way there or somewhere else.
+        """Test whether a page is in the memory `role` now, rather than on its way there or somewhere else.
 
         Time passes only while the policy awaits a handle. To wait for a page, await its fetch.
 
