@@ -398,7 +398,7 @@ class PlainEngine:
         self.started.append(task)
 
     def _settle(self, task: Task, state: int) -> None:
-        """Set the final state of a task and release its followers, in turn also those of followers that end at once."""
+        """Set the final state of a task and release its followers, and the followers of followers that end at once."""
         task.state = state
         self._settle_all([task])
 

@@ -51,7 +51,7 @@ class Option:
 
     @property
     def is_bounded(self) -> bool:
-        """Test whether the option is a number within bounds."""
+        """Test whether the option's value is a number for which there are bounds."""
         return self.ge is not None or self.gt is not None
 
     @property

@@ -26,7 +26,7 @@ class Following:
         self._policy = policy
 
     async def run(self) -> int:
-        """Load the weights, then run steps until the first node has no more; returns the number of steps."""
+        """Load the weights, then run steps until the first node announces the end; returns the number of steps."""
         await load(self._run)
         samples: Sequence[Sampled] = ()
         while (rows := await self.notices.take(self.steps)) is not None:

@@ -81,7 +81,7 @@ class Generation:
         self._stopped: set[int] = set()
 
     async def run(self) -> list[list[int]]:
-        """Load the weights, prefill and decode; returns each request's tokens. A step is submitted while one runs."""
+        """Load weights, prefill and decode; returns requests' tokens. A step is submitted while the one before runs."""
         self.loaded = await load(self._run)
         self.busy_loading = self.busy = self._busy()
         steps = self._run.steps

@@ -138,7 +138,7 @@ def _report_suffices(error: Exception | None, *, one_of_several: bool) -> bool:
 
 
 class _HardwareRun:
-    """All ranks of this process on their devices, driven in real time.
+    """Drives all ranks of this process on their devices, in real time.
 
     Attributes:
         began: whether the devices were ready, and the policies began.

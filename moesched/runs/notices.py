@@ -65,7 +65,7 @@ class Notices:
         """Carry out a notice's task over a transport, on the thread of its lane.
 
         Raises:
-            TransportError: as `Transport.broadcast`; or the bytes that came are no notice.
+            TransportError: `Transport.broadcast` raised it, or the bytes that came are no notice.
         """
         exchange = Exchange(task.ticket, task.signature, task.step)
         if self._node == FIRST:

@@ -249,7 +249,7 @@ def make_report(
     """Make the report of a run.
 
     Args:
-        plan: the plan of the run; of the first one with several ranks or nodes.
+        plan: the plan of the run; with several ranks or nodes, the first one's.
         outcome: the run's raw results.
         wall_seconds: real time that the run took.
         measured: whether the run was on hardware; else it is a prediction.

@@ -111,9 +111,9 @@ def in_words(error: BaseException) -> str:
 
 
 def _method_line(trace: TracebackType | None) -> str:
-    """Return the first line of the policy's method that ended too early, as "file:line (class.method)".
+    """Return the first line of the policy's method in a traceback, as "file:line (class.method)"; empty if none is.
 
-    The method's step or plan is not complete. The result is empty if no method of a policy is in the traceback `trace`.
+    trace: of an error raised after the method ended and left its step or plan incomplete.
     """
     for policy, kind in _methods(trace):
         method = getattr(type(policy), kind, None)

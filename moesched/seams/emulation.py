@@ -12,7 +12,7 @@ class KeepsTime(Protocol):
     """A device that imitates another machine, and provides the clock of all times."""
 
     def clock(self) -> int:
-        """Monotonic nanoseconds on that machine's clock. Called from any thread."""
+        """Return the monotonic nanoseconds on the imitated machine's clock. Called from any thread."""
 
 
 class Dilations(msgspec.Struct, frozen=True):

@@ -59,8 +59,8 @@ class ExpertParallel(Protocol):
 class KeepsState(Protocol):
     """A policy class that declares whether an instance serves all batches of a run, one after the other.
 
-    If True, `plan` is called once for each batch, and what else the instance holds outlives it. Predictions schedule
-    every step, since steps that look alike may differ later.
+    If True, `plan` is called once for each batch, and the instance's own state lasts from batch to batch. Predictions
+    schedule every step, since steps that look alike may differ later.
     """
 
     keeps_state: bool

@@ -12,7 +12,7 @@ from moesched.serving.request import Request
 class Admission(Protocol):
     """Rule that orders the waiting requests.
 
-    The first one that finds no place ends the search: others do not overtake it, so that every request runs in the end.
+    The first request that finds no place ends the search: others do not overtake it, so that all run in the end.
     """
 
     def order(self, waiting: Sequence[Request]) -> Sequence[Request]:

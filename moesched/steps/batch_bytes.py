@@ -137,7 +137,7 @@ class BatchBytes(ReadOnly):
 
     @property
     def _kept(self) -> list[int]:
-        """The rows of each workspace in which a GPU keeps a micro-batch's results from step to step."""
+        """The number of rows of each workspace in which a GPU keeps a micro-batch's results from step to step."""
         if self._batch.served:
             return [min(KEPT_ROWS, rows) for rows in self._largest_first] * SERVED_MEMORIES
         return [rows for rows in (*self._prefill, *self._decode_rows) if rows <= KEPT_ROWS]

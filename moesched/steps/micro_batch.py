@@ -22,7 +22,7 @@ class HostOutput(NamedTuple):
 
     Attributes:
         expert: the expert's number in the layer.
-        rows: the rows, of those that the micro-batch has for the expert, that the output is for.
+        rows: the range of the micro-batch's rows for the expert that the output is for.
         block: the block of data that holds the output.
     """
 
@@ -155,7 +155,7 @@ class MicroBatch:
         activations: the block of its activations within a layer, where the plan limits these; else None.
         stage: the pipeline stage that it is at.
         works: the work of each verb at that stage, in the present kind of layer, by the verb's name.
-        works_at: such works by the number of the stage, then by that of the kind of layer.
+        works_at: such works by the stage's number, then by the number of the kind of layer.
         bound: by a verb's number, its lane and its work at that stage, and the blocks that its task reads and writes.
         routes: whether it has used `route` rather than `post_attention`, so that a layer is several tasks after
             attention.
@@ -260,7 +260,7 @@ class MicroBatch:
     def bind(self, stages: Sequence[PipelineStage], works_at: list[list[dict[str, Work]]]) -> None:
         """Set the lanes and works of the micro-batch's verbs at each of these pipeline stages.
 
-        works_at: the works by the number of the stage, then by that of the kind of layer, then by the verb's name.
+        works_at: the works by the stage's number, then by the number of the kind of layer, then by the verb's name.
         """
         self.works_at = works_at
         blocks = self.blocks

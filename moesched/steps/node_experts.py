@@ -1,4 +1,4 @@
-"""Checks of the experts that each node holds, where nodes share a model, and of those that it is to run."""
+"""Checks of the experts that each node holds, and of the experts that it is to run, where nodes share a model."""
 
 from __future__ import annotations
 

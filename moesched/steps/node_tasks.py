@@ -1,4 +1,4 @@
-"""The tasks of a verb on a node of several: kernels, and the exchanges between the nodes.
+"""The tasks of a verb where several nodes run a model: kernels, and the exchanges between the nodes.
 
 Where nodes share a model's experts (`Plan.place_experts`), these verbs are more than one task:
 

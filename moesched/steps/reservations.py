@@ -335,7 +335,7 @@ class Reservations(ReadOnly):
         return max(map(self._slot_bytes, self._layout.pages))
 
     def _node_weights(self, nodes: NodeShare) -> Iterator[Reservation]:
-        """Yield the reservation for the pages of a node of several, which stay in its accelerator's memory."""
+        """Yield the reservations for the weights that this node holds, if the policy places experts on nodes."""
         if not nodes.placement:
             return
         if nodes.count > 1:

@@ -113,7 +113,7 @@ class PageVerbs(Verbs):
             self._add_own(verb, source)
 
     def _add_own(self, verb: str, pool: Pool) -> None:
-        """Note that a pool is of this run's plan.
+        """Check that a pool is of this run's plan, and remember it as such.
 
         Raises:
             PolicyError: it is of another plan, or no pool.
