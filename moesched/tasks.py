@@ -459,9 +459,7 @@ def read_only(value: object) -> object:
 
 
 def _line_of(code: CodeType, instruction: int) -> int:
-    """Return the source line of a byte offset in a code object; computed only when it is shown, as it takes a
-    microsecond.
-    """
+    """Return the source line of a byte offset in a code object; takes a microsecond, so call this for display only."""
     line = code.co_firstlineno
     for start, _, number in code.co_lines():
         if start > instruction:

@@ -24,7 +24,7 @@ def simulated_decisions(
 ) -> Callable[[Task], Any]:
     """Return a function from which the virtual driver gets the value of a routing or sampling task.
 
-    The value of `route` and `preview_route` is {expert: tokens}, that of `sample` a list of tokens. Router scores,
+    The value of `route` and `preview_route` is {expert: tokens}, the value of `sample` a list of tokens. Router scores,
     where the plan requests them, are the routing's own if it is a `ScoresExperts`. Otherwise, and for previews, they
     are the experts' shares of the micro-batch's choices.
 

@@ -67,8 +67,8 @@ def run(
         tokens: stop tokens of requests, and the callback for their tokens.
         observers: called with each task of the first rank, when it ends.
         recorder: records the tasks of all ranks, for a trace; None for no trace.
-        peers: the other ranks or nodes in this process. Observers and report are those of the first one, which has
-            `plan`, `policy` and `device`; the trace has all of them.
+        peers: the other ranks or nodes in this process; `plan`, `policy` and `device` are the first rank's. Observers
+            and report cover the first rank only, the trace covers all.
         keep_open: leave the device open for another batch; the caller closes it.
 
     Raises:

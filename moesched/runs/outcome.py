@@ -170,7 +170,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """Figures of a run, measured or predicted as `measured` says.
 
     Attributes:
-        wall_seconds: real time of the run; all other times are those of its machine, which may be emulated.
+        wall_seconds: real time of the run; all other times are on the clock of its machine, which may be emulated.
         emulation: quality of the emulation; None for a run on real hardware or a prediction.
         tensor_parallel: number of accelerators that the model was split over. All did the same at the same time. Lanes,
             tasks and the peak of the accelerator's memory are those of one of them; other peaks are for all.

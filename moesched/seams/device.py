@@ -99,7 +99,7 @@ class Device(Protocol):
         Called on the thread of the task's lane: one task at a time for each lane, several lanes concurrently. A task
         starts when all its dependencies have ended. The value of `route` and `preview_route` is the number of rows of
         each expert that has any, with router scores where the plan requests them (`moesched.routing.ScoredTokens`);
-        that of `sample` is one token for each sequence that ends its prompt or decodes; other verbs return None.
+        the value of `sample` is a token for each sequence that ends its prompt or decodes; other verbs return None.
         `run_expert` has the rows of `Task.expert_rows`; each row must get the same bits as if all rows of its
         micro-batch ran together. The operands of `load_routed` are pairs of an expert and a range of its rows.
 

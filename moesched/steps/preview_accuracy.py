@@ -84,8 +84,7 @@ class PreviewAccuracy:
         self._pairs += [(forecast, route) for forecast in forecasts]
 
     def end_step(self) -> None:
-        """Compare a step's pairs of forecast and routing, and drop their tasks; also called when a run ends within a
-        step.
+        """Compare a step's pairs of forecast and routing, and drop their tasks; also called if a run ends in a step.
 
         At the end of a step all routings are known, since experts cannot run before. The forecasts are known, too: a
         routing overwrites what its previews read, and so ran after them.

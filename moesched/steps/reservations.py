@@ -66,9 +66,7 @@ class NodeShare:
         return self.index == 0 or not self.centralised
 
     def pages(self, layout: WeightLayout) -> tuple[Page, ...]:
-        """Return the pages that this node uses: those of its experts, and the dense ones if it attends; all without a
-        placement.
-        """
+        """Return this node's pages: its experts', and the dense ones if it attends; without a placement, all pages."""
         if not self.placement:
             return layout.pages
         held = self.placement[self.index]
@@ -134,9 +132,7 @@ class KVPlan(NamedTuple):
 
     @property
     def on_gpu(self) -> float:
-        """Share of the KV cache that the accelerator holds, from 0 to 1, counted in (micro-batch, layer) pairs: r_c of
-        MoE-Lightning.
-        """
+        """Share (0 to 1) of the KV cache on the accelerator, in (micro-batch, layer) pairs: r_c of MoE-Lightning."""
         held = sum(holders.count("accelerator") for holders in self.roles)
         return held / (len(self.roles) * len(self.roles[0]))
 

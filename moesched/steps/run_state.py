@@ -122,9 +122,7 @@ class RunState:
             batch.serve(rows[batch.index])
 
     def _continue(self, batch: MicroBatch) -> None:
-        """Have the requests of a micro-batch begin their next step: with prompts or chunks of them, or with one token
-        each.
-        """
+        """Have a micro-batch's requests begin their next step: with prompts, chunks of prompts, or one token each."""
         if batch.generated == 0:
             assert batch.chunk is not None, (
                 "a micro-batch of prompts is a chunk, or has one of all its prompts"
@@ -136,9 +134,7 @@ class RunState:
         batch.begin(starts, (1,) * len(starts))
 
     def end_step(self) -> None:
-        """Note that a step has ended: the micro-batches with complete prompts decode from now on, with one more token
-        each.
-        """
+        """Note the end of a step: from now on, micro-batches with complete prompts decode, with one more token each."""
         through = [batch.whole for batch in self.present if batch.chunk is None or batch.chunk.last]
         for batch in through:
             batch.generated += 1

@@ -119,11 +119,7 @@ class Works:
         batch.enter(self._stages[0], self.kind_of[0])
 
     def _of_kind(self, batch: MicroBatch, stage: PipelineStage, number: int) -> dict[str, Work]:
-        """Make a micro-batch's works in one kind of layer that are the same in all steps of a phase, by the verb's
-        name.
-
-        number: number of the kind of layer.
-        """
+        """Make, by verb, a micro-batch's works in the kind of layer `number` that are alike in all steps of a phase."""
         plan, operations = self._plan, self.kinds[number]
         sequences = tokens = plan.batch.sequences(batch.requests)
         if batch.phase == "prefill":

@@ -99,7 +99,7 @@ class Verbs(StepFacts):
         """Give the kernels of a `with` block the priority `name` on their lanes, on both processors.
 
         Of the kernels that are ready, a lane runs urgent ones first and speculative ones last. It does not change the
-        order of transfers (`fetch` has options for that), nor that of lanes that keep to program order.
+        order of transfers (`fetch` has options for that), nor the order on lanes that keep to program order.
 
         Raises:
             PolicyError: there is no such priority.
@@ -172,7 +172,7 @@ class Verbs(StepFacts):
 
         Args:
             operands: the task's operands, as the device's runner takes them.
-            reads, writes: further blocks, beside those of the micro-batch that the table names.
+            reads, writes: further blocks, beside the micro-batch's blocks that the table names.
 
         Returns:
             the task; where the verb has nothing to do, the one that made the data.

@@ -271,9 +271,7 @@ class ExpertVerbs(Verbs):
         return task, (*reads, *view.reads), tuple(outputs)
 
     def _leave_on_host(self, routing: RoutingState, output: HostOutput) -> None:
-        """Note an expert's output on the host, which `load_routed` has to bring; with one memory, `combine` reads it
-        there.
-        """
+        """Note an expert's output on the host, for `load_routed` to bring, or with one memory for `combine` to read."""
         assert routing.on_host is not None, "the rows are there"
         routing.on_host.append(output)
         if self._state.unified:

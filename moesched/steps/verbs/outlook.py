@@ -18,7 +18,7 @@ from moesched.tasks import DONE, Task
 class Outlook(Verbs):
     """Questions about time, which submit nothing and need `Plan.request_times`.
 
-    Schedules that depend on the answers differ from run to run. Expected times are those of the machine's cost model:
+    Schedules that depend on the answers differ from run to run. Expected times come from the machine's cost model:
     for the tasks submitted so far, in the order in which their lanes take them, each as fast as if it were alone. On
     CUDA, tasks that are on a stream already do not count.
     """
