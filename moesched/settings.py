@@ -51,7 +51,7 @@ def check_settings(plugin: type, title: str, settings: Mapping[str, Any]) -> dic
 
 
 def require_defaults(policy: type, title: str) -> None:
-    """Check that a policy can be made without arguments, since settings replace defaults.
+    """Check that a policy can be made without arguments, since settings replace defaults; `title` names it in errors.
 
     Raises:
         BadInput: a parameter of its constructor has no default.

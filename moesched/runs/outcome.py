@@ -148,7 +148,7 @@ class PlanReport(msgspec.Struct, frozen=True):
         batch_size: number of requests.
         micro_batch_size: requests of a micro-batch.
         new_tokens: tokens to generate for each request.
-        resident_pages, streamed_pages: number of pages that stay in a memory, and of the others.
+        resident_pages, streamed_pages: numbers of pages that stay in a memory, and of pages that are streamed.
         kv_on_gpu: share of the KV cache that is on the accelerator, counted in (micro-batch, layer) pairs.
         discipline: the order in which lanes start tasks: "ready_first" or "in_order".
         beams: beams of each request; 1 without beam search.

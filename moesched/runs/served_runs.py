@@ -103,7 +103,7 @@ def simulate_serving(
 
 
 def _decided(plan: Plan, routing: Routing | None, preview_accuracy: float) -> dict[type[Task], Perform]:
-    """Return, by type of task, the function that gives decisions their values, where no device computes them.
+    """Return, by type of task, the function that makes the values of routing and sampling, where no device does.
 
     preview_accuracy: probability that a preview forecasts an expert that the router then chooses one layer later.
     """

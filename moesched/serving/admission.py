@@ -48,8 +48,8 @@ class FairAmongUsers:
     """Users take turns by tokens: start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996).
 
     Each request has a start on a scale of tokens, and requests run by their starts. A request starts where its user's
-    previous one ended, and ends later by the most tokens that it may have. A user who is new, or comes back, starts
-    where the request that entered last started, and so gains and loses nothing by having been away.
+    previous request ends, and ends at its start plus the most tokens that it may have. A user who is new, or comes
+    back, starts where the request that entered last started, and so gains and loses nothing by having been away.
     """
 
     def __init__(self) -> None:

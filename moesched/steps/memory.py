@@ -117,8 +117,8 @@ class Slot(Block):
         index: the slot's number in the pool.
         fixed: whether the slot holds the same page for the whole run.
         page: the page that it holds; None while it is empty.
-        read: number of the last step that read the page. Until a step did, it says how the page came: `LOADED` before
-            the first step, `FETCHED` on demand, or `SPECULATED` by a speculative fetch.
+        read: number of the last step that read the page. Before any step read the page, the way in which it came:
+            `LOADED` before the first step, `FETCHED` on demand, or `SPECULATED` by a speculative fetch.
         views: the open views that read the page.
     """
 

@@ -32,7 +32,7 @@ class HostOutput(NamedTuple):
 
 
 class Blocks:
-    """The blocks of a micro-batch's data within a step, and, by a verb's number, those that the verb reads and writes.
+    """The blocks of a micro-batch's data in a step, and the blocks that each verb reads and writes, by verb number.
 
     On a machine with one memory the blocks on the host are the same objects as the ones on the accelerator. A chunk has
     the blocks for tokens and positions of the micro-batch that it is part of.
@@ -252,7 +252,7 @@ class MicroBatch:
         self.requests = self.ends = requests
 
     def enter(self, stage: PipelineStage, kind: int) -> None:
-        """Move to a pipeline stage and a kind of layer, so that later verbs use the lanes and works of these."""
+        """Move to a pipeline stage and the kind of layer `kind`, so that later verbs use their lanes and works."""
         self.stage = stage
         self.works = self.works_at[stage.number][kind]
         self.bound = self._bound_at[stage.number][kind]
@@ -273,7 +273,7 @@ class MicroBatch:
         ]
 
     def rebind(self, verb: Verb, stage: PipelineStage, kind: int, work: Work) -> None:
-        """Set the work of one verb, at one pipeline stage and for the layers of one kind."""
+        """Set the work of one verb, at one pipeline stage and in the layers of the kind with the number `kind`."""
         self.works_at[stage.number][kind][verb.name] = work
         bound = self._bound_at[stage.number][kind]
         lane, _, reads, writes = bound[verb.number]

@@ -43,7 +43,7 @@ class Plan(PlanFacts):
 
     Attributes:
         machine: with several stages, each accelerator with a memory and links of its own.
-        layout: the model's weights, cut into pages: `layout.pages`, or the pages of a layer, its dense part or an expert.
+        layout: the model's weights, cut into pages: `layout.pages`, or the pages of a layer, dense part or expert.
         batch: the requests: the lengths of their prompts, and the number of new tokens.
         layers: the numbers of the layers, from 0.
         micro_batches: the numbers of the micro-batches of decode steps, from 0.
