@@ -439,7 +439,7 @@ class Join(Task, gc=False, eq=False):
 
 
 def priority(priority_class: int, task_id: int) -> int:
-    """Return the key of a ready task, an integer that orders tasks by class first, then by program order."""
+    """Return the key of a ready task, an integer that orders tasks by priority class, then by `task_id`."""
     return priority_class << CLASS_SHIFT | task_id
 
 

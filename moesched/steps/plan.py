@@ -299,7 +299,7 @@ def _placed(
         layers: numbers of the layers; None for all.
 
     Returns:
-        by layer, the memory that holds the cache then.
+        by layer, the memory that holds the cache afterwards.
 
     Raises:
         PolicyError: the cache of one of the layers has a place already.

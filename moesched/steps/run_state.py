@@ -28,7 +28,7 @@ class RunState:
     """The state that all steps of a run share.
 
     Args:
-        plan: the policy's plan, for which this reserves the memory.
+        plan: the policy's plan, whose memory is reserved here.
         engine: gets the tasks.
         lanes: the engine's lanes by name.
         steps: the number of steps; by default one for each token that is to be generated.
@@ -39,7 +39,7 @@ class RunState:
         prefill_batches: the micro-batches of prefill: chunks where prompts are cut, else the same as `micro_batches`.
         present: the micro-batches of the present or next step: some hold prompts, others decode.
         stages: the stages of the pipeline; `stage_of` has the stage of each layer.
-        works: makes the works of tasks.
+        works: makes the `Work` objects of tasks.
         kv_slots: the buffers that `load_kv` fills, of all stages.
         free_activations: free blocks of activations, one for each micro-batch that may be within a layer in prefill,
             where the plan limits these.

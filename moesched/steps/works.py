@@ -29,7 +29,7 @@ _TO_THE_HOST_AND_BACK = WorkPart("hop", 0, times=2)
 
 
 class Works:
-    """Makes the `Work` objects of a run, and sets those of a micro-batch for each of its steps.
+    """Makes the `Work` objects of a run, and sets a micro-batch's works for each of its steps.
 
     Attributes:
         operations: costs of the operations in the model's typical layer.

@@ -175,7 +175,7 @@ class Verbs(StepFacts):
             reads, writes: further blocks, beside the micro-batch's blocks that the table names.
 
         Returns:
-            the task; where the verb has nothing to do, the one that made the data.
+            the task; where the verb has nothing to do, the task that made the data.
         """
         number, kind, submit = verb.number, verb.task, self._submit
         lane, work, own_reads, own_writes = batch.bound[number]

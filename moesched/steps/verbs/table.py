@@ -65,7 +65,7 @@ class Verb:
             that progress, or at the same point of an earlier layer; or "unsaved": after that progress, while keys and
             values wait to be moved to the host.
         saved: whether the verb is refused while keys and values wait to be moved to the host.
-        elsewhere: the progress that it needs on a node without attention; None where it does not exist there.
+        elsewhere: the progress that it needs on a node without attention; None for a verb that such nodes lack.
         grows: whether its work differs from step to step, as the KV cache grows.
         in_layer: whether it belongs to a layer.
         number: its index in `VERBS`.
