@@ -419,7 +419,7 @@ class PlainEngine:
                     self._release(other, ended)
 
     def _pass_failure(self, task: Task) -> None:
-        """Cancel the tasks that need the result of a failed one; other tasks behind it on its lane go on."""
+        """Cancel the tasks that need the result of a failed task; other tasks behind that task on its lane go on."""
         self._undone.append(task)
         for other in (*(task.followers or ()), *behind_on_device(task)):
             if other.cause is None and task.id in other.deps[: other.inputs]:

@@ -13,7 +13,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 from moesched.options import Described, described
 
 WIDTH = 120
-"""Columns of docstrings."""
+"""Width in characters to which docstrings are wrapped."""
 
 Keywords = ParamSpec("Keywords")
 Given = TypeVar("Given")

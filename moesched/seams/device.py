@@ -266,7 +266,7 @@ class GivesScores(Protocol):
 class KeepsRowsApart(Protocol):
     """A device that can leave sequences out of a micro-batch once they have ended.
 
-    The operands of `embed` are the micro-batch's requests in its step. Requests that are missing never come back.
+    The operands of `embed` are the requests of the micro-batch in the step; a request once left out never comes back.
     """
 
     def rows_apart(self, rows: int) -> bool:

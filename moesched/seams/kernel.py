@@ -1,4 +1,4 @@
-"""The seam of kernels, and the list of those that a device has."""
+"""The seam of kernels, and of devices that list their kernels."""
 
 from __future__ import annotations
 

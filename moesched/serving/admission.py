@@ -81,4 +81,4 @@ class FairAmongUsers:
 ADMISSIONS: Mapping[str, type[Admission]] = MappingProxyType(
     {"first-come": FirstCome, "shortest-prompt": ShortestPrompt, "fair": FairAmongUsers}
 )
-"""The shipped rules by name."""
+"""The shipped admission rules by name."""

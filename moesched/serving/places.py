@@ -109,7 +109,7 @@ class Places:
         return sum(place.held for place in self._places)
 
     def enter(self, request: Request) -> bool:
-        """Give a request a place that has room for its prompt and answer; of several, the one with the fewest tokens.
+        """Give a request a place that has room for its prompt and answer: of several places, the least full one.
 
         Returns:
             False if no place has room.

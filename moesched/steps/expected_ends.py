@@ -12,7 +12,7 @@ from moesched.stream_edges import behind_on_device
 from moesched.tasks import DONE, RUNNING, Join, Lane, Task, Work
 
 Price = Callable[[Work], int]
-"""The nanoseconds of a work alone."""
+"""Returns the nanoseconds that a work takes if it runs alone."""
 
 
 class ExpectedEnds(NamedTuple):

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 ALLOCATOR_BYTES = 32_000_000
 """Memory that the C library keeps after kernels released it, beyond the plan, since each thread has its own pool.
-Measured with glibc; returning large pieces at once made kernels slower.
+Measured with glibc; returning large pieces at once makes kernels slower.
 """
 
 

@@ -21,7 +21,7 @@ from moesched.tasks import Block, Task
 
 
 class AttentionVerbs(Verbs):
-    """The verbs of attention, on accelerator or host, and of the copies between the two that it needs."""
+    """The verbs of attention, on accelerator or host, and of the copies that attention needs between the two."""
 
     def pre_attention(self, layer: int, micro_batch: int) -> Task:
         """Norm, QKV projection and rotary embedding, on the accelerator.
