@@ -336,7 +336,7 @@ class Task(msgspec.Struct, eq=False, gc=False):
 
     @property
     def label(self) -> str:
-        """The task's name for people: verb, layer, expert, micro-batch, and the rows if it has a part of them."""
+        """The task's name for people: verb, layer, expert, micro-batch, and the range of rows if it has not all."""
         parts = [self.verb]
         if self.layer >= 0:
             parts.append(f"L{self.layer}")

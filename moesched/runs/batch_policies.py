@@ -1,4 +1,4 @@
-"""The policies of successive batches: each batch gets a new policy object, or the last one if it keeps state."""
+"""The policies of successive batches: a new policy object for each, or one for all if the policy keeps state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decisions of a simulated run, which no device computes: routed experts, and placeholder tokens."""
+"""Makes the values that no device computes in a simulated run: routed experts, and placeholder tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The plan of a run, checked against budgets, and the lanes that it runs on."""
+"""Makes the plan of a run, checked against budgets, and the lanes that the plan runs on."""
 
 from __future__ import annotations
 

@@ -241,7 +241,7 @@ class HasOwnBytes(Protocol):
 
 @runtime_checkable
 class ReplaysGraphs(Protocol):
-    """A device that may replay graphs of kernels, whose results then stay in its memory."""
+    """A device that may replay graphs of kernels, whose results then stay in the device's memory."""
 
     replays: bool
     """Whether this device replays graphs; constant."""

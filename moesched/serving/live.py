@@ -33,7 +33,7 @@ class LiveArrivals:
             self._wake()
 
     def close(self) -> None:
-        """Have the run end once the requests that it has are done."""
+        """Have the run end once all requests added so far are done."""
         with self._lock:
             self._closed = True
             self._wake()

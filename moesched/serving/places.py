@@ -34,12 +34,12 @@ class Seat:
 
     @property
     def phase(self) -> Phase:
-        """The phase of the request's next row: prefill while tokens of its prompt are left, then decode."""
+        """The phase of the request's next row: prefill while tokens of the request's prompt are left, then decode."""
         return "prefill" if self.to_come else "decode"
 
     @property
     def to_come(self) -> int:
-        """Tokens of its prompt that have yet to pass the layers."""
+        """Number of tokens of the request's prompt that have yet to pass the layers."""
         return max(0, self.request.prompt - self.cached)
 
     def row(self, step: int, tokens: int) -> Row:

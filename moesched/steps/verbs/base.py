@@ -52,7 +52,7 @@ class StepFacts(ReadOnly):
 
 
 class Verbs(StepFacts):
-    """The part of `Step` that all verbs use."""
+    """Base of the verbs: the checks and the submission that all verbs use."""
 
     _batches: Mapping[int, MicroBatch]
     _state: RunState

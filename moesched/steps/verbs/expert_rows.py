@@ -1,4 +1,4 @@
-"""The rows of a `run_expert` task that has a part of a micro-batch's rows, or rows of several micro-batches."""
+"""Checks and records of the rows that a `run_expert` task runs, in one or in several micro-batches."""
 
 from __future__ import annotations
 
