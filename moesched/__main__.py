@@ -1,4 +1,4 @@
-"""`python -m moesched` is the command `moesched`."""
+"""The entry point of `python -m moesched`, which runs the same command line as `moesched`."""
 
 from __future__ import annotations
 

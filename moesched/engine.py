@@ -66,7 +66,7 @@ _COMPILED_VERSION = 1
 
 
 class PlainEngine:
-    """One rank's graph of tasks and its lanes.
+    """Keeps one rank's graph of tasks, and starts the tasks on its lanes; all of it in Python.
 
     Args:
         lanes: the serial resources that tasks run on.
@@ -213,7 +213,7 @@ class PlainEngine:
         return join
 
     def collective(self, task: Collective, reads: Sequence[Block], writes: Sequence[Block]) -> Collective:
-        """Submit this rank's part of a collective; the order of these calls must be the same on all ranks."""
+        """Submit `task`, this rank's part of a collective; the order of these calls must be the same on all ranks."""
         task.lane.simple = False
         task.ticket = self.tickets
         self.submit(task, reads, writes)
@@ -239,7 +239,7 @@ class PlainEngine:
         return True
 
     def promote(self, task: Task, priority_class: int) -> None:
-        """Raise a task that has not started to a more urgent class."""
+        """Give a task that has not started a lower, more urgent priority class; a higher one has no effect."""
         key = priority(priority_class, task.id)
         if key >= task.key or task.state >= RUNNING:
             return
@@ -268,15 +268,15 @@ class PlainEngine:
         self._leave(task.lane, task)
 
     def policy_waits(self, task: Task) -> None:
-        """Note that the policy awaits an unsettled task, and submits nothing more until it has settled."""
+        """Note that the policy awaits an unsettled task, and submits nothing until that task has settled."""
         if self.awaits is not None:
             self.awaits.append((task.id, self.submitted))
 
     def issued(self, task: Task) -> None:
-        """Note that a running task was enqueued on its stream, so that tasks behind it on the same device can be, too.
+        """Note that a running task was enqueued on its stream, so that its followers on that device can be enqueued.
 
-        The device has those tasks wait for this one: `before_on_device` lists what each of them waits for there. The
-        lane starts its next task if it may run ahead further.
+        The device itself has them wait for the task (`before_on_device`). The lane starts its next task if its `depth`
+        allows.
         """
         lane = task.lane
         task.state = ISSUED
@@ -303,7 +303,10 @@ class PlainEngine:
         self._enqueue(task)
 
     def halt(self, cause: BaseException) -> None:
-        """Cancel all tasks that have not started, now or as they become ready, except admitted collectives."""
+        """Cancel, with the error `cause`, all tasks that have not started, except admitted collectives.
+
+        Ready tasks are cancelled now, waiting ones as they become ready.
+        """
         self._halted = cause
         ready = []
         for lane in self.lanes:
@@ -331,7 +334,7 @@ class PlainEngine:
         self._settle_all(ended)
 
     def _release(self, task: Task, ended: list[Task]) -> None:
-        """Advance a task whose edges are all met; append it to `ended` if it is over without running."""
+        """Move a task whose edges are all met to its next state; append it to `ended` if it ends without running."""
         lane = task.lane
         if self._halted is not None and task.cause is None and lane is not _NOWHERE and task.state != ISSUED:
             task.cause = self._halted
@@ -395,7 +398,7 @@ class PlainEngine:
         self.started.append(task)
 
     def _settle(self, task: Task, state: int) -> None:
-        """Set the final state of a task and release its followers; of those that end at once, their followers, too."""
+        """Set the final state of a task and release its followers, and the followers of followers that end at once."""
         task.state = state
         self._settle_all([task])
 
@@ -416,7 +419,7 @@ class PlainEngine:
                     self._release(other, ended)
 
     def _pass_failure(self, task: Task) -> None:
-        """Cancel the tasks that need the result of a failed one; other tasks behind it on its lane go on."""
+        """Cancel the tasks that need the result of a failed task; other tasks behind that task on its lane go on."""
         self._undone.append(task)
         for other in (*(task.followers or ()), *behind_on_device(task)):
             if other.cause is None and task.id in other.deps[: other.inputs]:

@@ -9,7 +9,7 @@ MoeschedError
 │   ├── OutOfOrder      a verb whose input does not exist yet, or was consumed already
 │   ├── NotResident     a page that is not in the memory that a kernel reads it from
 │   └── OverBudget      more bytes than the budget of a memory allows
-├── KernelFailed        a kernel from outside the tree raised, or gave something else than its operation
+├── KernelFailed        a kernel from outside the tree raised, or returned a wrong type, shape or dtype
 ├── TaskFailed          a task raised on its lane; carries the task's story
 ├── TransportError      a collective cannot end: a rank is missing or gave up, or the transport was closed
 │   └── RankLost        a rank is gone: its process ended, its machine is silent, or it left
@@ -29,7 +29,7 @@ def attach_report(error: BaseException, report: Any) -> None:
 
 
 def report_of(error: BaseException) -> Any:
-    """The report of the run that an error ended; None where no run had begun."""
+    """Return the report of the run that an error ended; None where no run had begun."""
     return vars(error).get("report")
 
 
@@ -65,7 +65,7 @@ class PolicyError(MoeschedError):
     """A policy submitted an illegal task; raised at the line that submitted it.
 
     Attributes:
-        line: the policy's line as file:line, if the error was raised after that line had run; empty otherwise.
+        line: the policy's line as file:line, if that line is over and so not in the traceback; else empty.
     """
 
     line = ""
@@ -80,11 +80,11 @@ class NotResident(PolicyError):
 
 
 class OverBudget(PolicyError):
-    """A request exceeds the budget of a memory."""
+    """More bytes are needed than the budget of a memory allows."""
 
 
 class KernelFailed(MoeschedError):
-    """A kernel from outside the tree raised, or returned no result of its operation; the message names both of them."""
+    """A kernel from outside the tree raised, or returned a wrong type, shape or dtype; the message names the kernel."""
 
 
 class TaskFailed(MoeschedError):
@@ -154,7 +154,7 @@ _REFUSALS = (
 
 
 def memory_refusal(error: BaseException | None) -> str | None:
-    """Return the phrase by which an error, or a cause of it, says that memory ran out; None if there is none."""
+    """Return the phrase in which an error or one of its causes says that memory ran out; None if none says so."""
     seen: set[int] = set()  # an error may be its own cause
     while error is not None and id(error) not in seen:
         seen.add(id(error))

@@ -13,7 +13,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 from moesched.options import Described, described
 
 WIDTH = 120
-"""Columns of docstrings."""
+"""Width in characters to which docstrings are wrapped."""
 
 Keywords = ParamSpec("Keywords")
 Given = TypeVar("Given")
@@ -31,7 +31,7 @@ def documented(kind: type[Given]) -> type[Given]:
 
 
 class takes(Generic[Keywords, Given]):
-    """Decorates a function whose one parameter is a class of options, so that it takes their fields as keywords.
+    """Decorates a function whose one parameter is a class of options: callers give the fields of the class as keywords.
 
     The function's signature and the `Args:` section of its docstring list these keywords.
     """

@@ -29,7 +29,7 @@ class Option:
         flag: its name on the command line; None for the field's name with dashes. One that begins with `--no-` switches
             the field off; one without dashes is a positional argument; "" is for an option of Python alone.
         group: its heading in `--help`; None for the general one.
-        python: its meaning in Python, where that is not `help`; None where it is.
+        python: its meaning in Python, if other than `help`; None if the same.
         ge, gt, le: bounds of a number: at least, more than, at most; None for no bound.
         writes: the kind of file that the option's value names, which the command writes, such as "trace"; None for no
             file.
@@ -51,7 +51,7 @@ class Option:
 
     @property
     def is_bounded(self) -> bool:
-        """Test whether the option is a number within bounds."""
+        """Test whether the option's value is a number for which there are bounds."""
         return self.ge is not None or self.gt is not None
 
     @property
@@ -132,7 +132,7 @@ class Described(NamedTuple):
 class Options:
     """Base of frozen dataclasses of options, each with an `Option` in its annotation; numbers are within their bounds.
 
-    A part that inherits an option may give it another type or default; the description stays.
+    A subclass may give an inherited option another type or default; the description stays.
 
     Raises:
         BadInput: a number is out of bounds.
@@ -150,7 +150,7 @@ _DESCRIBED: dict[type, dict[str, Described]] = {}
 
 
 def described(kind: type[Options]) -> dict[str, Described]:
-    """The fields of a class of options that have an `Option` in their annotation, by name."""
+    """Return the fields of a class of options that have an `Option` in their annotation, by name."""
     if kind not in _DESCRIBED:
         _DESCRIBED[kind] = _described(kind)
     return _DESCRIBED[kind]
@@ -183,12 +183,12 @@ def split(annotation: Any) -> tuple[Any, Option | None]:
 
 
 def part_of(options: Options, *parts: type[Options]) -> dict[str, Any]:
-    """The values of `options` for the fields of the option classes `parts`, by field name."""
+    """Return the values of `options` for the fields of the option classes `parts`, by field name."""
     return {name: getattr(options, name) for part in parts for name in described(part)}
 
 
 def flags_given(options: Options) -> list[str]:
-    """The flags of the fields of `options` whose values differ from the command line's defaults."""
+    """Return the flags of the fields of `options` whose values differ from the command line's defaults."""
     return [
         each.flag
         for each in described(type(options)).values()
@@ -197,7 +197,7 @@ def flags_given(options: Options) -> list[str]:
 
 
 class _Names(dict[str, Any]):
-    """The names of a module, for annotations to be evaluated in; names imported for type checkers only become `str`."""
+    """Namespace to evaluate a module's annotations in; names that are imported for type checkers only are `str`."""
 
     def __missing__(self, name: str) -> Any:
         return vars(builtins).get(name, str)

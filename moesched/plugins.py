@@ -34,12 +34,12 @@ _SEAMS: dict[Kind, type] = {
 
 
 def names(kind: Kind) -> list[str]:
-    """The names of the installed plug-ins of one kind, sorted, without those that test the framework."""
+    """Return the names of the installed plug-ins of one kind, sorted, without those that test the framework."""
     return sorted(point.name for point in _points(kind) if not point.value.startswith("moesched.testing."))
 
 
 def shipped(kind: Kind) -> list[str]:
-    """The names of the plug-ins of one kind that come with the framework, sorted."""
+    """Return the names of the plug-ins of one kind that come with the framework, sorted."""
     return sorted(point.name for point in _points(kind) if point.value.startswith(f"moesched.{kind}."))
 
 
@@ -60,13 +60,13 @@ def find(kind: Literal["kernels"], given: str | type) -> type[Kernel]: ...
 
 
 def find(kind: Kind, given: str | type) -> type:
-    """Find the class of a plug-in, and check that it has the methods of its seam.
+    """Find the class of a plug-in, and check that it has the methods of its protocol in `moesched.seams`.
 
     Args:
         given: an installed name, `module:Class` (also in the current folder), `file.py:Class`, or the class itself.
 
     Raises:
-        BadInput: there is none, it cannot be imported, or it lacks a method of its seam; the message says why.
+        BadInput: there is no such class, it cannot be imported, or it lacks a method; the message says why.
     """
     if kind in ("devices", "kernels"):
         require_address_space()
@@ -88,7 +88,7 @@ def find(kind: Kind, given: str | type) -> type:
 
 
 def name_of(kind: Kind, given: object) -> str:
-    """The name of a plug-in: the given name itself; of a class or an object, its installed name or `module:Class`."""
+    """Return a plug-in's name: a given name itself; for a class or object its installed name or `module:Class`."""
     if isinstance(given, str):
         return given
     cls = given if isinstance(given, type) else type(given)
@@ -97,7 +97,7 @@ def name_of(kind: Kind, given: object) -> str:
 
 
 def name_elsewhere(kind: Kind, given: object) -> str:
-    """The name by which other processes find a plug-in that was given by its name, as a class or as an object.
+    """Return the name by which other processes find a plug-in that was given by its name, as a class or as an object.
 
     Raises:
         BadInput: other processes cannot import the plug-in's class.
@@ -114,7 +114,7 @@ def name_elsewhere(kind: Kind, given: object) -> str:
 
 
 def load(target: str, title: str, *, here: bool = True) -> Any:
-    """Import the object at `package.module:name`.
+    """Import and return the object at `target`, as `package.module:name`.
 
     Args:
         title: names it in the error, such as "policy 'mine'".
@@ -141,7 +141,7 @@ def load(target: str, title: str, *, here: bool = True) -> Any:
 
 
 def _reason(error: BaseException) -> str:
-    """The reason of a failed import in words, with the error's class if the text alone would not explain it."""
+    """Return the reason of a failed import in words, with the error's class if the text alone would not explain it."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: {error.filename}"
     plain = isinstance(error, ImportError | AttributeError)
@@ -187,7 +187,7 @@ def _module_in(file: Path) -> ModuleType:
 
 
 def _line_of(error: BaseException) -> str:
-    """The line of a plug-in's module that made its import fail, as file:line; empty if none of its lines did."""
+    """Return the line of a plug-in's module that made its import fail, as file:line; empty if none of its lines did."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"
     return raising_line(error)
@@ -222,7 +222,7 @@ def make_policy(name: str, settings: dict[str, Any] | None = None) -> Policy:
 
 
 def problem(kind: Kind, name: str) -> str | None:
-    """The reason why the plug-in `name` cannot be loaded; None if it can."""
+    """Return the reason why the plug-in `name` cannot be loaded; None if it can."""
     try:
         find(kind, name)
     except BadInput as error:
@@ -236,7 +236,7 @@ def _points(kind: Kind) -> tuple[EntryPoint, ...]:
 
 @cache
 def _points_on(path: tuple[str, ...], kind: Kind) -> tuple[EntryPoint, ...]:
-    """The installed plug-ins of one kind in the packages on `path`; cached, as this opens a file for each package.
+    """Return the installed plug-ins of a kind in the packages on `path`; cached, as a file is read for each package.
 
     path: `sys.path` at the time of the call.
     """
@@ -244,7 +244,7 @@ def _points_on(path: tuple[str, ...], kind: Kind) -> tuple[EntryPoint, ...]:
 
 
 def _target(kind: Kind, name: str) -> tuple[str, bool]:
-    """The place of a plug-in, as `module:Class` or `file.py:Class`, and whether `name` is an installed name.
+    """Return the place of a plug-in, as `module:Class` or `file.py:Class`, and whether `name` is an installed name.
 
     Raises:
         BadInput: there is no such plug-in, or the name is a file's, without a class.

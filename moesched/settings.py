@@ -51,7 +51,7 @@ def check_settings(plugin: type, title: str, settings: Mapping[str, Any]) -> dic
 
 
 def require_defaults(policy: type, title: str) -> None:
-    """Check that a policy can be made without arguments, since settings replace defaults.
+    """Check that a policy can be made without arguments, since settings replace defaults; `title` names it in errors.
 
     Raises:
         BadInput: a parameter of its constructor has no default.
@@ -75,7 +75,7 @@ def takes_setting(plugin: type, name: str) -> bool:
 
 
 def setting_names(plugin: type) -> list[str]:
-    """The names of a plug-in's settings: its constructor's parameters with a default."""
+    """Return the names of a plug-in's settings: its constructor's parameters with a default."""
     parameters = inspect.signature(plugin).parameters.values()
     return [each.name for each in parameters if each.default is not inspect.Parameter.empty]
 

@@ -1,7 +1,7 @@
 """Edges between tasks on streams of one device, which the device enforces itself.
 
-A task is enqueued on its stream before the tasks that it waits for on other streams of the device have ended. A failure
-is still passed on to the tasks behind it, which no longer wait for it on the host.
+A task is enqueued on its stream before the tasks that it waits for on other streams of the device have ended. A task's
+failure is still passed on to the tasks behind, although these no longer wait for that task on the host.
 """
 
 from __future__ import annotations
@@ -38,9 +38,7 @@ def kept_on_device(task: Task, other: Task, *, data: bool = False) -> bool:
 
 
 def leave_to_device(task: Task) -> list[Task]:
-    """Have the device, and not the host, keep a task's followers on the same device behind the task; returns these
-    followers.
-    """
+    """Have a task's followers on its own device wait for it there, no longer on the host; returns these followers."""
     domain, followers = task.lane.domain, task.followers or ()
     released = [other for other in followers if other.lane.domain == domain]
     task.followers = [other for other in followers if other.lane.domain != domain]
@@ -64,9 +62,7 @@ def _wait_there(task: Task, other: Task) -> None:
 
 
 def wait_on_host(task: Task) -> bool:
-    """Have a task settle only after the tasks that it waits for on its device; returns whether any of these is
-    unsettled.
-    """
+    """Have a task settle after the tasks that it waits for on its device; returns whether one of them is unsettled."""
     unsettled = [other for other in before_on_device(task) if other.state < DONE]
     for other in unsettled:
         assert other.followers is not None

@@ -58,7 +58,7 @@ class Block:
         nbytes: the block's size in bytes; 0 if not known.
         memory: the memory's name; empty if not known.
         writer: the last task that writes the block, from which the engine infers edges; None for none.
-        readers: the tasks that read the block after that.
+        readers: the tasks that read the block after `writer`.
     """
 
     __slots__ = ("memory", "name", "nbytes", "readers", "writer")
@@ -198,7 +198,7 @@ class Work(msgspec.Struct, eq=False):
         kernel_rate: share of the processor's FLOP/s that kernels reach on weights in their storage format, from 0 to 1.
         joins: whether it is part of a call that an earlier task began, so that it starts no kernels of its own.
         nanoseconds: its time alone on the machine; -1 until the virtual driver computes it.
-        lead: the part of that time before the task starts, in nanoseconds.
+        lead: the part of `nanoseconds` before the task starts, in which its lane is taken already.
         demand: its shares of resources; None until the virtual driver computes it.
     """
 
@@ -231,8 +231,7 @@ class DeviceEdges:
 
 
 def _set_plainly(cls: type[S]) -> type[S]:
-    """Class decorator by which a struct sets attributes as plain objects do, in a quarter of the time that msgspec
-    takes.
+    """Decorate a struct, so that it sets attributes as plain objects do, in a quarter of the time of msgspec.
 
     The work that msgspec adds is for the garbage collector, which does not track tasks.
     """
@@ -261,7 +260,7 @@ class Task(msgspec.Struct, eq=False, gc=False):
         waits: number of its edges that are not met yet.
         start, end: nanoseconds at which it started and ended; -1 before that.
         deps: ids of the tasks that it waits for.
-        inputs: number of the first `deps` whose results it needs.
+        inputs: number of tasks whose results it needs; these come first in `deps`.
         followers: the tasks that wait for it; None once it has settled.
         device_edges: the edges that its device enforces; None for none.
         waiter: the policy's coroutine that awaits it; None for none.
@@ -337,7 +336,7 @@ class Task(msgspec.Struct, eq=False, gc=False):
 
     @property
     def label(self) -> str:
-        """The task's name for people: verb, layer, expert, micro-batch, and the rows if it has a part of them."""
+        """The task's name for people: verb, layer, expert, micro-batch, and the range of rows if it has not all."""
         parts = [self.verb]
         if self.layer >= 0:
             parts.append(f"L{self.layer}")
@@ -369,7 +368,7 @@ class Task(msgspec.Struct, eq=False, gc=False):
 
 
 def phase_after(generated: int) -> Phase:
-    """The phase of sequences that have generated this number of tokens."""
+    """Return the phase of sequences that have generated this number of tokens."""
     return "decode" if generated > 0 else "prefill"
 
 
@@ -440,7 +439,7 @@ class Join(Task, gc=False, eq=False):
 
 
 def priority(priority_class: int, task_id: int) -> int:
-    """Return the key of a ready task, an integer that orders tasks by class first, then by program order."""
+    """Return the key of a ready task, an integer that orders tasks by priority class, then by `task_id`."""
     return priority_class << CLASS_SHIFT | task_id
 
 
@@ -460,9 +459,7 @@ def read_only(value: object) -> object:
 
 
 def _line_of(code: CodeType, instruction: int) -> int:
-    """Return the source line of a byte offset in a code object; computed only when it is shown, as it takes a
-    microsecond.
-    """
+    """Return the source line of a byte offset in a code object; takes a microsecond, so call this for display only."""
     line = code.co_firstlineno
     for start, _, number in code.co_lines():
         if start > instruction:

@@ -119,8 +119,7 @@ def _with_prefix(value: float, unit: str, small: str) -> str:
 
 
 def _in_largest(value: float, units: Mapping[str, float]) -> str:
-    """Format a value with three significant digits in the first unit in which it rounds to at least 1; empty if none
-    does.
+    """Format a value to three significant digits in the first unit in which it rounds to at least 1; empty without.
 
     units: the size of each unit by its name, the largest first.
     """

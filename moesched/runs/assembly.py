@@ -36,7 +36,7 @@ class RankRun(NamedTuple, Generic[EngineType]):
         return self.rank.plan
 
     def outcome(self) -> Outcome:
-        """The raw results of the run so far."""
+        """Return the raw results of the run so far."""
         generation, engine = self.generation, self.engine
         busy = {lane.name: lane.busy for lane in engine.lanes} if generation.ended else generation.busy
         return Outcome(
@@ -74,7 +74,7 @@ def assemble(
         kinds: the kind of each lane on the rank's device, by the lane's name.
         tokens: stop tokens of requests, and the callback for their tokens.
         steps: number of steps to run; by default all of the plan's batch.
-        age: decode steps that the KV cache already holds when decoding begins.
+        age: number of decode steps whose keys and values the KV cache already holds when decoding begins.
     """
     lanes = make_lanes(rank.plan, kinds)
     engine = make_engine(lanes.values())

@@ -1,4 +1,4 @@
-"""The policies of successive batches: each batch gets a new policy object, or the last one if it keeps state."""
+"""The policies of successive batches: a new policy object for each, or one for all if the policy keeps state."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class BatchPolicies:
         self._kept: dict[int, Policy] = {}
 
     def next_of(self, rank: int) -> Policy:
-        """The policy of a rank's or node's next batch."""
+        """Return the policy of a rank's or node's next batch."""
         policy = self._kept[rank] if rank in self._kept else self._make()
         if keeps_state(policy):
             self._kept[rank] = policy

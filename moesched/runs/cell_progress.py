@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def listener_or_cell(given: Listener | None, *, patience: float = 0.0) -> Listener:
-    """The given listener; without one, a listener that shows progress in the cell if a notebook runs this program.
+    """Return the given listener; without one, a `CellProgress` in a notebook, else a listener that does nothing.
 
     Args:
         patience: seconds before the cell shows anything.
@@ -48,7 +48,7 @@ class CellProgress(Listener):
         self._line.show("planned")
 
     def loading(self, done: int, total: int) -> None:
-        """Show the number of pages that all nodes loaded, and their total."""
+        """Show that all nodes together have loaded `done` of `total` pages."""
         self._line.show("loading weights", done, total)
 
     def ended(self, task: Task) -> None:
@@ -66,7 +66,7 @@ class CellProgress(Listener):
         self._line.show(f"{self._tokens:,} of at most {self._most:,} tokens", self._tokens, self._most)
 
     def estimating(self, done: int, total: int) -> None:
-        """Show the number of runs done for the band of a prediction, and their total."""
+        """Show that `done` of `total` simulations for the range of a prediction are over."""
         self._line.show("estimating the band", done, total)
 
     def writing(self, trace: Path) -> None:

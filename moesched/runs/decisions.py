@@ -1,4 +1,4 @@
-"""Decisions of a simulated run, which no device computes: routed experts, and placeholder tokens."""
+"""Makes the values that no device computes in a simulated run: routed experts, and placeholder tokens."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def simulated_decisions(
     *,
     by_step: bool = False,
 ) -> Callable[[Task], Any]:
-    """Return a function of a task that gives the value of a simulated run's decision, for the virtual driver.
+    """Return a function from which the virtual driver gets the value of a routing or sampling task.
 
-    The value of `route` and `preview_route` is {expert: tokens}, that of `sample` a list of tokens. Router scores,
+    The value of `route` and `preview_route` is {expert: tokens}, the value of `sample` a list of tokens. Router scores,
     where the plan requests them, are the routing's own if it is a `ScoresExperts`. Otherwise, and for previews, they
     are the experts' shares of the micro-batch's choices.
 
@@ -32,8 +32,7 @@ def simulated_decisions(
         routing: the experts that tokens choose; by default uniform, with seed 0.
         previews: forecasts the routing for `Step.preview_route`; by default with `RouterForecast`'s own accuracy.
         tokens: tokens that each request generates, such as those of a real run; by default, and after these, zeros.
-        by_step: choose by the number of a task's step, not by its micro-batch's tokens: where requests join, many steps
-            are of prompts.
+        by_step: pass the routing the number of a task's step, not of tokens that its micro-batch had generated.
     """
     config = plan.layout.config
     chosen = routing or SeededRouting(config.routed.experts, config.routed.top_k)

@@ -1,4 +1,4 @@
-"""Following: the part of a node that serves requests together with a first node, which alone knows the requests."""
+"""Following: runs the steps of a node that serves beside a first node, which alone knows the requests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moesched.steps.run_state import RunState
 
 
 class Following:
-    """The steps of a node that serves, but not as the first one, which sends it the rows of each step.
+    """Runs the steps of a node that serves and is not the first: the first node sends it the rows of each step.
 
     Attributes:
         steps: number of steps so far.
@@ -26,7 +26,7 @@ class Following:
         self._policy = policy
 
     async def run(self) -> int:
-        """Load the weights, then run steps until the first node has no more; returns the number of steps."""
+        """Load the weights, then run steps until the first node announces the end; returns the number of steps."""
         await load(self._run)
         samples: Sequence[Sampled] = ()
         while (rows := await self.notices.take(self.steps)) is not None:

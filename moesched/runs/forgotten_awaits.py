@@ -1,4 +1,4 @@
-"""Coroutines that were called and not awaited: Python warns of them, and a policy's author has to hear of it first."""
+"""Finds coroutines that a policy called without `await`, so that its author gets an error instead of a warning."""
 
 from __future__ import annotations
 

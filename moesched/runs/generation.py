@@ -36,21 +36,21 @@ class TokenHandling(NamedTuple):
     rows_apart: Callable[[int], bool] | None = None
 
     def without_receiver(self) -> TokenHandling:
-        """A copy without the callback, for ranks that generate the same tokens as the first one."""
+        """Return a copy without the callback, for ranks that generate the same tokens as the first one."""
         return self._replace(on_tokens=None)
 
 
 class Generation:
-    """One batch's requests and the tokens generated for them.
+    """Generates the tokens of one batch's requests.
 
     Args:
         tokens: stop tokens of requests, and the callback for their tokens.
 
     Attributes:
-        tokens: generated tokens, by request; a stop token ends a request and is kept. Of several beams, the best one's.
+        tokens: generated tokens, by request, of the best beam; a stop token ends a request and is kept.
         scores: the best beam's score, by request; empty without beam search.
         loaded: time at which the resident weights were loaded; nanoseconds.
-        busy_loading: busy time of each lane until then; nanoseconds.
+        busy_loading: busy time of each lane until `loaded`; nanoseconds.
         busy: busy time of each lane until the last step that ended; nanoseconds.
         ended: whether all steps have ended.
         step_ends: time at which each step, prefill included, had sampled its last micro-batch; nanoseconds.
@@ -81,7 +81,7 @@ class Generation:
         self._stopped: set[int] = set()
 
     async def run(self) -> list[list[int]]:
-        """Load, prefill, decode; returns the tokens. A step is submitted while the one before it runs."""
+        """Load weights, prefill and decode; returns requests' tokens. A step is submitted while the one before runs."""
         self.loaded = await load(self._run)
         self.busy_loading = self.busy = self._busy()
         steps = self._run.steps
@@ -104,7 +104,7 @@ class Generation:
         return step.close()
 
     async def _collect(self, samples: list[Sampled]) -> None:
-        """Wait for a step's tokens and pass them on."""
+        """Wait for the `sample` tasks of a step, store their tokens, and pass these to the callback."""
         for requests, sample in samples:
             values = await sample
             if sample.phase == "prefill":

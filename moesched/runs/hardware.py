@@ -59,7 +59,7 @@ def run(
 
     The run also ends early if weights cannot be read, if logits are not finite, or if this node of a cluster loses the
     others. The report's `failure` then gives the reason. Any other error of a run that has begun is raised, with the
-    report as its attribute `report`. Logits that are not finite before any token are raised without one.
+    report as its attribute `report`.
 
     Args:
         prompts: the token ids of each request's prompt.
@@ -67,13 +67,13 @@ def run(
         tokens: stop tokens of requests, and the callback for their tokens.
         observers: called with each task of the first rank, when it ends.
         recorder: records the tasks of all ranks, for a trace; None for no trace.
-        peers: the other ranks or nodes in this process. Observers and report are those of the first one, which has
-            `plan`, `policy` and `device`; the trace has all of them.
+        peers: the other ranks or nodes in this process; `plan`, `policy` and `device` are the first rank's. Observers
+            and report cover the first rank only, the trace covers all.
         keep_open: leave the device open for another batch; the caller closes it.
 
     Raises:
         BadInput: the plan is a pipeline, which no device runs; or it requests router scores, and the device gives none.
-        NotFinite: the first logits are not finite, as those of damaged weights.
+        NotFinite: logits are not finite before any token, as with damaged weights; the error has no report.
         OutOfMemory: the system gave no more memory.
     """
     _require_runnable(plan, policy, device)
@@ -127,9 +127,9 @@ def _require_runnable(plan: Plan, policy: Policy, device: Device) -> None:
 
 
 def _report_suffices(error: Exception | None, *, one_of_several: bool) -> bool:
-    """Test whether the run's report tells its error, so that the error need not be raised.
+    """Test whether it is enough that a run's report has the text of `error`, so that `error` need not be raised.
 
-    These errors are failed tasks whose cause moesched raised, such as unreadable weights.
+    This holds for failed tasks whose cause moesched raised, such as unreadable weights.
 
     one_of_several: whether this is a node of a cluster, whose report may also tell that other nodes were lost.
     """
@@ -138,7 +138,7 @@ def _report_suffices(error: Exception | None, *, one_of_several: bool) -> bool:
 
 
 class _HardwareRun:
-    """All ranks of this process on their devices, driven in real time.
+    """Drives all ranks of this process on their devices, in real time.
 
     Attributes:
         began: whether the devices were ready, and the policies began.
@@ -185,7 +185,7 @@ class _HardwareRun:
         return self._driver.origin
 
     def run(self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, keep_open: bool) -> None:
-        """Generate all tokens."""
+        """Generate all tokens of the prompts; the devices are closed at the end unless `keep_open`."""
         run_on_own_loop(partial(self._generate, prompts, sampling, keep_open))
 
     async def _generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, keep_open: bool) -> None:

@@ -40,13 +40,13 @@ class Listener:
         """A task ended. Called from any thread, one call at a time, tens of thousands of times a second: be quick."""
 
     def replayed(self, timeline: Timeline) -> None:
-        """A replayed run is over. By default each of its tasks is passed to `ended`, which takes some time."""
+        """The replayed run `timeline` is over. By default its tasks are passed to `ended`, which takes some time."""
         if type(self).ended is not Listener.ended:
             for task in timeline.tasks():
                 self.ended(task)
 
     def generated(self, request: int, token: int, text: str) -> None:
-        """A request got a token; `text` is the newly final part of its text, or the number if there is no tokenizer."""
+        """A request got a token; `text` is the part of its text that is now final, without a tokenizer the number."""
 
     def finished(self, request: int, text: str) -> None:
         """A request is complete; `text` is the last part of its text."""
@@ -62,7 +62,7 @@ class Listener:
 
 
 def observers_in(listener: Listener) -> list[Observer]:
-    """A list with the listener if it overrides `ended`; empty otherwise, since a call for every task takes time."""
+    """Return a list of the listener if it overrides `ended`, else of nothing: a call for every task takes time."""
     return [] if type(listener).ended is Listener.ended else [listener]
 
 
@@ -81,7 +81,7 @@ class KindMeter:
         sums[3] += work.flops
 
     def replayed(self, timeline: Timeline) -> None:
-        """Add the tasks of a replayed run to the sums, without making them."""
+        """Add the tasks of a replayed run to the sums, without making `Task` objects."""
         groups: dict[StepGraph, dict[tuple[Sized, str], list[int]]] = {}
         first = 0
         for graph, works in zip(timeline.steps, timeline.works, strict=True):
@@ -114,7 +114,7 @@ class KindMeter:
 
 
 def _alike(graph: StepGraph) -> dict[tuple[Sized, str], list[int]]:
-    """Positions of a captured step's tasks, grouped by micro-batch, verb, kind of layer and lane; without joins."""
+    """Group the positions of a captured step's tasks, except joins, by ((micro-batch, verb, kind of layer), lane)."""
     positions: dict[tuple[Sized, str], list[int]] = {}
     for position, task in enumerate(graph.tasks):
         if graph.lanes[position] >= 0:

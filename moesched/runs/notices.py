@@ -32,14 +32,14 @@ _decoder: msgspec.msgpack.Decoder[Notice] = msgspec.msgpack.Decoder(Notice)
 
 
 class Notices:
-    """One node's end of the notices: the first node sends a notice before each step, the others receive it.
+    """Sends a notice before each step if this is the first node, else receives it.
 
-    A notice is a collective on the network's lane, behind the exchanges of the step before. So it travels while that
+    A notice is a collective on the network's lane, behind the exchanges of the step before, and travels while that
     step's last kernels run. Its time on a virtual clock is the network's latency.
 
     Args:
         run_state: the node's engine and lanes.
-        peers: the notices of the other nodes, where all nodes share a virtual clock; empty elsewhere.
+        peers: the `Notices` of the other nodes, where all nodes share a virtual clock; empty elsewhere.
     """
 
     def __init__(self, run_state: RunState, peers: Sequence[Notices] = ()) -> None:
@@ -51,13 +51,13 @@ class Notices:
         self._came: deque[Notice] = deque()
 
     def give(self, notice: Notice, step: int) -> None:
-        """Send the rows of the step `step` to the other nodes; does not wait for them."""
+        """Send `notice` before the step `step` to the other nodes; does not wait until they have it."""
         for each in self._peers:
             each._came.append(notice)
         self._submit(notice, step)
 
     async def take(self, step: int) -> Notice:
-        """Wait for the rows of the step `step` from the first node, and return them."""
+        """Wait for the first node's notice before the step `step`, and return it."""
         await self._submit(None, step)
         return self._came.popleft()
 
@@ -65,7 +65,7 @@ class Notices:
         """Carry out a notice's task over a transport, on the thread of its lane.
 
         Raises:
-            TransportError: as `Transport.broadcast`; or the bytes that came are no notice.
+            TransportError: `Transport.broadcast` raised it, or the bytes that came are no notice.
         """
         exchange = Exchange(task.ticket, task.signature, task.step)
         if self._node == FIRST:

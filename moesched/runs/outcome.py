@@ -88,7 +88,7 @@ class PoolUse(msgspec.Struct, frozen=True):
 
 
 class PreviewUse(msgspec.Struct, frozen=True):
-    """Previews of the router from one distance, beside its choices.
+    """Counts from comparing router previews, made a given number of layers ahead, with the router's choices.
 
     An expert counts once for each micro-batch and layer, however many tokens choose it. A preview is compared if its
     layer is then routed by `Step.route`.
@@ -109,9 +109,9 @@ class PreviewUse(msgspec.Struct, frozen=True):
 
 
 class ForecastUse(msgspec.Struct, frozen=True):
-    """Answers of a predictor of the kit's `Forecasts` from one distance, beside the routers' choices.
+    """Counts from comparing one predictor's answers, a given number of layers ahead, with the routers' choices.
 
-    As many of an answer's experts count as the router then chose, those with the most expected tokens.
+    Where the router then chose n experts, the n experts with the most expected tokens in an answer count.
 
     Attributes:
         predictor: the name of its class.
@@ -131,7 +131,7 @@ Use = TypeVar("Use", PreviewUse, ForecastUse)
 
 
 def use_of(kind: Callable[..., Use], compared: Compared, *key: Any) -> Use:
-    """Make the entry of a report for router previews, or for a predictor's answers, from one distance.
+    """Make a report's entry for router previews or a predictor's answers, made a given number of layers ahead.
 
     Args:
         kind: the class of the entry: `PreviewUse` or `ForecastUse`.
@@ -148,8 +148,8 @@ class PlanReport(msgspec.Struct, frozen=True):
         batch_size: number of requests.
         micro_batch_size: requests of a micro-batch.
         new_tokens: tokens to generate for each request.
-        resident_pages, streamed_pages: number of pages that stay in a memory, and of the others.
-        kv_on_gpu: share of the KV cache that is on the accelerator, by micro-batches and layers.
+        resident_pages, streamed_pages: numbers of pages that stay in a memory, and of pages that are streamed.
+        kv_on_gpu: share of the KV cache that is on the accelerator, counted in (micro-batch, layer) pairs.
         discipline: the order in which lanes start tasks: "ready_first" or "in_order".
         beams: beams of each request; 1 without beam search.
         prefill_chunk: most prompt tokens that pass a layer together; None for all of a micro-batch's.
@@ -170,7 +170,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """Figures of a run, measured or predicted as `measured` says.
 
     Attributes:
-        wall_seconds: real time of the run; all other times are those of its machine, which may be emulated.
+        wall_seconds: real time of the run; all other times are on the clock of its machine, which may be emulated.
         emulation: quality of the emulation; None for a run on real hardware or a prediction.
         tensor_parallel: number of accelerators that the model was split over. All did the same at the same time. Lanes,
             tasks and the peak of the accelerator's memory are those of one of them; other peaks are for all.
@@ -249,7 +249,7 @@ def make_report(
     """Make the report of a run.
 
     Args:
-        plan: the plan of the run; of the first one with several ranks or nodes.
+        plan: the plan of the run; with several ranks or nodes, the first one's.
         outcome: the run's raw results.
         wall_seconds: real time that the run took.
         measured: whether the run was on hardware; else it is a prediction.

@@ -1,4 +1,4 @@
-"""The plan of a run, checked against budgets, and the lanes that it runs on."""
+"""Makes the plan of a run, checked against budgets, and the lanes that the plan runs on."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def make_lanes(plan: Plan, kinds: Mapping[str, LaneKind] | None = None) -> dict[
     """Make the lanes of a plan's machine, by name: one per processor role and one per path between memories.
 
     Each stage of a pipeline has its own accelerator lane: "accelerator", "accelerator 1", ... Tensor-parallel ranks add
-    a lane for all-reduces. Nodes add one for their exchanges, in order, since all of them exchange in the same order.
+    a lane for all-reduces. Nodes add an in-order lane for their exchanges, which come in the same order on all nodes.
 
     Args:
         kinds: the kind of each lane on the device, by the lane's name. Lanes of kind "stream" share the domain

@@ -59,7 +59,7 @@ def is_policys(error: BaseException) -> bool:
 
 
 def explained(error: BaseException) -> list[str]:
-    """The lines that explain a policy's error: where and what, the policy's frames if there are several, and a hint."""
+    """Return lines that explain a policy's error: its line and text, the policy's frames if several, and a hint."""
     frames = own_frames(error)
     what = in_words(error)
     lines = [f"{policy_line(error)}: {what}"]
@@ -70,7 +70,7 @@ def explained(error: BaseException) -> list[str]:
 
 
 def policy_line(error: BaseException) -> str:
-    """The line of the policy that an error came from, as file:line; "the policy" where the line is unknown."""
+    """Return the line of the policy that an error came from, as file:line; "the policy" where the line is unknown."""
     if isinstance(error, PolicyError) and error.line:
         return error.line
     frames = own_frames(error)
@@ -78,7 +78,7 @@ def policy_line(error: BaseException) -> str:
 
 
 def own_frames(error: BaseException) -> list[Frame]:
-    """The policy's frames in an error's traceback, outermost first; of a recursion only the first one."""
+    """Return the policy's frames in an error's traceback, outermost first; of a recursion only the first one."""
     frames: list[Frame] = []
     called = False
     for frame, number in traceback.walk_tb(error.__traceback__):
@@ -101,7 +101,7 @@ def _has_other_arguments(error: BaseException) -> bool:
 
 
 def in_words(error: BaseException) -> str:
-    """The error's type and text; for an unknown attribute also a similar name."""
+    """Return the error's type and text; for an unknown attribute also a similar name."""
     meant = ""
     if isinstance(error, AttributeError) and error.name:
         meant = "".join(
@@ -111,9 +111,9 @@ def in_words(error: BaseException) -> str:
 
 
 def _method_line(trace: TracebackType | None) -> str:
-    """Return the first line of the policy's method that ended too early, as "file:line (class.method)".
+    """Return the first line of the policy's method in a traceback, as "file:line (class.method)"; empty if none is.
 
-    The method's step or plan is not complete. The result is empty if no method of a policy is in the traceback `trace`.
+    trace: of an error raised after the method ended and left its step or plan incomplete.
     """
     for policy, kind in _methods(trace):
         method = getattr(type(policy), kind, None)

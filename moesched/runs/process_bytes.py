@@ -56,7 +56,7 @@ def process_bytes_of(plan: Plan, *, measured: bool) -> ProcessBytes | None:
 
 
 def largest(parts: list[ProcessBytes]) -> ProcessBytes | None:
-    """Return the largest prediction of successive batches, with the highest measured peak; None without batches."""
+    """Return the largest prediction in `parts`, one for each batch, with the highest measured peak; None if empty."""
     if not parts:
         return None
     most = max(parts, key=lambda each: each.predicted or 0)

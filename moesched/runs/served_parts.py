@@ -49,7 +49,7 @@ class ServingSetup(NamedTuple):
 
 
 def require_one_accelerator(plan: Plan, policy: Policy, nodes: int = 1) -> None:
-    """Raise BadInput if a plan is for several accelerators of a machine, or for another number of nodes."""
+    """Raise BadInput if a plan is for several accelerators of a machine, or not for `nodes` nodes."""
     if len(plan.stages) > 1 or plan.layout.config.ranks > 1:
         raise BadInput(
             f"policy {type(policy).__name__} is for several accelerators, and requests are served by one: choose "

@@ -63,7 +63,7 @@ def simulate_serving(
     peers: Sequence[Rank] = (),
     make_engine: Callable[[Iterable[Lane]], Engine] = new_engine,
 ) -> Serving:
-    """Serve on the virtual clock.
+    """Serve requests on the virtual clock, and return what came of each.
 
     Args:
         device: computes every task as it ends; by default nothing is computed.
@@ -72,7 +72,7 @@ def simulate_serving(
         cost, routing, preview_accuracy, sharing, recorder: as `moesched.runs.simulation.simulate` takes them.
 
     Raises:
-        BadInput: the policy is for several accelerators or other machines, or a request does not fit the capacity.
+        BadInput: the plan is for several accelerators or another number of nodes, or a request exceeds the capacity.
     """
     plan = setup.plan
     require_one_accelerator(plan, setup.policy, 1 + len(peers))
@@ -103,7 +103,7 @@ def simulate_serving(
 
 
 def _decided(plan: Plan, routing: Routing | None, preview_accuracy: float) -> dict[type[Task], Perform]:
-    """Return, by type of task, the function that gives decisions their values, where no device computes them.
+    """Return, by type of task, the function that makes the values of routing and sampling, where no device does.
 
     preview_accuracy: probability that a preview forecasts an expert that the router then chooses one layer later.
     """
@@ -139,13 +139,13 @@ def serve_on(
     recorder: Recorder | LastSteps | None = None,
     transport: Transport | None = None,
 ) -> Serving:
-    """Serve on a device, until no more requests arrive; the caller closes the device.
+    """Serve requests on a device until no more arrive, and return what came of each; the caller closes the device.
 
     Args:
         transport: to the other nodes, which call `follow_on`, if several share the model; the caller closes it.
 
     Raises:
-        BadInput: the device serves no requests that join and leave, or as `simulate_serving`.
+        BadInput: the device serves no requests that join and leave, or there is a reason as in `simulate_serving`.
         TaskFailed: another node is lost, or a task failed.
     """
     serves = _serves(device)
@@ -174,14 +174,13 @@ def serve_on(
 
 
 def follow_on(device: Device, plan: Plan, policy: Policy, transport: Transport) -> int:
-    """Serve as one of several nodes, but the first, until no more requests arrive; the caller closes the device.
+    """Serve as a node other than the first, until no more requests arrive; the caller closes the device.
 
     Returns:
         the number of steps.
 
     Raises:
-        BadInput: the device serves no requests that join and leave, or is never one of several; or the plan is that of
-            the first node.
+        BadInput: the device cannot serve, or cannot be one of several nodes; or the plan is the first node's.
         TaskFailed: another node is lost, or a task failed.
     """
     serves = _serves(device)
@@ -210,7 +209,7 @@ def _require_role(plan: Plan, *, first: bool) -> None:
 
 
 def _execute(device: Device, beside: Mapping[str, Execute], task: Task) -> Any:
-    """Run a task, and return its value; a task that waits returns an awaitable.
+    """Run a task, and return its value, or an awaitable of the value for a task that waits.
 
     beside: by verb, functions that run a task instead of the device.
     """

@@ -70,14 +70,14 @@ class ServiceReport(msgspec.Struct, frozen=True, kw_only=True):
         ttft: from the arrival to the first token.
         tpot: mean time between two tokens, by request; None if no request has two.
         pause: longest time between two tokens, by request; None if no request has two.
-        waited: from the arrival to a place.
+        waited: from the arrival until the request gets a place in a micro-batch.
         steps: number of steps.
         queue: mean number of requests that waited for a place, and the most.
         running: mean number of requests that had a place, and the most.
         cache_held: mean share of the KV cache that requests took, and the most.
         objectives: the limits on times that requests are to keep.
-        kept: share of the completed requests that kept them.
-        goodput: completed requests a second that kept them.
+        kept: share of the completed requests that kept the objectives.
+        goodput: completed requests a second that kept the objectives.
     """
 
     model: str
@@ -105,7 +105,7 @@ class ServiceReport(msgspec.Struct, frozen=True, kw_only=True):
     nodes: int = 1
 
     def as_dict(self) -> dict[str, Any]:
-        """The report as JSON's types."""
+        """Return the report as JSON's types."""
         made: dict[str, Any] = msgspec.to_builtins(self)
         return made
 
@@ -171,12 +171,12 @@ def service_report(
 
 
 def ttft(served: Served) -> float:
-    """Seconds from a request's arrival to its first token."""
+    """Return the seconds from a request's arrival to its first token."""
     return (served.times[0] - served.request.arrives) / 1e9
 
 
 def tpot(served: Served) -> float | None:
-    """Mean seconds between two tokens of a request; None with fewer than two."""
+    """Return the mean seconds between two tokens of a request; None with fewer than two."""
     if len(served.times) < 2:
         return None
     return (served.times[-1] - served.times[0]) / (len(served.times) - 1) / 1e9

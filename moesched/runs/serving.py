@@ -64,7 +64,7 @@ class Occupancy(msgspec.Struct):
     """The use of a capacity's places. Each list has one number for each step.
 
     Attributes:
-        starts: the end of the step before, or of the time without requests before this step; as `times`.
+        starts: the start of the step's period: the end of the step before, or of a time without requests; as `times`.
         times: the end of the step; nanoseconds since the first request could run.
         held: tokens of the KV cache that the requests' blocks held at that time, in whole blocks; the step's last
             tokens still count.
@@ -86,10 +86,10 @@ class ServingListener(Protocol):
         """The weights are loaded: requests can run."""
 
     def token(self, served: Served) -> None:
-        """A request has one more token, or has ended: in the last call for a request, its `ending` is not None."""
+        """The request `served` has one more token, or has ended: in its last call, `served.ending` is not None."""
 
     def step(self, serving: Serving) -> None:
-        """A step has ended, and its tokens were told."""
+        """A step of `serving` has ended, after the calls of `token` for its tokens."""
 
 
 class Serving:
@@ -104,8 +104,7 @@ class Serving:
         admission: chooses which waiting request gets a place next.
         stop_tokens: ids of tokens, each of which ends its request.
         listener: told of each token and each step; None for no listener.
-        keeps_history: whether to keep requests that have ended, and the occupancy of each step; if not, only that of
-            the last step is kept.
+        keeps_history: whether to keep ended requests and the occupancy of all steps; else only the last step's.
         on_step: called with the number of each step and its rows by place, before it is submitted; None for no call.
 
     Attributes:
@@ -273,8 +272,7 @@ class Serving:
 
         A token that stands for logits that are not finite ends the request, too.
 
-        is_part: whether the step was a part of the request's prompt before its end, so that only log probabilities
-            count.
+        is_part: whether the prompt goes on after the step; then only log probabilities are kept.
         """
         if token == NO_TOKEN:
             self._end(served, "not finite", now)

@@ -51,9 +51,8 @@ def simulate(
         replay: build the graph of a few steps only and replay it: several times faster, the same to the nanosecond.
         observers: called with each task of the first node, when it ends.
         recorder: records the tasks of all nodes, for a trace; None for no trace.
-        peers: the other nodes, if several run one model; `plan` and `policy` are those of the first node. Observers and
-            report are also those of the first node, except for the trace, and for each memory's peak, which is the
-            highest of all nodes.
+        peers: the other nodes, if several run one model; `plan` and `policy` are the first node's. Observers and report
+            cover the first node only, except that each memory's peak is the highest of all nodes.
 
     Raises:
         BadInput: `replay` is set, and durations depend on concurrent tasks.

@@ -97,12 +97,12 @@ def merged(times: Sequence[RequestTimes | None], requests: int) -> RequestTimes 
 
 
 def known(seconds: Sequence[float | None]) -> list[float]:
-    """The times that are not None."""
+    """Return the times that are not None."""
     return [each for each in seconds if each is not None]
 
 
 def mean_of_known(seconds: Sequence[float | None]) -> float | None:
-    """The mean of the times that are not None; None if all are."""
+    """Return the mean of the times that are not None; None if all are."""
     found = known(seconds)
     return fmean(found) if found else None
 

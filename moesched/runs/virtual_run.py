@@ -39,7 +39,7 @@ class VirtualRun:
         recorder: records the tasks of all ranks, for a trace.
         tokens: stop tokens of requests, and the callback for their tokens.
         steps: number of steps to run; by default all of the batch.
-        age: decode steps that the KV cache already holds when decoding begins.
+        age: number of decode steps whose keys and values the KV cache already holds when decoding begins.
 
     Attributes:
         rank_runs: lanes, engine, run state and generation of each rank.

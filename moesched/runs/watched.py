@@ -52,7 +52,7 @@ def observers_of(
 
 @contextmanager
 def closed_at_end(runs: Sequence[Watched]) -> Iterator[None]:
-    """At the end of the context, check each run's rules in the checking mode, and drop the run's tasks and errors."""
+    """Check the rules of runs with a checked engine at the end of the context, and drop all runs' tasks and errors."""
     with ExitStack() as opened:
         for run in runs:
             opened.enter_context(closing(run.run_state))

@@ -37,7 +37,7 @@ class Issued(Protocol):
         """The task's result."""
 
     def span(self) -> tuple[int, int]:
-        """The task's start and end in nanoseconds on the driver's clock; known once `wait` has returned."""
+        """Return the task's start and end in nanoseconds on the driver's clock; known once `wait` has returned."""
 
 
 class Streams(Protocol):
@@ -81,7 +81,7 @@ class Device(Protocol):
         """The issuer of tasks to lanes of kind "stream", on the driver's clock; None without such lanes."""
 
     def slot_bytes(self, page: Page) -> int:
-        """Bytes of memory that a page takes in a slot, at least `page.nbytes`; constant. Called before any `begin`."""
+        """Return the bytes that a page takes in a slot, at least `page.nbytes`; constant. Called before any `begin`."""
 
     def begin(self, plan: Plan, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
         """Prepare a batch: allocate what the plan reserves, no more, and store the prompts' token ids.
@@ -99,9 +99,9 @@ class Device(Protocol):
         Called on the thread of the task's lane: one task at a time for each lane, several lanes concurrently. A task
         starts when all its dependencies have ended. The value of `route` and `preview_route` is the number of rows of
         each expert that has any, with router scores where the plan requests them (`moesched.routing.ScoredTokens`);
-        that of `sample` is one token for each sequence that ends its prompt or decodes; other verbs return None.
-        `run_expert` has the rows of `Task.expert_rows`; each row's bits must be those that it has if all of its
-        micro-batch's rows run together. The operands of `load_routed` are pairs of an expert and a range of its rows.
+        the value of `sample` is a token for each sequence that ends its prompt or decodes; other verbs return None.
+        `run_expert` has the rows of `Task.expert_rows`; each row must get the same bits as if all rows of its
+        micro-batch ran together. The operands of `load_routed` are pairs of an expert and a range of its rows.
 
         Raises:
             Exception: of any kind; the driver turns it into the task's failure, and ends the run.
@@ -128,10 +128,10 @@ class JoinsRanks(Protocol):
     """A device that can be one of several: tensor-parallel ranks, or nodes that share a model's experts."""
 
     def join(self, rank: int, transport: Transport, first: Device) -> None:
-        """Become a rank. Called once before the first batch, or on a node before each order.
+        """Become a rank. Called once before the first batch; on a node of a cluster, before each run.
 
         Args:
-            rank: its number, from 0.
+            rank: this device's number among the ranks, from 0.
             transport: carries the exchanges of its `Collective` tasks; the caller closes it.
             first: rank 0's device if it is in this process, otherwise this device; rank 0 begins each batch last.
 
@@ -146,7 +146,7 @@ class DescribesMachine(Protocol):
 
     @staticmethod
     def machine(host: Machine) -> Machine:
-        """The machine that `--machine auto` stands for: the host with the device's additions.
+        """Return the machine that `--machine auto` stands for: the host with the device's additions.
 
         Raises:
             BadInput: the hardware is not there, or the user has to name a machine.
@@ -159,10 +159,10 @@ class ChecksMachine(Protocol):
 
     @staticmethod
     def check_machine(machine: Machine) -> None:
-        """Check that the device can run as a machine.
+        """Check that the device, on this computer, can run batches that were planned for `machine`.
 
         Raises:
-            BadInput: the device cannot run as that machine.
+            BadInput: the device cannot run such batches.
         """
 
 
@@ -172,7 +172,7 @@ class IsCalibrated(Protocol):
 
     @staticmethod
     def processors() -> str:
-        """The processors of this machine that the device runs on, named as in `Machine.measured_on`.
+        """Return the processors of this machine that the device runs on, named as in `Machine.measured_on`.
 
         Raises:
             BadInput: the hardware is not there.
@@ -185,7 +185,7 @@ class ChoosesDtype(Protocol):
 
     @staticmethod
     def chosen_dtype(own: str) -> str:
-        """The dtype to compute in where the user names none; `own` is the model's, and the default."""
+        """Return the dtype to compute in where the user names none; `own`, the model's dtype, is the default."""
         return own
 
 
@@ -194,7 +194,7 @@ Progress: TypeAlias = Callable[[str, float, float], object]
 
 
 def ignore_progress(what: str, done: float, total: float) -> None:
-    """Ignore progress."""
+    """Do nothing with the progress: the `tell` of devices whose progress nobody follows."""
 
 
 @runtime_checkable
@@ -209,7 +209,7 @@ class WarmsUp(Protocol):
     """A device that runs its kernels once before the first step, while pages that stay are loaded."""
 
     def warm_up_seconds(self) -> float | None:
-        """Seconds that the warm-up of the last batch took; None if it had nothing to warm up. Called after a batch."""
+        """Return the seconds that the last batch's warm-up took; None without a warm-up. Called after a batch."""
 
 
 @runtime_checkable
@@ -241,7 +241,7 @@ class HasOwnBytes(Protocol):
 
 @runtime_checkable
 class ReplaysGraphs(Protocol):
-    """A device that may replay graphs of kernels, whose results then stay in its memory."""
+    """A device that may replay graphs of kernels, whose results then stay in the device's memory."""
 
     replays: bool
     """Whether this device replays graphs; constant."""
@@ -252,7 +252,7 @@ class StandsBy(Protocol):
     """A device that can keep idle weights from being paged out."""
 
     def stand_by(self) -> object:
-        """Touch the weights. Called several times a second while a node waits for work."""
+        """Touch the weights; the result is ignored. Called several times a second while a node waits for work."""
 
 
 @runtime_checkable
@@ -266,7 +266,7 @@ class GivesScores(Protocol):
 class KeepsRowsApart(Protocol):
     """A device that can leave sequences out of a micro-batch once they have ended.
 
-    The operands of `embed` are the micro-batch's requests in its step. Requests that are missing never come back.
+    The operands of `embed` are the requests of the micro-batch in the step; a request once left out never comes back.
     """
 
     def rows_apart(self, rows: int) -> bool:
@@ -281,7 +281,7 @@ class ObservesRouting(Protocol):
     """A device that reports which experts the routers choose."""
 
     def observe_routing(self, observer: RoutingObserver) -> None:
-        """Report to an observer from the next batch on."""
+        """Report the experts that routers choose to `observer`, from the next batch on."""
 
 
 @runtime_checkable
@@ -289,4 +289,4 @@ class ObservesActivations(Protocol):
     """A device that reports the experts' activations."""
 
     def observe_activations(self, observer: ActivationObserver) -> None:
-        """Report to an observer from the next batch on."""
+        """Report the experts' activations to `observer`, from the next batch on."""

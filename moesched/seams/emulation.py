@@ -12,18 +12,18 @@ class KeepsTime(Protocol):
     """A device that imitates another machine, and provides the clock of all times."""
 
     def clock(self) -> int:
-        """Monotonic nanoseconds on that machine's clock. Called from any thread."""
+        """Return the monotonic nanoseconds on the imitated machine's clock. Called from any thread."""
 
 
 class Dilations(msgspec.Struct, frozen=True):
-    """Real seconds for each second of an emulated machine."""
+    """Real seconds that pass for each second of an emulated machine, in prefill and in decode."""
 
     prefill: float
     decode: float
 
 
 class EmulatedLane(msgspec.Struct, frozen=True):
-    """One lane of an emulated machine.
+    """Quality of the emulation of one lane.
 
     Attributes:
         real_share: seconds of real work over the dilated seconds of the modelled work; below a third in a good
@@ -40,10 +40,10 @@ class EmulatedLane(msgspec.Struct, frozen=True):
 
 
 class Emulation(msgspec.Struct, frozen=True):
-    """Quality of an emulation. All other times of a report are the emulated machine's.
+    """Quality of an emulation, for a report whose other times are the emulated machine's.
 
     Attributes:
-        dilation: factor by which time passed more slowly than on the emulated machine.
+        dilation: real seconds for each second of the emulated machine.
         core_load: share of this machine's cores that the run kept busy.
     """
 

@@ -1,4 +1,4 @@
-"""The seam of kernels, and the list of those that a device has."""
+"""The seam of kernels, and of devices that list their kernels."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ class ListsKernels(Protocol):
 
     @staticmethod
     def kernel_rows() -> Sequence[KernelRow]:
-        """The rows of all operations. Of an operation's rows, the first that takes a case computes it."""
+        """Return the rows of all operations. Of an operation's rows, the first that takes a case computes it."""
 
 
 class Kernel(Protocol):
     """A kernel from outside the tree, for one operation; see `moesched.devices.kernels.seam`."""
 
     def refusal(self, case: Any) -> str:
-        """The reason why the kernel does not take a case; empty if it does."""
+        """Return the reason why the kernel does not take a case; empty if it does."""
 
     def bind(self, case: Any, weights: Any, memory: Any) -> Callable[..., Any]:
         """Make the function that computes a case, with these weights and with results in `memory`, a `Workspace`.

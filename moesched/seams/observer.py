@@ -38,7 +38,7 @@ class RoutingObserver(Protocol):
     """Receives the choices of a model's routers on a device."""
 
     def routed(self, layer: int, spans: Sequence[TokenSpan], experts_Tk: npt.NDArray[np.int64]) -> None:
-        """Receive the experts of some tokens in a layer, ascending in each row; the rows follow the spans in order.
+        """Receive `experts_Tk`, the experts of some tokens: a row for each token of the spans in order, ascending.
 
         Every token is reported once for each layer. Called from any thread, one call at a time.
         """
@@ -48,7 +48,7 @@ class ActivationObserver(Protocol):
     """Receives the experts' activations on a device."""
 
     def activated(self, layer: int, values_nI: npt.NDArray[np.float32]) -> None:
-        """Receive an expert's values after SiLU, with a row for each of some tokens that were routed to it.
+        """Receive `values_nI`, an expert's values after SiLU, with a row for each of some tokens routed to it.
 
         Called from any thread, possibly concurrently.
         """

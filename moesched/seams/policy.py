@@ -18,7 +18,7 @@ class Policy(Protocol):
     searches that too.
 
     On a machine with several equal accelerators the model is divided among all of them (tensor parallelism), and a
-    policy sees one, with its share. A class for anything else declares it: `Pipelined`, `ExpertParallel`.
+    policy sees one, with its share. A class for a pipeline or several machines is `Pipelined` or `ExpertParallel`.
     """
 
     def plan(self, plan: Plan) -> None:
@@ -38,7 +38,7 @@ class Policy(Protocol):
 class Pipelined(Protocol):
     """A policy class that declares whether it is a pipeline: each of several accelerators has layers of its own.
 
-    If True, it sees the whole machine, and its plan has a stage per accelerator.
+    If `pipelines` is True, the policy sees the whole machine, and its plan has a stage per accelerator.
     """
 
     pipelines: bool
@@ -48,8 +48,8 @@ class Pipelined(Protocol):
 class ExpertParallel(Protocol):
     """A policy class that declares whether several machines share a model's experts, each with a policy of its own.
 
-    If True, its `plan` calls `Plan.place_experts` and its steps call `Step.assign`, with equal arguments on all
-    machines. Without a declaration it runs on one machine.
+    If `expert_parallel` is True, `plan` calls `Plan.place_experts` and the steps call `Step.assign`, with equal
+    arguments on all machines. Without a declaration the policy runs on one machine.
     """
 
     expert_parallel: bool
@@ -59,8 +59,8 @@ class ExpertParallel(Protocol):
 class KeepsState(Protocol):
     """A policy class that declares whether an instance serves all batches of a run, one after the other.
 
-    If True, `plan` is called once for each batch, and what else the instance holds outlives it. Predictions schedule
-    every step, since steps that look alike may differ later.
+    If `keeps_state` is True, `plan` is called once for each batch, and the instance's own state lasts from batch to
+    batch. Predictions schedule every step, since steps that look alike may differ later.
     """
 
     keeps_state: bool

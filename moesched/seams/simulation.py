@@ -14,8 +14,10 @@ class Routing(Protocol):
     def choose(self, step: int, layer: int, micro_batch: int, tokens: int) -> dict[int, int]:
         """Count a micro-batch's tokens for each expert that gets any, in ascending order of expert.
 
-        step: the micro-batch's step: 0 for its prompts, then 1, 2, ... for the tokens that follow them. layer,
-        micro_batch: their numbers. tokens: the micro-batch's new tokens in the step.
+        Args:
+            step: 0 for the micro-batch's prompts, then 1, 2, ... for the tokens that follow them.
+            layer, micro_batch: numbers of the layer and of the micro-batch.
+            tokens: number of the micro-batch's new tokens in the step.
         """
 
 

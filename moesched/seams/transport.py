@@ -28,10 +28,10 @@ class Exchange(NamedTuple):
 class Transport(Protocol):
     """Carries out collectives between ranks, on arrays in host memory.
 
-    Calls come in the same order on all ranks, each on the thread of a lane, which it blocks until the result is there.
-    Every call returns the same bits on every rank that gets a result. Parts are not changed, and their
-    owners may change them once the call returns; results belong to the caller. Each rank has a transport of its own,
-    unless the ranks are threads of one process, which may share one.
+    A call names the calling `rank`. Calls come in the same order on all ranks, each on the thread of a lane, which is
+    blocked until the result is there. A call returns the same bits on every rank that gets a result. Parts are not
+    changed, and their owners may change them once the call returns; results belong to the caller. Each rank has a
+    transport of its own, unless the ranks are threads of one process, which may share one.
 
     Raises:
         TransportError: a rank does not arrive in time, is lost, or is in another exchange. Every call may raise it, on
@@ -47,13 +47,13 @@ class Transport(Protocol):
         """
 
     def all_reduce(self, rank: int, exchange: Exchange, part: Array) -> Array:
-        """The sum of all ranks' parts, which have one shape and type, added in the order of the ranks."""
+        """Return the sum of all ranks' parts, which have one shape and type, added in the order of the ranks."""
 
     def broadcast(self, rank: int, exchange: Exchange, array: Array | None, root: int) -> Array:
-        """The array of the rank `root`, on all ranks; the others pass None, and need not know its shape."""
+        """Return the array of the rank `root`, on all ranks; the others pass None, and need not know its shape."""
 
     def gather(self, rank: int, exchange: Exchange, part: Array, root: int) -> list[Array] | None:
-        """The parts of all ranks in their order, on the rank `root`; None on the others. Shapes may differ."""
+        """Return the parts of all ranks in their order, on the rank `root`; None on the others. Shapes may differ."""
 
     async def aclose(self) -> None:
         """Free everything; waiting ranks get a TransportError. Called once, by the owner; must not raise."""
@@ -64,4 +64,4 @@ class Abandons(Protocol):
     """A transport on which a rank can announce that it takes no part in an exchange."""
 
     def abandon(self, rank: int, exchange: Exchange, reason: str) -> None:
-        """End an exchange with a TransportError that gives the reason, on the ranks that wait for this one."""
+        """End an exchange with a TransportError that gives the reason, on the ranks that wait for `rank`."""

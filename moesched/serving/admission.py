@@ -15,7 +15,7 @@ MOST_USERS = 10_000
 class Admission(Protocol):
     """Rule that orders the waiting requests.
 
-    The first one that finds no place ends the search: others do not overtake it, so that every request runs in the end.
+    The first request that finds no place ends the search: others do not overtake it, so that all run in the end.
     """
 
     def order(self, waiting: Sequence[Request]) -> Sequence[Request]:
@@ -33,7 +33,7 @@ class FirstCome:
         return waiting
 
     def entered(self, request: Request) -> None:
-        """Note nothing."""
+        """Do nothing: the order does not depend on earlier requests."""
 
 
 class ShortestPrompt:
@@ -44,15 +44,15 @@ class ShortestPrompt:
         return sorted(waiting, key=lambda request: request.prompt)
 
     def entered(self, request: Request) -> None:
-        """Note nothing."""
+        """Do nothing: the order does not depend on earlier requests."""
 
 
 class FairAmongUsers:
     """Users take turns by tokens: start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996).
 
     Each request has a start on a scale of tokens, and requests run by their starts. A request starts where its user's
-    previous one ended, and ends later by the most tokens that it may have. A user who is new, or comes back, starts
-    where the request that entered last started, and so gains and loses nothing by having been away.
+    previous request ends, and ends at its start plus the most tokens that it may have. A user who is new, or comes
+    back, starts where the request that entered last started, and so gains and loses nothing by having been away.
     """
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ class FairAmongUsers:
         return [waiting[index] for index in sorted(range(len(starts)), key=starts.__getitem__)]
 
     def entered(self, request: Request) -> None:
-        """Count the tokens of a request that begins to run, and forget users who are no longer ahead."""
+        """Count the tokens of a request that begins to run, and forget users whose last request ends by its start."""
         start = self._start(request.user, self._ends)
         self._ends[request.user] = start + request.most_tokens
         now = start
@@ -87,4 +87,4 @@ class FairAmongUsers:
 ADMISSIONS: Mapping[str, type[Admission]] = MappingProxyType(
     {"first-come": FirstCome, "shortest-prompt": ShortestPrompt, "fair": FairAmongUsers}
 )
-"""The shipped rules by name."""
+"""The shipped admission rules by name."""

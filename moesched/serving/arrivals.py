@@ -60,7 +60,7 @@ class ListedArrivals:
         return not self._requests
 
     def news(self, now: int) -> News:
-        """Return the requests that arrived, and those that left, since the last call."""
+        """Return the requests that arrived, and those that left, since the last call and up to `now`."""
         news = News([], [])
         while self._requests and self._requests[0].arrives <= now:
             news.came.append(self._requests.popleft())
@@ -69,9 +69,9 @@ class ListedArrivals:
         return news
 
     def until_next(self, now: int) -> int:
-        """Return the nanoseconds until the next arrival, at least 1."""
+        """Return the nanoseconds from `now` until the next arrival, at least 1."""
         return max(1, self._requests[0].arrives - now)
 
     async def wait(self, now: int) -> None:
-        """Sleep until the next arrival."""
+        """Sleep from `now` until the next arrival."""
         await asyncio.sleep(self.until_next(now) / 1e9)

@@ -45,7 +45,7 @@ class Capacity(msgspec.Struct, frozen=True):
             )
 
     def fullest(self) -> Batch:
-        """A batch that takes as much memory as requests may at most: policies plan it, and devices reserve for it.
+        """Return a batch that takes the most memory that requests may take, for policies and devices to plan with.
 
         Its prompts have all of `prompt_tokens`, or as many as leave each request a token to generate, and its requests
         end with all of `cache_tokens`. Of cut prompts no more than `chunk` tokens pass a layer together.

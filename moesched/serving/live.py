@@ -27,13 +27,13 @@ class LiveArrivals:
             self._wake()
 
     def remove(self, number: int) -> None:
-        """Note that nobody waits for a request any more."""
+        """Note that nobody waits for the request with this number any more."""
         with self._lock:
             self._news.departed.append(number)
             self._wake()
 
     def close(self) -> None:
-        """Have the run end once the requests that it has are done."""
+        """Have the run end once all requests added so far are done."""
         with self._lock:
             self._closed = True
             self._wake()
@@ -45,17 +45,17 @@ class LiveArrivals:
             return self._closed and not self._news.came
 
     def news(self, now: int) -> News:
-        """Return the arrivals and departures since the last call."""
+        """Return the arrivals and departures since the last call; `now` becomes the requests' time of arrival."""
         with self._lock:
             (came, departed), self._news = self._news, News([], [])
         return News([replace(request, arrives=now) for request in came], departed)
 
     def until_next(self, now: int) -> int:
-        """Return 1, since nobody knows when the next request comes."""
+        """Return 1 for any `now`, since nobody knows when the next request comes."""
         return 1
 
     async def wait(self, now: int) -> None:
-        """Wait for an arrival, a departure or `close`."""
+        """Wait for an arrival, a departure or `close`; `now` has no effect."""
         with self._lock:
             if self._closed or self._news.came or self._news.departed:
                 return

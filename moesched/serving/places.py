@@ -1,4 +1,4 @@
-"""Places: the requests in each, their tokens in the KV cache, and their rows in the next step; here nothing runs."""
+"""Places: the requests in each, their tokens in the KV cache, and their rows in the next step."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ class Seat:
 
     @property
     def phase(self) -> Phase:
-        """The phase of the request's next row: prefill while tokens of its prompt are left, then decode."""
+        """The phase of the request's next row: prefill while tokens of the request's prompt are left, then decode."""
         return "prefill" if self.to_come else "decode"
 
     @property
     def to_come(self) -> int:
-        """Tokens of its prompt that have yet to pass the layers."""
+        """Number of tokens of the request's prompt that have yet to pass the layers."""
         return max(0, self.request.prompt - self.cached)
 
     def row(self, step: int, tokens: int) -> Row:
-        """Take the request's next tokens into a step, and return them as a row."""
+        """Take the request's next `tokens` tokens into the step `step`, and return them as a row."""
         request, start, prompts = self.request, self.cached, self.phase == "prefill"
         generated = request.new_tokens - self.tokens_left
         self.cached = start + tokens
@@ -65,7 +65,7 @@ class Seat:
 
     @property
     def _following(self) -> int | None:
-        """The prompt's next token, if the prompt goes on and has log probabilities; else None."""
+        """Id of the prompt token that follows a row; None at the prompt's end, or without its log probabilities."""
         request = self.request
         is_scored = request.scores_prompt and self.to_come
         return request.ids[self.cached] if is_scored and request.ids is not None else None
@@ -96,7 +96,7 @@ class Places:
         self._leaving: set[int] = set()
 
     def __len__(self) -> int:
-        """The number of requests that hold blocks of the KV cache."""
+        """Return the number of requests that hold blocks of the KV cache."""
         return len(self._seats)
 
     def __contains__(self, request: object) -> bool:
@@ -109,7 +109,7 @@ class Places:
         return sum(place.held for place in self._places)
 
     def enter(self, request: Request) -> bool:
-        """Give a request a place that has room for its prompt and answer; of several, the one with the fewest tokens.
+        """Give a request a place that has room for its prompt and answer: of several places, the least full one.
 
         Returns:
             False if no place has room.

@@ -1,4 +1,4 @@
-"""A request to a model that serves many: its prompt, and what is asked for."""
+"""A request to a served model: its prompt, and the tokens and log probabilities that it asks for."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class BatchBytes(ReadOnly):
         on_gpu: whether the accelerator is a GPU with a memory of its own.
 
     Attributes:
-        staying: activations of all micro-batches that live across layers.
+        staying: activations that live across layers, of all micro-batches.
         workspace: workspace of the kernels, for the largest micro-batch.
         unpacked: workspace into which a GPU unpacks rows of weights that are stored as codes and scales.
         in_decode: activations within a layer of all micro-batches, in decode.
@@ -88,9 +88,9 @@ class BatchBytes(ReadOnly):
         self._seal()
 
     def _scattered_tokens(self, chunk: Chunk, *, on_gpu: bool) -> int:
-        """Tokens whose keys and values are copied together where blocks that others had are scattered.
+        """Return the most tokens of a chunk's requests whose keys and values are copied, as their blocks lie scattered.
 
-        A CPU decodes from blocks.
+        0 unless requests join and leave. On a CPU only prompts are copied: decode steps read the blocks themselves.
         """
         if not self._batch.served:
             return 0
@@ -137,7 +137,7 @@ class BatchBytes(ReadOnly):
 
     @property
     def _kept(self) -> list[int]:
-        """The number of rows of each memory in which a GPU keeps a micro-batch's results from step to step."""
+        """The number of rows of each workspace in which a GPU keeps a micro-batch's results from step to step."""
         if self._batch.served:
             return [min(KEPT_ROWS, rows) for rows in self._largest_first] * SERVED_MEMORIES
         return [rows for rows in (*self._prefill, *self._decode_rows) if rows <= KEPT_ROWS]

@@ -47,7 +47,7 @@ def require_slots(name: str, slots: int, filled: int, replacement: object) -> No
 
 
 class Declarations(ReadOnly):
-    """Base of `Plan`: everything declared so far besides pools and resident pages."""
+    """Base of `Plan`, which holds the policy's declarations other than pools and resident pages."""
 
     _assignable = frozenset({"discipline", "task_limit"})
     _remedy = "declare with the plan's methods, and keep your own numbers in attributes of the policy"
@@ -82,8 +82,8 @@ class Declarations(ReadOnly):
     def task_limit(self) -> int:
         """The most tasks that a step may submit; a policy may assign another number in `plan`.
 
-        The default is far above the needs of policies: for each micro-batch, twenty times the number of pages plus that
-        of the layers' verbs and experts.
+        The default is far above the needs of policies: for each micro-batch, twenty times the sum of the numbers of
+        pages, of verbs in all layers and of experts in all layers.
         """
         return self._declared.task_limit or self._default_task_limit
 

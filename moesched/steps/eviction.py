@@ -122,7 +122,7 @@ def _for(pages: Sequence[Page]) -> str:
 
 
 def _taken_by(cache: str, given: object) -> Eviction:
-    """Mark an eviction rule as taken by a cache, and return it; of a class, return a new object.
+    """Mark an eviction rule, or a new object of a class of rules, as taken by a cache, and return it.
 
     Args:
         cache: the cache's name in messages.

@@ -27,7 +27,6 @@ class Eviction(Protocol):
     def choose(self, pages: Mapping[int, Page]) -> Page:
         """Return the page to evict, one of `pages`.
 
-        pages: the pool's pages without those of the fetch that needs the room; by `Page.id`, in the order of their
-            arrival,
-            at least one.
+        pages: the pool's pages, at least one, by `Page.id` in the order of their arrival; those of the fetch that needs
+            the room are left out.
         """

@@ -12,7 +12,7 @@ from moesched.stream_edges import behind_on_device
 from moesched.tasks import DONE, RUNNING, Join, Lane, Task, Work
 
 Price = Callable[[Work], int]
-"""The nanoseconds of a work alone."""
+"""Returns the nanoseconds that a work takes if it runs alone."""
 
 
 class ExpectedEnds(NamedTuple):
@@ -71,7 +71,7 @@ def _waiting_for(task: Task) -> list[Task]:
 
 
 class _Lookahead:
-    """A simulation of unsettled tasks. A lane runs one at a time: the ready task with the lowest key."""
+    """A simulation of unsettled tasks. A lane runs one task at a time: the ready one with the lowest key."""
 
     def __init__(self, tasks: Mapping[int, Task], price: Price) -> None:
         self._tasks = tasks

@@ -1,4 +1,4 @@
-"""Pages that stay in a memory for the whole run: those that a plan keeps there, and those that are at home there."""
+"""Pages that stay in a memory for the whole run: kept there by a plan, or there from the start for the host to use."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Fixed(Pool):
         return sum(slot.nbytes for slot in self._slots)
 
     def claims(self, free: int) -> Iterable[Claim]:
-        """One claim for all pages, or, where they do not fit in `free` bytes, one for each page."""
+        """Return one claim for all pages, or, where they do not fit in `free` bytes, one for each page."""
         total, pages = self.nbytes, len(self._slots)
         if total <= free:
             return [Claim(f"{pages} pages, kept in {self.memory.name}", total)]

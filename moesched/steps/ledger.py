@@ -34,9 +34,7 @@ class Ledger:
 
 
 def ledger_problems(memory: Memory, pools: Iterable[Pool] = ()) -> list[str]:
-    """Return the contradictions in the accounts of a memory, each as a line of text: bytes, page table, slots of its
-    pools.
-    """
+    """Return the contradictions between a memory's bytes, its page table and its pools' slots, as lines of text."""
     problems = []
     if not 0 <= memory.used <= memory.peak <= memory.capacity:
         problems.append(
@@ -72,9 +70,7 @@ def _pool_problems(pool: Pool) -> list[str]:
 
 
 def view_problems(views: Views[Any]) -> list[str]:
-    """Return the open views that show a slot which holds another page by now, or lacks the view, each as a line of
-    text.
-    """
+    """Return a line of text for each slot of an open view that holds another page by now or does not list the view."""
     problems = []
     for key, view in views.open.items():
         for page, slot in zip(view.pages, view.slots, strict=True):

@@ -117,8 +117,8 @@ class Slot(Block):
         index: the slot's number in the pool.
         fixed: whether the slot holds the same page for the whole run.
         page: the page that it holds; None while it is empty.
-        read: number of the last step that read the page. Until a step did, it says how the page came: `LOADED` before
-            the first step, `FETCHED` on demand, or `SPECULATED` by a speculative fetch.
+        read: number of the last step that read the page. Before any step read the page, the way in which it came:
+            `LOADED` before the first step, `FETCHED` on demand, or `SPECULATED` by a speculative fetch.
         views: the open views that read the page.
     """
 
@@ -194,7 +194,7 @@ class Pool(ReadOnly):
         return len(self._slots) * self.slot_bytes
 
     def claims(self, free: int) -> Iterable[Claim]:
-        """The claims that the pool makes on its memory; `free` bytes are left there."""
+        """Return the pool's claim on its memory for all slots; `free`, the bytes left there, has no effect."""
         return [claim_of_slots(self.name, len(self._slots), self.slot_bytes)]
 
     def reserve(self) -> None:
@@ -216,7 +216,7 @@ class Pool(ReadOnly):
         return len(self._empty)
 
     def pages(self) -> list[Page]:
-        """The pages that the pool holds, the next one to be replaced first."""
+        """Return the pages that the pool holds, the next one to be replaced first."""
         return [slot.page for slot in self._held.values() if slot.page is not None]
 
     def assign_all(self, pages: Sequence[Page], engine: Engine, arrival: int, step: int) -> tuple[Slot, ...]:
@@ -362,7 +362,7 @@ def counts_of(pool: Pool) -> PoolCounts:
 
 
 def held_slot(page: Page, pool: Pool) -> Slot | None:
-    """The slot of a pool that holds a page; None if the pool does not hold the page."""
+    """Return the slot of a pool that holds a page; None if the pool does not hold the page."""
     return pool._held.get(page.id)
 
 

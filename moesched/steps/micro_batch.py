@@ -22,7 +22,7 @@ class HostOutput(NamedTuple):
 
     Attributes:
         expert: the expert's number in the layer.
-        rows: the rows, of those that the micro-batch has for the expert, that the output is for.
+        rows: the range of the micro-batch's rows for the expert that the output is for.
         block: the block of data that holds the output.
     """
 
@@ -32,7 +32,7 @@ class HostOutput(NamedTuple):
 
 
 class Blocks:
-    """The blocks of a micro-batch's data within a step, and, by a verb's number, those that the verb reads and writes.
+    """The blocks of a micro-batch's data in a step, and the blocks that each verb reads and writes, by verb number.
 
     On a machine with one memory the blocks on the host are the same objects as the ones on the accelerator. A chunk has
     the blocks for tokens and positions of the micro-batch that it is part of.
@@ -155,7 +155,7 @@ class MicroBatch:
         activations: the block of its activations within a layer, where the plan limits these; else None.
         stage: the pipeline stage that it is at.
         works: the work of each verb at that stage, in the present kind of layer, by the verb's name.
-        works_at: such works by the number of the stage, then by that of the kind of layer.
+        works_at: such works by the stage's number, then by the number of the kind of layer.
         bound: by a verb's number, its lane and its work at that stage, and the blocks that its task reads and writes.
         routes: whether it has used `route` rather than `post_attention`, so that a layer is several tasks after
             attention.
@@ -252,15 +252,15 @@ class MicroBatch:
         self.requests = self.ends = requests
 
     def enter(self, stage: PipelineStage, kind: int) -> None:
-        """Move to a pipeline stage and a kind of layer, so that later verbs use the lanes and works of these."""
+        """Move to a pipeline stage and the kind of layer `kind`, so that later verbs use their lanes and works."""
         self.stage = stage
         self.works = self.works_at[stage.number][kind]
         self.bound = self._bound_at[stage.number][kind]
 
     def bind(self, stages: Sequence[PipelineStage], works_at: list[list[dict[str, Work]]]) -> None:
-        """Set the works of the micro-batch's verbs.
+        """Set the lanes and works of the micro-batch's verbs at each of these pipeline stages.
 
-        works_at: the works by the number of the stage, then by that of the kind of layer, then by the verb's name.
+        works_at: the works by the stage's number, then by the number of the kind of layer, then by the verb's name.
         """
         self.works_at = works_at
         blocks = self.blocks
@@ -273,7 +273,7 @@ class MicroBatch:
         ]
 
     def rebind(self, verb: Verb, stage: PipelineStage, kind: int, work: Work) -> None:
-        """Set the work of one verb, at one pipeline stage and for the layers of one kind."""
+        """Set the work of one verb, at one pipeline stage and in the layers of the kind with the number `kind`."""
         self.works_at[stage.number][kind][verb.name] = work
         bound = self._bound_at[stage.number][kind]
         lane, _, reads, writes = bound[verb.number]

@@ -16,7 +16,7 @@ def describe(page: Page) -> str:
 
 
 def describe_all(pages: Iterable[Page]) -> str:
-    """Pages in few words, by layer and expert, such as "L3 dense #0-1, E5 #0"."""
+    """Return the pages in words, by layer and expert, such as "L3 dense #0-1, E5 #0"."""
     indices: dict[tuple[int, int], list[int]] = {}
     for page in pages:
         indices.setdefault((page.layer, page.expert), []).append(page.index)

@@ -1,4 +1,4 @@
-"""Checks of the experts that each node holds, where nodes share a model, and of those that it is to run."""
+"""Checks of the experts that each node holds, and of the experts that it is to run, where nodes share a model."""
 
 from __future__ import annotations
 
@@ -69,5 +69,5 @@ def ownership_problem(
 
 
 def named(experts: Collection[int]) -> str:
-    """Experts as text for messages, such as "E1, E5"."""
+    """Return the experts as text for messages, such as "E1, E5"."""
     return ", ".join(f"E{expert}" for expert in experts)

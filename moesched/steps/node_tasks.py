@@ -1,4 +1,4 @@
-"""The tasks of a verb on a node of several: kernels, and the exchanges between the nodes.
+"""The tasks of a verb where several nodes run a model: kernels, and the exchanges between the nodes.
 
 Where nodes share a model's experts (`Plan.place_experts`), these verbs are more than one task:
 
@@ -41,7 +41,7 @@ class NodeTasks(SplitVerbs):
     Args:
         network: the lane of exchanges with the other nodes.
         plan: the node's plan.
-        works: makes the tasks' works.
+        works: makes the tasks' `Work` objects, which hold FLOPs and bytes.
         micro_batches: number of micro-batches.
     """
 
@@ -76,9 +76,7 @@ class NodeTasks(SplitVerbs):
         yield from self._exchanged_sum("gather", task, reads)
 
     def _send(self, task: Task, reads: Sequence[Block], writes: Sequence[Block]) -> Iterator[SubTask]:
-        """Yield the first node's tasks for a verb: the verb's own task, then a broadcast of its result to the other
-        nodes.
-        """
+        """Yield the first node's tasks for a verb: the verb's own task, then a broadcast of the task's result."""
         yield task, reads, writes
         yield self._exchange("broadcast", task, ROWS if task.verb == "route" else TOKENS), writes[-1:], ()
 

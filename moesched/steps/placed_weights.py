@@ -43,14 +43,12 @@ class PlacedWeights(ReadOnly):
 
     @property
     def home(self) -> Home | None:
-        """The pages in the memory that weights come from with which the host computes; None if it runs no experts."""
+        """Pages that the host computes with in the memory that weights come from; None if it runs no experts."""
         return self._home
 
     @property
     def load_buffers(self) -> int:
-        """Number of buffers through which resident pages are loaded before the first step, and so of those loaded at
-        once.
-        """
+        """Number of buffers for loading resident pages before the first step, and so of pages loaded at once."""
         return self._load_buffers
 
     def add_pool(self, pool: Pool, filled: Sequence[Page]) -> None:

@@ -43,7 +43,7 @@ class Plan(PlanFacts):
 
     Attributes:
         machine: with several stages, each accelerator with a memory and links of its own.
-        layout: the model's weights, cut into pages: `layout.pages`, and those of a layer, its dense part or an expert.
+        layout: the model's weights, cut into pages: `layout.pages`, or the pages of a layer, dense part or expert.
         batch: the requests: the lengths of their prompts, and the number of new tokens.
         layers: the numbers of the layers, from 0.
         micro_batches: the numbers of the micro-batches of decode steps, from 0.
@@ -228,7 +228,7 @@ class Plan(PlanFacts):
         return pool
 
     def keep(self, pages: Sequence[Page], role: Role = "accelerator") -> Fixed:
-        """Declare pages that stay in a memory for the whole run; they are loaded before the first step.
+        """Declare pages that stay in the memory `role` for the whole run; they are loaded before the first step.
 
         Raises:
             PolicyError: the pages belong to several stages, and the memory would be an accelerator's; or one of them is
@@ -273,7 +273,7 @@ class Plan(PlanFacts):
             self.weights.count_load_buffers(host, self.layout.globals_bytes)
 
     def _memory_for(self, verb: str, pages: Sequence[Page], role: Role) -> Memory:
-        """Return the memory of a role for these pages; of several accelerators, that of the pages' stage."""
+        """Return the memory of a role for these pages; of several accelerators, the memory of the pages' stage."""
         role = role_named(verb, role, self.machine)
         stages = {stage_of(self.stages, page.layer) for page in pages} if role == "accelerator" else {0}
         if len(stages) > 1:
@@ -299,7 +299,7 @@ def _placed(
         layers: numbers of the layers; None for all.
 
     Returns:
-        by layer, the memory that holds the cache then.
+        by layer, the memory that holds the cache afterwards.
 
     Raises:
         PolicyError: the cache of one of the layers has a place already.

@@ -91,7 +91,7 @@ class PlanFacts(Declarations):
         return self.reservations.kv(self.declared)
 
     def memory(self, role: Role, stage: int = 0) -> Memory:
-        """The memory that plays a role; each stage of a pipeline has an accelerator of its own.
+        """Return the memory that plays a role; each stage of a pipeline has an accelerator of its own.
 
         Raises:
             BadInput: the machine has no pinned memory.

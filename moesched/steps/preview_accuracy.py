@@ -1,4 +1,4 @@
-"""Accuracy of router forecasts: how many of the experts that `route` chose a preview or predictor had named."""
+"""Accuracy of router forecasts: counts the experts chosen by `route` that a preview or predictor had named."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from moesched.tasks import DONE, Preview, Task
 
 
 class Compared(NamedTuple):
-    """Forecasts from one distance, compared with the routings that they forecast.
+    """Counts from comparing forecasts, made a given number of layers ahead, with the routings.
 
     An expert counts once for each micro-batch and layer, however many tokens choose it.
 
@@ -39,7 +39,7 @@ class PredictorAnswer(NamedTuple):
 
     Attributes:
         predictor: name of the predictor's class.
-        ahead: number of layers from the last one in which the micro-batch was routed to the forecast one.
+        ahead: number of layers from the micro-batch's last routed layer to the forecast one.
         tokens: the expected number of tokens of each expert.
     """
 
@@ -61,8 +61,8 @@ class PreviewAccuracy:
 
     Attributes:
         ahead: the comparisons of previews so far, by the number of layers that they looked ahead.
-        by_predictor: the comparisons of predictors' answers so far, by (predictor, number of layers ahead). As many of
-            an answer's experts count as the router then chose, those with the most expected tokens.
+        by_predictor: the comparisons of predictors' answers so far, by (predictor, number of layers ahead). Where the
+            router then chose n experts, the n experts with the most expected tokens in an answer count.
         waiting: forecasts whose layer has not been routed in this step, by (layer, micro-batch).
     """
 
@@ -84,8 +84,7 @@ class PreviewAccuracy:
         self._pairs += [(forecast, route) for forecast in forecasts]
 
     def end_step(self) -> None:
-        """Compare a step's pairs of forecast and routing, and drop their tasks; also called when a run ends within a
-        step.
+        """Compare a step's pairs of forecast and routing, and drop their tasks; also called if a run ends in a step.
 
         At the end of a step all routings are known, since experts cannot run before. The forecasts are known, too: a
         routing overwrites what its previews read, and so ran after them.

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 ALLOCATOR_BYTES = 32_000_000
 """Memory that the C library keeps after kernels released it, beyond the plan, since each thread has its own pool.
-Measured with glibc; returning large pieces at once made kernels slower.
+Measured with glibc; returning large pieces at once makes kernels slower.
 """
 
 
@@ -15,7 +15,7 @@ class Process(NamedTuple):
 
     Attributes:
         runtime: bytes before the first batch: Python, libraries, tokenizer, prompts.
-        peak: the most resident bytes so far, which may be higher: the first run on a machine times kernels.
+        peak: the most resident bytes so far; more than `runtime` if this process timed kernels, as a first run does.
         kernels: bytes that kernels take for their own code, on all devices of this process.
         whole: whether all memories of the machine are in this process; otherwise its peak cannot be predicted, since an
             accelerator's driver takes memory too.

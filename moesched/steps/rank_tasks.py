@@ -1,4 +1,4 @@
-"""The tasks of a verb on a rank of several: kernels, and the all-reduces that add up the ranks' parts.
+"""The tasks of a verb where several ranks run a model: kernels, and the all-reduces that add up the ranks' parts.
 
 Where a model is cut over several ranks (see `models/tensor_parallel.py`), four verbs are more than one task:
 
@@ -32,7 +32,7 @@ class RankTasks(SplitVerbs):
 
     Args:
         interconnect: the lane of the rank's all-reduces.
-        works: makes the tasks' works.
+        works: makes the tasks' `Work` objects, which hold FLOPs and bytes.
         micro_batches: number of micro-batches.
     """
 

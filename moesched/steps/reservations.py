@@ -1,6 +1,4 @@
-"""Computes the bytes that a plan takes of each memory, from the model, the machine, the batch and the declarations
-alone.
-"""
+"""Computes the bytes that a plan takes of each memory, from model, machine, batch and declarations alone."""
 
 from __future__ import annotations
 
@@ -68,9 +66,7 @@ class NodeShare:
         return self.index == 0 or not self.centralised
 
     def pages(self, layout: WeightLayout) -> tuple[Page, ...]:
-        """Return the pages that this node uses: those of its experts, and the dense ones if it attends; all without a
-        placement.
-        """
+        """Return this node's pages: its experts', and the dense ones if it attends; without a placement, all pages."""
         if not self.placement:
             return layout.pages
         held = self.placement[self.index]
@@ -136,9 +132,7 @@ class KVPlan(NamedTuple):
 
     @property
     def on_gpu(self) -> float:
-        """Share of the KV cache that the accelerator holds, from 0 to 1, counted in (micro-batch, layer) pairs: r_c of
-        MoE-Lightning.
-        """
+        """Share (0 to 1) of the KV cache on the accelerator, in (micro-batch, layer) pairs: r_c of MoE-Lightning."""
         held = sum(holders.count("accelerator") for holders in self.roles)
         return held / (len(self.roles) * len(self.roles[0]))
 
@@ -198,7 +192,7 @@ class Reservations(ReadOnly):
         ]
 
     def needed_by_all(self, nodes: NodeShare) -> Iterator[Reservation]:
-        """The reservations that every policy needs, except those for activations within a layer."""
+        """Yield the reservations that every policy needs, except those for activations within a layer."""
         if nodes.count == 1:
             yield from self._all_weights(nodes)
         sizes = self.sizes
@@ -244,7 +238,7 @@ class Reservations(ReadOnly):
         return self._tokens[key]
 
     def _all_weights(self, nodes: NodeShare) -> Iterator[Reservation]:
-        """The reservation of all weights that this node uses, if they come from the memory that the host reads."""
+        """Yield the reservation of all weights that this node uses, if they come from the host's memory."""
         if self._machine.weights_on_host:
             yield Reservation(self._host, "all weights", self._weight_bytes(nodes), "weights")
 
@@ -255,7 +249,7 @@ class Reservations(ReadOnly):
         return self._of_nodes[nodes]
 
     def _within_layers(self, declared: Declared) -> Iterator[Reservation]:
-        """Reservations for activations within a layer: in prefill of the micro-batches in flight, in decode of all."""
+        """Yield reservations for activations within a layer: for micro-batches in flight, and in decode for all."""
         sizes, count, nodes = self.sizes, declared.in_flight, declared.nodes
         for fast in self._accelerators:
             what = f"activations of {count} micro-batches within a layer"
@@ -267,7 +261,7 @@ class Reservations(ReadOnly):
                 yield Reservation(memory, "sums exchanged between nodes", sizes.exchanged(count))
 
     def _kv_cache(self, declared: Declared) -> Iterator[Reservation]:
-        """Reservations for KV caches, and for a layer of cut prompts on accelerators if the host has their cache."""
+        """Yield reservations for KV caches, and on accelerators for one layer of the host's cache of cut prompts."""
         for role in KV_ROLES:
             groups = held_alike(declared.kv_roles, role)
             chosen = [number for numbers in groups.values() for number in numbers]
@@ -305,7 +299,7 @@ class Reservations(ReadOnly):
                 yield Reservation(fast, "graphs of kernels", self.sizes.graphs)
 
     def _host_experts(self, declared: Declared) -> Iterator[Reservation]:
-        """Reservations for rows that go to experts on the host, for the outputs that come back, and for workspace."""
+        """Yield reservations for rows of experts on the host, for outputs that come back, and for workspace."""
         if not declared.experts_on_host or self._machine.unified:
             return
         prompts = self.sizes.host_prompt_rows(declared.in_flight)
@@ -315,7 +309,7 @@ class Reservations(ReadOnly):
             yield Reservation(fast, "hidden states on their way to the host", self.sizes.hidden)
 
     def _host_buffers(self, declared: Declared) -> Iterator[Reservation]:
-        """Reservations for page-locked buffers through which the host exchanges data with accelerators."""
+        """Yield the reservations for page-locked buffers through which the host exchanges data with accelerators."""
         if self._machine.unified:
             return
         sizes, locked = self.sizes, self._locked
@@ -337,7 +331,7 @@ class Reservations(ReadOnly):
         return max(map(self._slot_bytes, self._layout.pages))
 
     def _node_weights(self, nodes: NodeShare) -> Iterator[Reservation]:
-        """The reservation for the pages of a node of several, which stay in its accelerator's memory."""
+        """Yield the reservations for the weights that this node holds, if the policy places experts on nodes."""
         if not nodes.placement:
             return
         if nodes.count > 1:

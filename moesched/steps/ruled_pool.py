@@ -20,7 +20,7 @@ class RuledPool(Pool):
             `Pool`.
 
     Raises:
-        PolicyError: `rule` is no eviction rule, or orders another cache.
+        PolicyError: `rule` is no eviction rule, or orders the pages of another pool.
     """
 
     def __init__(

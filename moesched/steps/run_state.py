@@ -28,7 +28,7 @@ class RunState:
     """The state that all steps of a run share.
 
     Args:
-        plan: the policy's plan, for which this reserves the memory.
+        plan: the policy's plan, whose memory is reserved here.
         engine: gets the tasks.
         lanes: the engine's lanes by name.
         steps: the number of steps; by default one for each token that is to be generated.
@@ -39,7 +39,7 @@ class RunState:
         prefill_batches: the micro-batches of prefill: chunks where prompts are cut, else the same as `micro_batches`.
         present: the micro-batches of the present or next step: some hold prompts, others decode.
         stages: the stages of the pipeline; `stage_of` has the stage of each layer.
-        works: makes the works of tasks.
+        works: makes the `Work` objects of tasks.
         kv_slots: the buffers that `load_kv` fills, of all stages.
         free_activations: free blocks of activations, one for each micro-batch that may be within a layer in prefill,
             where the plan limits these.
@@ -92,7 +92,7 @@ class RunState:
         return self.plan.declared.in_flight < len(self.prefill_batches)
 
     def numbered(self, number: int) -> MicroBatch:
-        """Return the micro-batch to which tasks refer by `number`: decode's come first, then those of prefill."""
+        """Return the micro-batch that has `number` in tasks, which count those of decode first, then of prefill."""
         count = len(self.micro_batches)
         return self.micro_batches[number] if number < count else self.prefill_batches[number - count]
 
@@ -122,9 +122,7 @@ class RunState:
             batch.serve(rows[batch.index])
 
     def _continue(self, batch: MicroBatch) -> None:
-        """Have the requests of a micro-batch begin their next step: with prompts or chunks of them, or with one token
-        each.
-        """
+        """Have a micro-batch's requests begin their next step: with prompts, chunks of prompts, or one token each."""
         if batch.generated == 0:
             assert batch.chunk is not None, (
                 "a micro-batch of prompts is a chunk, or has one of all its prompts"
@@ -136,9 +134,7 @@ class RunState:
         batch.begin(starts, (1,) * len(starts))
 
     def end_step(self) -> None:
-        """Note that a step has ended: the micro-batches with complete prompts decode from now on, with one more token
-        each.
-        """
+        """Note the end of a step: from now on, micro-batches with complete prompts decode, with one more token each."""
         through = [batch.whole for batch in self.present if batch.chunk is None or batch.chunk.last]
         for batch in through:
             batch.generated += 1
@@ -176,7 +172,7 @@ class RunState:
             batch.generated += steps
 
     def pass_on(self, batch: MicroBatch, layer: int, step: int) -> list[PageTransfer]:
-        """Have a micro-batch enter the next stage, which begins with `layer`.
+        """Have a micro-batch enter the next pipeline stage, which begins with `layer`, in the step `step`.
 
         Returns:
             the transfers of its hidden state to that stage, to be submitted in this order.

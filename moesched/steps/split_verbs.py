@@ -24,7 +24,7 @@ class SplitVerbs:
 
     Args:
         engine: gets the tasks.
-        works: makes the tasks' works.
+        works: makes the tasks' `Work` objects, which hold FLOPs and bytes.
         split: by a verb's name, a function that yields the verb's tasks; a verb that is not in it is one task.
     """
 
@@ -87,5 +87,5 @@ def part_of(task: Task, make: type[T], lane: Lane, work: Work, verb: str, operan
 
 
 def signature_of(data: str, task: Task) -> str:
-    """Return the text that names an exchange of a task's data; all ranks compare it, and it must be equal on all."""
+    """Return the text that names the exchange of `data`, such as "tokens", for a task; all ranks must have it equal."""
     return f"{data} of {task.work.tokens} rows, step {task.step}, layer {task.layer}, mb{task.micro_batch}"

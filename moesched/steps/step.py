@@ -68,9 +68,7 @@ class Step(PageVerbs, AttentionVerbs, ExpertVerbs, Outlook):
     """
 
     def kv_on_accelerator(self, micro_batch: int, layer: int | None = None) -> bool:
-        """Test whether a micro-batch's KV cache of a layer is on the accelerator, not on the host; without a layer, of
-        all.
-        """
+        """Test whether a micro-batch's KV cache of a layer, or without a layer of all, is on the accelerator."""
         here = self._present("kv_on_accelerator", micro_batch).kv.on_accelerator
         if layer is None:
             return all(here)
@@ -137,8 +135,8 @@ class Step(PageVerbs, AttentionVerbs, ExpertVerbs, Outlook):
         """End the step; the framework calls this once the policy's method has ended.
 
         Returns:
-            for each micro-batch that sampled, its requests and its `sample` task, whose value is their tokens; where
-            requests join and leave, also for one that did not: no requests, and its last task.
+            for each micro-batch that sampled, (its requests, its `sample` task); where requests join and leave, also
+            for each other micro-batch, (no requests, its last task).
 
         Raises:
             OutOfOrder: a micro-batch was not sampled.

@@ -29,7 +29,7 @@ _TO_THE_HOST_AND_BACK = WorkPart("hop", 0, times=2)
 
 
 class Works:
-    """Makes the `Work` objects of a run, and sets those of a micro-batch for each of its steps.
+    """Makes the `Work` objects of a run, and sets a micro-batch's works for each of its steps.
 
     Attributes:
         operations: costs of the operations in the model's typical layer.
@@ -96,9 +96,7 @@ class Works:
         return known
 
     def price(self, work: Work) -> int:
-        """Return the expected nanoseconds of a work: as the virtual clock has priced it, or by the machine's cost
-        model.
-        """
+        """Return the expected nanoseconds of a work, from the virtual clock or else from the machine's cost model."""
         if work.nanoseconds >= 0:
             return work.nanoseconds
         return round(self._cost.work(work).seconds * 1e9)
@@ -121,11 +119,7 @@ class Works:
         batch.enter(self._stages[0], self.kind_of[0])
 
     def _of_kind(self, batch: MicroBatch, stage: PipelineStage, number: int) -> dict[str, Work]:
-        """Make a micro-batch's works in one kind of layer that are the same in all steps of a phase, by the verb's
-        name.
-
-        number: number of the kind of layer.
-        """
+        """Make, by verb, a micro-batch's works in the kind of layer `number` that are alike in all steps of a phase."""
         plan, operations = self._plan, self.kinds[number]
         sequences = tokens = plan.batch.sequences(batch.requests)
         if batch.phase == "prefill":

@@ -1,1 +1,1 @@
-"""The verbs in files by subject: attention, experts, pages, time. `Step` has all of them."""
+"""The verbs of `Step`, with a file for each subject: attention, experts, pages, time."""

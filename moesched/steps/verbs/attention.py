@@ -21,7 +21,7 @@ from moesched.tasks import Block, Task
 
 
 class AttentionVerbs(Verbs):
-    """The verbs of attention, on accelerator or host, and of the copies between the two that it needs."""
+    """The verbs of attention, on accelerator or host, and of the copies that attention needs between the two."""
 
     def pre_attention(self, layer: int, micro_batch: int) -> Task:
         """Norm, QKV projection and rotary embedding, on the accelerator.
@@ -172,8 +172,7 @@ class AttentionVerbs(Verbs):
             )
 
     def _chunks_kv(self, layer: int, micro_batch: int) -> Block:
-        """Return the block on the accelerator with the keys and values of earlier chunks, where the KV cache is on the
-        host.
+        """Return the accelerator's block with the keys and values of earlier chunks, if the host has the KV cache.
 
         The block holds the keys and values of one layer: all chunks pass a layer, on the same processor, before the
         next one.

@@ -52,7 +52,7 @@ class StepFacts(ReadOnly):
 
 
 class Verbs(StepFacts):
-    """The part of `Step` that all verbs use."""
+    """Base of the verbs: the checks and the submission that all verbs use."""
 
     _batches: Mapping[int, MicroBatch]
     _state: RunState
@@ -96,10 +96,10 @@ class Verbs(StepFacts):
 
     @contextmanager
     def priority(self, name: Priority) -> Iterator[None]:
-        """Give the kernels of a `with` block a priority on their lanes, on both processors.
+        """Give the kernels of a `with` block the priority `name` on their lanes, on both processors.
 
         Of the kernels that are ready, a lane runs urgent ones first and speculative ones last. It does not change the
-        order of transfers (`fetch` has options for that), nor that of lanes that keep to program order.
+        order of transfers (`fetch` has options for that), nor the order on lanes that keep to program order.
 
         Raises:
             PolicyError: there is no such priority.
@@ -172,10 +172,10 @@ class Verbs(StepFacts):
 
         Args:
             operands: the task's operands, as the device's runner takes them.
-            reads, writes: further blocks, beside those of the micro-batch that the table names.
+            reads, writes: further blocks, beside the micro-batch's blocks that the table names.
 
         Returns:
-            the task; where the verb has nothing to do, the one that made the data.
+            the task; where the verb has nothing to do, the task that made the data.
         """
         number, kind, submit = verb.number, verb.task, self._submit
         lane, work, own_reads, own_writes = batch.bound[number]
@@ -225,8 +225,7 @@ class Verbs(StepFacts):
             batch.enter(batch.stage, kind)
 
     def _activations(self, batch: MicroBatch, *, leaves: bool) -> tuple[Block, ...]:
-        """Return the block of the micro-batch's activations within a layer as a tuple; empty if the plan does not limit
-        these.
+        """Return a tuple of the block of the micro-batch's activations within a layer; empty if the plan has no limit.
 
         leaves: whether the micro-batch leaves the layer now, so that its block is free for another one.
         """
@@ -293,9 +292,7 @@ class Verbs(StepFacts):
         )
 
     def _swapped(self, verb: Verb, layer: int, micro_batch: int) -> bool:
-        """Test whether a verb would be in order if its layer and its micro-batch were exchanged, for a hint in the
-        error.
-        """
+        """Test whether a verb would be in order with layer and micro-batch exchanged, for a hint in the error."""
         other = self._batches.get(layer)
         needed = self._needed[verb.number] + micro_batch * STRIDE
         return verb.in_layer and layer != micro_batch and other is not None and other.progress == needed
@@ -371,5 +368,5 @@ def too_many(verb: str, limit: int) -> PolicyError:
 
 
 def gate_of(step: Verbs) -> VerbGate:
-    """The `VerbGate` of a step, which tells when the policy may call its verbs."""
+    """Return the `VerbGate` of a step, which tells when the policy may call its verbs."""
     return step._gate

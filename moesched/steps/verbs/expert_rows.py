@@ -1,4 +1,4 @@
-"""The rows of a `run_expert` task that has a part of a micro-batch's rows, or rows of several micro-batches."""
+"""Checks and records of the rows that a `run_expert` task runs, in one or in several micro-batches."""
 
 from __future__ import annotations
 
@@ -132,9 +132,7 @@ def ranges_of(shares: Iterable[Share]) -> tuple[RowRange, ...]:
 
 
 def missing(routing: RoutingState) -> str:
-    """Return the experts that have yet to run, for a message; an expert that ran in part has its missing rows beside
-    it.
-    """
+    """Return the experts that have yet to run, in words, each with its missing rows if it ran in part."""
     return ", ".join(
         f"E{expert} ({in_words(routing.rows_left[expert])})" if expert in routing.rows_left else f"E{expert}"
         for expert in sorted(routing.pending or ())

@@ -173,14 +173,14 @@ class ExpertVerbs(Verbs):
         Args:
             micro_batch: the number of a routed micro-batch, or the numbers of several.
             at: the processor that runs the expert: "accelerator" or "host".
-            rows: a range of the expert's rows in the one micro-batch, which has a row for each of its tokens, in their
-                order; by default all of them. All must run once before `combine`. For the same bits, a device may have
-                to compute the whole tile of `EXPERT_TILE` rows (`moesched/models/footprint.py`) that has the range, and
-                drop the others: cut at multiples of it, and no work is done twice.
+            rows: a range of the expert's rows in the one micro-batch, one row for each token, in the order of the
+                tokens; by default all rows. All must run once before `combine`. For the same bits, a device may have to
+                compute the whole tile of `EXPERT_TILE` rows (`moesched/models/footprint.py`) that has the range, and
+                drop the others: cut ranges at multiples of `EXPERT_TILE`, and no work is done twice.
 
         Raises:
             PolicyError: the expert has no such rows, a micro-batch is named twice, or several are with `rows`.
-            OutOfOrder: it is not routed, the expert is not pending, or some of the rows have run; nothing has changed.
+            OutOfOrder: a micro-batch is not routed, the expert is not pending, or some rows have run; nothing changed.
         """
         if rows is not None or not isinstance(micro_batch, int):
             task, reads, outputs = self._run_rows(layer, expert, micro_batch, at, rows)
@@ -221,7 +221,7 @@ class ExpertVerbs(Verbs):
         """The weighted sum of the experts' outputs, in ascending order of expert, and the residual.
 
         Submits this task for a micro-batch and returns its handle. With several nodes each adds up the outputs of its
-        own experts, and the nodes' sums are added in their order.
+        own experts, and the sums are added in the order of the nodes.
         """
         batch = self._at(COMBINE, layer, micro_batch)
         routing = batch.routing
@@ -271,9 +271,7 @@ class ExpertVerbs(Verbs):
         return task, (*reads, *view.reads), tuple(outputs)
 
     def _leave_on_host(self, routing: RoutingState, output: HostOutput) -> None:
-        """Note an expert's output on the host, which `load_routed` has to bring; with one memory, `combine` reads it
-        there.
-        """
+        """Note an expert's output on the host, for `load_routed` to bring, or with one memory for `combine` to read."""
         assert routing.on_host is not None, "the rows are there"
         routing.on_host.append(output)
         if self._state.unified:
@@ -288,7 +286,7 @@ class ExpertVerbs(Verbs):
         Raises:
             OutOfOrder: the experts are not known or not assigned yet, this one has run, or has no tokens, or the rows
                 are not on the host that is to run it.
-            PolicyError: it was assigned to another node.
+            PolicyError: the expert was assigned to another node.
         """
         routing, routed = batch.routing, batch.routing.decision
         assert routed is not None
@@ -319,7 +317,7 @@ class ExpertVerbs(Verbs):
         """Check that all experts of a micro-batch have run, and that their outputs are on the accelerator.
 
         Raises:
-            OutOfOrder: they have not, or are not.
+            OutOfOrder: an expert has not run, or its output is still on the host.
         """
         routing = batch.routing
         if self._state.plan.nodes.placement and routing.owners is None:
@@ -342,9 +340,7 @@ class ExpertVerbs(Verbs):
             )
 
     def _expert_view(self, stage: PipelineStage, at: At, layer: int, expert: int, tokens: int) -> View[Any]:
-        """Return the view of an expert's weights in a processor's memory, and note that a task of `tokens` rows reads
-        them.
-        """
+        """Return the view of an expert's weights in a processor's memory, and note their use for `tokens` rows."""
         views = stage.expert.get(at)
         if views is None:
             raise PolicyError(f"run_expert: no processor is {at!r}: give at='accelerator' or at='host'")

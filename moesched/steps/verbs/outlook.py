@@ -18,13 +18,13 @@ from moesched.tasks import DONE, Task
 class Outlook(Verbs):
     """Questions about time, which submit nothing and need `Plan.request_times`.
 
-    Schedules that depend on the answers differ from run to run. Expected times are those of the machine's cost model:
+    Schedules that depend on the answers differ from run to run. Expected times come from the machine's cost model:
     for the tasks submitted so far, in the order in which their lanes take them, each as fast as if it were alone. On
     CUDA, tasks that are on a stream already do not count.
     """
 
     def arrived(self, page: Page, role: Role = "accelerator") -> bool:
-        """Test whether a page is in a memory now, rather than on its way there or somewhere else.
+        """Test whether a page is in the memory `role` now, rather than on its way there or somewhere else.
 
         Time passes only while the policy awaits a handle. To wait for a page, await its fetch.
 
@@ -85,7 +85,7 @@ class Outlook(Verbs):
         question: the calling method's name, for messages.
 
         Raises:
-            PolicyError: no times were requested, the policy asks endlessly without waiting, or it is not its turn.
+            PolicyError: no times were requested, or the policy asks endlessly without waiting or out of turn.
         """
         if self._gate.thread != get_ident():
             raise self._gate.refusal(question)

@@ -19,17 +19,17 @@ class PageVerbs(Verbs):
     """The verbs that bring pages to pools and take them from there, and the pages of layers and experts."""
 
     def pages(self, layer: int) -> tuple[Page, ...]:
-        """All pages of a layer."""
+        """Return all pages of a layer."""
         self._require_layer("pages", layer)
         return self._state.plan.layout.layer(layer)
 
     def dense_pages(self, layer: int) -> tuple[Page, ...]:
-        """The pages of a layer that every token needs: norms, attention's projections, the router."""
+        """Return the pages of a layer that every token needs: norms, attention's projections, the router."""
         self._require_layer("dense_pages", layer)
         return self._state.plan.layout.dense(layer)
 
     def expert_pages(self, layer: int, expert: int) -> tuple[Page, ...]:
-        """The pages of one expert."""
+        """Return the pages of one expert."""
         self._require_layer("expert_pages", layer)
         pages = self._state.plan.layout.expert(layer, expert)
         if not pages:
@@ -98,7 +98,7 @@ class PageVerbs(Verbs):
         """Check that it is the policy's turn to call verbs, and that the pools are of its own plan.
 
         Raises:
-            PolicyError: it is not its turn, or a pool is of another plan.
+            PolicyError: it is not the policy's turn, or a pool is of another plan.
         """
         if self._gate.thread != get_ident():
             raise self._gate.refusal(verb)
@@ -113,7 +113,7 @@ class PageVerbs(Verbs):
             self._add_own(verb, source)
 
     def _add_own(self, verb: str, pool: Pool) -> None:
-        """Note that a pool is of this run's plan.
+        """Check that a pool is of this run's plan, and remember it as such.
 
         Raises:
             PolicyError: it is of another plan, or no pool.

@@ -55,7 +55,7 @@ class Verb:
     """The properties of a verb that are the same in every layer and for every micro-batch.
 
     Attributes:
-        name: the verb's name, that of its method of `Step`.
+        name: the name of the verb and of its method of `Step`.
         needs, leaves: the progress of the micro-batch before and after; equal where the verb leaves it as it is.
         lane: the lane on which the verb's task runs; None for a verb without a task.
         task: the type of its task.
@@ -65,7 +65,7 @@ class Verb:
             that progress, or at the same point of an earlier layer; or "unsaved": after that progress, while keys and
             values wait to be moved to the host.
         saved: whether the verb is refused while keys and values wait to be moved to the host.
-        elsewhere: the progress that it needs on a node without attention; None where it does not exist there.
+        elsewhere: the progress that it needs on a node without attention; None for a verb that such nodes lack.
         grows: whether its work differs from step to step, as the KV cache grows.
         in_layer: whether it belongs to a layer.
         number: its index in `VERBS`.
