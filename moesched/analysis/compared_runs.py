@@ -22,7 +22,7 @@ Unit = Literal["s", "share", "tokens/s", "tasks", "bytes", "GB/s", "GFLOP/s"]
 
 
 class Measure(msgspec.Struct, frozen=True):
-    """Key of a figure in a comparison: section, name within the section such as a lane's, quantity, and unit."""
+    """Key of a figure in a comparison: section, name (such as a lane's title), quantity, and unit."""
 
     section: Section
     name: str

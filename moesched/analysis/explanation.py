@@ -46,7 +46,7 @@ class HandoverTime(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Explanation(msgspec.Struct, frozen=True, kw_only=True):
-    """Explanation of a run's time; loading is left out.
+    """Explanation of a run's time; the initial loading of weights is left out.
 
     Attributes:
         figures: "predicted" or "measured".

@@ -12,7 +12,7 @@ Key: TypeAlias = tuple[int, int]
 
 
 def key_of(each: Slice) -> Key:
-    """Return the key of a slice's task, (rank, id), which does not change if a recording is cut."""
+    """Return (rank, task id) of a recorded task: a key which does not change if a recording is cut."""
     return each.lane.rank, each.id
 
 

@@ -1,4 +1,4 @@
-"""Windows of recordings, as rows of blocks to draw; tasks that are too narrow to see are merged to one block."""
+"""Cuts windows of time from recordings, as rows of blocks to draw; tasks too narrow to see are merged to one block."""
 
 from __future__ import annotations
 
@@ -145,8 +145,9 @@ def _typical(times: dict[int, StepTime], trimmed: bool) -> int:
     """Return the number of the first typical decode step.
 
     Args:
-        trimmed: whether earlier steps were dropped from the recording; its first step may then be incomplete, and is
-            not chosen.
+        times: the times of each step, by the step's number.
+        trimmed: whether earlier steps were dropped from the recording; the first recorded step may then be incomplete,
+            and is not chosen.
     """
     steps = sorted(times)
     whole = steps[1:] if trimmed and len(steps) > 1 else steps
