@@ -236,7 +236,7 @@ class _Cluster:
     def _both(
         self, replicas: float, experts: str, policy: str | None, load: float, kernels: float, held: float
     ) -> Iterator[Way]:
-        """Yield a way to place experts twice: with attention replicated and, on several nodes, with attention sharded.
+        """Yield two ways with one placement of experts: attention replicated and, on several nodes, attention sharded.
 
         Args:
             replicas: number of nodes that hold an expert, on average.
@@ -346,8 +346,8 @@ def _budget(machine: Machine, budgets: Mapping[str, int | str] | None) -> int:
     """Return the bytes that weights may take of a node's accelerator memory.
 
     Args:
-        budgets: bytes or texts such as "16GB" by memory, of which only that memory may be named; None for its whole
-            capacity.
+        budgets: bytes, or texts such as "16GB", by memory; only the accelerator's memory may be named. None for its
+            whole capacity.
     """
     memory = machine.accelerator.memory
     for name in budgets or {}:

@@ -64,11 +64,7 @@ class Ranked(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def ranked(candidate: Candidate, schedule: Schedule) -> Ranked:
-    """Return the row of the ranking for a policy that fits.
-
-    Args:
-        schedule: the policy's best schedule.
-    """
+    """Return the row of the ranking for a policy that fits, with the figures of its best schedule."""
     busy = schedule.trial_run.utilization
     best = next(iter(gains(candidate, schedule)), None)
     lane = max(busy, key=busy.__getitem__)

@@ -65,8 +65,8 @@ def _trials(setting: Setting, schedule: Schedule) -> Callable[[Setting], float]:
 def _richer(setting: Setting, schedule: Schedule) -> Iterator[tuple[str, Setting]]:
     """Yield each resource once, with a setting whose machine has a tenth more of the resource.
 
-    Resources are capacities of memories and rates of lanes; rates are left out if costs were measured, as these hold
-    for one hardware only.
+    Resources are capacities of memories and rates of lanes; rates are left out if the machine's costs were measured,
+    since measured costs hold for one machine only.
     """
     machine = setting.machine
     for name in machine.memories:

@@ -71,9 +71,9 @@ def best(
 
 
 def _reached(setting: Setting, traits: Traits, options: Sequence[SizeOption]) -> float:
-    """Return a first λ for the search, in tokens per second, which saves rounds.
+    """Return a first λ for the search, in tokens per second; a good first λ saves iterations.
 
-    It is the highest throughput with none or all of the KV cache on the accelerator, or 0 if the share of the cache is
+    λ is the highest throughput with none or all of the KV cache on the accelerator, or 0 if the share of the cache is
     fixed.
     """
     if setting.kv_on_gpu is not None:
@@ -146,7 +146,7 @@ def used_bytes(option: SizeOption, count: int, resident: float) -> dict[str, flo
 
 
 def weight_bytes(setting: Setting, traits: Traits, resident_share: float) -> float:
-    """Return the bytes of an accelerator's memory for weights: for those that stay, and a buffer for streamed ones.
+    """Return the bytes of an accelerator's memory for weights that stay and for a buffer of streamed weights.
 
     Args:
         resident_share: share of the weights that stays in accelerators' memories, from 0 to 1.
@@ -156,7 +156,7 @@ def weight_bytes(setting: Setting, traits: Traits, resident_share: float) -> flo
 
 
 class _Programme:
-    """The variables and constraints of the search; only λ, and with λ the objective, changes from round to round."""
+    """The variables and constraints of the search; between its iterations, only λ and thus the objective change."""
 
     def __init__(self, setting: Setting, traits: Traits, options: Sequence[SizeOption]) -> None:
         import highspy  # here, since most commands search nothing
@@ -179,11 +179,7 @@ class _Programme:
         self._add_memories()
 
     def solve(self, rate: float) -> PolicyChoice | None:
-        """Solve the programme for one λ; None if no sizes fit.
-
-        Args:
-            rate: λ in tokens per second.
-        """
+        """Solve the programme for λ = `rate`, in tokens per second; None if no sizes fit."""
         setting, model = self._setting, self._model
         tokens = model.qsum(
             setting.new_tokens * option.size * count
@@ -224,10 +220,10 @@ class _Programme:
         return list(zip(sorts, counts, strict=True))
 
     def _room(self, option: SizeOption, sort: MicroBatchCost) -> int:
-        """Return the largest number of micro-batches with a cost that memories hold, beside the option's shared bytes.
+        """Return the largest number of micro-batches that fits in the memories, beside the option's shared bytes.
 
         Args:
-            sort: the cost of a micro-batch whose KV cache is on the host, or on the accelerator.
+            sort: the cost of each micro-batch, with the KV cache on the host or on the accelerator.
         """
         rooms = [
             (self._setting.capacity(memory) - option.shared[memory]) // nbytes

@@ -137,7 +137,7 @@ def plan_best(
 
 
 class PolicyEstimate(NamedTuple):
-    """A policy's tokens per second by the schedule of all requests, roughly; 0 if not all of them fit at once."""
+    """A policy's tokens per second, estimated by simulating all requests in one batch; 0 if not all of them fit."""
 
     policy: str
     throughput: float
@@ -233,11 +233,7 @@ def _asked(policies: Iterable[PolicyGiven] | None, settings: Mapping[str, Any]) 
 
 
 def require_one_policy(settings: Mapping[str, Any] | None) -> None:
-    """Raise BadInput if settings of a policy are given although the planner chooses the policy.
-
-    Args:
-        settings: the policy's own settings, by name; None or empty if there are none.
-    """
+    """Raise BadInput if `settings` of a policy are given, although the planner chooses the policy."""
     if settings:
         raise BadInput(
             f"settings such as {next(iter(settings))} are those of one policy: name it with --policy"
@@ -304,10 +300,9 @@ def _search_sizes(schedules: dict[Candidate, Schedule], on_progress: Callable[[s
 
 
 def _deepen(schedules: dict[Candidate, Schedule], on_progress: Callable[[str], object]) -> None:
-    """Simulate all layers of the best policy, of policies that a few layers cannot tell from it, and of some others.
+    """Simulate all layers of the best policy, of policies about as fast in a few layers, and of some others.
 
-    Their schedules are replaced. The others follow in the order of their rates, as long as their tasks stay
-    within a limit.
+    The new schedules replace the old ones. The others follow in the order of their rates, up to a limit of tasks.
     """
     deepened: dict[float, Schedule] = {}
     tasks_left = float(MOST_FAR_TASKS)

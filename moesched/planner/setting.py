@@ -1,4 +1,4 @@
-"""A setting of the search: everything that a plan depends on, apart from the batch."""
+"""The input of the planner's search: model, machine, budgets, policy and prompt lengths."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return found[0]
 
     def cost_of(self, plan: Plan) -> CostModel | None:
-        """Return the setting's cost model; None for a plan in stages, which have memories and links of their own."""
+        """Return the setting's cost model; None for a plan in pipeline stages, which have links of their own."""
         return self.cost if len(plan.stages) == 1 else None
 
     def fits(self, batch: Batch, kv_on_gpu: float | None = None) -> bool:

@@ -42,10 +42,10 @@ class Traits(msgspec.Struct, frozen=True, kw_only=True):
             decode; if the KV cache is split, the attention over the host's part of it.
         kv_on_gpu: whether all of the KV cache is in the accelerator's memory.
         keeps: largest share of the weights' bytes that stays in the accelerator's memory, from 0 to 1.
-        streams: whether the policy can keep a smaller share than `keeps` there, and fetch the other weights.
-        buffer: bytes of the accelerator's streaming buffer for each byte of a layer that streams.
+        streams: whether the policy can keep a smaller share than `keeps` in this memory, and fetch the other weights.
+        buffer: bytes of the accelerator's streaming buffer for each byte of a layer's streamed weights.
         fetch: seconds that the slowest link takes for all weights of a layer; 0 if the FFN is not on the GPU, since
-            weights are then fetched in prefill only, which the bound may ignore.
+            weights are then fetched in prefill only, whose fetches the bound may ignore.
         stages: number of accelerators in the policy's pipeline.
         joint: whether an expert runs once for all micro-batches, so that its weights are read once.
     """
@@ -153,7 +153,7 @@ class Lesson:
 
 
 class TraitProbe:
-    """Finds the costs of micro-batches of `size` average requests, from plans of a few of them with unlimited memory.
+    """Finds the costs of micro-batches of `size` average requests from plans with unlimited memory.
 
     Args:
         few: whether plans of a few layers are enough.
@@ -191,7 +191,7 @@ class TraitProbe:
             self._resident = _Needs(plan, plan.kv.held_by("accelerator")[0], here, together)
 
     def option(self, cost: CostModel) -> SizeOption:
-        """Return the size of these micro-batches, with the costs of each by a cost model."""
+        """Return the costs, by a cost model, of micro-batches of this size."""
         return SizeOption(
             size=self._size,
             chunk=self._chunk,
@@ -214,7 +214,7 @@ class _Needs:
     Args:
         number: index of the micro-batch.
         nbytes: bytes of the micro-batch, by memory.
-        together: number of micro-batches that an expert runs on at once; each counts with its part of that work.
+        together: number of micro-batches that an expert runs on at once; each has an equal part of the expert's work.
     """
 
     def __init__(self, plan: Plan, number: int, nbytes: dict[str, int], together: int) -> None:
@@ -265,7 +265,7 @@ class _Needs:
         return self._shares[kind] / self._together, work
 
     def _experts_there(self, plan: Plan, run_state: RunState, works: Mapping[str, Work], kind: int) -> None:
-        """Add the work of a layer's experts on the host, and of the copy of their outputs to the accelerator.
+        """Add a layer's work with experts on the host, and with a copy of their outputs to the accelerator.
 
         Args:
             works: the works of the micro-batch in this kind of layer, by verb.
@@ -310,7 +310,7 @@ def weight_bytes(plan: Plan) -> int:
 
 
 def _buffer(plan: Plan) -> float:
-    """Return the bytes of a plan's streaming buffer for each byte of a layer that streams; 0 if nothing streams."""
+    """Return the bytes of a plan's streaming buffer per byte of a layer's streamed weights; 0 if nothing streams."""
     streamed = (weight_bytes(plan) - resident_bytes(plan)) / len(plan.layers)
     return _pool_bytes(plan) / streamed if streamed else 0.0
 

@@ -13,7 +13,7 @@ MANY_TOKENS = 512
 
 
 class TrialRouting(SeededRouting):
-    """Uniform random choices of experts, kept so that the trial runs of other policies get equal choices."""
+    """Uniform random choices of experts, kept so that the trial runs of all policies get equal choices."""
 
     def choose(self, step: int, layer: int, micro_batch: int, tokens: int) -> dict[int, int]:
         """Return the number of tokens of each expert that gets any, in ascending order of expert."""

@@ -145,7 +145,7 @@ def steps_of(batch: Batch, most: int = MOST_STEPS) -> tuple[int, int]:
 
 
 def whole_steps(ends: Sequence[int]) -> Sequence[int]:
-    """Return the end times of the steps between the first and the last, which are not typical; of all if few."""
+    """Return the end times of steps without the first and the last, which are not typical; of 3 or fewer steps, all."""
     return ends[1:-1] if len(ends) > 3 else ends
 
 

@@ -1,4 +1,4 @@
-"""The uncertainty band of a prediction, from trial runs with one rate after another at its low and its high end.
+"""The uncertainty band of a prediction, from trial runs with each uncertain rate in turn at its low and high end.
 
 The rates of a class of device rise and fall together. Different rates are taken as independent, so that their effects
 add up as squares, on a logarithmic scale. The error of the model itself is one more such effect.
@@ -134,7 +134,7 @@ class _Runs:
     def figures(self, cost: CostModel) -> Figures:
         """Return the figures by a cost model, from a trial run or a replay.
 
-        If the model hardly changes the time of tasks, the figures of the first call are returned.
+        If the cost model hardly changes the times of tasks, the figures of the first call are returned.
         """
         self._progress(self._done, self._all)
         self._done += 1
@@ -171,14 +171,14 @@ class _WorkMeter:
         works[id(task.work)] = task.work, count + 1
 
     def change(self, cost: CostModel) -> float:
-        """Return the change of all tasks' times under another cost model, as a share of the phase that changes most."""
+        """Return the change of task times under another cost model, as a share of the phase that changes most."""
         return max(
             (self._moved(phase, cost) / max(1, end - start) for phase, (start, end) in self._spans.items()),
             default=0.0,
         )
 
     def _moved(self, phase: Phase, cost: CostModel) -> float:
-        """Return the sum of the changes of all tasks' times in a phase under another cost model, in nanoseconds."""
+        """Return the summed changes of the times of a phase's tasks under another cost model, in nanoseconds."""
         moved: float = 1e9 * sum(
             count * abs(cost.work(work).seconds - work.demand.seconds)
             for work, count in self._works[phase].values()
