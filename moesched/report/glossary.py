@@ -26,7 +26,7 @@ WORDS = {
 
 
 def glossary() -> str:
-    """The HTML of the page's folded list of words with their meanings."""
+    """Return the HTML of the page's folded list of words with their meanings."""
     pairs = (
         element("div", element("dt", text(word)), element("dd", text(meaning)))
         for word, meaning in WORDS.items()

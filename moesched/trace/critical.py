@@ -40,7 +40,7 @@ def critical_path(recording: Recording, waits: Sequence[Wait] | None = None) -> 
 
 
 def least_nanoseconds(recording: Recording, start: int, end: int) -> int:
-    """Return a lower bound of the time that tasks need on the same lanes, in any order, in nanoseconds.
+    """Return a lower bound, in nanoseconds, of the time that the tasks need on their lanes in any order.
 
     The bound is the larger of two: the busy time of the busiest lane, and the longest chain of tasks of which each
     depends on the one before. Of each task, only the part between `start` and `end` counts.

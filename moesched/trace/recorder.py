@@ -26,7 +26,7 @@ class _RankRecorder:
     Attributes:
         origin: the time on the driver's clock that is time 0 of the recording, in nanoseconds.
         sharing: whether concurrent tasks slow each other down in this simulated run.
-        cost: the cost model that predicts the times of a measured run's works; None to predict nothing.
+        cost: the cost model that predicts the times of a measured run's tasks; None to predict nothing.
     """
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ class Recorder(_RankRecorder):
         return self._append
 
     def replayed(self, timeline: Timeline) -> None:
-        """Add a replayed run; its tasks are created only when the recording is requested."""
+        """Add a run that was replayed from a captured schedule; tasks are made only when the recording is requested."""
         self._replayed.append(timeline.tasks)
 
     def recording(self) -> Recording:
@@ -84,9 +84,9 @@ class Recorder(_RankRecorder):
 
 
 class FirstSteps(Recorder):
-    """Observer that keeps the tasks of loading and of the first steps only, as a replay needs them.
+    """Observer that keeps only the tasks of loading and of the first steps; it is used like `Recorder`.
 
-    Use it like `Recorder`. Steps are kept until both numbers are reached.
+    Steps are kept until both numbers are reached.
 
     Args:
         steps: the least number of steps to keep, the prefill included.
@@ -103,11 +103,11 @@ class FirstSteps(Recorder):
 
     @property
     def ended(self) -> Callable[[Task], None]:
-        """The function that drivers call with each finished task; it keeps those of the first steps."""
+        """The function that drivers call with each finished task; tasks of the first steps are kept."""
         return self._keep
 
     def replayed(self, timeline: Timeline) -> None:
-        """Add the first steps of a replayed run."""
+        """Add the first steps of a run that was replayed from a captured schedule."""
         self._replayed.append(lambda: self._first_of(timeline.tasks()))
 
     def _keep(self, task: Task) -> None:
@@ -136,7 +136,7 @@ class FirstSteps(Recorder):
 
 
 class LastSteps(_RankRecorder):
-    """Observer that keeps the tasks of the last steps only, for long runs. Use it like `Recorder`.
+    """Observer that keeps only the tasks of the last steps, for long runs; it is used like `Recorder`.
 
     Args:
         steps: number of steps to keep, at least 1; loading counts as a step.
@@ -152,7 +152,7 @@ class LastSteps(_RankRecorder):
         self._dropped = 0
 
     def ended(self, task: Task) -> None:
-        """Keep a finished task, and drop those of the earliest step if there are too many steps."""
+        """Keep a finished task, and drop the tasks of the earliest step if more than `steps` steps are kept."""
         tasks = self._steps.get(task.step)
         if tasks is not None:
             tasks.append(task)

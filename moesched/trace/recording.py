@@ -60,12 +60,12 @@ class TaskInfo(msgspec.Struct, frozen=True, gc=False, rename={"nbytes": "bytes",
 
     @property
     def work(self) -> WorkKey:
-        """The fields that identify the task's work: tasks with equal ones have the same cost on a machine."""
+        """The fields that identify the cost of the task: tasks with equal fields have the same cost on a machine."""
         return WorkKey(self.kind, self.resource, self.flops, self.nbytes)
 
 
 class WorkKey(NamedTuple):
-    """The fields that identify a work; works with equal keys have the same cost on a machine."""
+    """The fields of a task that its cost on a machine depends on; tasks with equal keys have the same cost."""
 
     kind: str
     resource: str
@@ -74,7 +74,7 @@ class WorkKey(NamedTuple):
 
 
 class Slice(msgspec.Struct, gc=False):
-    """A task that ran on a lane. Times are integer nanoseconds since the start of the run.
+    """A task that ran on a lane; `start` and `end` are integer nanoseconds since the start of the run.
 
     Attributes:
         id: number of the task on its rank, in program order.
@@ -172,10 +172,10 @@ class RequestSpan(msgspec.Struct, frozen=True):
     Attributes:
         request: number of the request.
         arrived: time of its arrival.
-        entered: time at which it got a place in a micro-batch.
-        first_token: time at which it had its first token.
-        ended: time at which it had its last token, or left.
-        tokens: number of tokens that it got.
+        entered: time at which the request got a place in a micro-batch.
+        first_token: time at which the request had its first token.
+        ended: time at which the request had its last token, or left.
+        tokens: number of tokens that were generated for the request.
     """
 
     request: int
@@ -204,16 +204,16 @@ class Recording(msgspec.Struct):
     Attributes:
         lanes: all lanes in order of display, including idle ones.
         slices: the tasks that ran, in order of their ends.
-        producers: for each slice, the indices of the slices of its rank that its task depends on; a join is replaced by
-            the slices before it.
+        producers: for each slice, the indices of the slices of its rank that its task depends on; a join (a graph node
+            without work) is replaced by the slices before it.
         memory: samples of the memories' use.
         trimmed: whether earlier steps were dropped.
         joins: number of joins that were replaced.
         in_order: lanes that run tasks in order of submission; all others run whichever task is ready.
         origin: the time on the driver's clock that is time 0 of the recording, in nanoseconds.
         pools: samples of the pools' counts.
-        costs: the demand of each work on the machine, where a cost model gave one.
-        predictions: for a measured run, the predicted seconds of each work, alone on the machine.
+        costs: the time and resources that tasks need, by their work, where a cost model gave them.
+        predictions: for a measured run, the predicted seconds of tasks alone on the machine, by their work.
         cancelled: tasks that the policy cancelled, in order of time.
         requests: requests that joined and left, in order of arrival; empty for a batch.
     """
@@ -236,10 +236,10 @@ class Recording(msgspec.Struct):
         return f"<Recording: {len(self.slices):,} tasks on {len(self.lanes)} lanes, {self.end / 1e9:.3g} s>"
 
     def part(self, kept: Sequence[int], **changed: object) -> Recording:
-        """Return a recording with only the slices at some indices, and the dependencies between them.
+        """Return a recording with only some slices, and the dependencies between them.
 
         Args:
-            kept: the indices, in the order of the new slices.
+            kept: the indices of these slices, in the order that they will have.
             changed: new values of other fields, by name.
         """
         places = {index: place for place, index in enumerate(kept)}

@@ -1,4 +1,4 @@
-"""Summary of a recording by lane, kind of task and step, for reports, comparisons and benchmarks."""
+"""Sums a recording by lane, kind of task and step, for reports, comparisons and benchmarks."""
 
 from __future__ import annotations
 
