@@ -210,7 +210,7 @@ def _length(recording: Recording, durations: Sequence[int]) -> int:
 
 
 def _most(stretches: Sequence[Stretch], field: Literal["lane", "kind", "cause", "line"]) -> Any:
-    """Return the value of `field` that the stretches with the most time together have, such as a verb for "kind"."""
+    """Return the value of `field` with the most time in these stretches, such as a verb for the field "kind"."""
     spent: Counter[str] = Counter()
     for each in stretches:
         spent[getattr(each, field)] += each.nanoseconds

@@ -84,8 +84,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     def answer(self) -> str:
         """Describe which run took the least time, how much longer the others took, and the busiest lane of each.
 
-        The text is empty if the runs have several models, are partly predicted and partly measured, or include a
-        replay.
+        The text is empty if models differ, if only some runs are predicted, or if one is a replay.
         """
         whole, load = (self._figure("total", name, "time") for name in ("run", "load"))
         took = {

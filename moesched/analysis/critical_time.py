@@ -20,7 +20,7 @@ BETWEEN: tuple[Cause, ...] = ("policy", "host")
 
 
 class PathPart(msgspec.Struct, frozen=True, kw_only=True):
-    """Time that tasks of one verb on one lane take on the critical path, while its next task waits for one cause.
+    """Time on the critical path in which tasks of one verb run on one lane and the next task waits for one cause.
 
     Attributes:
         kind: the verb of these tasks; "policy" or "host" for the time between tasks.

@@ -197,6 +197,7 @@ def _losses(
 
     Args:
         groups: the first run's groups of tasks, and the second run's.
+        steps: told of each replay.
 
     Returns:
         The seconds that each part saves, in the order of `parts`.
@@ -263,11 +264,12 @@ def _lanes(
     losses: Sequence[float],
     gap: float,
 ) -> list[LaneCause]:
-    """Sum losses by lane.
+    """Sum the losses of `parts` by lane.
 
     The loss of a part with several groups is divided in proportion to their differences in duration.
 
     Args:
+        groups: the first run's groups of tasks, and the second run's.
         losses: seconds that each of `parts` adds to the second run.
         gap: seconds of the second run minus those of the first.
     """

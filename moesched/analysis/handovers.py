@@ -1,4 +1,4 @@
-"""Times between the tasks of a measured run: to wake the thread of a lane, and the policy's own time.
+"""Computes the mean times between tasks of a measured run: to wake the thread of a lane, and the policy's own time.
 
 Both times are recorded for each task. A replay uses their means by kind of task, a few dozen figures per run: with the
 times of each task, a replay would merely reproduce the recorded starts.
@@ -53,7 +53,7 @@ _Measured = Iterator[tuple[int, Hashable, int]]
 
 
 def _means(measured: _Measured) -> Mapping[int, int]:
-    """Return the mean nanoseconds of each task's kind, by the index of the task in the recording.
+    """Return the mean nanoseconds of each task's kind, by the index of the task.
 
     Args:
         measured: tuples (index of the task, kind, nanoseconds).

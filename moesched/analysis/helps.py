@@ -39,7 +39,7 @@ class Help(msgspec.Struct, frozen=True, kw_only=True):
         change: the change in words.
         command: the arguments of `moesched` that show its effect; TRACE is the run's trace.
         saved: share of the run's time, without loading, that the change saves.
-        decisions_unchanged: whether the policy awaits results and may decide by them; the replay then kept the recorded
+        decisions_unchanged: whether the policy awaits results and may decide by them; the replay kept recorded
             decisions.
     """
 

@@ -1,4 +1,4 @@
-"""The Hierarchical Roofline Model of MoE-Lightning (section 3): bounds on computations whose data is in a lower memory.
+"""Computes MoE-Lightning's Hierarchical Roofline Model (section 3): bounds on computations with data in a lower memory.
 
 Symbols, as in the paper: i is the upper level (an accelerator and its memory), j the lower level (the host and its
 memory, or a disk, where nothing computes); P is the peak FLOP/s of a level's processor, B the bytes/s from its memory,
@@ -256,8 +256,7 @@ def hierarchy_of(machine: Machine, dtype: str) -> Hierarchy:
 
     If accelerator and host share a memory, that memory is the upper level, and the memory with the weights the lower
     one. Several equal accelerators count as one with the sum of their rates, as with tensor parallelism (section 4.3):
-    each has a link of its own, but all together fetch no faster than the lower memory is read, or copied to pinned
-    memory.
+    each has its own link, but all together fetch no faster than the lower memory is read or copied to pinned memory.
 
     Raises:
         BadInput: the machine lacks one of these memories, the link, or a rate.

@@ -1,4 +1,4 @@
-"""Idle spans of lanes, and their causes.
+"""Finds the spans in which lanes are idle, and the causes.
 
 A span ends when its lane's next task starts. That task waited last for another task, which in turn waited for a third,
 and so on back in time. So every nanosecond of the span belongs to a task on this chain, or to the time between two

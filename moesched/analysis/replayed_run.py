@@ -1,4 +1,4 @@
-"""Replay of a recorded run on the virtual clock, with recorded durations and new start times.
+"""Replays a recorded run on the virtual clock, with recorded durations and new start times.
 
 A replay takes from the recording the tasks in program order with their durations and dependencies, the lanes and how
 each picks its next task, the classes of transfers, and the tasks that the policy awaited before it submitted more.
@@ -95,8 +95,8 @@ class _Replay:
     """A policy that submits the tasks of a recording again, to replay them.
 
     Args:
-        policy_lanes: for each rank the lane of extra tasks, which last as long as the policy's delays before it
-            submits.
+        policy_lanes: for each rank the lane of extra tasks, which last as long as the policy's delays before its
+            submissions.
     """
 
     def __init__(

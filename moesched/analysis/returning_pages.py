@@ -1,4 +1,4 @@
-"""Finds fetches of experts that left their pool a short time before, and that twice the slots would have kept."""
+"""Finds fetches of experts that had left their pool of pages shortly before, and that twice the slots would keep."""
 
 from __future__ import annotations
 

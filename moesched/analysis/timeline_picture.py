@@ -82,7 +82,7 @@ class TitledTimeline(NamedTuple):
 
 
 def require_width(width: float | None) -> float:
-    """Return a picture's width in inches; the default if None.
+    """Return a picture's width in inches after a check of its range; the default width for None.
 
     Raises:
         BadInput: the width is too small or too large.
@@ -172,7 +172,7 @@ def _places(runs: Sequence[TitledTimeline]) -> tuple[list[float], float]:
 
 
 def _title(run: TitledTimeline, room: float) -> str:
-    """Return a run's title with the description of its window, which is shortened to fit `room` inches."""
+    """Return a run's title with the description of its window; the text is shortened to fit `room` inches."""
     window = run.timeline.window
     title = drawable(run.title)
     titles = [f"{title}: {window.described}", f"{title}: {window.name}" if window.name else title]

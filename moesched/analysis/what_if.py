@@ -39,7 +39,7 @@ class WhatIf(msgspec.Struct, frozen=True, kw_only=True):
         change: the change as the user wrote it.
         seconds: time of the changed run, without loading.
         speedup: time of the recorded run over `seconds`.
-        decisions_unchanged: whether the policy awaits results and may decide by them; the replay then kept the recorded
+        decisions_unchanged: whether the policy awaits results and may decide by them; the replay kept recorded
             decisions.
     """
 

@@ -126,7 +126,7 @@ class Candidate:
         return max(most_of(setting, traits, option, share) for share in shares)
 
     def _tried(self, points: Iterable[Point]) -> list[Schedule]:
-        """Simulate the sizes that fit; return their schedules, the highest rate first.
+        """Simulate the sizes in `points` that fit; return their schedules, the highest rate first.
 
         Raises:
             BadInput: none of the sizes fits.
@@ -182,8 +182,7 @@ class Candidate:
     def _edges(self) -> Iterator[Point]:
         """Yield sizes at the edges of the search, whose bounds are too low.
 
-        Lanes overlap less well where only some micro-batches have their KV cache on the accelerator, which bounds
-        ignore.
+        Bounds ignore that lanes overlap less well where only some micro-batches have their KV cache on the accelerator.
         The sizes are those with the highest bounds with none and with all of the cache on the accelerator, and one
         micro-batch with the cache of as many layers on the accelerator as fit.
         """

@@ -1,4 +1,4 @@
-"""The climb from a policy's sizes to better sizes, by simulations of their schedules."""
+"""Climbs from a policy's sizes to better sizes, by simulations of schedules."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ as much as the present one does.
 def chunks_to_try(setting: Setting, size: int) -> list[int | None]:
     """Return the sizes of prefill chunks to try, in tokens, for micro-batches of `size` requests.
 
-    A chunk size in the setting is the only one. Otherwise the list has None, for whole prompts, and also `CHUNK` if a
-    micro-batch has many tokens.
+    If the setting has a chunk size, only that size is tried. Otherwise the list has None, for whole prompts, and also
+    `CHUNK` if a micro-batch has many tokens.
     """
     if setting.prefill_chunk is not None or size * max(setting.lengths) <= CHUNK:
         return [setting.prefill_chunk]

@@ -1,4 +1,4 @@
-"""Makes the proposal of `moesched plan --nodes`: a bound on a token's time, a placement of experts, a way to split.
+"""Makes the proposal of `moesched plan --nodes`: a token's least time, a placement of experts, a way to split a model.
 
 Eq. 1 of the Apple silicon cluster paper (RACS'24) bounds each way to split a model, with its placement and the best
 assignment of each token's experts. Nothing is simulated, and no workload is needed.
@@ -207,7 +207,7 @@ class _Cluster:
         return best_placement(experts, self.config.routed.top_k, nodes, self.that_fit)
 
     def needed(self, experts: float) -> int:
-        """Return the bytes of weights on a node that holds `experts` experts in each layer, which may be a mean."""
+        """Return the bytes of weights on a node that holds `experts` experts in each layer, on average."""
         return self.bytes.outside + self.bytes.dense + round(experts * self.bytes.expert)
 
     def ways(self) -> Iterator[Way]:

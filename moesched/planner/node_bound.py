@@ -1,4 +1,4 @@
-"""A lower bound on the time per token on several nodes: Eq. 1 of the Apple silicon cluster paper (RACS'24).
+"""Computes a lower bound on the time per token on several nodes: Eq. 1 of the Apple silicon cluster paper (RACS'24).
 
     max(bytes / memory bandwidth, FLOPs / peak) + exchanges (latency + bytes exchanged / network bandwidth)
 

@@ -1,4 +1,4 @@
-"""Objectives of a plan: the figure that a plan maximises for each objective, and the requests that the plan is for."""
+"""Holds the objectives of a plan: the figure that each maximises, and the requests that the plan is for."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def _faster(machine: Machine) -> Iterator[tuple[str, str, Machine]]:
     """Yield a faster machine for each resource of each lane.
 
     Yields:
-        Triples: the lane, which is named by its role if it is a processor's; the name of the resource; the machine.
+        Triples: the lane's name (for a processor, the role); the name of the resource; the machine.
     """
     roles = {machine.roles.host: "host", machine.roles.accelerator: "accelerator"}
     for name, role in sorted(roles.items(), key=lambda each: each[1]):

@@ -1,4 +1,4 @@
-"""Simulated schedules of one policy, each for some sizes, with all layers of the model or with a few."""
+"""Simulates schedules of one policy, each for some sizes, with all layers of the model or with a few."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ class Schedules:
         return setting.plan(setting.batch(point.micro_batches, point.size), kv_on_gpu=share)
 
     def _of(self, point: Point) -> Setting:
-        """Return the setting with the prefill chunks of a point."""
+        """Return the setting with the size of prefill chunks that `point` has."""
         return with_chunk(self._setting, point.chunk)
 
 

@@ -2,10 +2,10 @@
 
 The programme maximises tokens over seconds, N G / (prefill + G decode), over four variables: µ; the number of
 micro-batches n (N = n µ); the number of micro-batches whose KV cache is on the accelerator (r_c n); and the share r_w
-of the weights that stays there. G is the number of tokens to generate. The time of a layer is that of its slowest lane
-(Eq. 12): link, host or accelerator. Memories are constraints. Each candidate µ has a binary variable and counts of its
-own, so that all constraints are linear. The quotient is maximised by Dinkelbach's method: maximise tokens - λ seconds,
-and take the quotient found as the next λ, until the quotient no longer changes.
+of the weights that stays on the accelerator. G is the number of tokens to generate. A layer takes the time of its
+slowest lane (Eq. 12): link, host or accelerator. Memories are constraints. Each candidate µ has a binary variable and
+counts of its own, so that all constraints are linear. The quotient is maximised by Dinkelbach's method: maximise tokens
+- λ seconds, and take the quotient found as the next λ, until the quotient no longer changes.
 """
 
 from __future__ import annotations
@@ -73,8 +73,7 @@ def best(
 def _reached(setting: Setting, traits: Traits, options: Sequence[SizeOption]) -> float:
     """Return a first λ for the search, in tokens per second; a good first λ saves iterations.
 
-    λ is the highest throughput with none or all of the KV cache on the accelerator, or 0 if the share of the cache is
-    fixed.
+    λ is the highest throughput with none or all of the KV cache on the accelerator; 0 if the cache's share is fixed.
     """
     if setting.kv_on_gpu is not None:
         return 0.0

@@ -1,4 +1,4 @@
-"""Searches for the best policy: a trial run of each, and a search for the sizes of the most promising ones."""
+"""Searches for the best policy: simulates each briefly, then searches for the sizes of the most promising."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def plan_best(
     Args:
         lengths: prompt lengths in tokens; their number is the most requests of a batch.
         policies: policies to search, which take `settings`; by default all that one machine can run.
-        band: whether to find the band of the best plan's figures.
+        band: whether to find the uncertainty band of the best plan's figures.
         on_progress: called with the name of each stage of the search.
 
     Raises:
@@ -252,6 +252,7 @@ def _best_of(
         schedules: the first schedule of each candidate; better schedules replace them.
         misfits: rows of policies that do not fit, for the ranking.
         band: whether to find the uncertainty band of the best plan's figures.
+        on_progress: called with the name of each stage.
     """
     if not schedules:
         raise _nothing_fits(in_order([], misfits))
@@ -281,6 +282,9 @@ def _search_sizes(schedules: dict[Candidate, Schedule], on_progress: Callable[[s
     """Replace the schedules of promising policies by better ones, the best policy first.
 
     The search ends after `MOST_TASKS` simulated tasks.
+
+    Args:
+        on_progress: called with the name of each stage.
     """
     firsts: dict[float, Candidate] = {}
     ahead = sorted(schedules, key=lambda each: schedules[each].rate, reverse=True)
@@ -303,6 +307,9 @@ def _deepen(schedules: dict[Candidate, Schedule], on_progress: Callable[[str], o
     """Simulate all layers of the best policy, of policies about as fast in a few layers, and of some others.
 
     The new schedules replace the old ones. The others follow in the order of their rates, up to a limit of tasks.
+
+    Args:
+        on_progress: called with the name of each stage.
     """
     deepened: dict[float, Schedule] = {}
     tasks_left = float(MOST_FAR_TASKS)

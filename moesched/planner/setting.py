@@ -76,8 +76,9 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         With several nodes the result is the plan of the first node, and the plans of the others must fit, too.
 
         Args:
-            budgets: bytes by memory; by default the setting's.
-            kv_on_gpu: the share of the KV cache that stays on the accelerator; by default the policy's own.
+            budgets: bytes by memory; by default the budgets in the setting.
+            kv_on_gpu: the share of the KV cache that stays on the accelerator; by default the share that the policy
+                chooses.
 
         Raises:
             BadInput: the plan does not fit; the message names the memory and the missing bytes.

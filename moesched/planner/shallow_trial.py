@@ -1,4 +1,4 @@
-"""Trial runs of a few layers, with memory budgets cut in proportion; seconds are extrapolated to all layers.
+"""Simulates a few layers of a model, with memory budgets cut in proportion; seconds are extrapolated to all layers.
 
 The tasks of all layers are much alike. Bytes that do not depend on the number of layers, such as activations and the
 buffer that weights stream through, are not cut.
@@ -94,8 +94,7 @@ def _alike(setting: Setting, plan: Plan, share: float | None) -> tuple[Cut, tupl
     """Plan a cut model, with memory budgets that leave it room in proportion; None if the plan does not fit.
 
     A pool that caches pages has slots in proportion to the number of layers; a pool through which pages stream has a
-    fixed number of slots. All pools are first taken for caches and, if they do not shrink with the memory, for
-    streaming.
+    fixed number of slots. The budgets are first for caches; if the pools do not shrink with the memory, for streaming.
 
     Args:
         setting: the setting of the cut model.

@@ -1,4 +1,4 @@
-"""Default sizes of batches, micro-batches and chunks: the planner finds the sizes with the most tokens per second."""
+"""Finds default sizes of batches, micro-batches and chunks: the sizes with the most tokens per second."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def choose_sizes(
 
     Args:
         setting: the policy's setting, with the prompt lengths of all requests in order of arrival.
-        wanted: the sizes that the user gave; None for those to choose.
+        wanted: the sizes that the user gave; None for sizes to choose.
         successive: whether all requests run, in successive batches; otherwise only the first batch must fit.
 
     Raises:
@@ -167,8 +167,8 @@ def _rather_all(setting: Setting, candidate: Candidate, schedule: Schedule) -> S
 def _cache_tokens(plan: Plan, setting: Setting) -> int:
     """Return the most tokens of a micro-batch that the KV cache can hold.
 
-    The tokens fill the micro-batch's share of the bytes that are free or reserved for the cache, and are at least those
-    of the plan's largest micro-batch and of the longest request.
+    The tokens fill the micro-batch's share of the bytes that are free or reserved for the cache, and are at least the
+    tokens of the plan's largest micro-batch and of the longest request.
     """
     token = max(1, sum(each.kv_bytes for each in plan.operations.by_layer))
     at_end = list(map(plan.batch.tokens_at_end, plan.batch.micro_batches))
@@ -278,7 +278,7 @@ def _shares(setting: Setting, size: int, chunk: int | None) -> list[Point]:
 
 
 def _fastest(schedules: Schedules, line: Sequence[Point]) -> Schedule:
-    """Return the fastest schedule among `line`, sizes of which only one figure varies, in its order.
+    """Return the fastest schedule of the points in `line`, which differ in one size and ascend in that size.
 
     The search begins at the faster end of the line, and ends when schedules get slower.
 

@@ -39,7 +39,7 @@ class Traits(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         attention_on_gpu, ffn_on_gpu: A_g and F_g of MoE-Lightning: whether the GPU computes attention and the FFN in
-            decode; if the KV cache is split, the attention over the host's part of it.
+            decode; if the KV cache is split, the attention over the part on the host.
         kv_on_gpu: whether all of the KV cache is in the accelerator's memory.
         keeps: largest share of the weights' bytes that stays in the accelerator's memory, from 0 to 1.
         streams: whether the policy can keep a smaller share than `keeps` in this memory, and fetch the other weights.
@@ -66,8 +66,8 @@ class MicroBatchCost(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         link, host, accelerator: seconds of each lane for one layer of a decode step in the middle of the generation,
-            without fetches of weights. In a pipeline, they are divided by the number of stages, which compute a layer
-            each at once.
+            without fetches of weights. In a pipeline, the seconds are divided by the number of stages, which compute at
+            once.
         prefill: seconds of the accelerator for one layer of the prefill.
         nbytes: bytes of the micro-batch, by memory.
     """
@@ -87,7 +87,7 @@ class SizeOption(msgspec.Struct, frozen=True, kw_only=True):
         chunk: most tokens of a micro-batch that pass a layer together in prefill; None for no limit.
         most: largest number of micro-batches of that size.
         shared: bytes by memory that the micro-batches need together, independent of their number.
-        each: cost of a micro-batch; if the policy splits the KV cache, of one whose cache is on the host.
+        each: cost of a micro-batch; if the policy splits the KV cache, with the cache on the host.
         resident: cost of a micro-batch whose cache is on the accelerator; None if the policy does not split the cache.
     """
 

@@ -1,4 +1,4 @@
-"""Random routing for trial runs: equal choices for all policies, made quickly for many tokens."""
+"""Makes random routing for trial runs: equal choices for all policies, made quickly for many tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A trial run of a schedule on the virtual clock: the prefill and a few decode steps, instead of all steps."""
+"""Makes a trial run of a schedule on the virtual clock: the prefill and a few decode steps, instead of all steps."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def steps_of(batch: Batch, most: int = MOST_STEPS) -> tuple[int, int]:
 
 
 def whole_steps(ends: Sequence[int]) -> Sequence[int]:
-    """Return the end times of steps without the first and the last, which are not typical; of 3 or fewer steps, all."""
+    """Return `ends`, end times of steps, without the first and the last, which are not typical; all if 3 or fewer."""
     return ends[1:-1] if len(ends) > 3 else ends
 
 

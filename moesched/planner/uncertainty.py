@@ -1,4 +1,4 @@
-"""The uncertainty band of a prediction, from trial runs with each uncertain rate in turn at its low and high end.
+"""Computes a prediction's uncertainty band by trial runs with each uncertain rate in turn at its low and high end.
 
 The rates of a class of device rise and fall together. Different rates are taken as independent, so that their effects
 add up as squares, on a logarithmic scale. The error of the model itself is one more such effect.
@@ -75,7 +75,7 @@ RunsProgress: TypeAlias = Callable[[int, int], object]
 
 
 def ignore_runs(done: int, total: int) -> None:
-    """Do nothing; for callers that do not report progress."""
+    """Ignore the progress of trial runs; callers that do not report progress pass this function."""
 
 
 def uncertainty(
@@ -222,7 +222,7 @@ def _effects(base: Figures, others: Iterable[Figures]) -> dict[str, tuple[float,
 
 
 def _band(expected: float, effects: Sequence[tuple[float, float]]) -> tuple[float, float, float]:
-    """Return the low end, expected value and high end of a figure.
+    """Return the low end of a figure, its expected value (`expected`) and its high end.
 
     Args:
         effects: for each of several independent rates, the decrease and the increase of the figure, as logarithms of

@@ -1,4 +1,4 @@
-"""HTML of notebook cells that show a plan, a trace or a comparison: figures, the bottleneck, a timeline."""
+"""Makes the HTML of notebook cells that show a plan, a trace or a comparison: figures, the bottleneck, a timeline."""
 
 from __future__ import annotations
 

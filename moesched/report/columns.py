@@ -114,7 +114,7 @@ def _tasks_and_slices(columns: Columns, recording: Recording) -> dict[str, Any]:
 
 
 def _choice(experts: Mapping[int, int] | None) -> str:
-    """Return text with the chosen experts and each one's number of rows; empty for None, a task that is no router's."""
+    """Return the experts in `experts`, each with its number of rows, as text; empty for None."""
     return ", ".join(f"E{expert}: {rows}" for expert, rows in sorted((experts or {}).items()))
 
 
@@ -140,10 +140,10 @@ def _tasks(columns: Columns, tasks: Sequence[TaskInfo]) -> dict[str, Any]:
 
 
 def _edges(columns: Columns, recording: Recording) -> dict[str, Any]:
-    """Add columns with the producers of each task: the tasks that it depends on. Return their JSON value.
+    """Add columns with the tasks that each task depends on, and return the JSON value that refers to the columns.
 
-    Column `count` has the number of producers of each task. Column `back` has, for each producer, its distance to the
-    task in the list of slices, as small numbers compress well.
+    Column `count` has the number of these tasks, the producers. Column `back` has the distance from the task to each of
+    its producers in the list of slices, as small numbers compress well.
     """
     back = (index - producer for index, producers in enumerate(recording.producers) for producer in producers)
     return {

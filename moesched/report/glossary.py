@@ -1,4 +1,4 @@
-"""The glossary of a page, for those who read one for the first time."""
+"""Makes the glossary of a report page, for people who read such a page for the first time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pieces of HTML: elements, paragraphs, tables and sections. All text is escaped here."""
+"""Makes pieces of HTML: elements, paragraphs, tables and sections. All text is escaped here."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from moesched.system.plain_text import plain_text
 
 
 def text(value: object) -> str:
-    """Escape a value for HTML text and attributes."""
+    """Return the text of a value, escaped for HTML text and attributes."""
     return escape(plain_text(str(value)))
 
 
@@ -29,7 +29,7 @@ def element(name: str, *content: str, **attributes: str) -> str:
 
 
 def paragraphs(lines: Iterable[str], **attributes: str) -> str:
-    """Return HTML paragraphs, one for each line of text."""
+    """Return HTML paragraphs, one for each line of text; `attributes` are as for `element`."""
     return "".join(element("p", text(line), **attributes) for line in lines)
 
 

@@ -1,4 +1,4 @@
-"""The critical path (the chain of tasks that determined a run's end), and the least time of a run's tasks."""
+"""Finds the critical path (the chain of tasks that determined a run's end), and the least time of a run's tasks."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from moesched.trace.recording import LaneName, Slice
 
 
 def lengthen(slices: Sequence[Slice], producers: Sequence[Sequence[int]]) -> None:
-    """Make tasks of zero length one nanosecond long, and delay tasks that would then begin too early.
+    """Make tasks of zero length one nanosecond long, and delay tasks that would then begin before these tasks end.
 
     Faults of the clock stay visible to checks: tasks that overlapped before, or began before the end of a task that
     they depend on, still do.

@@ -1,4 +1,4 @@
-"""Recorders: observers that keep all tasks that ran, or those of the last steps.
+"""Holds recorders: observers that keep all tasks that ran, or those of the last steps.
 
 Keeping a task is a single list append, since the virtual driver finishes hundreds of thousands of tasks per second;
 everything else is computed when the recording is requested.
@@ -42,7 +42,7 @@ class _RankRecorder:
         """Record one more rank. Call it before the rank's engine runs; ranks are numbered in the order of calls.
 
         Args:
-            memories: ledgers of the rank's memories, by name; None for none.
+            memories: objects that know the peak bytes of the rank's memories, by name; None for none.
             pools: the rank's pools.
         """
         self._rank_of.update(dict.fromkeys(engine.lanes, len(self._ranks)))
@@ -188,7 +188,7 @@ class LastSteps(_RankRecorder):
                 rank.trim(min(ids), self._first)
 
     def _forget(self, tasks: Iterable[Task]) -> None:
-        """Drop tasks, but remember the slots that they filled."""
+        """Drop `tasks`, but remember the memory slots that they filled."""
         for task in tasks:
             if isinstance(task, PageTransfer) and task.slots:
                 self._ranks[self._rank_of[task.lane]].filled.update(task.slots)

@@ -1,6 +1,7 @@
-"""Recordings: the tasks of a run as plain values, the dependencies between them, and the contents of memories.
+"""Defines recordings: the tasks of a run as plain values, the dependencies between them, and the contents of memories.
 
-Recorders make recordings of tasks, and the reader makes them of a file; the writer and all analysis take recordings.
+Recorders make recordings of tasks, and the trace reader makes recordings of files; the trace writer and all analysis
+take recordings.
 """
 
 from __future__ import annotations
@@ -140,7 +141,7 @@ class MemorySample(NamedTuple):
     Attributes:
         time: nanoseconds since the start of the run.
         reserved: bytes that the plan has reserved.
-        pages: bytes among these that hold pages of weights.
+        pages: bytes of the reserved ones that hold pages of weights.
     """
 
     rank: int
@@ -153,7 +154,7 @@ class MemorySample(NamedTuple):
 class PoolSample(NamedTuple):
     """The counts of one pool at one time, added up since the start of the run.
 
-    Counts at the start of a task are those at the time when the policy submitted the task.
+    Counts at the start of a task were taken when the policy submitted the task.
 
     Attributes:
         pool: the pool's name with its memory, such as "experts in gpu".
@@ -212,8 +213,8 @@ class Recording(msgspec.Struct):
         in_order: lanes that run tasks in order of submission; all others run whichever task is ready.
         origin: the time on the driver's clock that is time 0 of the recording, in nanoseconds.
         pools: samples of the pools' counts.
-        costs: the time and resources that tasks need, by their work, where a cost model gave them.
-        predictions: for a measured run, the predicted seconds of tasks alone on the machine, by their work.
+        costs: the time and resources that tasks need, by `WorkKey`, where a cost model gave them.
+        predictions: for a measured run, the predicted seconds of tasks alone on the machine, by `WorkKey`.
         cancelled: tasks that the policy cancelled, in order of time.
         requests: requests that joined and left, in order of arrival; empty for a batch.
     """

@@ -51,7 +51,7 @@ class StepTime(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         step: -1 for loading, 0 for the prefill, then 1, 2, ...
         start: the end of the previous step.
-        end: the end of the step's last `sample` task, or of its last task if none samples.
+        end: the end of the step's last `sample` task, or of the step's last task if the step has no `sample` task.
     """
 
     step: int

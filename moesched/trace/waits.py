@@ -57,11 +57,11 @@ def _candidates(
 ) -> Iterator[tuple[int, Why]]:
     """Yield the index of each task that may have held up the task at `index`, with the reason.
 
-    The caller takes the task that ended last, and the first of several that ended together. An index of -1 stands
-    for none.
+    The caller takes the task that ended last, and the first of several that ended together. An index of -1 stands for
+    none.
 
     Args:
-        on_lane: for each task, the index of the previous task on its lane.
+        on_lane: for each task, the index of the previous task on its lane; -1 if none.
         parts: indices of the parts of each collective, by ticket.
         awaited: index of the task that the policy awaited last before it submitted the task.
     """
