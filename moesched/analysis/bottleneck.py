@@ -1,10 +1,10 @@
-"""Finds the bottleneck of a run: the lane or cause on the critical path whose relief would shorten the run most.
+"""Finds the bottleneck of a run: the lane or cause on the critical path whose removal would shorten the run most.
 
-The length of a part of the critical path does not show the time that its relief would save. For example, where fetches
-and kernels alternate because the pool of weight pages is full, each has half of the path, and relief of one may save
-nothing. So the run is replayed once per relief. Possible reliefs are: a lane is twice as fast; a pool has room, as if
-it had twice the slots; the policy does not wait for the router; or ranks do not wait for each other. Time of the policy
-and the driver lies between tasks and is not replayed; half of this time counts as saved.
+The length of a part of the critical path does not show the time that its removal would save. For example, where fetches
+and kernels alternate because the pool of weight pages is full, each has half of the path, and faster fetches alone may
+save nothing. So the run is replayed once per possible change: a lane is twice as fast; a pool has room, as if it had
+twice the slots; the policy does not wait for the router; or ranks do not wait for each other. Time of the policy and
+the driver lies between tasks and is not replayed; half of this time counts as saved.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MOST_TASKS = 5000
 
 
 class Bottleneck(msgspec.Struct, frozen=True, kw_only=True):
-    """The part of the critical path whose relief would shorten the run most: the tasks of one lane, or one cause.
+    """The part of the critical path whose removal would shorten the run most: the tasks of one lane, or one cause.
 
     Attributes:
         lane: title of the lane that is too slow, or of the lane that waits for the policy, the driver, another rank,
@@ -49,7 +49,7 @@ class Bottleneck(msgspec.Struct, frozen=True, kw_only=True):
         line: the line of the policy that submitted most of these tasks, as file:line; empty if none is known.
         seconds: time of this part on the critical path.
         share: `seconds` over the time of the run.
-        saved: share of the run's time that the relief would save, from 0 to 1.
+        saved: share of the run's time, from 0 to 1, that a twice as fast lane or the removal of the cause would save.
     """
 
     lane: str

@@ -96,7 +96,7 @@ def run_of_recording(title: str, recording: Recording, about: About) -> Compared
 
 
 def replayed_run(run: ComparedRun) -> ComparedRun:
-    """Replay the graph and durations of a run on the virtual clock, without its start times.
+    """Replay the graph and durations of a run on the virtual clock, with new start times.
 
     Raises:
         BadInput: the run has no trace, or its trace cannot be replayed.

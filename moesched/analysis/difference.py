@@ -81,7 +81,7 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
             first.
         run_seconds: duration of each run.
         replayed_seconds: duration of each run when its graph is replayed on the virtual clock with its own durations.
-        seconds: duration of the second run minus that of the first.
+        seconds: duration of the second run minus the duration of the first.
         causes: the causes, whose seconds add up to `seconds`; largest first, but "graph" last.
         lanes: the causes summed by lane.
         waits: waits between tasks on the critical path of the second run, longest first.
@@ -271,7 +271,7 @@ def _lanes(
     Args:
         groups: the first run's groups of tasks, and the second run's.
         losses: seconds that each of `parts` adds to the second run.
-        gap: seconds of the second run minus those of the first.
+        gap: seconds of the second run minus the seconds of the first.
     """
     first, second = groups
     seconds: dict[str, float] = {}

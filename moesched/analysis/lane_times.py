@@ -54,7 +54,7 @@ class LaneTime(msgspec.Struct, frozen=True, kw_only=True):
         alone_seconds: time in which this lane was busy and no other was.
         launching_seconds: busy time in which the host still launched the task's kernels; 0 if not a GPU stream.
         causes: idle time by cause, largest first; the causes add up to all idle time.
-        longest: the longest idle spans, longest first, without the one after the lane's last task.
+        longest: the longest idle spans, longest first, without the span after the lane's last task.
     """
 
     tasks: int

@@ -130,7 +130,7 @@ class _Replay:
             self._submit(engine, index)
 
     def recording(self) -> Recording:
-        """Return the recording of the replay, with slices in order of their ends."""
+        """Return the recording of the replay, with tasks in order of their ends."""
         tasks = [self._submitted(index) for index in range(len(self._tasks))]
         order = sorted(range(len(tasks)), key=lambda index: (tasks[index].end, index))
         places = {index: place for place, index in enumerate(order)}

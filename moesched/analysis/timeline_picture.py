@@ -97,7 +97,7 @@ def require_width(width: float | None) -> float:
 
 
 def draw_timelines(runs: Sequence[TitledTimeline], path: Path | str, width: float = WIDTH) -> None:
-    """Draw windows of runs, one below the other on the same scale of time, to a .png or .svg file.
+    """Draw windows of runs, one below the other on one scale of time, to a .png or .svg file.
 
     Args:
         width: width of the picture in inches.

@@ -88,7 +88,7 @@ def decides_as_it_goes(recording: Recording) -> bool:
 
 
 def changed_works(recording: Recording, change: Change) -> list[Work]:
-    """Return the `Work` of each recorded task after a change, in the order of the slices."""
+    """Return the `Work` of each recorded task after a change, in the order of the recording's slices."""
     handovers = mean_handovers(recording) if change.handovers else [Handover()] * len(recording.slices)
     known: dict[tuple[int, str], Work] = {}
     works = []

@@ -198,7 +198,7 @@ class Climb:
         return points
 
     def _of_sizes(self, schedule: Schedule, sizes: Sequence[int]) -> list[Point]:
-        """Return points with other sizes of micro-batches, but the schedule's number of requests and cache share."""
+        """Return `Point`s with these sizes of micro-batches, but the schedule's number of requests and cache share."""
         counts = [(size, -(-schedule.batch_size // size)) for size in sizes]
         share = self._share(schedule)
         return [Point(size, count, resident_of(share, count), schedule.chunk) for size, count in counts]

@@ -42,8 +42,8 @@ class Way(msgspec.Struct, frozen=True, kw_only=True):
     """One way to split a model over nodes.
 
     Attributes:
-        experts: "whole" if an expert is not divided and is on one node or on several; "cut" if every node has a slice
-            of each expert.
+        experts: "whole" if an expert is not divided and is on one node or on several; "cut" if every node has an equal
+            part of each expert.
         replicas: number of nodes that hold an expert, on average.
         attention: "replicated" on all nodes, or "sharded", which takes one more exchange in each layer.
         policy: name of a shipped policy that splits the model in this way; None if there is none.
@@ -65,7 +65,7 @@ class Way(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ClusterChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """The chosen way to split a model: the one that takes the least time per token.
+    """The chosen way to split a model: the way that takes the least time per token.
 
     Attributes:
         best: the fastest way, which may have no policy.

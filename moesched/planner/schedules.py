@@ -136,7 +136,7 @@ class Schedules:
         return self._schedules[point, deep]
 
     def _simulated(self, point: Point, deep: bool) -> Schedule:
-        """Simulate the schedule of a point: all layers if `deep` is true or if they have few tasks, else a few."""
+        """Simulate a schedule with the sizes `point`: all layers if `deep`, or if these have few tasks; else a few."""
         plan, policy = self._fitting(point)
         batch, setting = plan.batch, self._of(point)
         share = plan.kv.on_gpu if setting.splits_kv else None
@@ -216,7 +216,7 @@ def with_chunk(setting: Setting, chunk: int | None) -> Setting:
 
 
 def with_count(point: Point, count: int) -> Point:
-    """Return the point with another number of micro-batches, and an equal share of the KV cache on the accelerator."""
+    """Return the point with `count` micro-batches, and an equal share of the KV cache on the accelerator."""
     return point._replace(
         micro_batches=count, resident=resident_of(point.resident / point.micro_batches, count)
     )

@@ -29,8 +29,8 @@ class TrialFigures(msgspec.Struct, frozen=True):
     """The predicted figures of a run.
 
     Attributes:
-        prefill_seconds: from the end of loading to the last prompt's first token.
-        first_token_seconds: from the end of loading to a prompt's first token, on average.
+        prefill_seconds: time from the end of loading to the last prompt's first token.
+        first_token_seconds: time from the end of loading to a prompt's first token, on average.
         step_seconds: time of a decode step in the middle of the generation; 0 if there is none.
         utilization: for each lane, the share of such a step in which the lane is busy; of the prefill if there is no
             decode step.

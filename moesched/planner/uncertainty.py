@@ -45,7 +45,7 @@ class Figures(msgspec.Struct, frozen=True):
     Attributes:
         throughput_tokens_per_second: all generated tokens over the time from the end of loading.
         decode_step_seconds: time of a step in the middle of the generation.
-        prefill_seconds: from the end of loading to the last prompt's first token.
+        prefill_seconds: time from the end of loading to the last prompt's first token.
     """
 
     throughput_tokens_per_second: float
@@ -160,7 +160,7 @@ class _WorkMeter:
         self._spans: dict[Phase, tuple[int, int]] = {}
 
     def ended(self, task: Task) -> None:
-        """Count a task, unless it loads resident weights before the first step."""
+        """Count a task, unless the task loads weights before the first step."""
         phase = task.phase
         if phase is None:
             return

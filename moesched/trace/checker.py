@@ -165,7 +165,7 @@ def _numbers(tasks: list[_Task]) -> Iterator[str]:
 
 
 def _dependencies(tasks: list[_Task], numbered: Mapping[tuple[int, int], int]) -> Iterator[str]:
-    """Yield sentences on wrong dependencies: doubled, on a task without a slice, or on one that ends too late.
+    """Yield sentences on wrong dependencies: doubled, on a task that the trace lacks, or on a task that ends too late.
 
     Args:
         numbered: index in `tasks` by (pid, number of the task).

@@ -2,8 +2,9 @@
 
 Each lane is a track, each rank a process, and memories are counters. A slice is a task that ran; it lists all tasks
 that the task depends on, and viewers draw arrows from some of these. The critical path has a track of its own, since
-viewers show arrows only for selected slices. Times are microseconds with exactly three decimals: with anything else,
-viewers drop adjacent slices. A file may hold several runs for comparison, each as a process of its own.
+viewers show arrows only for slices that the user selects. Times are microseconds with exactly three decimals: with
+anything else, viewers leave out slices that touch each other. A file may hold several runs for comparison, each as a
+process of its own.
 """
 
 from __future__ import annotations
@@ -280,7 +281,7 @@ def _plain(number: float) -> float:
 
 
 def _cancelled(run: _Shown) -> Iterator[str]:
-    """Yield the JSON of an instant event for each cancelled task, since a task that never ran has no slice."""
+    """Yield the JSON of an instant event for each cancelled task; a task that never ran has no duration to draw."""
     tracks = run.tracks
     for each in run.recording.cancelled:
         task = each.task

@@ -1,4 +1,4 @@
-"""Holds recorders: observers that keep all tasks that ran, or those of the last steps.
+"""Holds recorders: observers that keep all tasks that ran, or the tasks of the last steps.
 
 Keeping a task is a single list append, since the virtual driver finishes hundreds of thousands of tasks per second;
 everything else is computed when the recording is requested.

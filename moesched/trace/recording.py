@@ -141,7 +141,7 @@ class MemorySample(NamedTuple):
     Attributes:
         time: nanoseconds since the start of the run.
         reserved: bytes that the plan has reserved.
-        pages: bytes of the reserved ones that hold pages of weights.
+        pages: reserved bytes that hold pages of weights.
     """
 
     rank: int
@@ -168,7 +168,7 @@ class PoolSample(NamedTuple):
 
 
 class RequestSpan(msgspec.Struct, frozen=True):
-    """A request that joined and left a run; times are nanoseconds since the start of the run, -1 if there is none.
+    """A request that joined and left a run; times are nanoseconds since the run's start, -1 if they never came.
 
     Attributes:
         request: number of the request.
@@ -237,10 +237,10 @@ class Recording(msgspec.Struct):
         return f"<Recording: {len(self.slices):,} tasks on {len(self.lanes)} lanes, {self.end / 1e9:.3g} s>"
 
     def part(self, kept: Sequence[int], **changed: object) -> Recording:
-        """Return a recording with only some slices, and the dependencies between them.
+        """Return a recording with only some of the tasks that ran, and the dependencies between them.
 
         Args:
-            kept: the indices of these slices, in the order that they will have.
+            kept: the indices of these tasks in `slices`, in the order that they will have.
             changed: new values of other fields, by name.
         """
         places = {index: place for place, index in enumerate(kept)}
@@ -261,24 +261,24 @@ class Recording(msgspec.Struct):
 
     @property
     def durations(self) -> list[int]:
-        """The duration of each slice in nanoseconds."""
+        """The duration of each task in `slices`, in nanoseconds."""
         return [each.end - each.start for each in self.slices]
 
     @property
     def edges(self) -> int:
-        """Number of dependencies between slices."""
+        """Number of dependencies between the tasks that ran."""
         return sum(map(len, self.producers))
 
     @property
     def start(self) -> int:
-        """The start of the first slice in a trimmed recording, in nanoseconds; otherwise 0, the start of the run."""
+        """The start of the first task in a trimmed recording, in nanoseconds; otherwise 0, the start of the run."""
         if not self.trimmed or not self.slices:
             return 0
         return min(each.start for each in self.slices)
 
     @property
     def end(self) -> int:
-        """The latest end of a slice, in nanoseconds since the start of the run."""
+        """The latest end of a task, in nanoseconds since the start of the run."""
         return max((each.end for each in self.slices), default=0)
 
 

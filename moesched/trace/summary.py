@@ -104,7 +104,7 @@ def summarize(recording: Recording) -> Summary:
 
 
 class _Sum:
-    """Sums over slices: number of tasks, nanoseconds, bytes and FLOPs."""
+    """Sums over tasks that ran: number of tasks, nanoseconds, bytes and FLOPs."""
 
     __slots__ = ("flops", "nanoseconds", "nbytes", "tasks")
 
