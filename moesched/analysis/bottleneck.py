@@ -1,10 +1,10 @@
-"""Finds the bottleneck of a run: the lane or cause on the critical path whose relief would shorten the run most.
+"""Finds the bottleneck of a run: the lane or cause on the critical path whose removal would shorten the run most.
 
-The length of a part of the critical path does not show the time that its relief would save. For example, where fetches
-and kernels alternate because the pool is full, each has half of the path, and relief of one may save nothing. So the
-run is replayed once per relief. Possible reliefs are: a lane is twice as fast; a pool has room, as if it had twice the
-slots; the policy does not wait for the router; or ranks do not wait for each other. Time of the policy and the driver
-lies between tasks and is not replayed; half of this time counts as saved.
+The length of a part of the critical path does not show the time that its removal would save. For example, where fetches
+and kernels alternate because the pool of weight pages is full, each has half of the path, and faster fetches alone may
+save nothing. So the run is replayed once per possible change: a lane is twice as fast; a pool has room, as if it had
+twice the slots; the policy does not wait for the router; or ranks do not wait for each other. Time of the policy and
+the driver lies between tasks and is not replayed; half of this time counts as saved.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MOST_TASKS = 5000
 
 
 class Bottleneck(msgspec.Struct, frozen=True, kw_only=True):
-    """The part of the critical path whose relief would shorten the run most: the tasks of one lane, or one cause.
+    """The part of the critical path whose removal would shorten the run most: the tasks of one lane, or one cause.
 
     Attributes:
         lane: title of the lane that is too slow, or of the lane that waits for the policy, the driver, another rank,
@@ -49,7 +49,7 @@ class Bottleneck(msgspec.Struct, frozen=True, kw_only=True):
         line: the line of the policy that submitted most of these tasks, as file:line; empty if none is known.
         seconds: time of this part on the critical path.
         share: `seconds` over the time of the run.
-        saved: share of the run's time that the relief would save, from 0 to 1.
+        saved: share of the run's time, from 0 to 1, that a twice as fast lane or the removal of the cause would save.
     """
 
     lane: str
@@ -63,7 +63,7 @@ class Bottleneck(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Part(NamedTuple):
-    """Stretches of the critical path that one relief would shorten.
+    """Stretches of the critical path that one change of the run would shorten, such as a faster lane.
 
     Attributes:
         lane: title of the lane to blame, or the name of the network's lanes of all ranks; empty if a cause is to blame.
@@ -87,7 +87,7 @@ def bottleneck(
     Args:
         recording: the run, without the loading of weights.
         stretches: the run's critical path, in order of time.
-        returning: keys of the fetches that a pool with twice the slots would not need.
+        returning: keys (rank, task id) of the fetches that a pool with twice the slots would not need.
     """
     parts = _parts(stretches, _networks(recording))
     if not parts:
@@ -137,10 +137,10 @@ def _parts(stretches: Sequence[Stretch], networks: Mapping[str, str]) -> list[_P
 
 
 def _savings(recording: Recording, parts: Sequence[_Part], returning: Set[Key]) -> list[float]:
-    """Replay the middle of the run with the relief of each part.
+    """Replay the middle of the run once for each part, with the part's lane twice as fast or its cause removed.
 
     Returns:
-        For each part, the share of the run's time that its relief would save, from 0 to 1.
+        For each part, the share of the run's time that this change would save, from 0 to 1.
     """
     total = recording.end - recording.start
     first = _first_of_middle(recording)
@@ -159,17 +159,17 @@ def _savings(recording: Recording, parts: Sequence[_Part], returning: Set[Key]) 
 
 
 def _first_of_middle(recording: Recording) -> int:
-    """Return the index of the slice from which `MOST_TASKS` slices lie around the middle of the run's time."""
+    """Return the index of the first of the `MOST_TASKS` recorded tasks around the middle of the run's time."""
     slices = recording.slices
     middle = bisect_left(slices, (recording.start + recording.end) // 2, key=lambda each: each.end)
     return max(0, min(middle - MOST_TASKS // 2, len(slices) - MOST_TASKS))
 
 
 def _relieved(recording: Recording, part: _Part, returning: Set[Key]) -> tuple[Recording, list[int]]:
-    """Return the recording after the relief of one part of the critical path, and the nanoseconds of each slice.
+    """Return a recording and its tasks' durations in nanoseconds, changed to shorten one part of the critical path.
 
-    The slices of a slow lane get half of their recorded nanoseconds. If a full pool is the cause, no transfer waits for
-    room, and fetches in `returning` take 0.
+    If a lane is too slow, its tasks get half of their recorded durations. If a full pool is the cause, no transfer
+    waits for room, and the durations of the fetches in `returning` are 0.
     """
     durations = recording.durations
     if part.cause is None:
@@ -195,7 +195,7 @@ def _relieved(recording: Recording, part: _Part, returning: Set[Key]) -> tuple[R
 
 
 def _with_room(recording: Recording) -> Recording:
-    """Return the recording without the dependencies by which transfers waited for room in a pool."""
+    """Return a copy of the recording without the dependencies by which transfers waited for room in a pool."""
     slices = recording.slices
     producers = [
         tuple(each for each in before if not lacked_room(slices[each], slices[index]))
@@ -205,16 +205,12 @@ def _with_room(recording: Recording) -> Recording:
 
 
 def _length(recording: Recording, durations: Sequence[int]) -> int:
-    """Return the length, in nanoseconds, of a replay of a recording.
-
-    Args:
-        durations: nanoseconds of each slice.
-    """
+    """Return the nanoseconds that a replay of the recording takes if each of its tasks takes the given nanoseconds."""
     return replay_recording(recording, durations, handovers=True).end
 
 
 def _most(stretches: Sequence[Stretch], field: Literal["lane", "kind", "cause", "line"]) -> Any:
-    """Return the value of a field, such as `kind`, that covers most of the time of the stretches."""
+    """Return the value of `field` with the most time in these stretches, such as a verb for the field "kind"."""
     spent: Counter[str] = Counter()
     for each in stretches:
         spent[getattr(each, field)] += each.nanoseconds

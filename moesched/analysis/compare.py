@@ -26,7 +26,7 @@ def compare_runs(
     trace: Path | str | None = None,
     progress: Callable[[int, int], object] | None = None,
 ) -> Comparison:
-    """Compare runs with the first of them.
+    """Compare runs with the first run in `sources`.
 
     Args:
         sources: two or more runs, each as a `ComparedRun` or as the file of its trace or report.
@@ -66,7 +66,7 @@ def compare_runs(
 
 
 def read_runs(sources: Sequence[ComparedRun | Path | str], *, replayed: bool = False) -> list[ComparedRun]:
-    """Read the runs to compare; with `replayed`, a replay of the first run is inserted as the second.
+    """Read the runs to compare; with `replayed`, a replay of the first run is inserted as the second run.
 
     Raises:
         BadInput: there are fewer than two runs, a file is neither a trace nor a report, or a report is to be replayed.
@@ -112,7 +112,10 @@ def _row(measure: Measure, runs: Sequence[ComparedRun]) -> Row:
 
 
 def _error_percent(measure: Measure, first: ComparedRun, other: ComparedRun) -> float | None:
-    """Return the error of a prediction in percent of the measured figure; None unless exactly one run is predicted."""
+    """Return the error of the predicted `measure` in percent of the measured figure.
+
+    None unless exactly one run is predicted, and both runs have the figure.
+    """
     if first.figures == other.figures:
         return None
     tested, reference = (first, other) if first.figures == "predicted" else (other, first)

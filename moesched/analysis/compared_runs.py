@@ -22,7 +22,7 @@ Unit = Literal["s", "share", "tokens/s", "tasks", "bytes", "GB/s", "GFLOP/s"]
 
 
 class Measure(msgspec.Struct, frozen=True):
-    """Key of a figure in a comparison: section, name within the section such as a lane's, quantity, and unit."""
+    """Key of a figure in a comparison: section, name (such as a lane's title), quantity, and unit."""
 
     section: Section
     name: str
@@ -96,7 +96,7 @@ def run_of_recording(title: str, recording: Recording, about: About) -> Compared
 
 
 def replayed_run(run: ComparedRun) -> ComparedRun:
-    """Replay the graph and durations of a run on the virtual clock, without its start times.
+    """Replay the graph and durations of a run on the virtual clock, with new start times.
 
     Raises:
         BadInput: the run has no trace, or its trace cannot be replayed.

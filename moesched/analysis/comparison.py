@@ -84,7 +84,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     def answer(self) -> str:
         """Describe which run took the least time, how much longer the others took, and the busiest lane of each.
 
-        Empty where times are not to be compared: of several models, of predictions and measurements, or of a replay.
+        The text is empty if models differ, if only some runs are predicted, or if one is a replay.
         """
         whole, load = (self._figure("total", name, "time") for name in ("run", "load"))
         took = {
@@ -106,19 +106,19 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.runs[place].policy} ({self.runs[place].title})"
 
     def _busiest(self, place: int) -> str:
-        """Return words for the busiest lane of a run."""
+        """Return words for the busiest lane of the run at index `place`, and its busy share of the time."""
         lanes = ((row.values[place] or 0.0, row.name) for row in self.rows if row.what == "use")
         share, lane = max(lanes, default=(0.0, "no lane"))
         return f"{lane} busy {share:.0%}"
 
     def _figure(self, section: Section, name: str, what: str) -> list[float | None]:
-        """Return the values of one of `rows`; None for each run if there is no such row."""
+        """Return each run's value in the row with this section, name and quantity; a list of None if there is none."""
         key = (section, name, what)
         found = (row.values for row in self.rows if (row.section, row.name, row.what) == key)
         return next(found, [None] * len(self.runs))
 
     def reasons(self) -> list[str]:
-        """Describe `difference` in sentences; empty if it is None."""
+        """Describe `difference` in sentences; empty if `difference` is None."""
         difference = self.difference
         if difference is None:
             return []
@@ -202,7 +202,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
         return lines
 
     def _published_prefills(self, columns: int) -> list[str]:
-        """Return the cells of the table's row below a predicted prefill: the published errors of such predictions."""
+        """Return a row of `columns` cells with published errors of predicted prefills, to stand below the prefill."""
         name, error = PUBLISHED_PREFILLS
         cells = [name, "", *(error if _foretold(run) else "" for run in self.runs)]
         return [*cells, *[""] * (columns - len(cells))]

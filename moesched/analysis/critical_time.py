@@ -20,14 +20,14 @@ BETWEEN: tuple[Cause, ...] = ("policy", "host")
 
 
 class PathPart(msgspec.Struct, frozen=True, kw_only=True):
-    """Time on the critical path of tasks of one verb on one lane for one cause.
+    """Time on the critical path in which tasks of one verb run on one lane and the next task waits for one cause.
 
     Attributes:
-        kind: the verb of the tasks that ran; "policy" or "host" for the time between tasks.
+        kind: the verb of these tasks; "policy" or "host" for the time between tasks.
         lane: title of the lane on which the tasks ran; for time between tasks, of the lane of the task that follows.
         cause: the reason why the next task of the path waited for these tasks.
-        tasks: number of tasks, or of stretches between tasks.
-        seconds: time of these tasks, or of these stretches between tasks.
+        tasks: number of these tasks, or of the times between tasks.
+        seconds: total of these times.
         share: `seconds` over the time of the run.
     """
 
@@ -58,7 +58,8 @@ def stretches_of(
     """Yield the stretches of the critical path, in order of time.
 
     Args:
-        returning: keys of the fetches that a larger pool would not need; their cause is the budget of the pool.
+        waits: the last wait of each task.
+        returning: (rank, task id) of fetches that a larger pool would not need; their cause is then "budget".
     """
     titles = recording.titles
     path = critical_path(recording, waits)

@@ -2,9 +2,9 @@
 
 Busy times do not explain the difference, since lanes overlap: a kind of task may be twice as slow as predicted without
 making the run longer. So the second run is replayed (see replayed_run.py) while one kind of task after another gets the
-mean duration of the first run. The time saved by each replacement is the part of that kind. Where two lanes are equally
-late, the order of replacements matters; the parts are therefore means over two orders, largest first and largest last.
-The parts add up to the difference.
+mean duration of the first run. The time that a replacement saves is the part of the difference that this kind causes.
+Where two lanes are equally late, the order of replacements matters; the parts are therefore means over two orders,
+largest first and largest last. The parts add up to the difference.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
             first.
         run_seconds: duration of each run.
         replayed_seconds: duration of each run when its graph is replayed on the virtual clock with its own durations.
-        seconds: duration of the second run minus that of the first.
+        seconds: duration of the second run minus the duration of the first.
         causes: the causes, whose seconds add up to `seconds`; largest first, but "graph" last.
         lanes: the causes summed by lane.
         waits: waits between tasks on the critical path of the second run, longest first.
@@ -193,7 +193,11 @@ def _differ(group: _Group, first: _Groups, second: _Groups) -> float:
 def _losses(
     run: Recording, groups: Sequence[_Groups], parts: Sequence[_Part], steps: _Progress
 ) -> list[float]:
-    """Replay the second run while one part after another gets the mean durations of the first run.
+    """Replay the second run, `run`, while one part after another gets its mean durations in the first run.
+
+    Args:
+        groups: the first run's groups of tasks, and the second run's.
+        steps: told of each replay.
 
     Returns:
         The seconds that each part saves, in the order of `parts`.
@@ -216,11 +220,9 @@ def _losses(
 
 
 def _as_in_first(nanoseconds: int, first: float, second: float) -> int:
-    """Scale the nanoseconds of a task by the ratio first / second.
+    """Scale a task's nanoseconds by the ratio of its group's mean seconds in the first and the second run.
 
-    Args:
-        first, second: mean seconds of the task's group in the first and the second run; if `second` is 0, `first` is
-            returned, in nanoseconds.
+    If `second` is 0, the result is `first` in nanoseconds.
     """
     return round(nanoseconds * (first / second)) if second else round(first * 1e9)
 
@@ -230,7 +232,7 @@ def _replayed_seconds(run: Recording, durations: Sequence[int]) -> float:
 
 
 def _mean(slices: Sequence[Slice]) -> float:
-    """Return the mean duration of slices, in seconds."""
+    """Return the mean duration of recorded tasks, in seconds."""
     return fmean(each.end - each.start for each in slices) / 1e9
 
 
@@ -262,13 +264,14 @@ def _lanes(
     losses: Sequence[float],
     gap: float,
 ) -> list[LaneCause]:
-    """Sum losses by lane.
+    """Sum the losses of `parts` by lane.
 
     The loss of a part with several groups is divided in proportion to their differences in duration.
 
     Args:
+        groups: the first run's groups of tasks, and the second run's.
         losses: seconds that each of `parts` adds to the second run.
-        gap: seconds of the second run minus those of the first.
+        gap: seconds of the second run minus the seconds of the first.
     """
     first, second = groups
     seconds: dict[str, float] = {}

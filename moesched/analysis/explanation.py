@@ -46,13 +46,13 @@ class HandoverTime(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Explanation(msgspec.Struct, frozen=True, kw_only=True):
-    """Explanation of a run's time; loading is left out.
+    """Explanation of a run's time; the initial loading of weights is left out.
 
     Attributes:
         figures: "predicted" or "measured".
         seconds: time from the start of the first task after loading to the end of the last task.
         overlap: the mean number of lanes that were busy while at least one was.
-        bottleneck: the lane or cause whose relief would help most; None if no task ran.
+        bottleneck: the lane or cause that costs the run most time; None if no task ran.
         lanes: time of each lane by its name, with the rank if there are several.
         critical_path: time of the critical path by kind, lane and cause, longest first.
         pools: uses of each pool, by its name and memory.

@@ -92,7 +92,7 @@ def bottleneck_in_words(explanation: Explanation, bottleneck: Bottleneck) -> str
 
 
 def _lanes(explanation: Explanation) -> Table:
-    """Return the table of lanes: busy time, the part of it in which the host launched, and causes of idle time."""
+    """Return the table of lanes: busy time, its part in which the host launched kernels, and idle time by cause."""
     rows = []
     launched = any(lane.launching_seconds for lane in explanation.lanes.values())
     for name, lane in explanation.lanes.items():
@@ -116,7 +116,7 @@ def _lanes(explanation: Explanation) -> Table:
 
 
 def _first(lane: LaneTime) -> str:
-    """Name the verb and lane of the tasks that a lane waited for longest; empty if the lane waited for no task."""
+    """Return the verb and lane of the tasks that a lane waited for longest, in words; empty if it waited for none."""
     if not lane.causes or not lane.causes[0].kind:
         return ""
     return f"{lane.causes[0].kind} on {lane.causes[0].lane}"

@@ -1,4 +1,4 @@
-"""Families of tasks, such as weights or experts, which have one colour each in pictures.
+"""Sorts tasks into families, such as weights or experts, which have one colour each in pictures.
 
 Colour-blind readers can tell the colours apart.
 """

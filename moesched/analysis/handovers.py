@@ -1,4 +1,4 @@
-"""Times between the tasks of a measured run: to wake the thread of a lane, and the policy's own time.
+"""Computes the mean times between tasks of a measured run: to wake the thread of a lane, and the policy's own time.
 
 Both times are recorded for each task. A replay uses their means by kind of task, a few dozen figures per run: with the
 times of each task, a replay would merely reproduce the recorded starts.
@@ -26,7 +26,7 @@ class Handover(NamedTuple):
 
 
 def mean_handovers(recording: Recording) -> list[Handover]:
-    """Return for each slice the mean times before tasks of its kind; 0 if none were recorded, as in predictions."""
+    """Return for each recorded task the mean times before tasks of its kind; 0 if none were recorded."""
     submit_delays = _means(_submit_delays(recording))
     dispatches = _means(_dispatches(recording))
     return [
@@ -36,10 +36,10 @@ def mean_handovers(recording: Recording) -> list[Handover]:
 
 
 def awaits_in_order(recording: Recording, rank: int) -> list[tuple[int, int]]:
-    """Return the slices that a rank's policy awaited, in order.
+    """Return the tasks that a rank's policy awaited, in order.
 
     Returns:
-        Pairs of the number of tasks that the policy submitted before it awaited, and the index of the awaited slice.
+        Pairs of the number of tasks that the policy had submitted by then, and the index of the awaited task's slice.
     """
     return sorted(
         (each.awaited_at, index)
@@ -53,7 +53,11 @@ _Measured = Iterator[tuple[int, Hashable, int]]
 
 
 def _means(measured: _Measured) -> Mapping[int, int]:
-    """Map the index of each slice in `measured` to the mean nanoseconds of all slices with its key."""
+    """Return the mean nanoseconds of each task's kind, by the index of the task.
+
+    Args:
+        measured: tuples (index of the task, kind, nanoseconds).
+    """
     kinds: dict[Hashable, list[tuple[int, int]]] = {}
     for index, kind, nanoseconds in measured:
         kinds.setdefault(kind, []).append((index, nanoseconds))
@@ -65,9 +69,9 @@ def _means(measured: _Measured) -> Mapping[int, int]:
 
 
 def _submit_delays(recording: Recording) -> _Measured:
-    """Yield the submit delay of each slice, with its key: (rank, verb, whether the policy had just awaited a task).
+    """Yield each task's submit delay as (index of the task, kind, nanoseconds).
 
-    The first delay of each rank is left out.
+    A kind is (rank, verb, whether the policy had just awaited a task). The first delay of each rank is left out.
     """
     slices = recording.slices
     for rank in {lane.rank for lane in recording.lanes}:
@@ -84,9 +88,9 @@ def _submit_delays(recording: Recording) -> _Measured:
 
 
 def _dispatches(recording: Recording) -> _Measured:
-    """Yield the dispatch time of each slice, with its key: the lane, and what the task waited for.
+    """Yield each task's dispatch time as (index of the task, kind, nanoseconds).
 
-    A task waited for the policy, for its lane, or for another task.
+    A kind is the lane, and "policy", "lane" or "task": the thing that the task waited for.
     """
     ends: dict[LaneName, int] = {}
     for index, each in enumerate(recording.slices):

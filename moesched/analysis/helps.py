@@ -39,7 +39,8 @@ class Help(msgspec.Struct, frozen=True, kw_only=True):
         change: the change in words.
         command: the arguments of `moesched` that show its effect; TRACE is the run's trace.
         saved: share of the run's time, without loading, that the change saves.
-        decisions_unchanged: whether the policy decides by awaited results; the replay then kept its recorded decisions.
+        decisions_unchanged: whether the policy awaits results and may decide by them; the replay kept recorded
+            decisions.
     """
 
     change: str
@@ -105,7 +106,8 @@ def _candidates(recording: Recording, path: Sequence[PathPart]) -> dict[str, str
 def _reliefs(recording: Recording, path: Sequence[PathPart]) -> Iterator[tuple[str, str, float]]:
     """Yield for each part of the critical path a change, the change in words, and the largest share that it could save.
 
-    The share is of the run's time. Twice the speed saves at most half of a part; time between tasks may vanish whole.
+    The share is of the run's time. Twice the speed saves at most half of a part's time; all of the time between tasks
+    may be saved.
     """
     names = {title: lane.name for lane, title in recording.titles.items()}
     links = {each.lane.name for each in recording.slices if each.task.type == "PageTransfer"}

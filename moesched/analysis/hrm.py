@@ -1,4 +1,4 @@
-"""The Hierarchical Roofline Model of MoE-Lightning (section 3): bounds on computations whose data is in a lower memory.
+"""Computes MoE-Lightning's Hierarchical Roofline Model (section 3): bounds on computations with data in a lower memory.
 
 Symbols, as in the paper: i is the upper level (an accelerator and its memory), j the lower level (the host and its
 memory, or a disk, where nothing computes); P is the peak FLOP/s of a level's processor, B the bytes/s from its memory,
@@ -76,11 +76,7 @@ def ridge(level: Level) -> float:
 
 
 def in_place(level: Level, intensity: float) -> Bound:
-    """Bound the FLOP/s of a computation on the level whose memory holds its data (Eq. 8, from Eqs. 4 and 5).
-
-    Args:
-        intensity: FLOPs of the computation per byte of that memory.
-    """
+    """Bound the FLOP/s of a computation of `intensity` FLOP/byte on the level whose memory holds its data (Eq. 8)."""
     return min(
         Bound(level.peak, f"{level.name} compute"),
         Bound(level.bandwidth * intensity, f"{level.name} memory"),
@@ -152,10 +148,7 @@ def ffn_intensity(operations: Operations, batch_size: int, micro_batch_size: int
     """Return the intensity of all experts of a layer, in FLOP/byte, for one new token of each request (Fig. 5).
 
     The upper level reads weights and activations once per micro-batch. The weights are read from the lower level once
-    for the whole batch.
-
-    Args:
-        batch_size, micro_batch_size: numbers of requests.
+    for the whole batch. Both sizes are numbers of requests.
     """
     upper = operations.experts(min(micro_batch_size, batch_size))
     return Intensity(
@@ -170,11 +163,7 @@ def touched_expert_bytes(operations: Operations, tokens: int) -> float:
 
 
 def batch_reaching(operations: Operations, lower_intensity: float) -> int | None:
-    """Return the smallest batch size, in requests, whose FFN reaches an intensity; None if no batch does.
-
-    Args:
-        lower_intensity: FLOPs per byte of the lower memory.
-    """
+    """Return the fewest requests whose FFN reaches this intensity, in FLOP per lower byte; None if none does."""
 
     def reached(batch: int) -> float:
         return ffn_intensity(operations, batch, 1).lower
@@ -267,8 +256,7 @@ def hierarchy_of(machine: Machine, dtype: str) -> Hierarchy:
 
     If accelerator and host share a memory, that memory is the upper level, and the memory with the weights the lower
     one. Several equal accelerators count as one with the sum of their rates, as with tensor parallelism (section 4.3):
-    each has a link of its own, and all together fetch no faster than the lower memory is read, or than pages are
-    pinned.
+    each has its own link, but all together fetch no faster than the lower memory is read or copied to pinned memory.
 
     Raises:
         BadInput: the machine lacks one of these memories, the link, or a rate.
@@ -291,13 +279,10 @@ def hierarchy_of(machine: Machine, dtype: str) -> Hierarchy:
 
 
 def _fetching_bandwidth(machine: Machine, below: str, above: str) -> float:
-    """Return the bytes per second from one memory into all accelerators together.
-
-    Bytes pass through pinned memory if there is any.
+    """Return the bytes per second from one memory into all accelerators together, through pinned memory if any.
 
     Args:
-        below: name of the memory that is read.
-        above: name of the accelerator's memory.
+        below, above: names of the memory that is read, and of the accelerator's memory.
     """
     count = machine.accelerator_group.count
     pinned = machine.roles.pinned
@@ -307,12 +292,9 @@ def _fetching_bandwidth(machine: Machine, below: str, above: str) -> float:
 
 
 def _attention(operations: Operations, requests: int, context: int, kv_dtype: str) -> tuple[Amount, float]:
-    """Return the FLOPs and bytes of attention of a micro-batch, and the bytes of its cache alone.
-
-    Attention is that of one new token per request.
+    """Return the FLOPs and bytes of a micro-batch's attention for a new token per request, and its cache's bytes.
 
     Args:
-        requests: number of requests of the micro-batch.
         context: tokens in the cache of each request.
         kv_dtype: number format of the cache.
     """

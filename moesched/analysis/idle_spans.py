@@ -1,4 +1,4 @@
-"""Idle spans of lanes, and their causes.
+"""Finds the spans in which lanes are idle, and the causes.
 
 A span ends when its lane's next task starts. That task waited last for another task, which in turn waited for a third,
 and so on back in time. So every nanosecond of the span belongs to a task on this chain, or to the time between two
@@ -41,8 +41,8 @@ class Part(NamedTuple):
     """A stretch of an idle span, with its cause.
 
     Attributes:
-        task: index of the slice that ran during the stretch; with cause "policy" or "host", of the slice that started
-            after the stretch; with cause "finished", -1.
+        task: index, in the recording's slices, of the task that ran during the stretch; with cause "policy" or "host",
+            of the task that started after the stretch; with cause "finished", -1.
     """
 
     cause: Cause
@@ -51,11 +51,11 @@ class Part(NamedTuple):
 
 
 class IdleSpan(NamedTuple):
-    """A span in which a lane was idle, in nanoseconds.
+    """A span in which a lane was idle; `start` and `end` are nanoseconds since the start of the run.
 
     Attributes:
-        before: index of the slice that started at the end of the span; -1 if the lane had no further task.
-        waited_for: index of the slice that `before` waited for last; -1 if it waited for none.
+        before: index of the task that started at the end of the span; -1 if the lane had no further task.
+        waited_for: index of the task that `before` waited for last; -1 if there is none.
         parts: stretches that add up to the span, latest first.
     """
 
@@ -72,7 +72,7 @@ class IdleSpan(NamedTuple):
 
 
 def idle_spans(recording: Recording, waits: Sequence[Wait]) -> dict[LaneName, list[IdleSpan]]:
-    """Return the idle spans of each lane, in order of time, from the start of the recording to its end."""
+    """Return the idle spans of each lane, in order of time; `waits` has the last wait of each task."""
     spans: dict[LaneName, list[IdleSpan]] = {lane: [] for lane in recording.lanes}
     free = dict.fromkeys(recording.lanes, recording.start)
     for index, each in enumerate(recording.slices):
@@ -89,19 +89,14 @@ def idle_spans(recording: Recording, waits: Sequence[Wait]) -> dict[LaneName, li
 
 
 def cause_of(before: Slice, why: Why) -> Cause:
-    """Return the cause of a stretch of idle time in which slice `before` runs, and another task waits for it.
-
-    Args:
-        why: the reason why that task waits for `before`.
-    """
+    """Return the cause of a lane's idle time while its next task waits for the task `before`, for the reason `why`."""
     return "router" if why == "await" and before.task.verb in ROUTERS else _CAUSES[why]
 
 
 def _parts(recording: Recording, waits: Sequence[Wait], index: int, since: int) -> Iterator[Part]:
-    """Yield the parts of a lane's idle span, latest first.
+    """Yield the parts of a lane's idle span, latest first; the span ends at the start of the task at `index`.
 
     Args:
-        index: the slice that started at the end of the span.
         since: start of the span, in nanoseconds.
     """
     slices = recording.slices

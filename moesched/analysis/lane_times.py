@@ -52,9 +52,9 @@ class LaneTime(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         alone_seconds: time in which this lane was busy and no other was.
-        launching_seconds: busy time in which the host still launched the task's kernels; 0 if the lane is no stream.
+        launching_seconds: busy time in which the host still launched the task's kernels; 0 if not a GPU stream.
         causes: idle time by cause, largest first; the causes add up to all idle time.
-        longest: the longest idle spans, longest first, without the one after the lane's last task.
+        longest: the longest idle spans, longest first, without the span after the lane's last task.
     """
 
     tasks: int
@@ -113,7 +113,7 @@ def lane_times(
     """Return the busy and idle time of each lane, by the lane's title.
 
     Args:
-        waits: the task that each slice waited for last, and the reason.
+        waits: for each recorded task, the task that it waited for last, and the reason.
         alone: nanoseconds in which each lane was the only busy one.
     """
     spans = idle_spans(recording, waits)

@@ -1,4 +1,4 @@
-"""Options of `roofline_of` and `latencies_of`."""
+"""Holds the options of `roofline_of` and `latencies_of`."""
 
 from __future__ import annotations
 

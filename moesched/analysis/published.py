@@ -1,4 +1,4 @@
-"""Published errors of predictions of prefill times by other simulators (docs/validation.md)."""
+"""Holds the published errors of predictions of prefill times by other simulators (docs/validation.md)."""
 
 from __future__ import annotations
 

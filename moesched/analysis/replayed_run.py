@@ -1,4 +1,4 @@
-"""Replay of a recorded run on the virtual clock, with recorded durations and new start times.
+"""Replays a recorded run on the virtual clock, with recorded durations and new start times.
 
 A replay takes from the recording the tasks in program order with their durations and dependencies, the lanes and how
 each picks its next task, the classes of transfers, and the tasks that the policy awaited before it submitted more.
@@ -37,8 +37,8 @@ def replay_recording(
     """Replay a recording with the virtual driver; the result is a recording without memory samples.
 
     Args:
-        durations: nanoseconds of each slice; by default as recorded.
-        works: work of each slice, with its time alone and its shares of resources, instead of durations.
+        durations: nanoseconds of each task; by default as recorded.
+        works: instead of durations, each task's `Work`: its time when it runs alone, and its shares of resources.
         handovers: whether to include the mean times between tasks.
 
     Raises:
@@ -85,18 +85,18 @@ _ALONE = Demand(0.0, ())
 
 
 class _AsRecorded:
-    """A cost model that is never called, since every work of a replay states its own nanoseconds."""
+    """A cost model that is never called, since every task of a replay states its own nanoseconds."""
 
     def work(self, work: Work) -> Demand:
         raise BadInput(f"no duration was recorded of {work.kind}: record the run again")
 
 
 class _Replay:
-    """A policy that submits the tasks of a recording again.
+    """A policy that submits the tasks of a recording again, to replay them.
 
     Args:
-        policy_lanes: for each rank the lane of extra tasks, which last as long as the policy's delays before it
-            submits.
+        policy_lanes: for each rank the lane of extra tasks, which last as long as the policy's delays before its
+            submissions.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class _Replay:
         self._tasks: list[Task | None] = [None] * len(recording.slices)
 
     async def submit(self, rank: int, engine: Engine) -> None:
-        """Submit a rank's tasks in program order, awaiting the tasks that its policy awaited."""
+        """Submit a rank's tasks in program order, and await the tasks that the rank's recorded policy awaited."""
         slices = self._recording.slices
         mine = sorted((each.id, index) for index, each in enumerate(slices) if each.lane.rank == rank)
         awaits = awaits_in_order(self._recording, rank)[::-1]
@@ -130,7 +130,7 @@ class _Replay:
             self._submit(engine, index)
 
     def recording(self) -> Recording:
-        """Return the recording of the replay, with slices in order of their ends."""
+        """Return the recording of the replay, with tasks in order of their ends."""
         tasks = [self._submitted(index) for index in range(len(self._tasks))]
         order = sorted(range(len(tasks)), key=lambda index: (tasks[index].end, index))
         places = {index: place for place, index in enumerate(order)}
@@ -176,9 +176,9 @@ class _Replay:
 
 
 def _idle_before(slices: Sequence[Slice]) -> list[tuple[int, ...]]:
-    """Return for each slice the last idle-class slice on its lane that was submitted and started earlier.
+    """Return for each task a tuple with the index of an idle-class transfer on its lane, empty if there is none.
 
-    The tuple of a slice has the index of that idle-class slice, or is empty if there is none.
+    The transfer is the last one that was submitted and started earlier than the task.
     """
     found: list[tuple[int, ...]] = [()] * len(slices)
     idle: dict[LaneName, list[int]] = {}
@@ -194,7 +194,7 @@ def _idle_before(slices: Sequence[Slice]) -> list[tuple[int, ...]]:
 
 
 def timed_work(task: TaskInfo, nanoseconds: int, lead: int = 0) -> Work:
-    """Return a work of fixed duration for a task; the work shares no resources with other work.
+    """Return the `Work` of a task with a fixed duration, which other tasks do not slow down.
 
     Args:
         lead: nanoseconds before the task starts, in addition to `nanoseconds`.

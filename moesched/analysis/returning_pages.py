@@ -1,4 +1,4 @@
-"""Finds fetches of experts that left their pool a short time before, and that twice the slots would have kept."""
+"""Finds fetches of experts that had left their pool of pages shortly before, and that twice the slots would keep."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Key: TypeAlias = tuple[int, int]
 
 
 def key_of(each: Slice) -> Key:
-    """Return the key of a slice's task, (rank, id), which does not change if a recording is cut."""
+    """Return (rank, task id) of a recorded task: a key which does not change if a recording is cut."""
     return each.lane.rank, each.id
 
 

@@ -141,7 +141,11 @@ def _first_turning_point(axes: Axes, report: RooflineReport) -> None:
 
 
 def _kernel(axes: Axes, report: RooflineReport, span: tuple[float, float]) -> None:
-    """Draw the FLOP/s of a micro-batch on the upper level, and the intensity from which the link sustains them."""
+    """Draw the FLOP/s of a micro-batch on the upper level, and the intensity P2 above which the link allows them.
+
+    Args:
+        span: lowest and highest FLOP/byte of the x-axis.
+    """
     performance = report.upper_ffn.performance
     label = (
         f"FFN of µ = {report.micro_batch_size} on {report.hierarchy.upper.name}: {format_flops(performance)}"

@@ -70,7 +70,7 @@ class Change:
 
     Attributes:
         factors: factors of costs, by WORD of the kind of change and by NAME.
-        handovers: whether the replay includes the recorded mean times between tasks; otherwise no time passes there.
+        handovers: whether the replay has the recorded mean times between tasks, rather than none.
     """
 
     factors: Mapping[str, Mapping[str, float]] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Windows of recordings, as rows of blocks to draw; tasks that are too narrow to see are merged to one block."""
+"""Cuts windows of time from recordings, as rows of blocks to draw; tasks too narrow to see are merged to one block."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TYPICAL = 0.1
 class Window(NamedTuple):
     """A part of a run, from `start` to `end` in nanoseconds.
 
-    `name` describes its steps or layers; it is empty for a window that was given by times.
+    `name` describes the window's steps or layers; the name is empty for a window that was given by times.
     """
 
     start: int
@@ -145,8 +145,9 @@ def _typical(times: dict[int, StepTime], trimmed: bool) -> int:
     """Return the number of the first typical decode step.
 
     Args:
-        trimmed: whether earlier steps were dropped from the recording; its first step may then be incomplete, and is
-            not chosen.
+        times: the times of each step, by the step's number.
+        trimmed: whether earlier steps were dropped from the recording; the first recorded step may then be incomplete,
+            and is not chosen.
     """
     steps = sorted(times)
     whole = steps[1:] if trimmed and len(steps) > 1 else steps
@@ -167,7 +168,7 @@ def _of_steps(first: StepTime, last: StepTime) -> Window:
 
 
 def _layers(recording: Recording, step: int, of: Window, text: str) -> Window:
-    """Return the window of some layers within a step, from the first to the last kernel of these layers.
+    """Return the window of some layers within step `step`, from the first to the last kernel of these layers.
 
     Args:
         of: the window of the step.
@@ -208,7 +209,10 @@ def timeline_of(recording: Recording, window: Window, lanes: Collection[str] = (
 
 
 def _layer_starts(recording: Recording, window: Window) -> Iterator[tuple[int, int]]:
-    """Yield (layer, nanoseconds since the window's start) of layers whose first `pre_attention` is in the window."""
+    """Yield the layers that begin in the window, as (layer, nanoseconds since the window's start).
+
+    A layer begins in each step with its first `pre_attention`.
+    """
     starts: dict[tuple[int, int], int] = {}
     for each in recording.slices:
         if each.task.verb == FIRST_VERB:

@@ -82,7 +82,7 @@ class TitledTimeline(NamedTuple):
 
 
 def require_width(width: float | None) -> float:
-    """Return a picture's width in inches; the default if None.
+    """Return a picture's width in inches after a check of its range; the default width for None.
 
     Raises:
         BadInput: the width is too small or too large.
@@ -97,7 +97,7 @@ def require_width(width: float | None) -> float:
 
 
 def draw_timelines(runs: Sequence[TitledTimeline], path: Path | str, width: float = WIDTH) -> None:
-    """Draw windows of runs, one below the other on the same scale of time, to a .png or .svg file.
+    """Draw windows of runs, one below the other on one scale of time, to a .png or .svg file.
 
     Args:
         width: width of the picture in inches.
@@ -172,7 +172,7 @@ def _places(runs: Sequence[TitledTimeline]) -> tuple[list[float], float]:
 
 
 def _title(run: TitledTimeline, room: float) -> str:
-    """Return a run's title with the description of its window, which is shortened to fit `room` inches."""
+    """Return a run's title with the description of its window; the text is shortened to fit `room` inches."""
     window = run.timeline.window
     title = drawable(run.title)
     titles = [f"{title}: {window.described}", f"{title}: {window.name}" if window.name else title]

@@ -1,11 +1,11 @@
 """Replays a recorded run with a change: faster links, other kernels, or no time between tasks.
 
 The graph stays as it was recorded. A policy that decides by awaited results might decide otherwise after the change;
-the answer then says that its recorded decisions were kept. `simulate --machine-set` lets it decide anew.
+the answer then says that its recorded decisions were kept. With `simulate --machine-set` the policy decides anew.
 
-Predictions carry the cost of each work: its time alone, the part of it that is fixed, and its shares of processors,
-memories and links. A change applies to these, and the virtual clock shares resources anew. Measured durations are
-scaled as a whole.
+A predicted run's trace has the cost of each task: its time when it runs alone, the fixed part of this time, and the
+task's shares of processors, memories and links. A change applies to these costs, and the virtual clock shares resources
+anew. The durations of a measured run are scaled as a whole.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ class WhatIf(msgspec.Struct, frozen=True, kw_only=True):
         change: the change as the user wrote it.
         seconds: time of the changed run, without loading.
         speedup: time of the recorded run over `seconds`.
-        decisions_unchanged: whether the policy decides by awaited results; the replay then kept its recorded decisions.
+        decisions_unchanged: whether the policy awaits results and may decide by them; the replay kept recorded
+            decisions.
     """
 
     change: str
@@ -87,7 +88,7 @@ def decides_as_it_goes(recording: Recording) -> bool:
 
 
 def changed_works(recording: Recording, change: Change) -> list[Work]:
-    """Return the work of each slice after a change, in the order of the slices."""
+    """Return the `Work` of each recorded task after a change, in the order of the recording's slices."""
     handovers = mean_handovers(recording) if change.handovers else [Handover()] * len(recording.slices)
     known: dict[tuple[int, str], Work] = {}
     works = []
@@ -120,13 +121,13 @@ def _after_loading(recording: Recording) -> float:
 
 
 def _scaled(each: Slice, change: Change, lead: int) -> Work:
-    """Return the work of a measured slice after a change: its duration scaled, after `lead` nanoseconds of dispatch."""
+    """Return a measured task's `Work` after a change: `lead` nanoseconds of dispatch, then its scaled duration."""
     factor = change.factor("time", each.task, each.lane) / change.factor("rate", each.task, each.lane)
     return timed_work(each.task, max(1, round((each.end - each.start) * factor)), lead)
 
 
 def _modelled(each: Slice, demand: Demand, change: Change) -> Work:
-    """Return the work of a predicted slice after a change; factors of rates do not scale `lead` and `fixed`."""
+    """Return a predicted task's `Work` after a change; a faster rate does not shorten its `lead` and `fixed` times."""
     time = change.factor("time", each.task, each.lane)
     rate = change.factor("rate", each.task, each.lane)
     fixed = time * demand.fixed

@@ -28,7 +28,7 @@ class WorkDifference(msgspec.Struct, frozen=True, kw_only=True):
             the uses that found their page in a pool.
         lane: the lane's title; empty for hits.
         amounts: bytes or share in the first and the second run.
-        seconds: time of that work on the lane in the second run minus that in the first; 0 for hits.
+        seconds: seconds of this work on the lane in the second run minus the seconds in the first; 0 for hits.
     """
 
     what: Literal["bytes", "experts", "hits"]
@@ -37,11 +37,7 @@ class WorkDifference(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
 
     def sentence(self, first: str, second: str) -> str:
-        """Return the difference as a sentence.
-
-        Args:
-            first, second: titles of the runs.
-        """
+        """Return the difference as a sentence, in which the runs have the titles `first` and `second`."""
         one, other = self.amounts
         more = f"{format_seconds(abs(self.seconds))} {'more' if self.seconds > 0 else 'less'} of its time"
         if self.what == "bytes":

@@ -1,4 +1,4 @@
-"""Holds one policy in one setting: its bound on throughput, and the best of its simulated schedules."""
+"""Searches the sizes of one policy for a model, machine and workload: bounds throughput, then simulates schedules."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ CLOSE = 1.05
 
 
 class Candidate:
-    """A policy in a setting: the sizes with the highest bound on throughput, and the search for the best schedule.
+    """A policy for one model, machine and workload, and the search for its best sizes and schedule.
 
     Args:
         name: name of the policy.
@@ -46,9 +46,9 @@ class Candidate:
         sizes: allowed sizes of micro-batches, in requests; None for any.
 
     Attributes:
-        choice: the sizes with the highest bound: first the best of the `ROUGH` sizes, after `refine` of all allowed
-            sizes.
-        schedules: the policy's schedules that were simulated, in a few layers or in all.
+        choice: the sizes with the highest bound on throughput: at first among the `ROUGH` sizes, after `refine` among
+            all allowed sizes.
+        schedules: the policy's simulated schedules, of a few layers or of all.
 
     Raises:
         BadInput: not even one request fits; the message names the memory and the missing bytes.
@@ -87,15 +87,13 @@ class Candidate:
     def first_trial(self) -> Schedule:
         """Simulate the sizes with the highest bound, and large micro-batches, since bounds may err.
 
-        Returns the faster schedule.
+        Returns:
+            The fastest of these schedules.
         """
         return self._tried([point_of(self.choice), *self._large([FEW])])[0]
 
     def search(self) -> Schedule:
-        """Find the best schedule, and return it.
-
-        The search climbs from several promising sizes, and then simulates all layers of the best few.
-        """
+        """Find the best schedule: climb from several promising sizes, and simulate all layers of the best few."""
         self.refine()
         starts = self._tried([point_of(self.choice), *self._large([1, FEW]), *self._edges()])
         for start in starts[:MOST_CLIMBS]:
@@ -105,10 +103,7 @@ class Candidate:
         return self._best_in_all_layers()
 
     def in_chunks(self, found: Schedule) -> Schedule:
-        """Simulate a schedule's sizes with prompts in chunks, and return the faster schedule.
-
-        The chunks are those that `simulate` uses by default.
-        """
+        """Simulate a schedule's sizes with prompts in chunks of the default size; return the faster schedule."""
         if found.chunk is None and CHUNK in chunks_to_try(self.setting, found.micro_batch_size):
             with suppress(BadInput):
                 chunked = self.schedules.at(found.point._replace(chunk=CHUNK))
@@ -117,7 +112,7 @@ class Candidate:
         return found
 
     def bound_with(self, setting: Setting) -> float:
-        """Return the policy's bound on throughput in another setting, in tokens per second.
+        """Return the policy's bound on throughput in tokens per second, for another machine or workload (`setting`).
 
         Micro-batches have the size in `choice`; their number is the best one in the other setting.
         """
@@ -131,10 +126,10 @@ class Candidate:
         return max(most_of(setting, traits, option, share) for share in shares)
 
     def _tried(self, points: Iterable[Point]) -> list[Schedule]:
-        """Simulate the points that fit; return their schedules, the one with the highest rate first.
+        """Simulate the sizes in `points` that fit; return their schedules, the highest rate first.
 
         Raises:
-            BadInput: none of the points fits.
+            BadInput: none of the sizes fits.
         """
         found = []
         first, *others = dict.fromkeys(points)
@@ -148,12 +143,9 @@ class Candidate:
         return sorted(found, key=lambda schedule: schedule.rate, reverse=True)
 
     def _large(self, counts: Sequence[int]) -> Iterator[Point]:
-        """Yield points to simulate with the largest micro-batches that fit, whatever their bounds.
+        """Yield sizes with the largest micro-batches that fit, one for each number of micro-batches in `counts`.
 
-        Points with prompts in chunks follow if chunks let larger micro-batches fit.
-
-        Args:
-            counts: the numbers of micro-batches, one point for each.
+        Sizes with prompts in chunks follow if chunks let larger micro-batches fit.
         """
         if len(self.setting.lengths) == 1:
             return
@@ -188,11 +180,11 @@ class Candidate:
         return setting.fits(setting.batch(1, size), self._share)
 
     def _edges(self) -> Iterator[Point]:
-        """Yield points at the edges of the search, whose bounds are too low.
+        """Yield sizes at the edges of the search, whose bounds are too low.
 
-        The bound ignores that lanes overlap less well where only some micro-batches have their KV cache on the
-        accelerator. The points are those with the highest bounds with none and with all of the cache there, and one
-        micro-batch with the cache of as many layers there as fit.
+        Bounds ignore that lanes overlap less well where only some micro-batches have their KV cache on the accelerator.
+        The sizes are those with the highest bounds with none and with all of the cache on the accelerator, and one
+        micro-batch with the cache of as many layers on the accelerator as fit.
         """
         if not self.setting.searches_shares:
             return
@@ -222,9 +214,9 @@ class Candidate:
                     return
 
     def _best_in_all_layers(self) -> Schedule:
-        """Return the best of the finalists with all layers simulated.
+        """Simulate all layers of the few schedules with the highest rates, and return the best.
 
-        If all layers of the finalists would take too long to simulate, return the best schedule of a few layers.
+        If this would take too long, return the best schedule of a few layers.
         """
         few = self.schedules.best_first
         finalists = [schedule for schedule in few[:FINALISTS] if schedule.rate * CLOSE >= few[0].rate]
@@ -235,7 +227,7 @@ class Candidate:
     def _most_layers(self, size: int, chunk: int | None) -> PolicyChoice | None:
         """Choose one micro-batch with the KV cache of as many layers as fit on the accelerator.
 
-        None if the cache of all layers fits, or of no layer.
+        Return None if the cache of all layers fits, or of no layer.
 
         Args:
             size: requests of the micro-batch.
@@ -262,8 +254,7 @@ class Candidate:
     ) -> PolicyChoice | None:
         """Choose the sizes with the highest bound on throughput; of similar bounds, the largest micro-batches.
 
-        Larger micro-batches are preferred since they make fewer tasks. None if no bound reaches `above` tokens per
-        second.
+        Larger micro-batches make fewer tasks. Return None if no bound reaches `above` tokens per second.
         """
         found = best(setting, self.traits, options, above)
         if found is None:

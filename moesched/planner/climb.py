@@ -1,4 +1,4 @@
-"""The climb from a policy's sizes to better sizes, by simulations of their schedules."""
+"""Climbs from a policy's sizes to better sizes, by simulations of schedules."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ as much as the present one does.
 def chunks_to_try(setting: Setting, size: int) -> list[int | None]:
     """Return the sizes of prefill chunks to try, in tokens, for micro-batches of `size` requests.
 
-    The result is the setting's chunk size if it has one; otherwise None, for whole prompts, and also `CHUNK` if a
-    micro-batch has many tokens.
+    If the setting has a chunk size, only that size is tried. Otherwise the list has None, for whole prompts, and also
+    `CHUNK` if a micro-batch has many tokens.
     """
     if setting.prefill_chunk is not None or size * max(setting.lengths) <= CHUNK:
         return [setting.prefill_chunk]
@@ -37,10 +37,10 @@ def chunks_to_try(setting: Setting, size: int) -> list[int | None]:
 
 
 def require_room(setting: Setting) -> None:
-    """Require that one request fits, with its prompt in chunks or as a whole.
+    """Raise an error if one request does not fit, neither with its prompt in chunks nor as a whole.
 
     Raises:
-        BadInput: it does not; the message names the memory and the bytes that a whole prompt lacks.
+        BadInput: one request does not fit; the message names the memory and the bytes that a whole prompt lacks.
     """
     cut = with_chunk(setting, chunks_to_try(setting, 1)[-1])
     if not cut.fits(cut.batch(1, 1)):
@@ -50,9 +50,9 @@ def require_room(setting: Setting) -> None:
 class Climb:
     """A local search for better sizes of one policy, from one simulated schedule to a faster one of similar sizes.
 
-    A bound on throughput tells whether neighbouring sizes are simulated. All neighbours are, once a schedule was faster
-    than its bound, or held more requests than the bound allows: a policy may place weights by what is free, or fetch
-    only chosen experts.
+    Neighbouring sizes are simulated if their bound on throughput is high enough. Once a schedule was faster than its
+    bound, or held more requests than the bound allows, all neighbours are simulated: a policy may place weights where
+    memory is free, or fetch only chosen experts.
 
     Args:
         ladder: allowed sizes of micro-batches, in requests and ascending order.
@@ -76,9 +76,9 @@ class Climb:
         self._refuted = False
 
     def start(self, point: Point) -> Schedule:
-        """Simulate a point and return its schedule; if not one micro-batch fits, smaller micro-batches are simulated.
+        """Simulate the schedule of some sizes and return it; if none of the micro-batches fits, smaller ones are tried.
 
-        The point may not fit since the search for it knows only average prompt lengths.
+        The sizes may not fit, since they were found for prompts of average length.
 
         Raises:
             BadInput: not even a micro-batch of one request fits.
@@ -111,10 +111,10 @@ class Climb:
         return schedule
 
     def _uphill(self, found: Schedule, around: Callable[[Schedule], list[Point]]) -> Schedule:
-        """Move to faster schedules until no neighbour promises a better one, or `MOST_PREVIEWS` points were simulated.
+        """Move to faster schedules until no neighbour may be better, or `MOST_PREVIEWS` neighbours were simulated.
 
         Args:
-            around: a function that returns the neighbouring points of a schedule.
+            around: a function that returns the sizes near those of a schedule.
 
         Returns:
             The fastest schedule.
@@ -134,7 +134,7 @@ class Climb:
         return found
 
     def _ahead(self, found: Schedule, points: Sequence[Point]) -> list[Point]:
-        """Return the points whose bounds allow a better schedule than `found`, the highest bound first."""
+        """Return those of `points` whose bounds allow a better schedule than `found`, the highest bound first."""
         bounds = {point: self._bound(point) for point in points}
         here = self._bound(found.point)
         bound = found.throughput if here is None else here.throughput
@@ -157,9 +157,9 @@ class Climb:
     def _far(self, schedule: Schedule) -> list[Point]:
         """Return far neighbours: about twice or half the size of micro-batches, or twice or half their number.
 
-        Another size of micro-batches is tried for an equal number of requests; about twice the size also for an equal
-        number of micro-batches. Chunks of prefill leave room for more micro-batches, so twice their number is tried
-        with chunks, too.
+        Other sizes of micro-batches keep the number of requests; about twice the size is also tried with the number of
+        micro-batches kept. Chunks of prefill leave room for more micro-batches, so twice their number is tried with
+        chunks, too.
         """
         size, count, _, chunk = schedule.point
         others = [min(self._ladder, key=lambda each: abs(each - aim)) for aim in (2 * size, size / 2)]
@@ -177,9 +177,9 @@ class Climb:
     def _near(self, schedule: Schedule) -> list[Point]:
         """Return near neighbours: a few more or fewer micro-batches, micro-batches of other sizes, other cache shares.
 
-        The number of micro-batches changes by a fifth; other sizes are for as many requests. The share of the KV cache
-        on the accelerator changes by a tenth of the micro-batches, or of the layers if there is only one micro-batch.
-        The last neighbour has a tenth more micro-batches, which have their cache on the accelerator, for when the
+        The number of micro-batches changes by a fifth; other sizes keep the number of requests. The share of the KV
+        cache on the accelerator changes by a tenth of the micro-batches, or of the layers if there is only one
+        micro-batch. The last neighbour has a tenth more micro-batches, with their cache on the accelerator, in case the
         host's memory is full.
         """
         point, share = schedule.point, self._share(schedule)
@@ -198,7 +198,7 @@ class Climb:
         return points
 
     def _of_sizes(self, schedule: Schedule, sizes: Sequence[int]) -> list[Point]:
-        """Return points with other sizes of micro-batches, for as many requests and an equal share of the KV cache."""
+        """Return `Point`s with these sizes of micro-batches, but the schedule's number of requests and cache share."""
         counts = [(size, -(-schedule.batch_size // size)) for size in sizes]
         share = self._share(schedule)
         return [Point(size, count, resident_of(share, count), schedule.chunk) for size, count in counts]
@@ -207,9 +207,9 @@ class Climb:
         return schedule.point.resident / schedule.point.micro_batches
 
     def _bound(self, point: Point) -> PolicyChoice | None:
-        """Bound a point's throughput, with as many weights on the accelerator as fit.
+        """Bound the throughput of some sizes, with as many weights on the accelerator as fit.
 
-        If not all micro-batches of the point fit, the bound is for fewer; None if not even one fits.
+        If not all micro-batches fit, the bound is for fewer; None if not even one fits.
         """
         option = self._option_of(point.size, point.chunk)
 
@@ -226,5 +226,5 @@ class Climb:
 
 
 def point_of(choice: PolicyChoice) -> Point:
-    """Return the point to simulate that has the sizes of `choice`."""
+    """Convert a solution of the search, `choice`, to the sizes of a schedule to simulate."""
     return Point(choice.micro_batch_size, choice.micro_batches, choice.resident, choice.chunk)

@@ -1,4 +1,4 @@
-"""Makes the proposal of `moesched plan --nodes`: a bound on a token's time, a placement of experts, a way to split.
+"""Makes the proposal of `moesched plan --nodes`: a token's least time, a placement of experts, a way to split a model.
 
 Eq. 1 of the Apple silicon cluster paper (RACS'24) bounds each way to split a model, with its placement and the best
 assignment of each token's experts. Nothing is simulated, and no workload is needed.
@@ -42,8 +42,8 @@ class Way(msgspec.Struct, frozen=True, kw_only=True):
     """One way to split a model over nodes.
 
     Attributes:
-        experts: "whole" if an expert is not divided and is on one node or on several; "cut" if every node has a slice
-            of each expert.
+        experts: "whole" if an expert is not divided and is on one node or on several; "cut" if every node has an equal
+            part of each expert.
         replicas: number of nodes that hold an expert, on average.
         attention: "replicated" on all nodes, or "sharded", which takes one more exchange in each layer.
         policy: name of a shipped policy that splits the model in this way; None if there is none.
@@ -65,7 +65,7 @@ class Way(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ClusterChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """The chosen way to split a model: the one that takes the least time per token.
+    """The chosen way to split a model: the way that takes the least time per token.
 
     Attributes:
         best: the fastest way, which may have no policy.
@@ -207,7 +207,7 @@ class _Cluster:
         return best_placement(experts, self.config.routed.top_k, nodes, self.that_fit)
 
     def needed(self, experts: float) -> int:
-        """Return the bytes of weights on a node that holds `experts` experts in each layer, which may be a mean."""
+        """Return the bytes of weights on a node that holds `experts` experts in each layer, on average."""
         return self.bytes.outside + self.bytes.dense + round(experts * self.bytes.expert)
 
     def ways(self) -> Iterator[Way]:
@@ -236,7 +236,7 @@ class _Cluster:
     def _both(
         self, replicas: float, experts: str, policy: str | None, load: float, kernels: float, held: float
     ) -> Iterator[Way]:
-        """Yield a way to place experts twice: with attention replicated and, on several nodes, with attention sharded.
+        """Yield two ways with one placement of experts: attention replicated and, on several nodes, attention sharded.
 
         Args:
             replicas: number of nodes that hold an expert, on average.
@@ -346,8 +346,8 @@ def _budget(machine: Machine, budgets: Mapping[str, int | str] | None) -> int:
     """Return the bytes that weights may take of a node's accelerator memory.
 
     Args:
-        budgets: bytes or texts such as "16GB" by memory, of which only that memory may be named; None for its whole
-            capacity.
+        budgets: bytes, or texts such as "16GB", by memory; only the accelerator's memory may be named. None for its
+            whole capacity.
     """
     memory = machine.accelerator.memory
     for name in budgets or {}:

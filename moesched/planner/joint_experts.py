@@ -40,7 +40,7 @@ class _FirstExperts:
         self._top_k = top_k
 
     def choose(self, step: int, layer: int, micro_batch: int, tokens: int) -> dict[int, int]:
-        """Return the number of tokens of each chosen expert: all tokens for each of the first top-k experts."""
+        """Return the number of tokens of each chosen expert: all `tokens` for each of the first top-k experts."""
         return dict.fromkeys(range(self._top_k), tokens)
 
 

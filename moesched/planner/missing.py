@@ -47,11 +47,7 @@ def _lacking(setting: Setting, memory: str) -> int | None:
 
 
 def _plan(setting: Setting, memory: str, budget: int) -> Plan | None:
-    """Return a plan of one request, with a budget for one memory and no limit to the others; None if it does not fit.
-
-    Args:
-        budget: bytes of the memory.
-    """
+    """Plan one request with `budget` bytes of one memory and no limit to the others; None if it does not fit."""
     budgets = dict.fromkeys(setting.machine.memories, UNLIMITED) | {memory: budget}
     try:
         return setting.plan(setting.batch(1, 1), budgets, setting.kv_on_gpu)[0]

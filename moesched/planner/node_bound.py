@@ -1,4 +1,4 @@
-"""A lower bound on the time per token on several nodes: Eq. 1 of the Apple silicon cluster paper (RACS'24).
+"""Computes a lower bound on the time per token on several nodes: Eq. 1 of the Apple silicon cluster paper (RACS'24).
 
     max(bytes / memory bandwidth, FLOPs / peak) + exchanges (latency + bytes exchanged / network bandwidth)
 
@@ -83,7 +83,7 @@ def token_bound(
 def _attention_bytes(operations: Operations) -> int:
     """Return the bytes of a layer's projections of queries, keys, values and output (note (b) of the paper's Table 1).
 
-    The paper's formula has D_embed squared.
+    The paper's formula has D_embed squared in place of the real sizes of the projections.
     """
     return operations.before_attention.nbytes + operations.after_attention.nbytes
 

@@ -1,4 +1,4 @@
-"""Objectives of a plan: for each the figure that the plan maximises, and the requests that the plan is for."""
+"""Holds the objectives of a plan: the figure that each maximises, and the requests that the plan is for."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def cheap_tasks(objective: Objective) -> int:
 
 
 def close(objective: Objective) -> float:
-    """Return the ratio of two rates, estimated from few layers, up to which either may be faster with all layers."""
+    """Return the ratio below which two rates, estimated from a few layers, are too close to tell the higher one."""
     return 1.12 if objective == "throughput" else 1.15
 
 

@@ -1,4 +1,4 @@
-"""The proposal of `moesched plan`: the plan, its predicted rate, its bottleneck, and the gains from better hardware."""
+"""Makes the proposal of `moesched plan`: a plan, its predicted rate and bottleneck, and gains from better hardware."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ class Ranked(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         throughput_tokens_per_second: all generated tokens over the time from the end of loading.
         decode_step_seconds: time of a step in the middle of the generation.
-        first_token_seconds: from the end of loading to a prompt's first token, on average over the batch.
+        first_token_seconds: time from the end of loading to a prompt's first token, on average over the batch.
         bound_by: the busiest lane in such a decode step; in the prefill if there is no decode step.
         busy: the share of that decode step or prefill in which this lane is busy.
         estimate: whether the figures are extrapolated from a few layers, so that their order is uncertain; otherwise
@@ -64,11 +64,7 @@ class Ranked(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def ranked(candidate: Candidate, schedule: Schedule) -> Ranked:
-    """Return the row of the ranking for a policy that fits.
-
-    Args:
-        schedule: the policy's best schedule.
-    """
+    """Return the row of the ranking for a policy that fits, with the figures of its best schedule."""
     busy = schedule.trial_run.utilization
     best = next(iter(gains(candidate, schedule)), None)
     lane = max(busy, key=busy.__getitem__)

@@ -65,8 +65,8 @@ def _trials(setting: Setting, schedule: Schedule) -> Callable[[Setting], float]:
 def _richer(setting: Setting, schedule: Schedule) -> Iterator[tuple[str, Setting]]:
     """Yield each resource once, with a setting whose machine has a tenth more of the resource.
 
-    Resources are capacities of memories and rates of lanes; rates are left out if costs were measured, as these hold
-    for one hardware only.
+    Resources are capacities of memories and rates of lanes; rates are left out if the machine's costs were measured,
+    since measured costs hold for one machine only.
     """
     machine = setting.machine
     for name in machine.memories:
@@ -87,7 +87,7 @@ def _faster(machine: Machine) -> Iterator[tuple[str, str, Machine]]:
     """Yield a faster machine for each resource of each lane.
 
     Yields:
-        Triples: the lane, which is named by its role if it is a processor's; the name of the resource; the machine.
+        Triples: the lane's name (for a processor, the role); the name of the resource; the machine.
     """
     roles = {machine.roles.host: "host", machine.roles.accelerator: "accelerator"}
     for name, role in sorted(roles.items(), key=lambda each: each[1]):

@@ -1,4 +1,4 @@
-"""Simulated schedules of one policy, each for some sizes, with all layers of the model or with a few."""
+"""Simulates schedules of one policy, each for some sizes, with all layers of the model or with a few."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True):
         point: the sizes.
         weights_on_gpu: share of the weights' bytes that stays in the accelerator's memory, from 0 to 1.
         kv_on_gpu: share of the KV cache that stays in the accelerator's memory, from 0 to 1.
-        few: the model cut to a few layers whose times are like those of all layers; None if no few layers are.
+        few: a model cut to a few layers, whose plan is like the whole model's plan; None if no cut model is alike.
         throughput: generated tokens per second, prefill included.
         bound: throughput if the schedule's lanes overlapped perfectly.
         rate: the figure that the setting's objective maximises.
@@ -115,9 +115,9 @@ class Schedules:
         return sorted(self._schedules.values(), key=lambda schedule: schedule.rate, reverse=True)
 
     def at(self, point: Point, *, deep: bool | None = None) -> Schedule:
-        """Return the schedule of a point, which is simulated unless it was before.
+        """Return the schedule with the sizes `point`; a schedule that was not simulated before is simulated now.
 
-        If not all micro-batches of the point fit, fewer are simulated.
+        If not all micro-batches fit, fewer are simulated.
 
         Args:
             deep: whether to simulate all layers; by default as given to the constructor.
@@ -136,10 +136,7 @@ class Schedules:
         return self._schedules[point, deep]
 
     def _simulated(self, point: Point, deep: bool) -> Schedule:
-        """Simulate the schedule of a point, in all layers or in a few.
-
-        All layers are simulated if `deep` is true, or if they have few tasks.
-        """
+        """Simulate a schedule with the sizes `point`: all layers if `deep`, or if these have few tasks; else a few."""
         plan, policy = self._fitting(point)
         batch, setting = plan.batch, self._of(point)
         share = plan.kv.on_gpu if setting.splits_kv else None
@@ -174,9 +171,9 @@ class Schedules:
         return schedule if schedule.whole else replace(self.at(schedule.point, deep=True), few=schedule.few)
 
     def uncertainty(self, schedule: Schedule) -> Uncertainty:
-        """Compute the uncertainty band of a schedule, from trial runs.
+        """Compute the uncertainty band of a schedule from trial runs.
 
-        The runs have a few layers, if the times of these are like those of all layers.
+        The runs have a few layers if a cut model has a plan like the whole model's, otherwise all layers.
         """
         run, few = schedule.trial_run, schedule.few
         return uncertainty(
@@ -185,7 +182,7 @@ class Schedules:
         )
 
     def _fitting(self, point: Point) -> tuple[Plan, Policy]:
-        """Plan the point's number of micro-batches or, if they do not fit, the largest number that does."""
+        """Plan the number of micro-batches in `point` or, if they do not fit, the largest number that does."""
         with suppress(BadInput):
             return self._plan(point)
         fewer = range(1, point.micro_batches)
@@ -209,7 +206,7 @@ class Schedules:
         return setting.plan(setting.batch(point.micro_batches, point.size), kv_on_gpu=share)
 
     def _of(self, point: Point) -> Setting:
-        """Return the setting with the prefill chunks of a point."""
+        """Return the setting with the size of prefill chunks that `point` has."""
         return with_chunk(self._setting, point.chunk)
 
 
@@ -219,7 +216,7 @@ def with_chunk(setting: Setting, chunk: int | None) -> Setting:
 
 
 def with_count(point: Point, count: int) -> Point:
-    """Return the point with another number of micro-batches, and an equal share of the KV cache on the accelerator."""
+    """Return the point with `count` micro-batches, and an equal share of the KV cache on the accelerator."""
     return point._replace(
         micro_batches=count, resident=resident_of(point.resident / point.micro_batches, count)
     )
@@ -231,7 +228,6 @@ def resident_of(share: float, count: int) -> float:
     The number is whole, except for a single micro-batch, whose cache is divided by layers.
 
     Args:
-        share: the share, from 0 to 1.
-        count: number of all micro-batches.
+        share: from 0 to 1, of `count` micro-batches.
     """
     return share if count == 1 else round(share * count)

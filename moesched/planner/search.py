@@ -2,10 +2,10 @@
 
 The programme maximises tokens over seconds, N G / (prefill + G decode), over four variables: µ; the number of
 micro-batches n (N = n µ); the number of micro-batches whose KV cache is on the accelerator (r_c n); and the share r_w
-of the weights that stays there. G is the number of tokens to generate. The time of a layer is that of its slowest lane
-(Eq. 12): link, host or accelerator. Memories are constraints. Each candidate µ has a binary variable and counts of its
-own, so that all constraints are linear. The quotient is maximised by Dinkelbach's method: maximise tokens - λ seconds,
-and take the quotient found as the next λ, until the quotient no longer changes.
+of the weights that stays on the accelerator. G is the number of tokens to generate. A layer takes the time of its
+slowest lane (Eq. 12): link, host or accelerator. Memories are constraints. Each candidate µ has a binary variable and
+counts of its own, so that all constraints are linear. The quotient is maximised by Dinkelbach's method: maximise tokens
+- λ seconds, and take the quotient found as the next λ, until the quotient no longer changes.
 """
 
 from __future__ import annotations
@@ -71,10 +71,9 @@ def best(
 
 
 def _reached(setting: Setting, traits: Traits, options: Sequence[SizeOption]) -> float:
-    """Return a first λ for the search, in tokens per second, which saves rounds.
+    """Return a first λ for the search, in tokens per second; a good first λ saves iterations.
 
-    It is the highest throughput with none or all of the KV cache on the accelerator, or 0 if the share of the cache is
-    fixed.
+    λ is the highest throughput with none or all of the KV cache on the accelerator; 0 if the cache's share is fixed.
     """
     if setting.kv_on_gpu is not None:
         return 0.0
@@ -146,7 +145,7 @@ def used_bytes(option: SizeOption, count: int, resident: float) -> dict[str, flo
 
 
 def weight_bytes(setting: Setting, traits: Traits, resident_share: float) -> float:
-    """Return the bytes of an accelerator's memory for weights: for those that stay, and a buffer for streamed ones.
+    """Return the bytes of an accelerator's memory for weights that stay and for a buffer of streamed weights.
 
     Args:
         resident_share: share of the weights that stays in accelerators' memories, from 0 to 1.
@@ -156,7 +155,7 @@ def weight_bytes(setting: Setting, traits: Traits, resident_share: float) -> flo
 
 
 class _Programme:
-    """The variables and constraints of the search; only λ, and with λ the objective, changes from round to round."""
+    """The variables and constraints of the search; between its iterations, only λ and thus the objective change."""
 
     def __init__(self, setting: Setting, traits: Traits, options: Sequence[SizeOption]) -> None:
         import highspy  # here, since most commands search nothing
@@ -179,11 +178,7 @@ class _Programme:
         self._add_memories()
 
     def solve(self, rate: float) -> PolicyChoice | None:
-        """Solve the programme for one λ; None if no sizes fit.
-
-        Args:
-            rate: λ in tokens per second.
-        """
+        """Solve the programme for λ = `rate`, in tokens per second; None if no sizes fit."""
         setting, model = self._setting, self._model
         tokens = model.qsum(
             setting.new_tokens * option.size * count
@@ -224,10 +219,10 @@ class _Programme:
         return list(zip(sorts, counts, strict=True))
 
     def _room(self, option: SizeOption, sort: MicroBatchCost) -> int:
-        """Return the largest number of micro-batches with a cost that memories hold, beside the option's shared bytes.
+        """Return the largest number of micro-batches that fits in the memories, beside the option's shared bytes.
 
         Args:
-            sort: the cost of a micro-batch whose KV cache is on the host, or on the accelerator.
+            sort: the cost of each micro-batch, with the KV cache on the host or on the accelerator.
         """
         rooms = [
             (self._setting.capacity(memory) - option.shared[memory]) // nbytes

@@ -1,4 +1,4 @@
-"""Searches for the best policy: a trial run of each, and a search for the sizes of the most promising ones."""
+"""Searches for the best policy: simulates each briefly, then searches for the sizes of the most promising."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def plan_best(
         lengths: prompt lengths in tokens; their number is the most requests of a batch.
         policies: policies to search, which take `settings`; by default all that one machine can run.
         micro_batch_size: requests of a micro-batch; None to choose them.
-        band: whether to find the band of the best plan's figures.
+        band: whether to find the uncertainty band of the best plan's figures.
         on_progress: called with the name of each stage of the search.
 
     Raises:
@@ -141,7 +141,7 @@ def plan_best(
 
 
 class PolicyEstimate(NamedTuple):
-    """A policy's tokens per second by the schedule of all requests, roughly; 0 if not all of them fit at once."""
+    """A policy's tokens per second, estimated by simulating all requests in one batch; 0 if not all of them fit."""
 
     policy: str
     throughput: float
@@ -237,11 +237,7 @@ def _asked(policies: Iterable[PolicyGiven] | None, settings: Mapping[str, Any]) 
 
 
 def require_one_policy(settings: Mapping[str, Any] | None) -> None:
-    """Raise BadInput if settings of a policy are given although the planner chooses the policy.
-
-    Args:
-        settings: the policy's own settings, by name; None or empty if there are none.
-    """
+    """Raise BadInput if `settings` of a policy are given, although the planner chooses the policy."""
     if settings:
         raise BadInput(
             f"settings such as {next(iter(settings))} are those of one policy: name it with --policy"
@@ -260,6 +256,7 @@ def _best_of(
         schedules: the first schedule of each candidate; better schedules replace them.
         misfits: rows of policies that do not fit, for the ranking.
         band: whether to find the uncertainty band of the best plan's figures.
+        on_progress: called with the name of each stage.
     """
     if not schedules:
         raise _nothing_fits(in_order([], misfits))
@@ -289,6 +286,9 @@ def _search_sizes(schedules: dict[Candidate, Schedule], on_progress: Callable[[s
     """Replace the schedules of promising policies by better ones, the best policy first.
 
     The search ends after `MOST_TASKS` simulated tasks.
+
+    Args:
+        on_progress: called with the name of each stage.
     """
     firsts: dict[float, Candidate] = {}
     ahead = sorted(schedules, key=lambda each: schedules[each].rate, reverse=True)
@@ -308,10 +308,12 @@ def _search_sizes(schedules: dict[Candidate, Schedule], on_progress: Callable[[s
 
 
 def _deepen(schedules: dict[Candidate, Schedule], on_progress: Callable[[str], object]) -> None:
-    """Simulate all layers of the best policy, of policies that a few layers cannot tell from it, and of some others.
+    """Simulate all layers of the best policy, of policies about as fast in a few layers, and of some others.
 
-    Their schedules are replaced. The others follow in the order of their rates, as long as their tasks stay
-    within a limit.
+    The new schedules replace the old ones. The others follow in the order of their rates, up to a limit of tasks.
+
+    Args:
+        on_progress: called with the name of each stage.
     """
     deepened: dict[float, Schedule] = {}
     tasks_left = float(MOST_FAR_TASKS)

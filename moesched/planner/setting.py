@@ -1,4 +1,4 @@
-"""A setting of the search: everything that a plan depends on, apart from the batch."""
+"""The input of the planner's search: model, machine, budgets, policy and prompt lengths."""
 
 from __future__ import annotations
 
@@ -76,8 +76,9 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         With several nodes the result is the plan of the first node, and the plans of the others must fit, too.
 
         Args:
-            budgets: bytes by memory; by default the setting's.
-            kv_on_gpu: the share of the KV cache that stays on the accelerator; by default the policy's own.
+            budgets: bytes by memory; by default the budgets in the setting.
+            kv_on_gpu: the share of the KV cache that stays on the accelerator; by default the share that the policy
+                chooses.
 
         Raises:
             BadInput: the plan does not fit; the message names the memory and the missing bytes.
@@ -101,7 +102,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return found[0]
 
     def cost_of(self, plan: Plan) -> CostModel | None:
-        """Return the setting's cost model; None for a plan in stages, which have memories and links of their own."""
+        """Return the setting's cost model; None for a plan in pipeline stages, which have links of their own."""
         return self.cost if len(plan.stages) == 1 else None
 
     def fits(self, batch: Batch, kv_on_gpu: float | None = None) -> bool:

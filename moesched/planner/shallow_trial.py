@@ -1,4 +1,4 @@
-"""Trial runs of a few layers, in memories that are cut like the model; seconds are extrapolated to all layers.
+"""Simulates a few layers of a model, with memory budgets cut in proportion; seconds are extrapolated to all layers.
 
 The tasks of all layers are much alike. Bytes that do not depend on the number of layers, such as activations and the
 buffer that weights stream through, are not cut.
@@ -27,7 +27,7 @@ POOL_DIFFERS = 1.5
 
 
 class Cut(NamedTuple):
-    """A model cut to a few layers, in memories that are cut so that its plan is like that of the whole model.
+    """A model cut to a few layers, with memory budgets such that its plan is like the whole model's plan.
 
     Attributes:
         setting: the setting of the cut model.
@@ -59,7 +59,7 @@ class Cut(NamedTuple):
         return self.setting.plan(self.batch, self.budgets, self.share)
 
     def on(self, setting: Setting) -> Cut:
-        """Return the few layers in another setting.
+        """Return the cut model in another setting, such as a faster machine.
 
         The budget of each memory changes by `part` times the difference of the memory's budgets in both settings.
         """
@@ -73,7 +73,7 @@ class Cut(NamedTuple):
 
 
 def cut_like(setting: Setting, plan: Plan, share: float | None) -> tuple[Cut, tuple[Plan, Policy]] | None:
-    """Cut the model to the fewest layers whose plan keeps equal shares of weights and KV cache on the accelerator.
+    """Cut the model to the fewest layers whose plan keeps its shares of weights and KV cache on the accelerator.
 
     Args:
         setting: the setting of the whole model.
@@ -91,11 +91,10 @@ def cut_like(setting: Setting, plan: Plan, share: float | None) -> tuple[Cut, tu
 
 
 def _alike(setting: Setting, plan: Plan, share: float | None) -> tuple[Cut, tuple[Plan, Policy]] | None:
-    """Plan a cut model in memories that leave it room in proportion; None if it does not fit.
+    """Plan a cut model, with memory budgets that leave it room in proportion; None if the plan does not fit.
 
-    A pool that caches pages has slots in proportion to the layers; one that pages stream through has as many slots for
-    any number of layers. Pools are first taken to be caches; if they do not shrink with the memory, to be for
-    streaming.
+    A pool that caches pages has slots in proportion to the number of layers; a pool through which pages stream has a
+    fixed number of slots. The budgets are first for caches; if the pools do not shrink with the memory, for streaming.
 
     Args:
         setting: the setting of the cut model.
@@ -143,10 +142,7 @@ def _pooled(plan: Plan) -> dict[str, int]:
 
 
 def _as_resident(few: Plan, plan: Plan) -> bool:
-    """Test whether a plan of few layers keeps about as large shares of weights and KV cache there as `plan` does.
-
-    The shares are those on the accelerator.
-    """
+    """Test whether two plans keep about equal shares of the weights, and of the KV cache, on the accelerator."""
     pairs = (_kept(few), _kept(plan)), (few.kv.on_gpu, plan.kv.on_gpu)
     return all(abs(ours - theirs) <= SHARE_DIFFERS for ours, theirs in pairs)
 

@@ -1,4 +1,4 @@
-"""Default sizes of batches, micro-batches and chunks: the planner finds the sizes with the most tokens per second."""
+"""Finds default sizes of batches, micro-batches and chunks: the sizes with the most tokens per second."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def choose_sizes(
 
     Args:
         setting: the policy's setting, with the prompt lengths of all requests in order of arrival.
-        wanted: the sizes that the user gave; None for those to choose.
+        wanted: the sizes that the user gave; None for sizes to choose.
         successive: whether all requests run, in successive batches; otherwise only the first batch must fit.
 
     Raises:
@@ -93,7 +93,7 @@ def _smaller_chunks(tokens: int) -> list[int]:
 def _sizes(
     setting: Setting, batch_size: int | None, micro_batch_size: int | None, successive: bool
 ) -> BatchSizes:
-    """Choose the sizes that are None; the setting's prefill chunks are kept if it has any.
+    """Choose the sizes that are None; prefill chunks in the setting are kept.
 
     Args:
         batch_size, micro_batch_size: numbers of requests.
@@ -172,8 +172,8 @@ def _rather_all(setting: Setting, candidate: Candidate, schedule: Schedule) -> S
 def _cache_tokens(plan: Plan, setting: Setting) -> int:
     """Return the most tokens of a micro-batch that the KV cache can hold.
 
-    They are the micro-batch's share of the bytes that are reserved for the cache or free, but at least the tokens of
-    the plan's largest micro-batch, and of the longest request alone.
+    The tokens fill the micro-batch's share of the bytes that are free or reserved for the cache, and are at least the
+    tokens of the plan's largest micro-batch and of the longest request.
     """
     token = max(1, sum(each.kv_bytes for each in plan.operations.by_layer))
     at_end = list(map(plan.batch.tokens_at_end, plan.batch.micro_batches))
@@ -187,7 +187,7 @@ def _cache_tokens(plan: Plan, setting: Setting) -> int:
 
 
 def _fit_all(setting: Setting, sizes: BatchSizes, chunk: int | None = None) -> BatchSizes:
-    """Return sizes with which all batches fit, whose prompt lengths differ: with chunks of prefill, or smaller batches.
+    """Reduce sizes until every batch, with its own prompt lengths, fits: by chunks of prefill, then by smaller batches.
 
     Args:
         sizes: the sizes to begin with.
@@ -250,7 +250,7 @@ def _of_batch(setting: Setting, batch_size: int, given: int | None) -> BatchSize
 def first_schedule(setting: Setting, size: int) -> Schedule | None:
     """Simulate all requests in micro-batches of `size` requests; None if they do not fit.
 
-    Prompts pass in chunks if the policy takes chunks. The share of the KV cache on the accelerator is the fastest one.
+    Prompts pass in chunks if the policy takes chunks. The KV cache's share on the accelerator is the fastest one.
     """
     schedules = Schedules(setting, deep=False)
     for chunk in reversed(chunks_to_try(setting, size)):
@@ -261,15 +261,15 @@ def first_schedule(setting: Setting, size: int) -> Schedule | None:
 
 
 def _batch_sizes(setting: Setting, point: Point) -> BatchSizes:
-    """Return the sizes of a batch of all requests, with the micro-batches, chunks and KV cache share of a point."""
+    """Return the sizes of a batch of all requests, with the micro-batches, chunks and KV cache share of `point`."""
     share = point.resident / point.micro_batches if setting.searches_shares else None
     return BatchSizes(len(setting.lengths), point.size, None, share, setting.beams, point.chunk)
 
 
 def _shares(setting: Setting, size: int, chunk: int | None) -> list[Point]:
-    """Return points of all requests in micro-batches of `size` requests, one for each cache share that fits.
+    """Return a point for each KV cache share that fits, with all requests in micro-batches of `size` requests.
 
-    The shares of the KV cache on the accelerator are tenths, from none to all, unless the setting has a fixed share.
+    The shares of the cache on the accelerator are tenths, from none to all, unless the setting has a fixed share.
     """
     cut, count = with_chunk(setting, chunk), -(-len(setting.lengths) // size)
     batch = cut.batch(count, size)
@@ -283,12 +283,12 @@ def _shares(setting: Setting, size: int, chunk: int | None) -> list[Point]:
 
 
 def _fastest(schedules: Schedules, line: Sequence[Point]) -> Schedule:
-    """Return the fastest schedule along a line of points.
+    """Return the fastest schedule of the points in `line`, which differ in one size and ascend in that size.
 
     The search begins at the faster end of the line, and ends when schedules get slower.
 
     Raises:
-        BadInput: a point does not fit, or the policy takes no chunks.
+        BadInput: some sizes do not fit, or the policy takes no chunks.
     """
     ahead = list(line)
     if schedules.at(line[-1]).throughput > schedules.at(line[0]).throughput:

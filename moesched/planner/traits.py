@@ -39,13 +39,13 @@ class Traits(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         attention_on_gpu, ffn_on_gpu: A_g and F_g of MoE-Lightning: whether the GPU computes attention and the FFN in
-            decode; if the KV cache is split, the attention over the host's part of it.
+            decode; if the KV cache is split, the attention over the part on the host.
         kv_on_gpu: whether all of the KV cache is in the accelerator's memory.
         keeps: largest share of the weights' bytes that stays in the accelerator's memory, from 0 to 1.
-        streams: whether the policy can keep a smaller share than `keeps` there, and fetch the other weights.
-        buffer: bytes of the accelerator's streaming buffer for each byte of a layer that streams.
+        streams: whether the policy can keep a smaller share than `keeps` in this memory, and fetch the other weights.
+        buffer: bytes of the accelerator's streaming buffer for each byte of a layer's streamed weights.
         fetch: seconds that the slowest link takes for all weights of a layer; 0 if the FFN is not on the GPU, since
-            weights are then fetched in prefill only, which the bound may ignore.
+            weights are then fetched in prefill only, whose fetches the bound may ignore.
         stages: number of accelerators in the policy's pipeline.
         joint: whether an expert runs once for all micro-batches, so that its weights are read once.
     """
@@ -66,8 +66,8 @@ class MicroBatchCost(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         link, host, accelerator: seconds of each lane for one layer of a decode step in the middle of the generation,
-            without fetches of weights. In a pipeline, they are divided by the number of stages, which compute a layer
-            each at once.
+            without fetches of weights. In a pipeline, the seconds are divided by the number of stages, which compute at
+            once.
         prefill: seconds of the accelerator for one layer of the prefill.
         nbytes: bytes of the micro-batch, by memory.
     """
@@ -87,7 +87,7 @@ class SizeOption(msgspec.Struct, frozen=True, kw_only=True):
         chunk: most tokens of a micro-batch that pass a layer together in prefill; None for no limit.
         most: largest number of micro-batches of that size.
         shared: bytes by memory that the micro-batches need together, independent of their number.
-        each: cost of a micro-batch; if the policy splits the KV cache, of one whose cache is on the host.
+        each: cost of a micro-batch; if the policy splits the KV cache, with the cache on the host.
         resident: cost of a micro-batch whose cache is on the accelerator; None if the policy does not split the cache.
     """
 
@@ -153,7 +153,7 @@ class Lesson:
 
 
 class TraitProbe:
-    """Finds the costs of micro-batches of `size` average requests, from plans of a few of them with unlimited memory.
+    """Finds the costs of micro-batches of `size` average requests from plans with unlimited memory.
 
     Args:
         few: whether plans of a few layers are enough.
@@ -191,7 +191,7 @@ class TraitProbe:
             self._resident = _Needs(plan, plan.kv.held_by("accelerator")[0], here, together)
 
     def option(self, cost: CostModel) -> SizeOption:
-        """Return the size of these micro-batches, with the costs of each by a cost model."""
+        """Return the costs, by a cost model, of micro-batches of this size."""
         return SizeOption(
             size=self._size,
             chunk=self._chunk,
@@ -214,7 +214,7 @@ class _Needs:
     Args:
         number: index of the micro-batch.
         nbytes: bytes of the micro-batch, by memory.
-        together: number of micro-batches that an expert runs on at once; each counts with its part of that work.
+        together: number of micro-batches that an expert runs on at once; each has an equal part of the expert's work.
     """
 
     def __init__(self, plan: Plan, number: int, nbytes: dict[str, int], together: int) -> None:
@@ -265,7 +265,7 @@ class _Needs:
         return self._shares[kind] / self._together, work
 
     def _experts_there(self, plan: Plan, run_state: RunState, works: Mapping[str, Work], kind: int) -> None:
-        """Add the work of a layer's experts on the host, and of the copy of their outputs to the accelerator.
+        """Add a layer's work with experts on the host, and with a copy of their outputs to the accelerator.
 
         Args:
             works: the works of the micro-batch in this kind of layer, by verb.
@@ -298,7 +298,7 @@ class _Needs:
 
 
 def resident_bytes(plan: Plan) -> int:
-    """Return the bytes of weights in the accelerators' memories before the first step, resident or in a cache."""
+    """Return the bytes of weights in the accelerators' memories before the first step, for good or in a cache."""
     fast = plan.accelerators
     stay = sum(each.nbytes for each in plan.weights.resident if each.memory in fast)
     return stay + filled_bytes(plan, plan.memory("accelerator").name)
@@ -310,7 +310,7 @@ def weight_bytes(plan: Plan) -> int:
 
 
 def _buffer(plan: Plan) -> float:
-    """Return the bytes of a plan's streaming buffer for each byte of a layer that streams; 0 if nothing streams."""
+    """Return the bytes of a plan's streaming buffer per byte of a layer's streamed weights; 0 if nothing streams."""
     streamed = (weight_bytes(plan) - resident_bytes(plan)) / len(plan.layers)
     return _pool_bytes(plan) / streamed if streamed else 0.0
 

@@ -1,4 +1,4 @@
-"""Random routing for trial runs: equal choices for all policies, made quickly for many tokens."""
+"""Makes random routing for trial runs: equal choices for all policies, made quickly for many tokens."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ MANY_TOKENS = 512
 
 
 class TrialRouting(SeededRouting):
-    """Uniform random choices of experts, kept so that the trial runs of other policies get equal choices."""
+    """Uniform random choices of experts, kept so that the trial runs of all policies get equal choices."""
 
     def choose(self, step: int, layer: int, micro_batch: int, tokens: int) -> dict[int, int]:
-        """Return the number of tokens of each expert that gets any, in ascending order of expert."""
+        """Return the number of tokens of each expert that any token chooses, in ascending order of expert."""
         return dict(_counts(self.experts, self.top_k, step, layer, micro_batch, tokens))
 
 

@@ -1,4 +1,4 @@
-"""A trial run of a schedule on the virtual clock: the prefill and a few decode steps, instead of all steps."""
+"""Makes a trial run of a schedule on the virtual clock: the prefill and a few decode steps, instead of all steps."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class TrialFigures(msgspec.Struct, frozen=True):
     """The predicted figures of a run.
 
     Attributes:
-        prefill_seconds: from the end of loading to the last prompt's first token.
-        first_token_seconds: from the end of loading to a prompt's first token, on average.
+        prefill_seconds: time from the end of loading to the last prompt's first token.
+        first_token_seconds: time from the end of loading to a prompt's first token, on average.
         step_seconds: time of a decode step in the middle of the generation; 0 if there is none.
         utilization: for each lane, the share of such a step in which the lane is busy; of the prefill if there is no
             decode step.
@@ -145,7 +145,7 @@ def steps_of(batch: Batch, most: int = MOST_STEPS) -> tuple[int, int]:
 
 
 def whole_steps(ends: Sequence[int]) -> Sequence[int]:
-    """Return the end times of the steps between the first and the last, which are not typical; of all if few."""
+    """Return `ends`, end times of steps, without the first and the last, which are not typical; all if 3 or fewer."""
     return ends[1:-1] if len(ends) > 3 else ends
 
 

@@ -1,4 +1,4 @@
-"""The uncertainty band of a prediction, from trial runs with one rate after another at its low and its high end.
+"""Computes a prediction's uncertainty band by trial runs with each uncertain rate in turn at its low and high end.
 
 The rates of a class of device rise and fall together. Different rates are taken as independent, so that their effects
 add up as squares, on a logarithmic scale. The error of the model itself is one more such effect.
@@ -45,7 +45,7 @@ class Figures(msgspec.Struct, frozen=True):
     Attributes:
         throughput_tokens_per_second: all generated tokens over the time from the end of loading.
         decode_step_seconds: time of a step in the middle of the generation.
-        prefill_seconds: from the end of loading to the last prompt's first token.
+        prefill_seconds: time from the end of loading to the last prompt's first token.
     """
 
     throughput_tokens_per_second: float
@@ -75,7 +75,7 @@ RunsProgress: TypeAlias = Callable[[int, int], object]
 
 
 def ignore_runs(done: int, total: int) -> None:
-    """Do nothing; for callers that do not report progress."""
+    """Ignore the progress of trial runs; callers that do not report progress pass this function."""
 
 
 def uncertainty(
@@ -134,7 +134,7 @@ class _Runs:
     def figures(self, cost: CostModel) -> Figures:
         """Return the figures by a cost model, from a trial run or a replay.
 
-        If the model hardly changes the time of tasks, the figures of the first call are returned.
+        If the cost model hardly changes the times of tasks, the figures of the first call are returned.
         """
         self._progress(self._done, self._all)
         self._done += 1
@@ -160,7 +160,7 @@ class _WorkMeter:
         self._spans: dict[Phase, tuple[int, int]] = {}
 
     def ended(self, task: Task) -> None:
-        """Count a task, unless it loads resident weights before the first step."""
+        """Count a task, unless the task loads weights before the first step."""
         phase = task.phase
         if phase is None:
             return
@@ -171,14 +171,14 @@ class _WorkMeter:
         works[id(task.work)] = task.work, count + 1
 
     def change(self, cost: CostModel) -> float:
-        """Return the change of all tasks' times under another cost model, as a share of the phase that changes most."""
+        """Return the change of task times under another cost model, as a share of the phase that changes most."""
         return max(
             (self._moved(phase, cost) / max(1, end - start) for phase, (start, end) in self._spans.items()),
             default=0.0,
         )
 
     def _moved(self, phase: Phase, cost: CostModel) -> float:
-        """Return the sum of the changes of all tasks' times in a phase under another cost model, in nanoseconds."""
+        """Return the summed changes of the times of a phase's tasks under another cost model, in nanoseconds."""
         moved: float = 1e9 * sum(
             count * abs(cost.work(work).seconds - work.demand.seconds)
             for work, count in self._works[phase].values()
@@ -222,7 +222,7 @@ def _effects(base: Figures, others: Iterable[Figures]) -> dict[str, tuple[float,
 
 
 def _band(expected: float, effects: Sequence[tuple[float, float]]) -> tuple[float, float, float]:
-    """Return the low end, expected value and high end of a figure.
+    """Return the low end of a figure, its expected value (`expected`) and its high end.
 
     Args:
         effects: for each of several independent rates, the decrease and the increase of the figure, as logarithms of

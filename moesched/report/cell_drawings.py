@@ -1,4 +1,4 @@
-"""HTML of notebook cells that show a plan, a trace or a comparison: figures, the bottleneck, a timeline."""
+"""Makes the HTML of notebook cells that show a plan, a trace or a comparison: figures, the bottleneck, a timeline."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def cell(title: str, *content: str) -> str:
 
 
 def figures_table(heading: str, figures: Mapping[str, str]) -> str:
-    """The HTML of a table of figures, each in a row with its name; empty if there are none."""
+    """Return the HTML of a table of figures, each in a row with its name; empty if there are none."""
     return table("", ["", heading], list(figures.items()), 1) if figures else ""
 
 
@@ -47,7 +47,7 @@ def memory_table(name: str, used: Mapping[str, int], most: Mapping[str, int] | N
 def bottleneck_and_timeline(recording: Recording, explanation: Explanation) -> str:
     """Return the HTML of a run's bottleneck, in words, and of the timeline of a typical step.
 
-    recording: the run, with at least one task.
+    `recording` needs at least one task.
     """
     said = []
     if explanation.bottleneck is not None:

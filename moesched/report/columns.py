@@ -1,6 +1,6 @@
-"""Converts a recorded run to the columns of numbers from which a page's scripts draw: slices, edges, waits and samples.
+"""Converts a recorded run to columns of numbers from which a page's scripts draw: tasks, dependencies, waits, samples.
 
-Slices keep the recording's order, by end. Times are nanoseconds on the run's own clock.
+A task that ran is called a slice; slices are in order of their ends. Times are nanoseconds on the run's own clock.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ def run_columns(columns: Columns, title: str, recording: Recording, shift: int =
 class _Numbered:
     """Gives each different value a number from 0, in the order in which the values are first seen.
 
-    known: values that get the first numbers.
+    `known` values get the first numbers.
     """
 
     def __init__(self, known: Iterable[Any] = ()) -> None:
         self.numbers: dict[Any, int] = {each: number for number, each in enumerate(known)}
 
     def of(self, value: Any) -> int:
-        """The number of a value; a new value gets the next one."""
+        """Return the number of a value; a new value gets the next number."""
         return self.numbers.setdefault(value, len(self.numbers))
 
     @property
@@ -66,7 +66,7 @@ class _Numbered:
 
 
 class _NumberedTasks(_Numbered):
-    """Gives each different task description a number from 0, in the order in which they are first seen.
+    """Gives each different task description a number from 0, in the order in which the descriptions are first seen.
 
     An object that was seen before is found by its identity, which is faster than a comparison of all fields.
     """
@@ -76,7 +76,7 @@ class _NumberedTasks(_Numbered):
         self._by_identity: dict[int, int] = {}
 
     def of(self, value: TaskInfo) -> int:
-        """The number of a description; a new one gets the next number."""
+        """Return the number of a description; a new description gets the next number."""
         number = self._by_identity.get(id(value))
         if number is None:
             number = self._by_identity[id(value)] = super().of(value)
@@ -114,12 +114,12 @@ def _tasks_and_slices(columns: Columns, recording: Recording) -> dict[str, Any]:
 
 
 def _choice(experts: Mapping[int, int] | None) -> str:
-    """The experts that a router chose, each with its number of rows, as text."""
+    """Return the experts in `experts`, each with its number of rows, as text; empty for None."""
     return ", ".join(f"E{expert}: {rows}" for expert, rows in sorted((experts or {}).items()))
 
 
 def _tasks(columns: Columns, tasks: Sequence[TaskInfo]) -> dict[str, Any]:
-    """Add columns with an item for each different task description; returns the JSON value that refers to them."""
+    """Add columns with an item for each task description, and return the JSON value that refers to the columns."""
     verbs, resources = _Numbered(), _Numbered()
     return {
         "label": [each.label for each in tasks],
@@ -140,10 +140,10 @@ def _tasks(columns: Columns, tasks: Sequence[TaskInfo]) -> dict[str, Any]:
 
 
 def _edges(columns: Columns, recording: Recording) -> dict[str, Any]:
-    """Add columns with the slices whose results each slice reads; returns the JSON value that refers to them.
+    """Add columns with the tasks that each task depends on, and return the JSON value that refers to the columns.
 
-    Column `count` has the number of these producers for each slice, and `back` the distance to each in the list of
-    slices, as small numbers compress well.
+    Column `count` has the number of these tasks, the producers. Column `back` has the distance from the task to each of
+    its producers in the list of slices, as small numbers compress well.
     """
     back = (index - producer for index, producers in enumerate(recording.producers) for producer in producers)
     return {
@@ -155,7 +155,7 @@ def _edges(columns: Columns, recording: Recording) -> dict[str, Any]:
 
 
 def _waits(columns: Columns, recording: Recording) -> dict[str, Any]:
-    """Add columns with each slice's last wait; returns the JSON value that refers to them.
+    """Add columns with each task's last wait, and return the JSON value that refers to the columns.
 
     The columns have the fields of `Wait`; `why` is an index into `WHY`.
     """

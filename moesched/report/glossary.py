@@ -1,4 +1,4 @@
-"""The glossary of a page, for those who read one for the first time."""
+"""Makes the glossary of a report page, for people who read such a page for the first time."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WORDS = {
 
 
 def glossary() -> str:
-    """The HTML of the page's folded list of words with their meanings."""
+    """Return the HTML of the page's folded list of words with their meanings."""
     pairs = (
         element("div", element("dt", text(word)), element("dd", text(meaning)))
         for word, meaning in WORDS.items()

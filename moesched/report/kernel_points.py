@@ -1,4 +1,4 @@
-"""Points of a run's kernels for the roofline: FLOPs per byte, FLOP/s, and the FLOP/s that the processor allows."""
+"""Computes the roofline's points for a run's kernels: FLOPs per byte, FLOP/s, and the processor's limit in FLOP/s."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class KernelPoint(NamedTuple):
 def kernel_points(recording: Recording, roofs: Mapping[str, Roof]) -> list[KernelPoint]:
     """Compute the points of a run's prefill and decode, the longest total time first.
 
-    roofs: limits of the processors, by name; a processor without an entry has no limits.
+    `roofs` has the limits of processors, by name; a processor without an entry has no known limits.
     """
     sums: dict[tuple[str, str, str], list[float]] = {}
     for each in recording.slices:
@@ -60,5 +60,5 @@ def kernel_points(recording: Recording, roofs: Mapping[str, Roof]) -> list[Kerne
 
 
 def attainable(roof: Roof, intensity: float) -> float:
-    """FLOP/s that a processor allows at an intensity in FLOPs per byte."""
+    """Return the FLOP/s that a processor allows at an intensity in FLOPs per byte."""
     return min(roof.flops, roof.bandwidth * intensity)

@@ -1,4 +1,4 @@
-"""Pieces of HTML: elements, paragraphs, tables and sections. All text is escaped here."""
+"""Makes pieces of HTML: elements, paragraphs, tables and sections. All text is escaped here."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from moesched.system.plain_text import plain_text
 
 
 def text(value: object) -> str:
-    """Escape a value for HTML text and attributes."""
+    """Return the text of a value, escaped for HTML text and attributes."""
     return escape(plain_text(str(value)))
 
 
@@ -29,7 +29,7 @@ def element(name: str, *content: str, **attributes: str) -> str:
 
 
 def paragraphs(lines: Iterable[str], **attributes: str) -> str:
-    """HTML paragraphs, one for each line of text."""
+    """Return HTML paragraphs, one for each line of text; `attributes` are as for `element`."""
     return "".join(element("p", text(line), **attributes) for line in lines)
 
 
@@ -56,12 +56,12 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], fig
 
 
 def section(title: str, *content: str) -> str:
-    """An HTML section with a heading; the content is HTML."""
+    """Return an HTML section with a heading; `content` is HTML."""
     return element("section", element("h2", text(title)), *content)
 
 
 def figures(values: Mapping[str, str]) -> str:
-    """An HTML list of figures in large type, each with its name."""
+    """Return an HTML list of figures in large type, each with its name."""
     pairs = (
         element("div", element("dt", text(name)), element("dd", text(value)))
         for name, value in values.items()

@@ -30,7 +30,7 @@ class Columns:
         self._size = 0
 
     def add(self, kind: str, numbers: Iterable[float]) -> dict[str, Any]:
-        """Append a column of numbers; returns the JSON value that stands for the column in the content of `pack`.
+        """Append a column of numbers, and return the JSON value that stands for it in the content of `pack`.
 
         Args:
             kind: type of each number: "f64", "i32", "u32", "u16" or "u8".
@@ -50,7 +50,7 @@ class Columns:
         return {"column": kind, "at": at, "length": len(column)}
 
     def pack(self, content: Any) -> str:
-        """Pack all columns and a JSON value, in which results of `add` stand for columns; returns base64 text."""
+        """Return base64 text with all columns and a JSON value, in which results of `add` stand for columns."""
         text = msgspec.json.encode(content)
         text += b" " * (-(4 + len(text)) % _ALIGNMENT)
         data = b"".join((len(text).to_bytes(4, "little"), text, *self._parts))

@@ -1,4 +1,4 @@
-"""Assembly of a page: template, styles, scripts, sections and data, in one text that loads nothing."""
+"""Assembles an HTML page of template, styles, scripts, sections and data, in one text that loads nothing."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def page(title: str, sections: Mapping[str, str], rules: str, data: str) -> str:
 
 
 def _content_policy(style: str, scripts: tuple[str, ...]) -> str:
-    """The page's content security policy: it allows these scripts and this style, and loads nothing from elsewhere."""
+    """Return the page's content security policy: these scripts and this style may run, and nothing else is loaded."""
     allowed = " ".join(map(_hash, scripts))
     return (
         f"default-src 'none'; script-src {allowed}; style-src {_hash(style)}; img-src data:; "
@@ -80,14 +80,14 @@ def _hash(content: str) -> str:
 
 @cache
 def _script() -> str:
-    """All scripts of assets/js joined into one."""
+    """Return all scripts of assets/js joined into one."""
     parts = (_EXPORT.sub("", _IMPORT.sub("", _asset(f"js/{name}.js"))) for name in MODULES)
     return "\n" + "\n".join(parts)
 
 
 @cache
 def _charts_library() -> str:
-    """The script of uPlot, which draws curves, with its licence, which every copy must have."""
+    """Return the script of uPlot, which draws curves, with its licence, which every copy must have."""
     return f"/*\n{_vendored('LICENSE')}*/\n{_vendored('uPlot.iife.min.js')}"
 
 

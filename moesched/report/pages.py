@@ -1,4 +1,4 @@
-"""Writing of pages: of one run, and of several compared runs one below the other."""
+"""Writes HTML pages: of one run, and of several compared runs one below the other."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def write_comparison_page(path: Path | str, comparison: Comparison, runs: Sequen
 
     Args:
         comparison: the compared runs, with or without traces.
-        runs: the recordings of those that have a trace.
+        runs: the recordings of the runs that have a trace.
 
     Raises:
         BadInput: the file cannot be written; nothing is left of it.
@@ -125,7 +125,7 @@ def write_comparison_page(path: Path | str, comparison: Comparison, runs: Sequen
 
 
 def _endings(recording: Recording, report: Mapping[str, Any]) -> list[str]:
-    """Return sentences on why the page does not show a whole run; none if it does."""
+    """Return sentences on why the page does not show a whole run; an empty list if it does."""
     sentences = []
     if report.get("failure"):
         sentences.append(f"The run failed: {report['failure']}")
@@ -144,7 +144,7 @@ def _bottleneck(explanation: Explanation) -> str:
 
 
 def _helps(helps: Sequence[Help]) -> str:
-    """The HTML of the changes that would save the most time, each with its command; empty without any."""
+    """Return the HTML of the changes that would save the most time, each with its command; empty if there are none."""
     if not helps:
         return ""
     items = (
@@ -157,7 +157,7 @@ def _helps(helps: Sequence[Help]) -> str:
 
 
 def _legend(runs: Sequence[TitledRun]) -> str:
-    """The HTML of the legend: families of tasks that ran, with room for their colours and hatches."""
+    """Return the HTML of the legend: the families of the tasks that ran, with places for their colours and hatches."""
     known = {id(each.task): each.task for run in runs for each in run.recording.slices}
     used = {family_of(task) for task in known.values()}
     items = [

@@ -48,14 +48,14 @@ class _Scale:
         return round(self._start + share * (self._end - self._start), 1)
 
     def decades(self) -> Iterator[float]:
-        """The powers of ten on the axis."""
+        """Return the powers of ten on the axis."""
         return (10.0**power for power in range(math.ceil(self.low), math.floor(self.high) + 1))
 
 
 def roofline_section(recording: Recording, roofs: Mapping[str, Roof]) -> str:
     """Return the HTML section with the roofline and the run's kernels on it; empty if no task computes.
 
-    roofs: limits of the processors, by name.
+    `roofs` has the limits of the processors, by name.
     """
     points = kernel_points(recording, roofs)[:SHOWN_POINTS]
     if not points:

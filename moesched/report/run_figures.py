@@ -1,4 +1,4 @@
-"""The figures and tables of one run: rates, times, peaks beside budgets, and predictions beside measurements."""
+"""Makes the figures and tables of a run's page: rates, times, peaks beside budgets, predictions beside measurements."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def run_figures(
 
 
 def micro_batches_table(report: Mapping[str, Any]) -> str:
-    """The HTML table of the times of the first micro-batches; empty if the report has none."""
+    """Return the HTML table of the times of the first micro-batches; empty if the report has none."""
     times: Sequence[Mapping[str, Any]] = report.get("micro_batch_times", ())
     figures = ("first_token_seconds", "between_tokens_seconds", "longest_between_tokens_seconds")
     rows = [
@@ -69,7 +69,7 @@ def micro_batches_table(report: Mapping[str, Any]) -> str:
 
 
 def budgets_table(report: Mapping[str, Any]) -> str:
-    """The HTML table of each memory's peak beside its budget; empty if the report has no peaks."""
+    """Return the HTML table of each memory's peak beside its budget; empty if the report has no peaks."""
     peaks: Mapping[str, int] = report.get("peak_bytes", {})
     budgets: Mapping[str, int] = report.get("budget_bytes", {})
     rows = [
@@ -81,7 +81,7 @@ def budgets_table(report: Mapping[str, Any]) -> str:
 
 
 def expectation_table(report: Mapping[str, Any]) -> str:
-    """The HTML table of the run's rates, times and lanes beside the expected ones; empty without an expectation."""
+    """Return the HTML table of rates, times and lanes beside the expected ones; empty without an expectation."""
     expected: Mapping[str, Any] | None = report.get("expected")
     if not expected:
         return ""
@@ -114,7 +114,7 @@ def expectation_table(report: Mapping[str, Any]) -> str:
 
 
 def _over(figure: float, other: float) -> str:
-    """The ratio of two figures as text; empty if the other one is 0."""
+    """Return `figure` / `other` as text with two decimals; empty if `other` is 0."""
     return f"{figure / other:.2f}" if other else ""
 
 

@@ -1,4 +1,4 @@
-"""The space that a page reserves for its timeline and curves, so that nothing moves when its scripts draw them."""
+"""Computes the space that a page reserves for timeline and curves, so that nothing moves when scripts draw them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def reserved(runs: Sequence[TitledRun]) -> str:
 
 
 def lanes_height(runs: Sequence[TitledRun]) -> int:
-    """The height of all rows of the timeline, in pixels, as assets/js/rows.js lays them out."""
+    """Return the height of all rows of the timeline, in pixels, as assets/js/rows.js lays the rows out."""
     sizes = _sizes()
     shown = [run for run in runs if run.recording.slices]
     lanes = sum(len(run.recording.lanes) for run in shown)
@@ -43,6 +43,6 @@ def _curves(recording: Recording) -> int:
 
 @cache
 def _sizes() -> dict[str, int]:
-    """The constants that assets/js/rows.js defines, by name."""
+    """Return the constants that assets/js/rows.js defines, by name."""
     script = resources.files("moesched.report") / "assets" / "js" / "rows.js"
     return {name: int(size) for name, size in _CONSTANT.findall(script.read_text(encoding="utf-8"))}

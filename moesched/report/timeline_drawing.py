@@ -16,7 +16,7 @@ LEAST = 2
 
 
 def timeline_drawing(timeline: Timeline) -> str:
-    """The SVG of the lanes in a window of time, each task in the colour of its family, and a legend as HTML."""
+    """Return the SVG of the lanes in a window, each task in the colour of its family, and the HTML of a legend."""
     nanoseconds = max(1, timeline.window.end - timeline.window.start)
     scale = (WIDTH - NAMES) / nanoseconds
     drawing = element(

@@ -42,9 +42,9 @@ class _Task(NamedTuple):
     """A task of the trace.
 
     Attributes:
-        event: the task's slice.
-        args: the decoded args of the slice.
-        first, last: the first and the last nanosecond of the slice.
+        event: the event that shows the task, which viewers call a slice.
+        args: the decoded arguments of this event.
+        first, last: the first and the last nanosecond of the task, as ends of arrows.
     """
 
     event: Event
@@ -113,7 +113,7 @@ def _times(events: list[Event]) -> Iterator[str]:
 
 
 def _names(events: list[Event], slices: list[Event]) -> Iterator[str]:
-    """Yield problems of tracks that lack a name or a sort index, or whose tids are not in the order of sort indices."""
+    """Yield sentences on tracks without a name or a sort index, or whose tids are not in the order of sort indices."""
     metadata = {(event.name, event.pid, event.tid) for event in events if event.ph == "M"}
     for pid in sorted({event.pid for event in slices}):
         if ("process_name", pid, -1) not in metadata:
@@ -143,7 +143,7 @@ def _overlaps(slices: list[Event]) -> Iterator[str]:
 
 
 def _read(tasks: list[Event]) -> tuple[list[_Task], list[str]]:
-    """Decode the args of all task slices; return the tasks, and a sentence for each slice that cannot be decoded."""
+    """Decode the events of tasks; return the tasks, and a sentence for each event that cannot be decoded."""
     decode = msgspec.json.Decoder(SliceArgs).decode
     read, unread = [], []
     for event in tasks:
@@ -165,7 +165,7 @@ def _numbers(tasks: list[_Task]) -> Iterator[str]:
 
 
 def _dependencies(tasks: list[_Task], numbered: Mapping[tuple[int, int], int]) -> Iterator[str]:
-    """Yield problems of dependencies: twice on one task, on a task without a slice, or on one that ends too late.
+    """Yield sentences on wrong dependencies: doubled, on a task that the trace lacks, or on a task that ends too late.
 
     Args:
         numbered: index in `tasks` by (pid, number of the task).
@@ -182,7 +182,7 @@ def _dependencies(tasks: list[_Task], numbered: Mapping[tuple[int, int], int]) -
 
 
 def _flows(events: list[Event]) -> Iterator[str]:
-    """Yield problems of flows (arrows) without exactly one start and one end, or whose end viewers do not draw."""
+    """Yield sentences on flows (arrows) without exactly one start and one end, or whose end viewers do not draw."""
     starts = Counter(event.id for event in events if event.ph == "s")
     ends = Counter(event.id for event in events if event.ph == "f")
     for number in sorted(starts.keys() | ends.keys()):
@@ -196,9 +196,9 @@ def _flows(events: list[Event]) -> Iterator[str]:
 def _arrows(
     events: list[Event], tasks: list[_Task], numbered: Mapping[tuple[int, int], int]
 ) -> Iterator[str]:
-    """Yield problems of arrows that are missing, doubled, or not expected.
+    """Yield sentences on arrows that are missing, doubled, or not expected.
 
-    Expected is one arrow to each task from the last task of each lane among the tasks that it depends on.
+    Of the tasks that a task depends on, the last one on each lane should have one arrow to this task.
 
     Args:
         numbered: index in `tasks` by (pid, number of the task).
@@ -240,20 +240,20 @@ def _counts(file: TraceFile, tasks: list[Event], read: list[_Task]) -> Iterator[
 
 
 def _joins(tasks: list[_Task]) -> Iterator[str]:
-    """Yield a problem for each task that is a join: traces replace joins by the dependencies that pass through them."""
+    """Yield a sentence for each task that is a join; traces have the dependencies that pass through a join instead."""
     for task in tasks:
         if task.args.type == "Join":
             yield f"{task} is a join that was not expanded"
 
 
 def _critical(path: list[Event], tasks: list[Event]) -> Iterator[str]:
-    """Yield problems of slices of the critical path that are not the whole or the last part of a task's slice.
+    """Yield sentences on events of the critical path that show neither a whole task nor the last part of one.
 
-    A slice of the critical path may lack the part in which it overlaps the previous one.
+    An event of the critical path may lack the part in which the task overlaps the path's previous task.
 
     Args:
-        path: the slices of the critical path.
-        tasks: the slices of all tasks.
+        path: the events of the critical path.
+        tasks: the events of all tasks.
     """
     spans = Counter((event.name, bytes(event.ts), bytes(event.dur)) for event in tasks)
     for event in path:
@@ -265,7 +265,7 @@ def _critical(path: list[Event], tasks: list[Event]) -> Iterator[str]:
 
 
 def _ends_alike(event: Event, task: Event) -> bool:
-    """Test whether an event is the last part of a task's slice, or all of it."""
+    """Test whether an event covers the last part of a task's event, or all of it."""
     start, since = nanoseconds(event.ts), nanoseconds(task.ts)
     return since <= start and start + nanoseconds(event.dur) == since + nanoseconds(task.dur)
 
@@ -279,7 +279,7 @@ def _counters(events: list[Event]) -> Iterator[str]:
 
 
 def _decoded(event: Event) -> dict[str, Any]:
-    """Decode the args of an event; empty if they are missing or not an object."""
+    """Decode the arguments of an event; empty if they are missing or not a JSON object."""
     try:
         args = msgspec.json.decode(event.args)
     except msgspec.DecodeError:

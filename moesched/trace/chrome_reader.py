@@ -53,7 +53,7 @@ _NOTHING = msgspec.Raw(b"")
 
 
 class Event(msgspec.Struct, gc=False):
-    """An event of a trace file; the JSON of `ts`, `dur` and `args` is not decoded."""
+    """An event of a trace file; `ts` (start), `dur` (duration) and `args` are JSON that is not decoded."""
 
     ph: str
     name: str = ""
@@ -74,10 +74,10 @@ class SliceArgs(
     kw_only=True,
     rename={"dispatch": "dispatch_ns", "launching": "launching_ns", "submit_delay": "submit_delay_ns"},
 ):
-    """The args of a task's slice in a trace file.
+    """The arguments of the event that shows a task in a trace file.
 
-    They are the fields of `TaskInfo` without label and verb, the numbers of the tasks that the task depends on, and
-    fields of `Slice`.
+    The arguments are the fields of `TaskInfo` without label and verb, the numbers of the tasks that the task depends
+    on, and fields of `Slice`.
     """
 
     task: int
@@ -97,7 +97,7 @@ _OF_TASK = len(TaskInfo.__struct_fields__)
 
 
 class CostEntry(NamedTuple):
-    """A work and its demand as a list in a trace file: the fields of `WorkKey`, followed by those of `Demand`."""
+    """A task's cost as a list in a trace file: the fields of `WorkKey`, followed by the fields of `Demand`."""
 
     kind: str
     resource: str
@@ -112,7 +112,7 @@ class CostEntry(NamedTuple):
 
 
 class PredictionEntry(NamedTuple):
-    """A work and its predicted seconds as a list in a trace file: the fields of `WorkKey`, followed by the time."""
+    """A task's predicted seconds as a list in a trace file: the fields of `WorkKey`, followed by the seconds."""
 
     kind: str
     resource: str
@@ -138,7 +138,8 @@ class OtherData(AboutData, kw_only=True):
 
     Attributes:
         format: name and version of the file's format.
-        tasks, edges, joins, cancelled: numbers of tasks, of dependencies, of replaced joins and of cancelled tasks.
+        tasks, edges, joins, cancelled: numbers of tasks, of dependencies, of joins (graph nodes without work) that
+            dependencies replace, and of cancelled tasks.
         trimmed: whether earlier steps are left out.
     """
 
@@ -160,7 +161,7 @@ class TraceFile(msgspec.Struct):
 
 
 class NameArgs(msgspec.Struct):
-    """The args of the event that names a process or a lane.
+    """The arguments of the event that names a process or a lane.
 
     Attributes:
         in_order: whether the lane runs tasks in order of submission.
@@ -176,7 +177,7 @@ class _CounterArgs(msgspec.Struct, rename={"reserved": "reserved_bytes", "pages"
 
 
 class _PoolArgs(msgspec.Struct):
-    """The args of a pool's counter event, in the order of the fields of `Counted`."""
+    """The arguments of an event with a pool's counts, in the order of the fields of `Counted`."""
 
     fetched: int
     hits: int
@@ -319,7 +320,7 @@ def _rank(event: Event) -> int:
 
 
 def _slices(tasks: list[Event], lanes: dict[int, LaneName]) -> tuple[list[Slice], list[tuple[int, ...]]]:
-    """Return a slice for each event, and for each slice the numbers of the tasks that it depends on.
+    """Return a slice (a task that ran) for each event, and for each slice the numbers of the tasks that it depends on.
 
     Args:
         tasks: events of tasks.
@@ -355,13 +356,13 @@ def _cancelled(events: list[Event], lanes: dict[int, LaneName]) -> list[Cancelle
 
 
 def _producers(slices: list[Slice], depends_on: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """Return, for each slice, the indices in `slices` of the slices that it depends on.
+    """Return, for each task in `slices`, the indices of the tasks that it depends on.
 
     Args:
-        depends_on: for each slice, the numbers of the tasks that it depends on; each rank counts its own tasks.
+        depends_on: for each task, the numbers of these tasks; each rank counts its own tasks.
 
     Raises:
-        ValueError: a number has no slice, has several, or is not smaller than that of the slice.
+        ValueError: a number belongs to no task or to several, or is not smaller than the dependent task's number.
     """
     ranks: dict[int, dict[int, int]] = {}
     for index, each in enumerate(slices):

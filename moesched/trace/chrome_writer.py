@@ -1,9 +1,10 @@
 """Writes a recording as Chrome Trace Event JSON, which ui.perfetto.dev and vizviewer show.
 
-Each lane is a track, each rank a process, and memories are counters. A slice lists all tasks that it depends on, and
-viewers draw arrows from some of them. The critical path has a track of its own, since viewers show arrows only for
-selected slices. Times are microseconds with exactly three decimals: with anything else, viewers drop adjacent slices. A
-file may hold several runs for comparison, each as a process of its own.
+Each lane is a track, each rank a process, and memories are counters. A slice is a task that ran; it lists all tasks
+that the task depends on, and viewers draw arrows from some of these. The critical path has a track of its own, since
+viewers show arrows only for slices that the user selects. Times are microseconds with exactly three decimals: with
+anything else, viewers leave out slices that touch each other. A file may hold several runs for comparison, each as a
+process of its own.
 """
 
 from __future__ import annotations
@@ -280,7 +281,7 @@ def _plain(number: float) -> float:
 
 
 def _cancelled(run: _Shown) -> Iterator[str]:
-    """Yield the JSON of an instant event for each cancelled task, since a task that never ran has no slice."""
+    """Yield the JSON of an instant event for each cancelled task; a task that never ran has no duration to draw."""
     tracks = run.tracks
     for each in run.recording.cancelled:
         task = each.task
@@ -293,9 +294,9 @@ def _cancelled(run: _Shown) -> Iterator[str]:
 
 
 def _flows(run: _Shown) -> Iterator[str]:
-    """Yield the JSON of arrows: one to each slice from the last slice of each lane that it depends on.
+    """Yield the JSON of arrows: to each task, from the last task of each lane among those that it depends on.
 
-    An arrow starts in the last nanosecond of a slice, as the end of the slice belongs to the next one.
+    An arrow starts in the last nanosecond of a task, since viewers count a task's end to the next task.
     """
     recording, tracks, shift = run.recording, run.tracks, run.shift
     begins = []
@@ -353,7 +354,7 @@ def _counters(run: _Shown) -> Iterable[str]:
 
 
 def _requests(run: _Shown) -> Iterator[str]:
-    """Yield the JSON of an asynchronous span for each request, and of spans for the request's parts."""
+    """Yield the JSON of an asynchronous span for each request, and of spans for its wait, prompt and tokens."""
     for each in run.recording.requests:
         track = f'"cat":"{REQUEST}","id":{each.request},"pid":{run.pid},"tid":0'
         args = json.dumps(msgspec.to_builtins(each), separators=(",", ":"))

@@ -1,4 +1,4 @@
-"""The critical path (the chain of tasks that determined a run's end), and the least time of a run's tasks."""
+"""Finds the critical path (the chain of tasks that determined a run's end), and the least time of a run's tasks."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def critical_path(recording: Recording, waits: Sequence[Wait] | None = None) -> 
 
 
 def least_nanoseconds(recording: Recording, start: int, end: int) -> int:
-    """Return a lower bound of the time that tasks need on the same lanes, in any order, in nanoseconds.
+    """Return a lower bound, in nanoseconds, of the time that the tasks need on their lanes in any order.
 
     The bound is the larger of two: the busy time of the busiest lane, and the longest chain of tasks of which each
     depends on the one before. Of each task, only the part between `start` and `end` counts.

@@ -1,4 +1,4 @@
-"""Conversion of tasks to the descriptions that traces contain: labels, works, rows, pages, and lines of the policy."""
+"""Converts tasks to the descriptions that traces contain: labels, costs, rows, pages, and lines of the policy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lengthening of tasks that took no time to one nanosecond, since viewers draw no arrows at slices without length."""
+"""Lengthens tasks that took no time to one nanosecond, since viewers draw no arrows at tasks without length."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from moesched.trace.recording import LaneName, Slice
 
 
 def lengthen(slices: Sequence[Slice], producers: Sequence[Sequence[int]]) -> None:
-    """Make slices of zero length one nanosecond long, and delay slices that would then begin before these end.
+    """Make tasks of zero length one nanosecond long, and delay tasks that would then begin before these tasks end.
 
-    Faults of the clock stay visible to checks: slices that overlapped before, or began before the end of a slice that
+    Faults of the clock stay visible to checks: tasks that overlapped before, or began before the end of a task that
     they depend on, still do.
 
     Args:
-        slices: slices of all lanes, in any order; changed in place.
-        producers: for each slice, the indices of the slices that it depends on.
+        slices: the tasks that ran on all lanes, in any order; changed in place.
+        producers: for each task, the indices of the tasks that it depends on.
     """
     if all(each.start < each.end for each in slices):
         return
@@ -30,5 +30,5 @@ def lengthen(slices: Sequence[Slice], producers: Sequence[Sequence[int]]) -> Non
 
 
 def _in_time(each: Slice) -> tuple[int, int, int]:
-    """Return the sort key of a slice: start, end, and number, so that slices with equal times stay in program order."""
+    """Return a task's sort key: start, end, and number, so that tasks with equal times stay in program order."""
     return each.start, each.end, each.id

@@ -1,4 +1,4 @@
-"""Merging of several nodes' recordings to one, with all times on a common clock."""
+"""Merges several nodes' recordings to one, with all times on a common clock."""
 
 from __future__ import annotations
 

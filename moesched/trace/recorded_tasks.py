@@ -1,4 +1,4 @@
-"""Conversion of tasks that ran to a recording, with the data that recorders collect for each rank."""
+"""Converts tasks that ran to a recording, with the data that recorders collect for each rank."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ by_id = attrgetter("id")
 
 
 class HasPeak(Protocol):
-    """Anything that knows the peak of a memory, such as a memory's ledger."""
+    """An object that knows the peak use of a memory, such as the memory's ledger of reservations."""
 
     @property
     def peak(self) -> int:
@@ -55,7 +55,7 @@ class RankRecord:
         awaits: pairs of an awaited task's id and the number of tasks that the policy had submitted by then.
         submit_delays: pairs of a task's id and its delay in nanoseconds, as in `Slice.submit_delay`.
         cancels: pairs of a cancelled task and the time.
-        memories: ledgers by the memory's name.
+        memories: objects that know the peak bytes of a memory, by its name.
         filled: slots that were filled by tasks which the recorder has dropped.
         counts: for each pool, a list of (number of the next submitted task, the pool's counts).
     """
@@ -80,10 +80,10 @@ class RankRecord:
         engine.cancels = self.cancels
 
     def trim(self, task: int, step: int) -> None:
-        """Drop the data of all steps before one.
+        """Drop the data of all steps before step `step`.
 
         Args:
-            task: the id of the step's first task on this rank.
+            task: the id of that step's first task on this rank.
             step: the number of the first step to keep.
         """
         del self.joins[: bisect_left(self.joins, task, key=by_id)]  # they depend on no later task
@@ -173,10 +173,10 @@ def _cancelled(
 
 
 def costs_of(tasks: Iterable[Task], *, sharing: bool) -> dict[WorkKey, Demand]:
-    """Return the demand of each different work among the tasks; works without a demand are left out.
+    """Return the time and resources that tasks need, by `WorkKey`; tasks without known demand are left out.
 
     Args:
-        sharing: whether demands keep their shares of resources, by which concurrent tasks slow each other down.
+        sharing: whether demands keep their shares of resources, by which the virtual clock slows concurrent tasks down.
     """
     works = {id(task.work): task.work for task in tasks if task.work.demand is not None}
     costs = {}
@@ -187,10 +187,7 @@ def costs_of(tasks: Iterable[Task], *, sharing: bool) -> dict[WorkKey, Demand]:
 
 
 def predictions_of(tasks: Iterable[Task], cost: CostModel) -> dict[WorkKey, float]:
-    """Return the seconds that each different work among the tasks takes alone on the machine, by the cost model.
-
-    Works of unknown cost are left out.
-    """
+    """Return the predicted seconds that tasks take alone on the machine, by `WorkKey`; unknown costs are left out."""
     predictions = {}
     for work in {id(task.work): task.work for task in tasks}.values():
         with suppress(BadInput):
@@ -203,7 +200,7 @@ def _key(work: Work) -> WorkKey:
 
 
 class _Numbers:
-    """Indices of one rank's recorded tasks by task id; a join's id stands for the tasks that the join depends on."""
+    """Indices of one rank's recorded tasks by task id; a join's id gives the tasks that the join depends on."""
 
     def __init__(self) -> None:
         self._tasks: dict[int, int] = {}
@@ -213,7 +210,7 @@ class _Numbers:
         self._tasks[task.id] = index
 
     def join(self, join: Join) -> None:
-        """Add a join. Joins must be added in program order, so that a join of other joins finds these."""
+        """Add a join. Joins must be added in program order, so that a join that depends on other joins finds them."""
         self._joins[join.id] = self.of(join.deps)
 
     def of(self, ids: Sequence[int]) -> tuple[int, ...]:

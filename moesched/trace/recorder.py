@@ -1,4 +1,4 @@
-"""Recorders: observers that keep all tasks that ran, or those of the last steps.
+"""Holds recorders: observers that keep all tasks that ran, or the tasks of the last steps.
 
 Keeping a task is a single list append, since the virtual driver finishes hundreds of thousands of tasks per second;
 everything else is computed when the recording is requested.
@@ -26,7 +26,7 @@ class _RankRecorder:
     Attributes:
         origin: the time on the driver's clock that is time 0 of the recording, in nanoseconds.
         sharing: whether concurrent tasks slow each other down in this simulated run.
-        cost: the cost model that predicts the times of a measured run's works; None to predict nothing.
+        cost: the cost model that predicts the times of a measured run's tasks; None to predict nothing.
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class _RankRecorder:
         """Record one more rank. Call it before the rank's engine runs; ranks are numbered in the order of calls.
 
         Args:
-            memories: ledgers of the rank's memories, by name; None for none.
+            memories: objects that know the peak bytes of the rank's memories, by name; None for none.
             pools: the rank's pools.
         """
         self._rank_of.update(dict.fromkeys(engine.lanes, len(self._ranks)))
@@ -74,7 +74,7 @@ class Recorder(_RankRecorder):
         return self._append
 
     def replayed(self, timeline: Timeline) -> None:
-        """Add a replayed run; its tasks are created only when the recording is requested."""
+        """Add a run that was replayed from a captured schedule; tasks are made only when the recording is requested."""
         self._replayed.append(timeline.tasks)
 
     def recording(self) -> Recording:
@@ -84,9 +84,9 @@ class Recorder(_RankRecorder):
 
 
 class FirstSteps(Recorder):
-    """Observer that keeps the tasks of loading and of the first steps only, as a replay needs them.
+    """Observer that keeps only the tasks of loading and of the first steps; it is used like `Recorder`.
 
-    Use it like `Recorder`. Steps are kept until both numbers are reached.
+    Steps are kept until both numbers are reached.
 
     Args:
         steps: the least number of steps to keep, the prefill included.
@@ -103,11 +103,11 @@ class FirstSteps(Recorder):
 
     @property
     def ended(self) -> Callable[[Task], None]:
-        """The function that drivers call with each finished task; it keeps those of the first steps."""
+        """The function that drivers call with each finished task; tasks of the first steps are kept."""
         return self._keep
 
     def replayed(self, timeline: Timeline) -> None:
-        """Add the first steps of a replayed run."""
+        """Add the first steps of a run that was replayed from a captured schedule."""
         self._replayed.append(lambda: self._first_of(timeline.tasks()))
 
     def _keep(self, task: Task) -> None:
@@ -136,7 +136,7 @@ class FirstSteps(Recorder):
 
 
 class LastSteps(_RankRecorder):
-    """Observer that keeps the tasks of the last steps only, for long runs. Use it like `Recorder`.
+    """Observer that keeps only the tasks of the last steps, for long runs; it is used like `Recorder`.
 
     Args:
         steps: number of steps to keep, at least 1; loading counts as a step.
@@ -152,7 +152,7 @@ class LastSteps(_RankRecorder):
         self._dropped = 0
 
     def ended(self, task: Task) -> None:
-        """Keep a finished task, and drop those of the earliest step if there are too many steps."""
+        """Keep a finished task, and drop the tasks of the earliest step if more than `steps` steps are kept."""
         tasks = self._steps.get(task.step)
         if tasks is not None:
             tasks.append(task)
@@ -188,7 +188,7 @@ class LastSteps(_RankRecorder):
                 rank.trim(min(ids), self._first)
 
     def _forget(self, tasks: Iterable[Task]) -> None:
-        """Drop tasks, but remember the slots that they filled."""
+        """Drop `tasks`, but remember the memory slots that they filled."""
         for task in tasks:
             if isinstance(task, PageTransfer) and task.slots:
                 self._ranks[self._rank_of[task.lane]].filled.update(task.slots)

