@@ -77,7 +77,7 @@ class TritonEmbed(TritonKernel):
 
         @lru_cache(maxsize=1)
         def places(*lengths: int) -> tuple[Tensor, tuple[Tensor, ...]]:
-            """Return a tensor on the GPU for all numbers of the step, and successive parts of it, of these lengths."""
+            """Return a GPU tensor for a step's ids, positions and block tables, and its parts, of these lengths."""
             numbers = self._result(memory, "numbers", sum(lengths), dtype=torch.int64)
             return numbers, numbers.split(lengths)
 

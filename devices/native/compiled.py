@@ -56,7 +56,7 @@ def _loaded() -> Library | str:
 
 
 def load(paths: Sequence[Path]) -> Library | str:
-    """Load the library from the first of these files; returns the library, or the reason why it cannot be used."""
+    """Load the library from the first path; return it, or the reason why it cannot be used, such as no path at all."""
     for path in paths:
         try:
             library = Library(str(path))

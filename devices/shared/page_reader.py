@@ -266,8 +266,9 @@ def _convert(
     *,
     cached: bool = False,
 ) -> int:
-    """Read rows of a tensor through a buffer into `out` (1-D), converted to the dtype of `out`; returns the
-    bytes read.
+    """Read the rows first, end of a tensor into `out` (1-D), in its dtype, through `buffer`; return the bytes read.
+
+    cached: True to take from the system's page cache the bytes that it has.
     """
     start, end = byte_range(stored, rows)
     chunk = CHUNK_BYTES if stored.columns is None else _whole_rows(stored)

@@ -172,12 +172,10 @@ def _options(kind: type[Options], values: Mapping[str, Any]) -> Options:
 
 
 def _value(each: Described, values: Mapping[str, Any]) -> Any:
-    """Return the value of an option.
-
-    values: values of all flags, by name.
+    """Return the value of the option `each`, from the values of all flags by name.
 
     Raises:
-        BadInput: the value is out of the option's bounds, or is not a table as the option needs.
+        BadInput: the value is out of the option's bounds, or the option takes NAME=VALUE pairs and it has none.
     """
     value = values[each.name]
     if each.switches_off:

@@ -109,7 +109,7 @@ class HelpsOptions(Options):
 
 
 class PlannedOptions(PolicyOptions, SizeOptions, BudgetOptions, DTypeOptions, CutOptions, MachineOptions):
-    """Options that determine the plans of batches, of runs and of predictions."""
+    """Options that determine a plan, whether a run or a prediction carries it out: policy, sizes, budgets, machine."""
 
 
 class BestPolicyOptions(ChoiceOptions):

@@ -44,7 +44,7 @@ def most_steps(objective: Objective) -> int:
 def cheap_tasks(objective: Objective) -> int:
     """Return the largest number of tasks for which a trial run simulates all layers, instead of estimating from a few.
 
-    The number is higher for a single request, whose estimate is worse, since work outside of layers is more of a step.
+    The number is higher for a single request: work outside of layers then takes more of a step, so estimates are worse.
     """
     return 4_000 if objective == "throughput" else 20_000
 

@@ -89,11 +89,13 @@ class SectionWords(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class PaperClaim(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A statement in a paper's text: a ratio from `low` to `high`, or else the words of `paper`.
+    """A statement in a paper's text: a ratio from `low` to `high`, or else words.
 
     Attributes:
         where: section of the paper.
         what: the statement's subject.
+        low, high: the range of the ratio that the paper states; 0 if it states words.
+        paper: the paper's statement in words; empty if it is a ratio.
         because: the reason why agreement with our result would mean little; empty if there is none.
     """
 

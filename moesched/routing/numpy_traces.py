@@ -40,7 +40,7 @@ def parse_npy(where: str, data: bytes, config: ModelConfig) -> RoutingTrace:
 def parse_npz(where: str, data: bytes, config: ModelConfig) -> RoutingTrace:
     """Parse an .npz file: moesched's trace, or arrays of vLLM, one for each request.
 
-    The two arrays in `SPLIT`, if the file has no other, are one request.
+    A file of exactly two arrays, named as in `SPLIT`, holds one request: its prompt and its generated tokens.
 
     Args:
         where: name of the file, for error messages.

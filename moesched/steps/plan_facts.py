@@ -87,7 +87,7 @@ class PlanFacts(Declarations):
 
     @property
     def kv(self) -> KVPlan:
-        """The placement of the KV cache that the declarations so far give."""
+        """Where the KV cache lies, by what the policy has declared so far."""
         return self.reservations.kv(self.declared)
 
     def memory(self, role: Role, stage: int = 0) -> Memory:

@@ -345,9 +345,9 @@ def check_plans(
 
     Args:
         plans, policies: a plan and its policy for each node.
-        clock: "virtual", "shared" or "real", as for `run_on_symbols`.
+        clock: "virtual"; "shared", on which concurrent tasks slow each other down; or "real" for real threads.
         where: names the case in messages.
-        cost: gives durations on a virtual clock; None for the machine's own.
+        cost: gives durations on a virtual clock; None for the cost model of the plan's machine.
         ends_early: whether sequences of the first micro-batch end early, as in `Case`.
 
     Raises:
