@@ -30,6 +30,8 @@ PLACES, QUEUE = 16, 64
 PROMPT, NEW_TOKENS = 64, (8, 24)
 TIMES, MOST_TTFT, MOST_GROWTH = 10, 1.2, 2.0
 WARM_UP, SECONDS = 10.0, 60.0
+PAGES = 2_000
+"""Requests for a page before the front's memory is noted, which grows until Python first collects garbage."""
 RETURNING = 40
 PATIENCE_SECONDS = 300
 
@@ -95,6 +97,8 @@ async def overloaded(server: Server, seconds: float) -> Result:
     """Measure what a server carries, and what it does with ten times as many requests."""
     clients = Clients(server.port)
     carried = await clients.carried(WARM_UP, seconds / 2)
+    for _ in range(PAGES):
+        await page(server.port, "/health")
     before, used = memory_of(server.process), processor_seconds(server.process)
     outcomes = await clients.arriving(TIMES * carried, seconds)
     used = processor_seconds(server.process) - used
