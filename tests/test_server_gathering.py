@@ -10,7 +10,7 @@ from moesched.server.gathering import GatheringTransport
 
 
 class Sent(list[tuple[str, bytes]]):
-    """What the connections of a test did, in order."""
+    """Names of connections with the bytes that they sent, in order."""
 
 
 class RecordingTransport:
@@ -83,7 +83,7 @@ def test_nothing_is_sent_on_a_connection_that_was_lost() -> None:
 
 
 def sent_by(use: Callable[[Sent], Awaitable[None]]) -> Sent:
-    """What connections send while `use` runs, and in the turns after it."""
+    """Run `use`, then one more turn of the loop; return the bytes that its connections sent."""
     sent = Sent()
 
     async def then_wait() -> None:

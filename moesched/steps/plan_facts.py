@@ -87,7 +87,7 @@ class PlanFacts(Declarations):
 
     @property
     def kv(self) -> KVPlan:
-        """Where the KV cache lies, by what the policy has declared so far."""
+        """Return the placement of the KV cache, by what the policy has declared so far."""
         return self.reservations.kv(self.declared)
 
     def memory(self, role: Role, stage: int = 0) -> Memory:
