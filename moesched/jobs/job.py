@@ -91,12 +91,12 @@ class Job:
         chosen_at: tokens per second that the planner predicts.
         """
         job = copy(self)
-        job.chosen_at = chosen_at
+        job.chosen_at, job._sizes = chosen_at, None
         job._take(choose_policy(policy))
         return job
 
     def with_sizes(self, sizes: BatchSizes) -> Job:
-        """Return a copy of the job whose `sizes` chooses these."""
+        """Return a copy of the job whose `sizes` returns these, until it gets another policy or number of beams."""
         job = copy(self)
         job._sizes = sizes
         return job
@@ -104,7 +104,7 @@ class Job:
     def with_beams(self, beams: int) -> Job:
         """Return a copy of the job for a call with beam search of this width; the copy chooses sizes of its own."""
         job = copy(self)
-        job.beams = beams
+        job.beams, job._sizes = beams, None
         return job
 
     def use_device(self, device: Device) -> None:
