@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,12 @@ import pytest
 from moesched.drivers.capture import NotFixed
 from moesched.engine import Engine
 from moesched.models.layout import Page
+from moesched.policies.layer_streaming import LayerStreaming
 from moesched.runs.simulation import simulate
 from moesched.steps.model_pages import describe_all
-from moesched.steps.plan import Plan
 from moesched.steps.step import Step
 from moesched.tasks import Lane, PageTransfer, Work
+from moesched.testing.adversarial import Adversarial
 from moesched.trace import (
     About,
     LastSteps,
@@ -153,35 +155,35 @@ def test_cancelled_transfers_of_several_nodes_stand_on_one_clock() -> None:
     assert [(each.lane.rank, each.time) for each in merged.cancelled] == [(0, 5), (1, 12), (0, 30), (1, 37)]
 
 
+class Cancelling(LayerStreaming):
+    """Prefetches a page behind each layer's first one, and cancels it at once, without awaiting anything."""
+
+    def _fetch(self, step: Step, i: int) -> None:
+        first, second, *others = step.pages(i)
+        step.fetch([first], self.buffer)
+        step.fetch([second], self.buffer, speculative=True)
+        assert step.cancel([second], self.buffer)
+        step.fetch([second, *others], self.buffer)
+
+
 @pytest.mark.parametrize("run", [virtual_run, realtime_run])
-def test_every_cancelled_page_of_a_run_is_recorded(run: Any) -> None:
-    recording: Recording = run("adversarial").recording
+def test_a_prefetch_that_is_cancelled_in_each_layer_of_each_step_is_recorded(run: Any) -> None:
+    ended: Run = run(Cancelling())
+    steps, layers = 3, ended.plan.layout.config.layers
+    cancelled = Counter(each.task.layer for each in ended.recording.cancelled)
+    assert cancelled == dict.fromkeys(range(layers), steps)
+
+
+@pytest.mark.parametrize("policy", [Cancelling, Adversarial])
+@pytest.mark.parametrize("run", [virtual_run, realtime_run])
+def test_every_cancelled_page_of_a_run_is_recorded(run: Any, policy: Any) -> None:
+    recording: Recording = run(policy()).recording
     last = {sample.pool: sample.counted for sample in recording.pools}
     assert sum(each.task.pages for each in recording.cancelled) == sum(
         each.cancelled for each in last.values()
     )
-    assert recording.cancelled
     for each in recording.cancelled:
         assert 0 <= each.time <= recording.end
-
-
-class Cancelling:
-    """Prefetches a page behind another one, and cancels it at once, without awaiting anything."""
-
-    def plan(self, plan: Plan) -> None:
-        plan.place_kv("accelerator")
-        plan.keep(plan.layout.pages[2:])
-        self.pages = plan.layout.pages[:2]
-        self.pool = plan.pool("accelerator", "two", 2, self.pages)
-
-    async def decode(self, step: Step) -> None:
-        """Run a step, and cancel a transfer in it."""
-        busy, unwanted = self.pages
-        step.fetch([busy], self.pool)
-        step.fetch([unwanted], self.pool, speculative=True)
-        step.cancel([unwanted], self.pool)
-
-    prefill = decode
 
 
 def test_a_run_that_cancels_is_not_replayed_as_if_it_did_not() -> None:
