@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 from moesched.drivers.realtime import RealtimeDriver, SharedEngine
@@ -71,8 +72,17 @@ def staged_run() -> Run:
     return virtual_run("cgopipe", machine=staged(load_machine("t4"), "16GB"), budgets=FORTY_PERCENT)
 
 
-def realtime_run(policy: str | Policy, recorder: Recorder | LastSteps | None = None, **sizes: Any) -> Run:
-    """Run a policy in real time on worker threads, with tasks that do nothing."""
+def realtime_run(
+    policy: str | Policy,
+    recorder: Recorder | LastSteps | None = None,
+    *,
+    unfinished: AbstractContextManager[object] | None = None,
+    **sizes: Any,
+) -> Run:
+    """Run a policy in real time on worker threads, with tasks that do nothing.
+
+    unfinished: a lock; no task ends while the policy holds it.
+    """
     policy = make_policy(policy) if isinstance(policy, str) else policy
     recorder = recorder or Recorder()
     plan = make_plan(policy, **sizes)
@@ -80,7 +90,8 @@ def realtime_run(policy: str | Policy, recorder: Recorder | LastSteps | None = N
     decide = simulated_decisions(plan)
 
     def execute(task: Task) -> Any:
-        return decide(task) if isinstance(task, Decision) else None
+        with unfinished or nullcontext():
+            return decide(task) if isinstance(task, Decision) else None
 
     observers = observers_of([run], [], recorder)
     asyncio.run(RealtimeDriver([run.engine], execute, observers=observers).run(run.generation.run()))
