@@ -120,7 +120,7 @@ class PlainEngine:
         """Tasks that `cancel` withdrew, for a trace, and the times; None if they are not recorded."""
         self.now: Callable[[], int] = lambda: 0
         self.look: Callable[[], AbstractContextManager[int]] = lambda: nullcontext(0)
-        """The driver's time in nanoseconds; `look` also holds all states while a policy looks at them."""
+        """Returns a context that gives the driver's time in nanoseconds, and in which no task changes its state."""
         self.submitted = self.settled = self.joins = self.tickets = 0
         """Tasks submitted and settled so far; joins and collectives submitted."""
         self._admitted = 0

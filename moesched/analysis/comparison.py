@@ -112,7 +112,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
         return f"{lane} busy {share:.0%}"
 
     def _figure(self, section: Section, name: str, what: str) -> list[float | None]:
-        """Return each run's value in the row with this section, name and quantity; a list of None if there is none."""
+        """Return each run's value in the row of this section, name and quantity `what`; None for each without a row."""
         key = (section, name, what)
         found = (row.values for row in self.rows if (row.section, row.name, row.what) == key)
         return next(found, [None] * len(self.runs))
@@ -202,7 +202,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
         return lines
 
     def _published_prefills(self, columns: int) -> list[str]:
-        """Return a row of `columns` cells with published errors of predicted prefills, to stand below the prefill."""
+        """Return a row of `columns` cells: the published errors of prefill times that other simulators predicted."""
         name, error = PUBLISHED_PREFILLS
         cells = [name, "", *(error if _foretold(run) else "" for run in self.runs)]
         return [*cells, *[""] * (columns - len(cells))]

@@ -193,11 +193,11 @@ def _differ(group: _Group, first: _Groups, second: _Groups) -> float:
 def _losses(
     run: Recording, groups: Sequence[_Groups], parts: Sequence[_Part], steps: _Progress
 ) -> list[float]:
-    """Replay the second run, `run`, while one part after another gets its mean durations in the first run.
+    """Replay the second run, `run`, once for each part, whose tasks from then on take the first run's mean durations.
 
     Args:
         groups: the first run's groups of tasks, and the second run's.
-        steps: told of each replay.
+        steps: counts the replays.
 
     Returns:
         The seconds that each part saves, in the order of `parts`.

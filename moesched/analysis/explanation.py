@@ -20,7 +20,7 @@ from moesched.trace.waits import waits_of
 
 
 class PoolUses(msgspec.Struct, frozen=True, kw_only=True):
-    """Numbers of pages of a pool that were fetched, found, missed, prefetched in vain, or cancelled in a whole run."""
+    """Numbers of a pool's pages in a whole run: fetched, found there, missed, prefetched in vain, or cancelled."""
 
     fetched: int
     hits: int

@@ -159,7 +159,7 @@ def table(times: Times, dtype: str) -> list[CostPoint]:
 
 
 def product_speeds(times: Times, dtype: str) -> list[float]:
-    """Return each round's speed of products: the median over products, each relative to its own over all rounds."""
+    """Return each round's median speed of products, where 1 is a product's median speed over all rounds."""
     products = [rounds for each, rounds in times.items() if isinstance(each, Product) and each.dtype == dtype]
     return [median(median(rounds) / rounds[turn] for rounds in products) for turn in range(len(products[0]))]
 

@@ -1,4 +1,4 @@
-"""Commands of the command line from Python functions: each parameter with an `Option` becomes a flag."""
+"""Makes commands of the command line from Python functions: each parameter with an `Option` becomes a flag."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Progress of a run on the terminal: a bar while weights load, then the generated text."""
+"""Shows the progress of a run on the terminal: a bar while weights load, then the generated text."""
 
 from __future__ import annotations
 

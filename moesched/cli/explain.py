@@ -1,4 +1,4 @@
-"""`moesched explain`: where the time of a run went."""
+"""`moesched explain`: explains where the time of a run went."""
 
 from __future__ import annotations
 

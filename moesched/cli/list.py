@@ -1,4 +1,4 @@
-"""`moesched list`: names of policies, models, machines and more, with the reason if one cannot load."""
+"""`moesched list`: lists the names of policies, models, machines and more, with the reason if one cannot load."""
 
 from __future__ import annotations
 
@@ -239,7 +239,7 @@ def _loaded(name: str, load: Callable[[str], Any], figures: Callable[[Any], Entr
 
 
 def _first_sentence(found: Any) -> str:
-    """Return the first sentence of a docstring, or its first paragraph if that has no full stop."""
+    """Return the first sentence of an object's docstring, or the first paragraph if that has no full stop."""
     text = " ".join((inspect.getdoc(found) or "").split("\n\n", 1)[0].split())
     sentence = re.match(r".*?[.!?](?= [A-Z`]|$)", text)
     return sentence[0] if sentence else text

@@ -1,4 +1,4 @@
-"""`moesched plan`: the best plan for a model, a machine and a workload."""
+"""`moesched plan`: finds the best plan for a model, a machine and a workload."""
 
 from __future__ import annotations
 

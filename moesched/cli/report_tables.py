@@ -1,4 +1,4 @@
-"""The figures of a run as text: rates, lanes, memories, pools, nodes."""
+"""Prints the figures of a run as text: rates, lanes, memories, pools, nodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables on standard output. On a narrow terminal, spare columns are left out, or each cell gets a line of its own."""
+"""Prints tables. On a narrow terminal, spare columns are left out, or each cell gets a line of its own."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class ClockMeter:
         self._window_end = 0
 
     def ask(self, number: int, now: int) -> None:
-        """Record that request `number` was sent at `now` nanoseconds; the oldest unanswered ones are dropped."""
+        """Record that request `number` was sent at `now` nanoseconds; the oldest unanswered requests are dropped."""
         self._sent = {each: sent for each, sent in self._sent.items() if each > number - 64}
         self._sent[number] = now
 

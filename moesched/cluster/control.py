@@ -99,7 +99,7 @@ class Control:
         return gone
 
     def say(self, peer: Peer, message: LauncherSays) -> None:
-        """Send a message to a node; it is dropped if the connection has ended."""
+        """Send a message to a node; the message is dropped if the connection has ended."""
         self._socket.send_multipart([peer, pack(self._said[peer].number(message))])
 
     def close(self) -> None:

@@ -47,7 +47,7 @@ OfOrder = Prepared | Loading | Loaded | Tokens | Piece | Done | Failed
 
 
 class Node:
-    """The launcher's view of one node."""
+    """The launcher's view of one node: its process, connection, messages, progress, and the reason if it is lost."""
 
     def __init__(self, host: Host, process: Process) -> None:
         self.host = host
@@ -189,7 +189,7 @@ class Roster:
             raise Back
 
     def say(self, node: Node, message: LauncherSays) -> None:
-        """Send a message to a node; it is dropped if the node is not connected."""
+        """Send a message to a node; the message is dropped if the node is not connected."""
         if node.peer is not None:
             self._control.say(node.peer, message)
 

@@ -1,4 +1,4 @@
-"""Probes of the host: processor, kernels, cores, memory, folders and clock."""
+"""Probes, which judge the facts about the host: processor, kernels, cores, memory, folders and clock."""
 
 from __future__ import annotations
 

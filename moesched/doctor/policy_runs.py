@@ -1,4 +1,4 @@
-"""Runs of a tiny model under every policy, and the check that their tokens and logits agree."""
+"""Runs a tiny model under every policy, and checks that tokens and logits agree."""
 
 from __future__ import annotations
 

@@ -91,8 +91,7 @@ class Account:
         """Record that a task was issued to a stream of its device.
 
         Returns:
-            the later tasks on streams of the same device, whose wait for `task` is now the device's and no longer the
-            host's.
+            the later tasks on streams of the same device, which the device, not the host, now has wait for `task`.
         """
         self._released[task.id] = []
         released = [number for number in self._later[task.id] if self._on_device(task.id, self.tasks[number])]

@@ -321,7 +321,7 @@ class StreamRunner:
             pass
 
     def _report_batch(self) -> bool:
-        """Wait for the next batch of tasks and report their ends; False if there is none."""
+        """Wait for the next batch of tasks and report their ends; return False if there is no batch."""
         with self._driver.lock:
             batch = self._next_batch()
             self._waiting = bool(batch)

@@ -326,7 +326,7 @@ class Player:
             self._step_ended = not self._unsampled[index]
 
     def _admit(self, now: int) -> None:
-        """At time `now`, start arrived collectives on their lanes, or queue them before all but earlier collectives."""
+        """At time `now`, start arrived collectives on their lanes, or queue them, behind earlier collectives only."""
         lanes = self._lanes
         for number in self._arrived:
             before = (lanes.admitted - _NUMBER) << CLASS_SHIFT

@@ -1,4 +1,4 @@
-"""Tokenizers made of the vocabulary of a GGUF file."""
+"""Makes tokenizers from the vocabulary of a GGUF file."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def find_shape(model: Path | str, stored_as: str | None = None) -> ModelConfig:
         stored_as: storage format of the weights; None for the format in which the model is published.
 
     Raises:
-        BadInput: the name is unknown and no model's files, or the model cannot have that format.
+        BadInput: the name is unknown and not a path of model files, or the model cannot have that format.
     """
     name, path = str(model), Path(model)
     if name in SHAPES:

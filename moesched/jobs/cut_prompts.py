@@ -12,7 +12,7 @@ from moesched.serving.capacity import Capacity
 from moesched.steps.plan import Plan
 
 CHUNK = 1024
-"""Prompt tokens between two steps of tokens by default, where all weights stay in memory."""
+"""Prompt tokens computed in one step by default, where all weights stay in memory."""
 
 
 def with_cut_prompts(capacity: Capacity, asked: int | None) -> Capacity:
@@ -49,5 +49,5 @@ def cuts_prompts(plan: Plan, asked: int | None) -> bool:
 
 
 def may_cut_prompts(plan: Plan) -> bool:
-    """Test whether a plan is for one machine, and its whole KV cache on the accelerator, where prompts are computed."""
+    """Test whether a plan is for one machine and has its whole KV cache on the accelerator, which computes prompts."""
     return plan.nodes.count == 1 and all(role == "accelerator" for roles in plan.kv.roles for role in roles)

@@ -56,7 +56,7 @@ class Expectation:
 
     Args:
         obstacle: the reason why the batch cannot be predicted; None if it can.
-        policies: give the policy of each predicted batch; one that keeps state goes on from the batch before.
+        policies: makes the policy of each predicted batch; a policy with state continues from the batch before.
 
     Attributes:
         observers: observers to pass to the measured run.

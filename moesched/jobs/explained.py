@@ -1,4 +1,4 @@
-"""Reports with their batch's bottleneck, and with changes that would help."""
+"""Adds to a report its batch's bottleneck, and the changes that would help most."""
 
 from __future__ import annotations
 

@@ -108,13 +108,13 @@ class Job:
         return job
 
     def use_device(self, device: Device) -> None:
-        """Plan for a device; call it before `sizes` and `plan`."""
+        """Make the job plan for this device; call this before `sizes` and `plan`."""
         self.machine = as_used_by(device, self.machine)
 
     def use_process(self, process: Process) -> None:
         """Set the process that runs the plans; the process's other bytes also count in its budget.
 
-        Call it before `sizes` and `plan`.
+        Call this method before `sizes` and `plan`.
 
         Raises:
             BadInput: the budget of the process leaves nothing for plans.

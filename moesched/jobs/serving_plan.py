@@ -88,7 +88,7 @@ def plan_serving(
     """Plan for requests that join and leave, each of which may have `context` tokens.
 
     Args:
-        job: a job by `serving_job`, which knows its device.
+        job: a job by `serving_job`, with its device set.
         slot_bytes: returns the bytes of memory that a page of weights takes.
         process: returns the process that will run the plan, in its state at the call.
         chooses: whether the planner chooses the policy, instead of the job's own.

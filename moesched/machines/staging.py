@@ -74,7 +74,7 @@ def staged(machine: Machine, limit: int | str, *, ring: bool = True) -> Machine:
 
 
 def _links(machine: Machine, staging: Staging, ring: bool) -> Iterator[Link]:
-    """Yield the links of a machine with staging, in which page-locked memory replaces host memory at the fast links.
+    """Yield the links of a machine with staging: those of page-locked memory, and those of the rest of host memory.
 
     Args:
         ring: whether copies between accelerator and host memory go in pieces through page-locked memory.
