@@ -453,7 +453,7 @@ class Engine(PlainEngine):
 
 
 def _follow(task: Task, others: Sequence[Task]) -> int:
-    """Add edges from `others` to a task that needs none of their results; returns how many have not settled."""
+    """Add edges from `others` to a task that needs none of their results; return the number of unsettled `others`."""
     task.deps += [other.id for other in others]
     unsettled = [other.followers for other in others if other.followers is not None]
     for followers in unsettled:

@@ -88,7 +88,7 @@ class KernelFailed(MoeschedError):
 
 
 class TaskFailed(MoeschedError):
-    """A task raised on its lane; the message tells its story: label, lane, what it waited for, who submitted it."""
+    """A task raised an error on its lane; the message names the task, its lane, and the line that submitted it."""
 
 
 class TransportError(MoeschedError):

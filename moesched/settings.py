@@ -1,4 +1,4 @@
-"""Settings of a policy or device, which are parameters of its constructor: parsing and checks."""
+"""Parses and checks settings of a policy or device, which are parameters of the constructor."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def parse_value(text: str) -> int | float | bool | str:
 
 
 def check_settings(plugin: type, title: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Check settings against the types of a plug-in's parameters; returns them as its keyword arguments.
+    """Check settings against the types of a plug-in's parameters; return the settings as keyword arguments.
 
     Only parameters with a default are settings. Those annotated with other types than bool, int, float and str are not
     checked.

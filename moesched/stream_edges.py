@@ -1,4 +1,4 @@
-"""Edges between tasks on streams of one device, which the device enforces itself.
+"""Records edges between tasks on streams of one device, which the device enforces itself.
 
 A task is enqueued on its stream before the tasks that it waits for on other streams of the device have ended. A task's
 failure is still passed on to the tasks behind, although these no longer wait for that task on the host.

@@ -122,7 +122,7 @@ class Lane:
         self.queue: deque[Task] = deque()
 
     def next_task(self) -> Task | None:
-        """Remove the task that is to run next from the lane, and return it; None while there is none that may start."""
+        """Remove the task that is to run next from the lane, and return it; return None if no task may start."""
         if self.in_flight >= self.depth:
             return None
         if not self.in_order:

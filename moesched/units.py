@@ -1,4 +1,4 @@
-"""Parsing and formatting of sizes, rates and times; KB, MB, GB are powers of 1000, KiB, MiB, GiB powers of 1024."""
+"""Parses and formats sizes, rates and times; KB, MB, GB are powers of 1000, KiB, MiB, GiB powers of 1024."""
 
 from __future__ import annotations
 

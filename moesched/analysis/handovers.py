@@ -90,7 +90,7 @@ def _submit_delays(recording: Recording) -> _Measured:
 def _dispatches(recording: Recording) -> _Measured:
     """Yield each task's dispatch time as (index of the task, kind, nanoseconds).
 
-    A kind is the lane, and "policy", "lane" or "task": the thing that the task waited for.
+    A kind is the pair of the lane and the thing that the task waited for: "policy", "lane" or "task".
     """
     ends: dict[LaneName, int] = {}
     for index, each in enumerate(recording.slices):

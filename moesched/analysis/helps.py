@@ -93,7 +93,7 @@ def best_helps(found: Iterable[Help]) -> list[Help]:
 
 
 def _candidates(recording: Recording, path: Sequence[PathPart]) -> dict[str, str]:
-    """Map each change that may save `LEAST_SAVED` of the run's time, in the syntax of `what_if`, to words for it."""
+    """Map each change that may save `LEAST_SAVED` of the run's time, in the syntax of `what_if`, to a description."""
     words: dict[str, str] = {}
     most: dict[str, float] = {}
     for change, said, saved in _reliefs(recording, path):

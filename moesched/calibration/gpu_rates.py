@@ -199,7 +199,7 @@ def estimate(figures: Sequence[float]) -> Estimate:
 
 
 def _products(times: Times, processor: str, dtype: str) -> Iterator[tuple[Product, float]]:
-    """Yield pairs of a product with a plain matrix and its seconds, one pair for each round in which it was timed."""
+    """Yield pairs of a product with a plain matrix and the product's seconds, one pair for each timed round."""
     for each, rounds in times.items():
         if isinstance(each, Product) and (each.processor, each.dtype, each.format) == (processor, dtype, ""):
             for seconds in rounds:

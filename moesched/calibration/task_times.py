@@ -61,7 +61,7 @@ class TaskKey(NamedTuple):
 
 
 class Source(NamedTuple):
-    """Origin of tasks: the model, its dtype, and the index of the batch of prompts that it ran."""
+    """The run that tasks come from: the model, the dtype of the run, and the index of the batch of prompts."""
 
     model: ModelConfig
     dtype: DType

@@ -175,7 +175,7 @@ def _value(each: Described, values: Mapping[str, Any]) -> Any:
     """Return the value of the option `each`, from the values of all flags by name.
 
     Raises:
-        BadInput: the value is out of the option's bounds, or the option takes NAME=VALUE pairs and it has none.
+        BadInput: the value is out of the option's bounds, or lacks the NAME=VALUE pairs that the option takes.
     """
     value = values[each.name]
     if each.switches_off:
@@ -190,7 +190,7 @@ def read_table(each: Described, texts: Sequence[str]) -> dict[str, Any]:
     """Parse arguments such as "ahead=3" into a table of values by key.
 
     Args:
-        each: the option; unless its values may be of any type, they stay text.
+        each: the option; the values stay texts unless the option takes values of any type.
         texts: the arguments.
 
     Raises:

@@ -109,7 +109,7 @@ def _kernel_row(entry: Entry) -> list[str]:
 
 
 def _models() -> list[Entry]:
-    """Return a row per model: family, sizes, numbers of all and of active weights, format, bytes, and source."""
+    """Return an entry per model: family, sizes, numbers of all and of active weights, format, bytes, and source."""
     from moesched.models.architectures import ARCHITECTURES
     from moesched.models.tensors import count_active_weights, count_weights, file_bytes
 
@@ -144,7 +144,7 @@ def _model_row(entry: Entry) -> list[str]:
 
 
 def _machines() -> list[Entry]:
-    """Return a row per machine: bytes of each memory, bytes per second of each link, number of accelerators."""
+    """Return an entry per machine: bytes of each memory, bytes per second of each link, number of accelerators."""
     from moesched.inputs.lookup import find_machine
     from moesched.machines import Machine, machine_names
 
@@ -202,7 +202,7 @@ def _part_figures(entry: Entry) -> str:
 
 
 def _networks() -> list[Entry]:
-    """Return a row per network: latency in seconds, bytes per second, and price of a network card in USD."""
+    """Return an entry per network: latency in seconds, bytes per second, and price of a network card in USD."""
     from moesched.machines.networks import Network, load_network, network_names
 
     def figures(network: Network) -> Entry:

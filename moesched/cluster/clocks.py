@@ -1,4 +1,4 @@
-"""Offsets between the clocks of machines, measured over time from round trips of messages (Cristian's algorithm).
+"""Measures the offset between two machines' clocks by round trips of messages (Cristian's algorithm).
 
 Clocks of two machines drift apart by some 20 to 50 microseconds a second. So the offset is measured anew every few
 seconds, and interpolated between two measurements.

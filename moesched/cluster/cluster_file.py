@@ -1,4 +1,4 @@
-"""The cluster file: the nodes, their addresses, resources and public keys.
+"""Reads and writes the cluster file: the nodes, their addresses, resources and public keys.
 
 network = "10gbe"
 

@@ -1,4 +1,4 @@
-"""Results of a run on several nodes: one report merged from all nodes' reports, and traces merged onto one clock."""
+"""Merges the results of a run on several nodes: reports into one report, and traces onto one clock."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class Control:
     """The launcher's socket: receives messages of nodes, and sends messages to them.
 
     Args:
-        known: names by public key; peers with other keys are refused and logged.
+        known: names of the nodes by public key; peers with other keys are refused and logged.
 
     Attributes:
         refused: addresses of the first refused peers, in order.

@@ -1,4 +1,4 @@
-"""The check of a node that asks to join: version, rank, key and model must match the launcher's."""
+"""Checks a node that asks to join: version, rank, key and model must match the launcher's."""
 
 from __future__ import annotations
 

@@ -157,7 +157,7 @@ class Piece(AboutOrder, frozen=True, kw_only=True):
 
     Attributes:
         what: "report" or "recording".
-        last: whether this piece completes it.
+        last: whether this is the last piece.
     """
 
     what: str

@@ -213,7 +213,7 @@ class Roster:
                 node.process.kill()
 
     def _patience(self, node: Node) -> float:
-        """Return the seconds of silence after which a node counts as lost; more while it opens its device."""
+        """Return the seconds of silence after which a node counts as lost; more while the node opens its device."""
         lost_after = self._cluster.lost_after
         return lost_after if node.ready else max(lost_after, LOADING_SECONDS)
 
@@ -221,7 +221,7 @@ class Roster:
         """Return the reason why a node counts as lost; None if it does not.
 
         A node's last messages may be unread until its connection ends, and its exit code is unknown until its process
-        ends. So it counts as lost when both have ended, or `ENDING_SECONDS` after one did.
+        ends. So the node counts as lost when both have ended, or `ENDING_SECONDS` after one did.
         """
         ended = node.process.poll() is not None
         if not ended and not node.hung_up:

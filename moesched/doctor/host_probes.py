@@ -75,7 +75,7 @@ def probe_memory(facts: Facts) -> Iterator[Finding]:
 def probe_locked_memory(facts: Facts) -> Iterator[Finding]:
     """Yield a finding on whether CUDA can lock enough host memory for the buffers from which a GPU copies.
 
-    The limit of `ulimit -l` does not matter: memory that CUDA locks does not count against it.
+    The limit of `ulimit -l` does not matter: memory that CUDA locks does not count against this limit.
     """
     lockable = facts.cuda.lockable
     if lockable is not None:

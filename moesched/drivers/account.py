@@ -91,7 +91,7 @@ class Account:
         """Record that a task was issued to a stream of its device.
 
         Returns:
-            the later tasks on streams of the same device, which the device, not the host, now has wait for `task`.
+            the later tasks on streams of the same device, whose wait for `task` is now left to the device.
         """
         self._released[task.id] = []
         released = [number for number in self._later[task.id] if self._on_device(task.id, self.tasks[number])]

@@ -1,4 +1,4 @@
-"""Rates of concurrent tasks that share processors, memories and links: max-min fair, with measured slowdowns."""
+"""Computes rates of concurrent tasks that share processors, memories, links: max-min fair, with measured slowdowns."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class Shared:
         lanes: number of lanes.
 
     Attributes:
-        now: the end of the last task, in nanoseconds.
+        now: the time of the latest end of a task, in nanoseconds.
     """
 
     def __init__(self, lanes: int) -> None:

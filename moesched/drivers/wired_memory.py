@@ -1,4 +1,4 @@
-"""Time to wire weights again after the accelerator's driver has unwired them, on machines with one memory.
+"""Computes the time to wire weights again after the accelerator's driver unwired them, on machines with one memory.
 
 Wiring an array means mapping and holding its memory for the accelerator. On a machine whose accelerator and host share
 one memory, weights must be wired before a kernel may read them. The driver unwires arrays that were idle for a while

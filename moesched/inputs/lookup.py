@@ -1,4 +1,4 @@
-"""Look-ups by name: a model's shape, a machine, a policy's class, a workload."""
+"""Finds by name: a model's shape, a machine, a policy's class, a workload."""
 
 from __future__ import annotations
 

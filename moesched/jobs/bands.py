@@ -1,4 +1,4 @@
-"""Uncertainty bands of simulations: the range of each figure, and the figures at the machine's stated rates."""
+"""Computes uncertainty bands of simulations: each figure's range, and the figures at the machine's stated rates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reports of successive batches, of which the last may have ended with an error."""
+"""Collects the reports of successive batches, of which the last may have ended with an error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prompts that are cut into parts over several steps, so that running requests wait for one part, not a whole prompt.
+"""Cuts prompts into parts over several steps, so that running requests wait for one part, not a whole prompt.
 
 Memory is reserved for the parts, and not for the longest prompt.
 """

@@ -1,8 +1,8 @@
-"""Prediction of a measured run: the same plans and expert choices on the virtual clock, at a calibration's costs.
+"""Predicts a measured run: simulates its plans and expert choices on the virtual clock, at a calibration's costs.
 
 Batches are predicted after they ran, so that a prediction disturbs no timing. A prediction uses the run's number of
-steps, the experts that routers chose and the accuracy of router previews, but no measured times. The width of the
-uncertainty band is that of the first batch.
+steps, the experts that routers chose and the accuracy of router previews, but no measured times. The first
+batch gives the width of the uncertainty band.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ class Job:
         return job
 
     def with_sizes(self, sizes: BatchSizes) -> Job:
-        """Return a copy of the job whose `sizes` returns these, until it gets another policy or number of beams."""
+        """Return a copy whose method `sizes` returns these sizes until the copy's policy or number of beams changes."""
         job = copy(self)
         job._sizes = sizes
         return job
@@ -180,7 +180,7 @@ class Job:
         )
 
     def policies(self) -> BatchPolicies:
-        """Return the policies for a run of all batches; call it after `sizes`."""
+        """Return the policies for a run of all batches; call this after `sizes`."""
         return BatchPolicies(self.make)
 
     def plan(

@@ -1,4 +1,4 @@
-"""Scenario of a simulation: model, machine, requests and expert choices, found by their names."""
+"""Finds the scenario of a simulation by names: model, machine, requests and expert choices."""
 
 from __future__ import annotations
 

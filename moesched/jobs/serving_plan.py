@@ -1,4 +1,4 @@
-"""The plan of a server: from the number of users and the longest request to a capacity, a policy and its plan."""
+"""Plans a server: finds capacity, policy and plan for a number of users and the longest request."""
 
 from __future__ import annotations
 
@@ -141,6 +141,6 @@ def _fullest(
 
 
 def _requests(job: Job, context: int) -> tuple[list[int], int]:
-    """Return prompt lengths and a number of new tokens, each half of `context`, by which to choose sizes."""
+    """Return prompt lengths and a number of new tokens, each half of `context`, for the choice of batch sizes."""
     assert job.options.batch_size is not None, "serving_job sets it"
     return [context // 2] * job.options.batch_size, context - context // 2

@@ -1,4 +1,4 @@
-"""Texts of comments in the file of a machine that was built from parts; they state the sources of its figures."""
+"""Writes the comments in the file of a machine built from parts, which state the sources of the figures."""
 
 from __future__ import annotations
 
