@@ -70,7 +70,7 @@ class PlainEngine:
 
     Args:
         lanes: the serial resources that tasks run on.
-        halt_on_failure: after a task failed, `submit` raises that failure, so that a policy stops at once.
+        halt_on_failure: whether `submit` raises the failure of an earlier task, so that a policy stops at once.
     """
 
     __slots__ = (

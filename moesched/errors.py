@@ -65,7 +65,7 @@ class PolicyError(MoeschedError):
     """A policy submitted an illegal task; raised at the line that submitted it.
 
     Attributes:
-        line: the policy's line as file:line, if that line is over and so not in the traceback; else empty.
+        line: the policy's line as file:line, if the policy is past it, so that the traceback lacks it; else empty.
     """
 
     line = ""

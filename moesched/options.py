@@ -97,7 +97,7 @@ class Described(NamedTuple):
 
     @property
     def switches_off(self) -> bool:
-        """Test whether the option's flag switches it off, as `--no-band` does `band`."""
+        """Test whether the option's flag switches the option off, as `--no-band` does `band`."""
         return self.flag.startswith("--no-") and not self.name.startswith("no_")
 
     @property

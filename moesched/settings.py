@@ -31,7 +31,7 @@ def check_settings(plugin: type, title: str, settings: Mapping[str, Any]) -> dic
 
     Args:
         plugin: the class of the policy or device.
-        title: names the plug-in in errors, such as "policy cgopipe".
+        title: name of the plug-in in errors, such as "policy cgopipe".
         settings: the value of each setting, by name.
 
     Raises:

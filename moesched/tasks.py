@@ -122,7 +122,7 @@ class Lane:
         self.queue: deque[Task] = deque()
 
     def next_task(self) -> Task | None:
-        """Remove the task that is to run next from the lane, and return it; return None if no task may start."""
+        """Remove from the lane the task that is to run next, and return it; return None if no task may start."""
         if self.in_flight >= self.depth:
             return None
         if not self.in_order:
@@ -133,7 +133,7 @@ class Lane:
         return queue.popleft() if queue and queue[0].state == READY else None
 
     def remove(self, task: Task) -> None:
-        """Remove a ready task that is not to run from the lane; an in-order lane later skips the settled task."""
+        """Remove from the lane a ready task that is not to run; an in-order lane later skips the settled task."""
         if not self.in_order:
             self.heap.remove((task.key, task))
             heapify(self.heap)

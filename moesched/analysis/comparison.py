@@ -24,8 +24,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         ratios: the figure of each run over that figure of the first run.
-        error_percents: for each run, the error of its prediction against the first run's measurement, or the reverse,
-            in percent of the measured figure; None if both runs are predicted or both are measured.
+        error_percents: for each run, the prediction's error in percent of the measured figure, where either the run or
+            the first run is predicted, and the other measured; else None.
     """
 
     section: Section
@@ -78,7 +78,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
         return columns
 
     def _foretells(self, number: int) -> bool:
-        """Test whether exactly one of two runs is a prediction: the run at index `number`, or the first run."""
+        """Test whether exactly one of the first run and the run at index `number` is a prediction."""
         return self.runs[number].figures != self.runs[0].figures
 
     def answer(self) -> str:

@@ -292,7 +292,7 @@ def _fetching_bandwidth(machine: Machine, below: str, above: str) -> float:
 
 
 def _attention(operations: Operations, requests: int, context: int, kv_dtype: str) -> tuple[Amount, float]:
-    """Return the FLOPs and bytes of a micro-batch's attention for a new token per request, and its cache's bytes.
+    """Return a micro-batch's FLOPs and bytes of attention for a new token per request, and its KV cache's bytes.
 
     Args:
         context: tokens in the cache of each request.

@@ -53,7 +53,7 @@ def products(times: Times, processor: str, dtype: str) -> SharedRate:
 
 
 def weights(times: Times, processor: str, launch: float, bandwidth: float) -> Estimate:
-    """Return the share of a memory's bandwidth that products of one row reach, as they read their weights.
+    """Return the share of a memory's bandwidth that products of one row reach, which are bound by reading weights.
 
     Args:
         launch: seconds of a kernel's launch; kernels that are hardly longer do not count.

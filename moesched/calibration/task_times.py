@@ -61,7 +61,7 @@ class TaskKey(NamedTuple):
 
 
 class Source(NamedTuple):
-    """The run that tasks come from: the model, the dtype of the run, and the index of the batch of prompts."""
+    """Identifies a run of a small model: the model, the dtype, and the index of the batch of prompts."""
 
     model: ModelConfig
     dtype: DType

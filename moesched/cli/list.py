@@ -91,7 +91,7 @@ def _plugins(kind: Any) -> list[Entry]:
 
 
 def _kernels() -> list[Entry]:
-    """Return an entry for each kernel: operation, devices, cases that it takes; the reason if it takes none here."""
+    """Return an entry for each kernel: operation, devices, cases that it takes; if none here, the reason."""
     from moesched import plugins
     from moesched.seams import KernelRow, ListsKernels
 

@@ -94,7 +94,7 @@ def _decoded(rank: int, data: bytes, kind: type[T]) -> T:
 
 
 def _member(roster: Roster, host: Host, reports: Sequence[JobReport]) -> NodeReport:
-    """Merge the reports of `host` on its batches into one, with its clock's offset and the reason of a loss."""
+    """Merge a node's reports on batches into one, with the offset of the node's clock, and the reason of a loss."""
     clock = roster.clocks.get(host.rank)
     memories = reports[0].peak_bytes if reports else ()
     return NodeReport(

@@ -21,7 +21,7 @@ class Expected(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def refusal(join: JoinRequest, key: str, cluster: Cluster, expected: Expected) -> str | None:
-    """Return the reason to refuse a node, in one line; None to admit it.
+    """Return the reason to refuse a node that asks to join, in one line; None to admit the node.
 
     Args:
         key: public key with which the node connected.

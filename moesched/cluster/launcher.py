@@ -248,7 +248,7 @@ class Launch:
         """Process messages and losses until `condition` returns True.
 
         Args:
-            what: verb that names what the nodes should do, for the error message.
+            what: verb for the action that is awaited of the nodes, for the error message.
 
         Raises:
             BadInput: the condition does not hold after `seconds`.

@@ -25,7 +25,7 @@ class ExpertLatencies:
 
     Args:
         plan: the plan, which has the model and the machine.
-        cost: cost model that gives the latencies; None for the machine's calibration, or its roofline without one.
+        cost: cost model that gives the latencies; None for the machine's calibration or, without one, its roofline.
 
     Attributes:
         transfer: seconds to move one expert's weights from the memory where they are kept to the accelerator; 0 if they

@@ -36,7 +36,7 @@ def probe_processor(facts: Facts) -> Iterator[Finding]:
 
 
 def probe_kernels(facts: Facts) -> Iterator[Finding]:
-    """Yield findings on whether the compiled kernels can be used, with the best instructions of the processor."""
+    """Yield findings on whether the compiled kernels can be used, and use the processor's best instructions."""
     kernels, best = facts.kernels, _best_set(facts.processor.flags)
     if kernels.problem:
         yield finding("kernels-unusable", problem=kernels.problem)

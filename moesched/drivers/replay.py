@@ -182,7 +182,7 @@ class CapturedRun:
     def step_ends(self, cost: CostModel) -> list[int]:
         """Replay the run with a cost model; return the nanoseconds at which each step ended.
 
-        The first one is the end of loading. Each other step ends with its last `sample`.
+        The first time is the end of loading. Each other step ends with its last `sample`.
         """
         known: dict[int, int] = {}
         works: list[Work] = []  # kept, so that no other work gets one's id

@@ -202,7 +202,7 @@ def _add_tokens(made: Any, vocabulary: Vocabulary) -> None:
 
 
 def _add_ends(made: Any, vocabulary: Vocabulary) -> None:
-    """Make the `tokenizers.Tokenizer` `made` put the first and last token around a text, as the model expects them."""
+    """Make the `tokenizers.Tokenizer` `made` put the begin and end tokens that the model expects around a text."""
     from tokenizers import processors
 
     begins = vocabulary.add_bos_token

@@ -20,7 +20,7 @@ def with_band(
     A report of a run that was interrupted or failed is returned unchanged.
 
     Args:
-        make_ranks: makes a new plan and policy for each node, of the first batch.
+        make_ranks: makes, for each node, a new policy and its plan of the first batch.
         progress: called with (simulations done, all simulations).
     """
     if report.interrupted or report.failure is not None:
