@@ -10,7 +10,7 @@ MoeschedError
 │   ├── NotResident     a page that is not in the memory that a kernel reads it from
 │   └── OverBudget      more bytes than the budget of a memory allows
 ├── KernelFailed        a kernel from outside the tree raised, or returned a wrong type, shape or dtype
-├── TaskFailed          a task raised on its lane; carries the task's story
+├── TaskFailed          a task raised an error on its lane; names task, lane and line
 ├── TransportError      a collective cannot end: a rank is missing or gave up, or the transport was closed
 │   └── RankLost        a rank is gone: its process ended, its machine is silent, or it left
 │       └── NodeLost    a node of a cluster is gone, and the others cannot continue without it

@@ -157,7 +157,7 @@ class Lane:
 
 
 class WorkPart(NamedTuple):
-    """Equal operations within a work, as measured cost tables know them.
+    """Equal operations within a work, described as in measured cost tables.
 
     Attributes:
         operation: the kind of operation, such as "expert" (with weights as they were read) or "resident expert" (with

@@ -151,7 +151,7 @@ _Part = list[_Group]
 
 
 class _Progress:
-    """Counts finished replays, and reports each to a callback."""
+    """Counts finished replays, and reports their number to a callback."""
 
     def __init__(self, total: int, tell: Progress | None) -> None:
         self._done = 0

@@ -71,7 +71,7 @@ class Bound(msgspec.Struct, frozen=True, order=True):
 
 
 def ridge(level: Level) -> float:
-    """Return the ridge of a level: the FLOP/byte above which compute limits computations instead of memory (Eq. 3)."""
+    """Return a level's ridge: the FLOP/byte above which the processor, not the memory, limits a computation (Eq. 3)."""
     return level.peak / level.bandwidth
 
 

@@ -126,7 +126,7 @@ def _scaled(each: Slice, change: Change, lead: int) -> Work:
 
 
 def _modelled(each: Slice, demand: Demand, change: Change) -> Work:
-    """Return a predicted task's `Work` after a change; a faster rate does not shorten its `lead` and `fixed` times."""
+    """Return a predicted task's `Work` after a change; rates do not affect the latencies `lead` and `fixed`."""
     time = change.factor("time", each.task, each.lane)
     rate = change.factor("rate", each.task, each.lane)
     fixed = time * demand.fixed

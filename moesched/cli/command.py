@@ -44,7 +44,7 @@ class Command(NamedTuple):
 
 
 def command(order: int, examples: str, name: str = "") -> Callable[[Function], Function]:
-    """Return a decorator that declares a function to be a command; its docstring is the command's help.
+    """Return a decorator that declares a function to be a command; the function's docstring is the command's help.
 
     Each parameter of the function is annotated with an `Option`, or is of a class of options. The function returns the
     exit code, or None for 0.

@@ -215,7 +215,7 @@ class _Node:
     # -- on the link's thread ----------------------------------------------------------------------
 
     def _turn(self, said: AllLoaded | Stop) -> None:
-        """Allow the exchanges of an epoch if `said` is AllLoaded; fail them if it is Stop, the end of the epoch."""
+        """Allow the exchanges of an epoch if `said` is AllLoaded; fail the exchanges if it is Stop."""
         if isinstance(said, AllLoaded):
             self._exchanges.begin(said.epoch)
         else:

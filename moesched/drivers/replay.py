@@ -78,7 +78,7 @@ class Timeline:
         return len({id(step) for step in self.steps}) - 1
 
     def samples(self, index: int) -> dict[int, int]:
-        """Return the nanoseconds at which each micro-batch had its tokens in a step, by micro-batch.
+        """Return the nanoseconds at which each micro-batch had sampled its tokens in a step, by micro-batch.
 
         index: the step's index; 0 for loading.
         """

@@ -32,7 +32,7 @@ class Scenario(NamedTuple):
     choices: ExpertChoices | None
 
     def given_workload(self) -> Workload:
-        """The workload.
+        """The scenario's workload.
 
         Raises:
             BadInput: none was given.

@@ -96,7 +96,7 @@ class Session:
             NotFinite: the first logits are not finite; the message names the damaged weight.
             NotTraced: the trace could not be written; the error has the report.
             PolicyError: the policy submitted something illegal; it is raised at the policy's line.
-            TaskFailed: a task raised on its lane.
+            TaskFailed: a task raised an error on its lane.
         """
         checkpoint, config = self._checkpoint, self._checkpoint.config
         with self._exclusively():

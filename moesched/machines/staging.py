@@ -20,7 +20,7 @@ RING = "in pieces through page-locked memory, at the rate of the slower hop"
 
 
 def within_lock_limit(machine: Machine, budgets: Mapping[str, int]) -> Machine:
-    """Return the machine, with staging if a budget limits page-locked memory.
+    """Return the machine, with staging (copies into page-locked memory) if a budget limits page-locked memory.
 
     Args:
         budgets: bytes by memory.
