@@ -26,7 +26,7 @@ class Option:
     Attributes:
         help: the option's meaning, for `--help`, `help` and the reference.
         metavar: placeholder of the value in `--help`; None for a name that the parser makes.
-        flag: the name on the command line; None for the field's name with dashes. A name with `--no-` switches the
+        flag: the name on the command line; None for the field's name with dashes. A name `--no-...` switches the
             field off; a name without dashes is a positional argument; "" is for an option of Python alone.
         group: heading of the option in `--help`; None for the general heading.
         python: the meaning in Python; None if `help` has it.

@@ -104,7 +104,6 @@ def explain_difference(
     """Explain why the second run took longer, or shorter, than the first.
 
     Args:
-        first, second: the runs.
         places: indices of both runs in a comparison.
         progress: called with (replays done, all replays).
 

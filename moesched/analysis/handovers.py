@@ -39,7 +39,7 @@ def awaits_in_order(recording: Recording, rank: int) -> list[tuple[int, int]]:
     """Return the tasks that a rank's policy awaited, in order.
 
     Returns:
-        Pairs: number of tasks that the policy had submitted by then, index of the awaited task in `recording.slices`.
+        Pairs (number of tasks that were submitted by then, index of the awaited task in `recording.slices`).
     """
     return sorted(
         (each.awaited_at, index)

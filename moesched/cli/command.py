@@ -191,7 +191,6 @@ def read_table(each: Described, texts: Sequence[str]) -> dict[str, Any]:
 
     Args:
         each: the option; the values stay texts unless the option takes values of any type.
-        texts: the arguments.
 
     Raises:
         BadInput: a text has no key, or a key comes twice.

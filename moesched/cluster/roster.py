@@ -126,7 +126,7 @@ class Roster:
 
     @property
     def ahead(self) -> dict[int, Callable[[int], int]]:
-        """By rank, a function from a node's time to the nanoseconds by which the node's clock is ahead of this one."""
+        """Functions by rank: from a node's time to the nanoseconds by which the node's clock is ahead of this one."""
         return {node.host.rank: node.clock.ahead_at for node in self.nodes}
 
     @property

@@ -100,7 +100,7 @@ def probe_folders(facts: Facts) -> Iterator[Finding]:
 
 
 def _state_of(folder: FolderFacts) -> str:
-    """Return the name under which findings.toml has the finding for a folder in this state."""
+    """Return the name in findings.toml of the finding for a folder in this state."""
     if folder.problem:
         return "model-unusable" if folder.role == "model" else "folder-unusable"
     if folder.role == "cache" and folder.free < LEAST_FREE:

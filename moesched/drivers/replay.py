@@ -69,7 +69,7 @@ class Timeline:
 
     @cached_property
     def bases(self) -> list[int]:
-        """For each step, the number (from 0) of its first task; one more entry at the end counts all tasks."""
+        """The number (from 0) of each step's first task; one more entry at the end counts all tasks."""
         return [0, *accumulate(len(step.tasks) for step in self.steps)]
 
     @property
@@ -236,7 +236,7 @@ class _PricedSteps:
 class Player:
     """Computes the timeline of captured steps on lanes, by priority or in program order, in arrays that grow.
 
-    A step is submitted once all micro-batches have sampled in the step two before it, as in `Generation`.
+    Step n is submitted once all micro-batches have sampled in step n - 2, as in `Generation`.
 
     Args:
         steps: the captured steps, from `capture`.
@@ -341,8 +341,7 @@ class Player:
     def _submit_ready(self, now: int) -> None:
         """Submit the steps that may begin at the time `now`.
 
-        A step begins once the step two before it has its tokens; prefill and the first decode step wait for loading
-        only.
+        Step n begins once step n - 2 has its tokens; prefill and the first decode step wait for loading only.
         """
         self._step_ended = False
         for index in range(len(self._unsampled), len(self._steps)):

@@ -118,7 +118,6 @@ def _pair(path: Path, merge: str, ids: Mapping[str, int]) -> tuple[str, str]:
     """Split the text of a merge at the space between its two tokens; the first token may itself begin with a space.
 
     Args:
-        merge: two tokens with a space between them.
         ids: ids of the vocabulary's tokens.
     """
     first, _, second = merge[1:].partition(" ")

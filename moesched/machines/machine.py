@@ -286,10 +286,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return self.roles.weights == self.host.memory
 
     def peak(self, processor: str, dtype: str) -> float:
-        """Return the stated FLOP/s of a processor in a dtype.
-
-        Args:
-            processor: name of the processor.
+        """Return the stated FLOP/s of the processor with this name in a dtype.
 
         Raises:
             BadInput: the machine has no rate for this dtype.
