@@ -289,9 +289,9 @@ class PlainEngine:
         self._next(lane)
 
     def admit(self, task: Collective) -> None:
-        """Let a collective take its lane, once all ranks have arrived at it.
+        """Let a collective take its lane, once all ranks have arrived.
 
-        On a ready-first lane it goes before all tasks except collectives admitted earlier. The order of admission is
+        On a ready-first lane, only collectives admitted earlier go before this one. The order of admission is
         the same on all ranks, so no two ranks hold their lanes for different collectives and wait for each other.
         """
         if task.cause is not None:

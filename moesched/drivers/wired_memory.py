@@ -62,7 +62,7 @@ class WiredArrays:
         self._sizes = _sizes(plan, prestacked=self._prestacked)
 
     def __call__(self, task: Task, now: int) -> int:
-        """Return the nanoseconds of wiring before a task that starts at `now`, and note its use of the array."""
+        """Return the nanoseconds to wire the weights of a task that starts at `now`, and record their use."""
         array = self._array(task)
         if array is None:
             return 0

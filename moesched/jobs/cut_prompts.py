@@ -16,7 +16,7 @@ CHUNK = 1024
 
 
 def with_cut_prompts(capacity: Capacity, asked: int | None) -> Capacity:
-    """Return the capacity of a server that cuts prompts into parts, for successive steps.
+    """Return the capacity of a server that cuts prompts into parts, one part per step.
 
     Args:
         capacity: the capacity with whole prompts.
