@@ -88,6 +88,7 @@ def explain(
     """Explain where the time of a run went.
 
     Args:
+        about: the recording's metadata: policy, model, machine, and kind of figures.
         changes: changes to replay the run with, each in the syntax of `what_if`.
         progress: called with (replays done, all replays).
         decode_steps: number of the whole run's decode steps, if only the first ones were recorded.

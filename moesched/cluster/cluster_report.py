@@ -33,6 +33,7 @@ def cluster_report(
     """Merge the nodes' reports into one; None if no node sent a report.
 
     Args:
+        launch, roster: the run, which has the nodes' reports and the tokens, and the run's nodes.
         text: the generated text of each prompt; None without a tokenizer.
         ending: the error or signal that ended the run, if any.
     """

@@ -25,6 +25,7 @@ def refusal(join: JoinRequest, key: str, cluster: Cluster, expected: Expected) -
 
     Args:
         key: public key with which the node connected.
+        expected: the launcher's version and model.
     """
     if join.protocol != PROTOCOL or join.version != expected.version:
         return (

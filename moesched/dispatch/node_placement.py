@@ -180,6 +180,7 @@ def expected_load(placement: Placement, top_k: int, seed: int = 0) -> Load:
 
     placement: the experts that each node holds.
     top_k: number of experts that a token chooses.
+    seed: seed of the random choices.
     """
     holders = holders_of(placement)
     if cases(holders, top_k) <= MOST_CASES:

@@ -129,7 +129,7 @@ class Account:
             self._later[earlier].append(task.id)
 
     def look(self, *tasks: Task) -> None:
-        """Check `tasks` after a call of the engine, the later tasks that they release, and all lanes for broken rules.
+        """Check, after an engine's call, that `tasks`, the later tasks that they release, and all lanes obey the rules.
 
         Args:
             tasks: tasks whose state the call may have changed.
