@@ -70,7 +70,7 @@ class PlainEngine:
 
     Args:
         lanes: the serial resources that tasks run on.
-        halt_on_failure: after a task failed, `submit` raises that failure, so that a policy stops at once.
+        halt_on_failure: whether `submit` raises the failure of an earlier task, so that a policy stops at once.
     """
 
     __slots__ = (
@@ -120,7 +120,7 @@ class PlainEngine:
         """Tasks that `cancel` withdrew, for a trace, and the times; None if they are not recorded."""
         self.now: Callable[[], int] = lambda: 0
         self.look: Callable[[], AbstractContextManager[int]] = lambda: nullcontext(0)
-        """The driver's time in nanoseconds; `look` also holds all states while a policy looks at them."""
+        """Returns a context that gives the driver's time in nanoseconds, and in which no task changes its state."""
         self.submitted = self.settled = self.joins = self.tickets = 0
         """Tasks submitted and settled so far; joins and collectives submitted."""
         self._admitted = 0
@@ -289,9 +289,9 @@ class PlainEngine:
         self._next(lane)
 
     def admit(self, task: Collective) -> None:
-        """Let a collective take its lane, once all ranks have arrived at it.
+        """Let a collective take its lane, once all ranks have arrived.
 
-        On a ready-first lane it goes before all tasks except collectives admitted earlier. The order of admission is
+        On a ready-first lane, only collectives admitted earlier go before this one. The order of admission is
         the same on all ranks, so no two ranks hold their lanes for different collectives and wait for each other.
         """
         if task.cause is not None:
@@ -453,7 +453,7 @@ class Engine(PlainEngine):
 
 
 def _follow(task: Task, others: Sequence[Task]) -> int:
-    """Add edges from `others` to a task that needs none of their results; returns how many have not settled."""
+    """Add edges from `others` to a task that needs none of their results; return the number of unsettled `others`."""
     task.deps += [other.id for other in others]
     unsettled = [other.followers for other in others if other.followers is not None]
     for followers in unsettled:

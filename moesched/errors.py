@@ -10,7 +10,7 @@ MoeschedError
 │   ├── NotResident     a page that is not in the memory that a kernel reads it from
 │   └── OverBudget      more bytes than the budget of a memory allows
 ├── KernelFailed        a kernel from outside the tree raised, or returned a wrong type, shape or dtype
-├── TaskFailed          a task raised on its lane; carries the task's story
+├── TaskFailed          a task raised an error on its lane; names task, lane and line
 ├── TransportError      a collective cannot end: a rank is missing or gave up, or the transport was closed
 │   └── RankLost        a rank is gone: its process ended, its machine is silent, or it left
 │       └── NodeLost    a node of a cluster is gone, and the others cannot continue without it
@@ -65,7 +65,7 @@ class PolicyError(MoeschedError):
     """A policy submitted an illegal task; raised at the line that submitted it.
 
     Attributes:
-        line: the policy's line as file:line, if that line is over and so not in the traceback; else empty.
+        line: the policy's line as file:line, if the policy is past it, so that the traceback lacks it; else empty.
     """
 
     line = ""
@@ -88,7 +88,7 @@ class KernelFailed(MoeschedError):
 
 
 class TaskFailed(MoeschedError):
-    """A task raised on its lane; the message tells its story: label, lane, what it waited for, who submitted it."""
+    """A task raised an error on its lane; the message names the task, its lane, and the line that submitted it."""
 
 
 class TransportError(MoeschedError):

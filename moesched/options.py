@@ -24,12 +24,12 @@ class Option:
     """The description of an option, in the annotation of its field.
 
     Attributes:
-        help: its meaning, for `--help`, `help` and the reference.
-        metavar: stands for its value in `--help`; None for a name that the parser makes.
-        flag: its name on the command line; None for the field's name with dashes. One that begins with `--no-` switches
-            the field off; one without dashes is a positional argument; "" is for an option of Python alone.
-        group: its heading in `--help`; None for the general one.
-        python: its meaning in Python, if other than `help`; None if the same.
+        help: the option's meaning, for `--help`, `help` and the reference.
+        metavar: placeholder of the value in `--help`; None for a name that the parser makes.
+        flag: the name on the command line; None for the field's name with dashes. A name `--no-...` switches the
+            field off; a name without dashes is a positional argument; "" is for an option of Python alone.
+        group: heading of the option in `--help`; None for the general heading.
+        python: the meaning in Python; None if `help` has it.
         ge, gt, le: bounds of a number: at least, more than, at most; None for no bound.
         writes: the kind of file that the option's value names, which the command writes, such as "trace"; None for no
             file.
@@ -97,7 +97,7 @@ class Described(NamedTuple):
 
     @property
     def switches_off(self) -> bool:
-        """Test whether the option's flag switches it off, as `--no-band` does `band`."""
+        """Test whether the option's flag switches the option off, as `--no-band` does `band`."""
         return self.flag.startswith("--no-") and not self.name.startswith("no_")
 
     @property

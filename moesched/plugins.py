@@ -117,11 +117,11 @@ def load(target: str, title: str, *, here: bool = True) -> Any:
     """Import and return the object at `target`, as `package.module:name`.
 
     Args:
-        title: names it in the error, such as "policy 'mine'".
+        title: the object's name in the error, such as "policy 'mine'".
         here: whether to search the current folder too, after all other places.
 
     Raises:
-        BadInput: it cannot be imported; the message says why.
+        BadInput: the object cannot be imported; the message says why.
     """
     module_name, _, attribute = target.rpartition(":")
     by_file = here and module_name.endswith(".py")

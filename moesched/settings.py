@@ -1,4 +1,4 @@
-"""Settings of a policy or device, which are parameters of its constructor: parsing and checks."""
+"""Parses and checks settings of a policy or device, which are parameters of the constructor."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def parse_value(text: str) -> int | float | bool | str:
 
 
 def check_settings(plugin: type, title: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Check settings against the types of a plug-in's parameters; returns them as its keyword arguments.
+    """Check settings against the types of a plug-in's parameters; return the settings as keyword arguments.
 
     Only parameters with a default are settings. Those annotated with other types than bool, int, float and str are not
     checked.
 
     Args:
         plugin: the class of the policy or device.
-        title: names the plug-in in errors, such as "policy cgopipe".
+        title: name of the plug-in in errors, such as "policy cgopipe".
         settings: the value of each setting, by name.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Edges between tasks on streams of one device, which the device enforces itself.
+"""Records edges between tasks on streams of one device, which the device enforces itself.
 
 A task is enqueued on its stream before the tasks that it waits for on other streams of the device have ended. A task's
 failure is still passed on to the tasks behind, although these no longer wait for that task on the host.
@@ -17,7 +17,7 @@ def before_on_device(task: Task) -> Sequence[Task]:
 
 
 def behind_on_device(task: Task) -> Sequence[Task]:
-    """Return the tasks behind this one that the device, and not the host, has wait for its end."""
+    """Return the later tasks that wait for this task on their device, and no longer on the host."""
     return () if task.device_edges is None else task.device_edges.behind
 
 
@@ -38,7 +38,7 @@ def kept_on_device(task: Task, other: Task, *, data: bool = False) -> bool:
 
 
 def leave_to_device(task: Task) -> list[Task]:
-    """Have a task's followers on its own device wait for it there, no longer on the host; returns these followers."""
+    """Move the waits of a task's followers on the same device from the host to the device; return these followers."""
     domain, followers = task.lane.domain, task.followers or ()
     released = [other for other in followers if other.lane.domain == domain]
     task.followers = [other for other in followers if other.lane.domain != domain]
@@ -62,7 +62,7 @@ def _wait_there(task: Task, other: Task) -> None:
 
 
 def wait_on_host(task: Task) -> bool:
-    """Have a task settle after the tasks that it waits for on its device; returns whether one of them is unsettled."""
+    """Have a task settle only after the tasks before it on its device; return whether one of these is unsettled."""
     unsettled = [other for other in before_on_device(task) if other.state < DONE]
     for other in unsettled:
         assert other.followers is not None

@@ -31,8 +31,8 @@ MOVES: Mapping[int, tuple[int, ...]] = {
 }
 """The states that a task may move to in one call of the engine, by its state before.
 
-A task that becomes ready takes its lane in the same call where that is free. Of tasks that have begun, only one that a
-stream took in can be cancelled: a task before it on the device failed.
+A task that becomes ready takes its lane in the same call if the lane is free. Of tasks that have begun, only those on a
+stream can be cancelled, when a task before them on the device failed.
 """
 
 JOIN_MOVES: Mapping[int, tuple[int, ...]] = {WAITING: (DONE, CANCELLED)}
@@ -80,8 +80,8 @@ class Lane:
     Args:
         discipline: "ready_first" takes the ready task of the lowest class, then the earliest one; "in_order" takes
             tasks in the order of submission.
-        domain: the device, if the lane is one of its streams; None for other lanes. An edge between two streams of a
-            domain holds on the device itself, so a task is handed to its stream as soon as the tasks before it were.
+        domain: the device, if the lane is one of its streams; None for other lanes. The device itself keeps edges
+            between its streams, so a task is handed to its stream once the tasks that it waits for were handed over.
         depth: most tasks that are handed to the stream and have not ended.
 
     Attributes:
@@ -122,7 +122,7 @@ class Lane:
         self.queue: deque[Task] = deque()
 
     def next_task(self) -> Task | None:
-        """Remove the task that is to run next from the lane, and return it; None while there is none that may start."""
+        """Remove from the lane the task that is to run next, and return it; return None if no task may start."""
         if self.in_flight >= self.depth:
             return None
         if not self.in_order:
@@ -133,7 +133,7 @@ class Lane:
         return queue.popleft() if queue and queue[0].state == READY else None
 
     def remove(self, task: Task) -> None:
-        """Remove a ready task that is not to run from the lane; an in-order lane passes over it when it has settled."""
+        """Remove from the lane a ready task that is not to run; an in-order lane later skips the settled task."""
         if not self.in_order:
             self.heap.remove((task.key, task))
             heapify(self.heap)
@@ -157,7 +157,7 @@ class Lane:
 
 
 class WorkPart(NamedTuple):
-    """Equal operations within a work, as measured cost tables know them.
+    """Equal operations within a work, described as in measured cost tables.
 
     Attributes:
         operation: the kind of operation, such as "expert" (with weights as they were read) or "resident expert" (with

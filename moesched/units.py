@@ -1,4 +1,4 @@
-"""Parsing and formatting of sizes, rates and times; KB, MB, GB are powers of 1000, KiB, MiB, GiB powers of 1024."""
+"""Parses and formats sizes, rates and times; KB, MB, GB are powers of 1000, KiB, MiB, GiB powers of 1024."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def format_bytes(nbytes: float) -> str:
 
 
 def format_number(number: float) -> str:
-    """Format a number with three significant digits, and all before the point, such as "9.25", "284" or "1,470"."""
+    """Format a number with three significant digits, or all before the point, such as "9.25", "284" or "1,470"."""
     return f"{number:,.0f}" if abs(number) >= 999.5 else f"{number:.3g}"
 
 
@@ -119,7 +119,7 @@ def _with_prefix(value: float, unit: str, small: str) -> str:
 
 
 def _in_largest(value: float, units: Mapping[str, float]) -> str:
-    """Format a value to three significant digits in the first unit in which it rounds to at least 1; empty without.
+    """Format a value to three significant digits in the first unit in which it rounds to at least 1; "" if none.
 
     units: the size of each unit by its name, the largest first.
     """

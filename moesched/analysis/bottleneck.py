@@ -3,8 +3,8 @@
 The length of a part of the critical path does not show the time that its removal would save. For example, where fetches
 and kernels alternate because the pool of weight pages is full, each has half of the path, and faster fetches alone may
 save nothing. So the run is replayed once per possible change: a lane is twice as fast; a pool has room, as if it had
-twice the slots; the policy does not wait for the router; or ranks do not wait for each other. Time of the policy and
-the driver lies between tasks and is not replayed; half of this time counts as saved.
+twice the slots; the policy does not wait for the router; or ranks do not wait for each other. Time between
+tasks, in which the policy or the driver runs, is not replayed; half of this time counts as saved.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def _networks(recording: Recording) -> dict[str, str]:
 
 
 def _parts(stretches: Sequence[Stretch], networks: Mapping[str, str]) -> list[_Part]:
-    """Group the critical path by the lane or cause to blame, longest first.
+    """Group the stretches of the critical path by the lane or cause to blame, the longest group first.
 
     Args:
         networks: names of the network's lanes by title; lanes of one name are grouped over all ranks.

@@ -70,7 +70,7 @@ def read_run(path: Path | str) -> ComparedRun:
 
 
 def run_of_recording(title: str, recording: Recording, about: About) -> ComparedRun:
-    """Compute the figures of a run from its recording."""
+    """Compute a run's figures from its recording; `about` names its policy, model and machine."""
     summary = summarize(recording)
     seconds: dict[Phase | None, list[float]] = {None: [], "prefill": [], "decode": []}
     for step in summary.steps:

@@ -24,8 +24,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         ratios: the figure of each run over that figure of the first run.
-        error_percents: for each run, the error of its prediction against the first run's measurement, or the reverse,
-            in percent of the measured figure; None if both runs are predicted or both are measured.
+        error_percents: for each run, the prediction's error in percent of the measured figure, where either the run or
+            the first run is predicted, and the other measured; else None.
     """
 
     section: Section
@@ -78,7 +78,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
         return columns
 
     def _foretells(self, number: int) -> bool:
-        """Test whether exactly one of two runs is a prediction: the run at index `number`, or the first run."""
+        """Test whether exactly one of the first run and the run at index `number` is a prediction."""
         return self.runs[number].figures != self.runs[0].figures
 
     def answer(self) -> str:
@@ -112,7 +112,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
         return f"{lane} busy {share:.0%}"
 
     def _figure(self, section: Section, name: str, what: str) -> list[float | None]:
-        """Return each run's value in the row with this section, name and quantity; a list of None if there is none."""
+        """Return each run's value in the row of this section, name and quantity `what`; all None without such a row."""
         key = (section, name, what)
         found = (row.values for row in self.rows if (row.section, row.name, row.what) == key)
         return next(found, [None] * len(self.runs))
@@ -202,7 +202,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
         return lines
 
     def _published_prefills(self, columns: int) -> list[str]:
-        """Return a row of `columns` cells with published errors of predicted prefills, to stand below the prefill."""
+        """Return a row of `columns` cells: the published errors of prefill times that other simulators predicted."""
         name, error = PUBLISHED_PREFILLS
         cells = [name, "", *(error if _foretold(run) else "" for run in self.runs)]
         return [*cells, *[""] * (columns - len(cells))]

@@ -104,7 +104,6 @@ def explain_difference(
     """Explain why the second run took longer, or shorter, than the first.
 
     Args:
-        first, second: the runs.
         places: indices of both runs in a comparison.
         progress: called with (replays done, all replays).
 
@@ -151,7 +150,7 @@ _Part = list[_Group]
 
 
 class _Progress:
-    """Counts finished replays, and reports each to a callback."""
+    """Counts finished replays, and reports their number to a callback."""
 
     def __init__(self, total: int, tell: Progress | None) -> None:
         self._done = 0
@@ -193,11 +192,11 @@ def _differ(group: _Group, first: _Groups, second: _Groups) -> float:
 def _losses(
     run: Recording, groups: Sequence[_Groups], parts: Sequence[_Part], steps: _Progress
 ) -> list[float]:
-    """Replay the second run, `run`, while one part after another gets its mean durations in the first run.
+    """Replay the second run, `run`, once for each part, whose tasks from then on take the first run's mean durations.
 
     Args:
         groups: the first run's groups of tasks, and the second run's.
-        steps: told of each replay.
+        steps: counts the replays.
 
     Returns:
         The seconds that each part saves, in the order of `parts`.

@@ -20,7 +20,7 @@ from moesched.trace.waits import waits_of
 
 
 class PoolUses(msgspec.Struct, frozen=True, kw_only=True):
-    """Numbers of pages of a pool that were fetched, found, missed, prefetched in vain, or cancelled in a whole run."""
+    """Numbers of a pool's pages in a whole run: fetched, found there, missed, prefetched in vain, or cancelled."""
 
     fetched: int
     hits: int
@@ -88,6 +88,7 @@ def explain(
     """Explain where the time of a run went.
 
     Args:
+        about: the recording's metadata: policy, model, machine, and kind of figures.
         changes: changes to replay the run with, each in the syntax of `what_if`.
         progress: called with (replays done, all replays).
         decode_steps: number of the whole run's decode steps, if only the first ones were recorded.

@@ -92,7 +92,7 @@ def bottleneck_in_words(explanation: Explanation, bottleneck: Bottleneck) -> str
 
 
 def _lanes(explanation: Explanation) -> Table:
-    """Return the table of lanes: busy time, its part in which the host launched kernels, and idle time by cause."""
+    """Return the table of lanes: busy time, busy time in which the host launched kernels, and idle time by cause."""
     rows = []
     launched = any(lane.launching_seconds for lane in explanation.lanes.values())
     for name, lane in explanation.lanes.items():

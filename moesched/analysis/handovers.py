@@ -39,7 +39,7 @@ def awaits_in_order(recording: Recording, rank: int) -> list[tuple[int, int]]:
     """Return the tasks that a rank's policy awaited, in order.
 
     Returns:
-        Pairs of the number of tasks that the policy had submitted by then, and the index of the awaited task's slice.
+        Pairs (number of tasks that were submitted by then, index of the awaited task in `recording.slices`).
     """
     return sorted(
         (each.awaited_at, index)
@@ -49,7 +49,7 @@ def awaits_in_order(recording: Recording, rank: int) -> list[tuple[int, int]]:
 
 
 _Measured = Iterator[tuple[int, Hashable, int]]
-"""Measured overheads, as tuples (index of the slice, kind, nanoseconds)."""
+"""Measured overheads, as tuples (index of the task, kind, nanoseconds)."""
 
 
 def _means(measured: _Measured) -> Mapping[int, int]:
@@ -90,7 +90,7 @@ def _submit_delays(recording: Recording) -> _Measured:
 def _dispatches(recording: Recording) -> _Measured:
     """Yield each task's dispatch time as (index of the task, kind, nanoseconds).
 
-    A kind is the lane, and "policy", "lane" or "task": the thing that the task waited for.
+    A kind is the pair of the lane and the thing that the task waited for: "policy", "lane" or "task".
     """
     ends: dict[LaneName, int] = {}
     for index, each in enumerate(recording.slices):

@@ -37,10 +37,9 @@ class Help(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         change: the change in words.
-        command: the arguments of `moesched` that show its effect; TRACE is the run's trace.
+        command: arguments of the `moesched` command that shows the change's effect; TRACE is the run's trace.
         saved: share of the run's time, without loading, that the change saves.
-        decisions_unchanged: whether the policy awaits results and may decide by them; the replay kept recorded
-            decisions.
+        decisions_unchanged: True if the policy may decide by awaited results; the replay kept its recorded decisions.
     """
 
     change: str
@@ -94,7 +93,7 @@ def best_helps(found: Iterable[Help]) -> list[Help]:
 
 
 def _candidates(recording: Recording, path: Sequence[PathPart]) -> dict[str, str]:
-    """Map changes, in the syntax of `what_if`, to words; only changes that may save `LEAST_SAVED` of the run's time."""
+    """Map each change that may save `LEAST_SAVED` of the run's time, in the syntax of `what_if`, to a description."""
     words: dict[str, str] = {}
     most: dict[str, float] = {}
     for change, said, saved in _reliefs(recording, path):

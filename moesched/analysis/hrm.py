@@ -71,7 +71,7 @@ class Bound(msgspec.Struct, frozen=True, order=True):
 
 
 def ridge(level: Level) -> float:
-    """Return the ridge of a level: the FLOP/byte above which compute limits computations instead of memory (Eq. 3)."""
+    """Return a level's ridge: the FLOP/byte above which the processor, not the memory, limits a computation (Eq. 3)."""
     return level.peak / level.bandwidth
 
 
@@ -292,7 +292,7 @@ def _fetching_bandwidth(machine: Machine, below: str, above: str) -> float:
 
 
 def _attention(operations: Operations, requests: int, context: int, kv_dtype: str) -> tuple[Amount, float]:
-    """Return the FLOPs and bytes of a micro-batch's attention for a new token per request, and its cache's bytes.
+    """Return a micro-batch's FLOPs and bytes of attention for a new token per request, and its KV cache's bytes.
 
     Args:
         context: tokens in the cache of each request.

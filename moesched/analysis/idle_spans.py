@@ -41,7 +41,7 @@ class Part(NamedTuple):
     """A stretch of an idle span, with its cause.
 
     Attributes:
-        task: index, in the recording's slices, of the task that ran during the stretch; with cause "policy" or "host",
+        task: index, in `recording.slices`, of the task that ran during the stretch; with cause "policy" or "host",
             of the task that started after the stretch; with cause "finished", -1.
     """
 

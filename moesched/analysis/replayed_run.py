@@ -95,8 +95,7 @@ class _Replay:
     """A policy that submits the tasks of a recording again, to replay them.
 
     Args:
-        policy_lanes: for each rank the lane of extra tasks, which last as long as the policy's delays before its
-            submissions.
+        policy_lanes: for each rank, the lane of extra tasks that stand for the policy's delays before submissions.
     """
 
     def __init__(
@@ -176,9 +175,9 @@ class _Replay:
 
 
 def _idle_before(slices: Sequence[Slice]) -> list[tuple[int, ...]]:
-    """Return for each task a tuple with the index of an idle-class transfer on its lane, empty if there is none.
+    """Return for each task, in a tuple, the index of the last idle-class transfer that started before it on its lane.
 
-    The transfer is the last one that was submitted and started earlier than the task.
+    Only transfers submitted before the task count; the tuple is empty if there is none.
     """
     found: list[tuple[int, ...]] = [()] * len(slices)
     idle: dict[LaneName, list[int]] = {}

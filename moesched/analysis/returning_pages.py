@@ -1,4 +1,4 @@
-"""Finds fetches of experts that had left their pool of pages shortly before, and that twice the slots would keep."""
+"""Finds fetches that a pool with twice the slots would not need, since it would still hold the fetched experts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def key_of(each: Slice) -> Key:
 
 
 def returning_pages(recording: Recording) -> frozenset[Key]:
-    """Find the fetches that a pool of twice the slots, which drops the least recently used expert, would not need.
+    """Return the keys of the fetches that an LRU pool of experts with twice the slots would not need.
 
     An expert is used when a task computes with it, and when it is fetched.
     """

@@ -144,7 +144,7 @@ def _computation(hierarchy: Hierarchy, block: str, variant: str, intensity: Inte
 
 
 def _split(hierarchy: Hierarchy, batch_size: int, micro_batch_size: int) -> Split:
-    """Return the paper's division of work.
+    """Return the paper's division of a layer's work, for a batch and micro-batches of these numbers of requests.
 
     The lower level computes attention if it has a processor; the upper level computes all else.
     """

@@ -141,7 +141,7 @@ def _first_turning_point(axes: Axes, report: RooflineReport) -> None:
 
 
 def _kernel(axes: Axes, report: RooflineReport, span: tuple[float, float]) -> None:
-    """Draw the FLOP/s of a micro-batch on the upper level, and the intensity P2 above which the link allows them.
+    """Draw a line at a micro-batch's FLOP/s on the upper level, and a star at P2, above which the link is no limit.
 
     Args:
         span: lowest and highest FLOP/byte of the x-axis.

@@ -39,8 +39,7 @@ class WhatIf(msgspec.Struct, frozen=True, kw_only=True):
         change: the change as the user wrote it.
         seconds: time of the changed run, without loading.
         speedup: time of the recorded run over `seconds`.
-        decisions_unchanged: whether the policy awaits results and may decide by them; the replay kept recorded
-            decisions.
+        decisions_unchanged: True if the policy may decide by awaited results; the replay kept its recorded decisions.
     """
 
     change: str
@@ -88,7 +87,7 @@ def decides_as_it_goes(recording: Recording) -> bool:
 
 
 def changed_works(recording: Recording, change: Change) -> list[Work]:
-    """Return the `Work` of each recorded task after a change, in the order of the recording's slices."""
+    """Return the `Work` of each recorded task after a change, in the order of `recording.slices`."""
     handovers = mean_handovers(recording) if change.handovers else [Handover()] * len(recording.slices)
     known: dict[tuple[int, str], Work] = {}
     works = []
@@ -127,7 +126,7 @@ def _scaled(each: Slice, change: Change, lead: int) -> Work:
 
 
 def _modelled(each: Slice, demand: Demand, change: Change) -> Work:
-    """Return a predicted task's `Work` after a change; a faster rate does not shorten its `lead` and `fixed` times."""
+    """Return a predicted task's `Work` after a change; rates do not affect the latencies `lead` and `fixed`."""
     time = change.factor("time", each.task, each.lane)
     rate = change.factor("rate", each.task, each.lane)
     fixed = time * demand.fixed

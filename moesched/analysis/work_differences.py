@@ -24,8 +24,8 @@ class WorkDifference(msgspec.Struct, frozen=True, kw_only=True):
     """An amount of work that differs between two runs, without loading.
 
     Attributes:
-        what: "bytes" that a lane moved; the share of the "experts" that a lane computed, by FLOPs; "hits", the share of
-            the uses that found their page in a pool.
+        what: "bytes" for bytes that a lane moved; "experts" for the share of the experts' FLOPs that a lane computed;
+            "hits" for the share of uses of pages that found the page in its pool.
         lane: the lane's title; empty for hits.
         amounts: bytes or share in the first and the second run.
         seconds: seconds of this work on the lane in the second run minus the seconds in the first; 0 for hits.
@@ -52,7 +52,7 @@ class WorkDifference(msgspec.Struct, frozen=True, kw_only=True):
 def work_differences(first: Recording, second: Recording) -> list[WorkDifference]:
     """Find differences in work between two runs, without their loading of weights.
 
-    The largest difference in time is first; hit rates are last.
+    The largest difference in time is first; hit rates of page pools are last.
     """
     longest = max(run.end - run.start for run in (first, second)) / 1e9
     found = [

@@ -1,6 +1,6 @@
 """Calibration: measures this machine and writes a machine file with a table of costs.
 
-It needs no model, policy or budget of the user: it runs matrices and small models of fixed sizes. Each task is timed as
+Users give no model, policy or budget: matrices and small models of fixed sizes are run. Each task is timed as
 a whole, for resident and for fetched weights, over several numbers of rows and sizes: first one task after the other,
 then beside what may run at the same time, such as reads, attention on the host, or experts on both processors. Passes
 over memory, copies, matrix products and reads are also timed by themselves.
@@ -97,8 +97,8 @@ def written_to(file: Path | None, device: str, measure: Callable[[Path], Machine
     Args:
         file: the file to write; by default the one that `--machine auto` reads.
         device: name of the GPU's device, such as "cuda"; empty without a GPU.
-        measure: returns the measured machine, given a new folder for temporary files. The folder is removed in the end;
-            it is on the disk of the cache, as the system's folder for temporary files may lie in memory.
+        measure: returns the measured machine, given a new folder for temporary files. The folder, which is removed in
+            the end, is on the disk of the cache, as the system's folder for temporary files may lie in memory.
 
     Raises:
         BadInput: the file, or the folder and its files, cannot be written.

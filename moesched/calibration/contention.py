@@ -12,9 +12,9 @@ LEAST_OVERLAP = 0.3
 """A task counts if it ran beside others for at least this share of its time."""
 LEAST_RATE = 0.05
 MOST_TIMES_SLOWER = 3.0
-"""Tasks do not count whose slowdown is more than this many times the median of their sort.
+"""Tasks whose slowdown is more than this many times the median of their sort do not count.
 
-They lost their core to another thread, for up to 4 ms where attention takes 0.1 ms, whatever ran beside them.
+Such tasks lost their core to another thread, for up to 4 ms where attention takes 0.1 ms, whatever ran beside them.
 """
 PRIOR_SECONDS = 0.005
 """Strength of the regularisation, as seconds of observation.

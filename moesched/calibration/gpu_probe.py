@@ -89,6 +89,7 @@ class GpuProbe(Protocol):
         """Run a small random model on the GPU, and return its tasks in the order of their ends.
 
         Args:
+            policy, machine: the policy that schedules the run, and the machine that it plans for.
             groups: prompt lengths of each micro-batch.
             steps: number of steps, prefill included.
         """

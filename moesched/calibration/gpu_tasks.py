@@ -179,7 +179,7 @@ def _order(point: CostPoint) -> tuple[str, str, float, float]:
 
 
 def _page_locked(sort: str) -> str:
-    """Return a sort of work as runs without staging name it, with host memory as the source of copies to the GPU."""
+    """Return a sort of work, in which copies from page-locked memory to the GPU are named as copies from the host."""
     return f"{HOST}->{GPU}" if sort == f"{PINNED}->{GPU}" else sort
 
 

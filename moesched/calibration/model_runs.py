@@ -137,7 +137,7 @@ def run_exercise(
 
 
 def _counts(mode: Mode, sort: str, beside: str) -> bool:
-    """Test whether runs in a mode count for the speed of a sort of work beside other sorts.
+    """Test whether runs in a mode are used to measure the speed of a sort of work beside other sorts.
 
     A read slows a kernel that has just waited for its weights more than a kernel among many in a row. Kernels wait for
     weights that stream, so only STREAMING counts for kernels beside reads.

@@ -110,7 +110,7 @@ class OperationTimes:
                     yield partial(self._products, dtype, matrix, stored)
 
     def points(self) -> list[CostPoint]:
-        """Return a point of the cost table for each operation: its median over rounds."""
+        """Return a point of the cost table for each operation, with the operation's median seconds over rounds."""
         return [
             replace(point(each.name, each.dtype, each.rows, each.size, median(times)), format=each.format)
             for each, times in sorted(self._times.items())

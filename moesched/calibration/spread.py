@@ -16,7 +16,7 @@ TENTHS = 10
 
 
 def spread(speeds: Mapping[str, Sequence[float]]) -> dict[str, Estimate]:
-    """Return the relative speed of each kind of work: 1 expected, low and high at the outer deciles of `speeds`.
+    """Estimate the relative speed of each kind of work: expected 1, low and high at the outer deciles of `speeds`.
 
     Args:
         speeds: measured speeds by kind of work, each relative to the median speed of equal tasks.

@@ -61,7 +61,7 @@ class TaskKey(NamedTuple):
 
 
 class Source(NamedTuple):
-    """Origin of tasks: the model, its dtype, and the index of the batch of prompts that it ran."""
+    """Identifies a run of a small model: the model, the dtype, and the index of the batch of prompts."""
 
     model: ModelConfig
     dtype: DType
@@ -86,7 +86,7 @@ class TaskTimes:
                 self._moves.setdefault(task.work.parts[0], []).append(_seconds(task))
 
     def add_resident(self, source: Source, tasks: Iterable[Task]) -> None:
-        """Add the tasks of a run, measured as `source` says, that ran one by one with all weights in memory.
+        """Add a run of `source` whose tasks ran one by one with all weights in memory.
 
         Such runs are separate, since after a fetch every task is slower for a while: the processor has waited, and its
         caches have other data.

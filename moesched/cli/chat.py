@@ -1,4 +1,4 @@
-"""`moesched chat`: a conversation in the terminal with the model of a running server."""
+"""`moesched chat`: holds a conversation in the terminal with the model of a running server."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def talk(conversation: Conversation) -> None:
 
 
 def typed() -> str | None:
-    """Read a line from the terminal, where it can be edited and has a history; None after Ctrl-D."""
+    """Read a line from the terminal, with line editing and a history; return None after Ctrl-D."""
     with suppress(ImportError):  # some builds of Python have none
         import readline  # noqa: F401  # `input` uses it
     of_descriptor_1 = sys.__stdout__ or sys.stderr  # elsewhere Python lets nobody edit a line

@@ -1,4 +1,4 @@
-"""`moesched check`: the faults of a policy, and its speed beside that of shipped policies, in about a minute."""
+"""`moesched check`: finds a policy's faults, and compares its speed with shipped policies, in about a minute."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ EPILOGUE = """Examples:
       --batch-size 1 --batch-size 64"""
 
 MOST_PROBLEMS = 3
-"""Number of cells of the grid without figures whose reasons are printed, at most."""
+"""The most cells without figures of which the reasons are printed."""
 
 
 class CheckArguments(PolicyOptions):

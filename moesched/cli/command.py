@@ -1,4 +1,4 @@
-"""Commands of the command line from Python functions: each parameter with an `Option` becomes a flag."""
+"""Makes commands of the command line from Python functions: each parameter with an `Option` becomes a flag."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Command(NamedTuple):
 
 
 def command(order: int, examples: str, name: str = "") -> Callable[[Function], Function]:
-    """Return a decorator that declares a function to be a command; its docstring is the command's help.
+    """Return a decorator that declares a function to be a command; the function's docstring is the command's help.
 
     Each parameter of the function is annotated with an `Option`, or is of a class of options. The function returns the
     exit code, or None for 0.
@@ -175,7 +175,7 @@ def _value(each: Described, values: Mapping[str, Any]) -> Any:
     """Return the value of the option `each`, from the values of all flags by name.
 
     Raises:
-        BadInput: the value is out of the option's bounds, or the option takes NAME=VALUE pairs and it has none.
+        BadInput: the value is out of the option's bounds, or lacks the NAME=VALUE pairs that the option takes.
     """
     value = values[each.name]
     if each.switches_off:
@@ -190,8 +190,7 @@ def read_table(each: Described, texts: Sequence[str]) -> dict[str, Any]:
     """Parse arguments such as "ahead=3" into a table of values by key.
 
     Args:
-        each: the option; unless its values may be of any type, they stay text.
-        texts: the arguments.
+        each: the option; the values stay texts unless the option takes values of any type.
 
     Raises:
         BadInput: a text has no key, or a key comes twice.

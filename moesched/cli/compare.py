@@ -1,4 +1,4 @@
-"""`moesched compare`: runs side by side."""
+"""`moesched compare`: compares runs side by side."""
 
 from __future__ import annotations
 

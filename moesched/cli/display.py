@@ -1,4 +1,4 @@
-"""Progress of a run on the terminal: a bar while weights load, then the generated text."""
+"""Shows the progress of a run on the terminal: a bar while weights load, then the generated text."""
 
 from __future__ import annotations
 
@@ -226,7 +226,7 @@ class SimulationBar(Listener):
         self._all = 1
 
     def preparing(self, what: str, done: float, total: float) -> None:
-        """Show a stage of the planner's search: its name `what`, and the amount done."""
+        """Show a stage of the planner's search: its name `what`, and the amounts `done` and `total`."""
         self._bar.update(done, what=what)
 
     def planned(self, plan: Plan) -> None:

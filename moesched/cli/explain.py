@@ -1,4 +1,4 @@
-"""`moesched explain`: where the time of a run went."""
+"""`moesched explain`: explains where the time of a run went."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _write_report(path: Path, run: Trace, explanation: Explanation) -> None:
 
 
 def print_explanation(explanation: Explanation, trace: Path) -> None:
-    """Print an explanation, what matters most first; suggested commands name the trace's file."""
+    """Print an explanation, the most important part first; suggested commands name the trace's file."""
     from moesched.analysis.explanation_tables import first_lines, tables_of
     from moesched.analysis.what_if import DECISIONS_HELD
     from moesched.cli.report_tables import say_helps

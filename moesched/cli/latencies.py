@@ -1,4 +1,4 @@
-"""`moesched latencies`: latency of an expert on each processor, and of the transfer of its weights."""
+"""`moesched latencies`: shows the latency of an expert on each processor, and of the transfer of its weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`moesched list`: names of policies, models, machines and more, with the reason if one cannot load."""
+"""`moesched list`: lists the names of policies, models, machines and more, with the reason if one cannot load."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def _plugins(kind: Any) -> list[Entry]:
 
 
 def _kernels() -> list[Entry]:
-    """Return an entry for each kernel: operation, devices, cases that it takes; the reason if it takes none here."""
+    """Return an entry for each kernel: operation, devices, cases that it takes; if none here, the reason."""
     from moesched import plugins
     from moesched.seams import KernelRow, ListsKernels
 
@@ -109,7 +109,7 @@ def _kernel_row(entry: Entry) -> list[str]:
 
 
 def _models() -> list[Entry]:
-    """Return a row per model: family, sizes, numbers of all and of active weights, format, bytes, and source."""
+    """Return an entry per model: family, sizes, numbers of all and of active weights, format, bytes, and source."""
     from moesched.models.architectures import ARCHITECTURES
     from moesched.models.tensors import count_active_weights, count_weights, file_bytes
 
@@ -144,7 +144,7 @@ def _model_row(entry: Entry) -> list[str]:
 
 
 def _machines() -> list[Entry]:
-    """Return a row per machine: bytes of each memory, bytes per second of each link, number of accelerators."""
+    """Return an entry per machine: bytes of each memory, bytes per second of each link, number of accelerators."""
     from moesched.inputs.lookup import find_machine
     from moesched.machines import Machine, machine_names
 
@@ -202,7 +202,7 @@ def _part_figures(entry: Entry) -> str:
 
 
 def _networks() -> list[Entry]:
-    """Return a row per network: latency in seconds, bytes per second, and price of a network card in USD."""
+    """Return an entry per network: latency in seconds, bytes per second, and price of a network card in USD."""
     from moesched.machines.networks import Network, load_network, network_names
 
     def figures(network: Network) -> Entry:
@@ -239,7 +239,7 @@ def _loaded(name: str, load: Callable[[str], Any], figures: Callable[[Any], Entr
 
 
 def _first_sentence(found: Any) -> str:
-    """Return the first sentence of a docstring, or its first paragraph if that has no full stop."""
+    """Return the first sentence of an object's docstring, or the first paragraph if that has no full stop."""
     text = " ".join((inspect.getdoc(found) or "").split("\n\n", 1)[0].split())
     sentence = re.match(r".*?[.!?](?= [A-Z`]|$)", text)
     return sentence[0] if sentence else text

@@ -1,4 +1,4 @@
-"""Logs: structlog on standard error, so that standard output holds results only."""
+"""Sends structlog's logs to standard error, so that standard output holds results only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`moesched machine`: a machine file from the names of a machine's parts."""
+"""`moesched machine`: writes a machine file from the names of a machine's parts."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def machine(
 
 
 def _heading(parts: Parts) -> str:
-    """Return a comment for the file's top: the command that builds the machine again."""
+    """Return the comment at the top of a machine's file: the command that builds the machine again."""
     from shlex import quote
 
     given = [

@@ -102,7 +102,7 @@ SPARE_BYTES = 4 << 20
 
 
 def make_app(called: str | None = None) -> App:
-    """Build the command line.
+    """Build the command line, a cyclopts app.
 
     Args:
         called: name of the only command whose options will be needed, which saves time; None for all.

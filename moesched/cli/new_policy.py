@@ -1,4 +1,4 @@
-"""`moesched new-policy`: a runnable policy to start from, with its test."""
+"""`moesched new-policy`: writes a runnable policy to start from, with its test."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class ReportArguments(Options):
 
 
 def require_json(report: Path | None, what: str) -> None:
-    """Check that a report's path does not ask for an HTML page, for commands that have none.
+    """Check that a report's path does not ask for an HTML page, for commands that write none.
 
     Args:
         report: path of the report; None if none is written.

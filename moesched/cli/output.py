@@ -113,7 +113,7 @@ def planners_choice(rate: float | None, where: str = "") -> str:
 
     Args:
         rate: predicted tokens per second; None, for which the result is empty, if the user named the policy.
-        where: text after the rate that says for which requests it holds; begins with a space.
+        where: text after the rate, which says for which requests the rate holds, and begins with a space.
     """
     if rate is None:
         return ""

@@ -1,4 +1,4 @@
-"""`moesched plan`: the best plan for a model, a machine and a workload."""
+"""`moesched plan`: finds the best plan for a model, a machine and a workload."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def print_proposal(proposal: Proposal) -> None:
 
 
 def print_ranking(ranking: Sequence[Ranked], objective: str) -> None:
-    """Print a row for each policy that fits, and a line for each that does not."""
+    """Print a table of the policies that fit, with `objective` in its title, and a line for each other policy."""
     rows = [_ranked_row(each) for each in ranking if each.fits]
     print_table([f"policies for {objective}", *RANKED[1:]], rows, spare=SPARE)
     if any(each.estimate for each in ranking):

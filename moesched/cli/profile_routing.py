@@ -1,4 +1,4 @@
-"""`moesched profile-routing` and `moesched sparsity`: a model's expert choices, and its activations near zero."""
+"""`moesched profile-routing` and `moesched sparsity`: count a model's expert choices, and its activations near zero."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def sparsity(
 
 
 def _known(model: Path, given: ProfileArguments) -> tuple[RoutingProfile, RoutingTrace | None]:
-    """Return the routing profile from a file or a generator, and the routing trace, None if the file has none."""
+    """Return the profile from the file or generator that `given` names, and the routing trace if the file has one."""
     from moesched.inputs.lookup import find_shape
     from moesched.routing.sources import find_source, profile_of
     from moesched.routing.trace import RoutingTrace

@@ -1,4 +1,4 @@
-"""`moesched random-model`: a random checkpoint of a named shape, for tests of speed and memory."""
+"""`moesched random-model`: writes a random checkpoint of a named shape, for tests of speed and memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The figures of a run as text: rates, lanes, memories, pools, nodes."""
+"""Prints the figures of a run as text: rates, lanes, memories, pools, nodes."""
 
 from __future__ import annotations
 
@@ -250,7 +250,7 @@ def _kv_cache(on_gpu: float) -> str:
 
 
 def _print_members(members: Sequence[NodeReport]) -> None:
-    """Print a table of a cluster's nodes: the time of each, and whether it stayed to the end."""
+    """Print a table of a cluster's nodes: times, and whether each node stayed to the end."""
     rows = [
         [
             f"{member.rank}: {member.name}",

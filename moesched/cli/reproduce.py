@@ -1,4 +1,4 @@
-"""`moesched reproduce`: a paper's figures beside ours."""
+"""`moesched reproduce`: compares a paper's figures with simulated ones."""
 
 from __future__ import annotations
 

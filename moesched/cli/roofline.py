@@ -1,4 +1,4 @@
-"""`moesched roofline`: the bottlenecks of a model on a machine, as a table and as a picture."""
+"""`moesched roofline`: shows the bottlenecks of a model on a machine, as a table and as a picture."""
 
 from __future__ import annotations
 

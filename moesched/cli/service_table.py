@@ -1,4 +1,4 @@
-"""The report on requests that arrive over time, in words and tables."""
+"""Prints the report on requests that arrive over time, in words and tables."""
 
 from __future__ import annotations
 

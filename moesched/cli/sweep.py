@@ -1,4 +1,4 @@
-"""`moesched sweep`: simulations of all combinations of policies, machines, models, workloads and settings."""
+"""`moesched sweep`: simulates all combinations of policies, machines, models, workloads and settings."""
 
 from __future__ import annotations
 
@@ -245,7 +245,7 @@ def _print_best(best: list[BestPolicy], *, dollars: bool) -> None:
 
 
 def _print_result(given: SweepArguments, out: Path, result: SweepResult) -> None:
-    """Print the file of results, the numbers of simulations, and the reasons of the first failures."""
+    """Print the path of the results, the numbers of simulations, and the reasons of the first failures."""
     reused = f", {result.reused:,} of them from earlier" if result.reused else ""
     others = f"; it has {result.others:,} lines of other sweeps, too" if result.others else ""
     say(f"{len(result.lines):,} of {result.points:,} points done{reused}: {out}{others}")

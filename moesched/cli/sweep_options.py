@@ -98,7 +98,7 @@ class SweepArguments(Running, Drawing):
         return merged(read_sweep(file) if file else Sweep({}), sweep_of_options({**axes, **prices}))
 
     def picture(self, sweep: Sweep) -> Picture:
-        """Return the axes of the picture that --plot draws, from --x, --y and --pareto.
+        """Return the axes of the picture that --plot draws of a sweep, from --x, --y and --pareto.
 
         Raises:
             BadInput: there is no figure or axis of that name, or the figure is dollars and no price is given.

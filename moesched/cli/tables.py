@@ -1,4 +1,4 @@
-"""Tables on standard output. On a narrow terminal, spare columns are left out, or each cell gets a line of its own."""
+"""Prints tables. On a narrow terminal, spare columns are left out, or each cell gets a line of its own."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class _Column(NamedTuple):
 
     @property
     def least(self) -> int:
-        """The least width in characters that breaks no word."""
+        """The least width of the column, in characters, that breaks no word."""
         if not self.is_prose:
             return self.width
         words = (len(word) for text in (self.title, *self.cells) for word in text.split())

@@ -1,4 +1,4 @@
-"""`moesched timeline`: a window of one or several runs as a picture for papers."""
+"""`moesched timeline`: draws a window of one or several runs as a picture for papers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Build of a node: its processor, its system, and its numerical libraries, which decide how it rounds.
+"""Describes the build of a node: processor, system and numerical libraries, which decide how the node rounds.
 
 Nodes that round differently choose different experts, and generate different tokens.
 """
@@ -40,7 +40,7 @@ def library_refusal(device: str, one: Mapping[str, str], other: Mapping[str, str
     """Return the reason to refuse a node whose library differs from that of another node; None to admit the node.
 
     Args:
-        device: name of the run's device, which says the library that matters.
+        device: name of the run's device, by which the versions of torch or of mlx are compared.
         one: build of the node.
         other: build of a node that has joined.
         who: name of that other node, for the message.

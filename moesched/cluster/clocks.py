@@ -1,4 +1,4 @@
-"""Offsets between the clocks of machines, measured over time from round trips of messages (Cristian's algorithm).
+"""Measures the offset between two machines' clocks by round trips of messages (Cristian's algorithm).
 
 Clocks of two machines drift apart by some 20 to 50 microseconds a second. So the offset is measured anew every few
 seconds, and interpolated between two measurements.
@@ -41,7 +41,7 @@ class ClockMeter:
         self._window_end = 0
 
     def ask(self, number: int, now: int) -> None:
-        """Record that request `number` was sent at `now` nanoseconds; the oldest unanswered ones are dropped."""
+        """Record that request `number` was sent at `now` nanoseconds; the oldest unanswered requests are dropped."""
         self._sent = {each: sent for each, sent in self._sent.items() if each > number - 64}
         self._sent[number] = now
 

@@ -1,4 +1,4 @@
-"""The cluster file: the nodes, their addresses, resources and public keys.
+"""Reads and writes the cluster file: the nodes, their addresses, resources and public keys.
 
 network = "10gbe"
 
@@ -203,7 +203,7 @@ def _lines(fields: dict[str, Any]) -> Iterator[str]:
 
 
 def _problems(cluster: Cluster) -> Iterator[str]:
-    """Yield the invalid values of a cluster file whose keys and types are right; each message begins with the key."""
+    """Yield messages on invalid values of a cluster file whose keys and types are right; each begins with the key."""
     if not cluster.hosts:
         yield "hosts: the list is empty: describe each node in a [[hosts]] table"
     yield from _key_problem("launcher.key", cluster.launcher.key)

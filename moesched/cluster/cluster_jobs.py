@@ -122,7 +122,7 @@ def run_cluster(given: ClusterFileOptions) -> ClusterReport:
 
 
 def run_with_given_ranks(**options: Any) -> ClusterReport:
-    """Generate text as `run_cluster`, but start only node 0; a program such as mpirun has started the other nodes."""
+    """Generate text by `run_cluster(**options)`, but start only node 0; a program such as mpirun started the others."""
     with scratch_folder() as folder:
         here = start_here(folder)
 

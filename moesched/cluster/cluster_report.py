@@ -1,4 +1,4 @@
-"""Results of a run on several nodes: one report merged from all nodes' reports, and traces merged onto one clock."""
+"""Merges the results of a run on several nodes: reports into one report, and traces onto one clock."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ def cluster_report(
     """Merge the nodes' reports into one; None if no node sent a report.
 
     Args:
+        launch, roster: the run, which has the nodes' reports and the tokens, and the run's nodes.
         text: the generated text of each prompt; None without a tokenizer.
         ending: the error or signal that ended the run, if any.
     """
@@ -94,7 +95,7 @@ def _decoded(rank: int, data: bytes, kind: type[T]) -> T:
 
 
 def _member(roster: Roster, host: Host, reports: Sequence[JobReport]) -> NodeReport:
-    """Merge the reports of `host` on its batches into one, with its clock's offset and the reason of a loss."""
+    """Merge a node's reports on batches into one, with the offset of the node's clock, and the reason of a loss."""
     clock = roster.clocks.get(host.rank)
     memories = reports[0].peak_bytes if reports else ()
     return NodeReport(

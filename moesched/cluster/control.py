@@ -37,7 +37,7 @@ class Control:
     """The launcher's socket: receives messages of nodes, and sends messages to them.
 
     Args:
-        known: names by public key; peers with other keys are refused and logged.
+        known: names of the nodes by public key; peers with other keys are refused and logged.
 
     Attributes:
         refused: addresses of the first refused peers, in order.
@@ -99,7 +99,7 @@ class Control:
         return gone
 
     def say(self, peer: Peer, message: LauncherSays) -> None:
-        """Send a message to a node; it is dropped if the connection has ended."""
+        """Send a message to a node; the message is dropped if the connection has ended."""
         self._socket.send_multipart([peer, pack(self._said[peer].number(message))])
 
     def close(self) -> None:

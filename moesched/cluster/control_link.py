@@ -86,7 +86,7 @@ class ControlLink:
         self._said, self._received = Serials(), Serials()
 
     def join(self, request: JoinRequest, patience: float) -> Welcome:
-        """Ask the launcher to admit this node to the run; start the link's thread once it agrees.
+        """Ask the launcher to admit this node to the run; start the link's thread once the launcher agrees.
 
         Args:
             patience: seconds to wait for the launcher's answer.

@@ -1,4 +1,4 @@
-"""Addresses of hosts: names, and IPv4 and IPv6 addresses in any spelling."""
+"""Parses and writes addresses of hosts: names, and IPv4 and IPv6 addresses in any spelling."""
 
 from __future__ import annotations
 

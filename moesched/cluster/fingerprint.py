@@ -1,4 +1,4 @@
-"""Fingerprint of a model, by which the launcher detects nodes that have another one. Weights are not read."""
+"""Computes a model's fingerprint, by which the launcher detects nodes with another model; reads no weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The check of a node that asks to join: version, rank, key and model must match the launcher's."""
+"""Checks a node that asks to join: version, rank, key and model must match the launcher's."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ class Expected(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def refusal(join: JoinRequest, key: str, cluster: Cluster, expected: Expected) -> str | None:
-    """Return the reason to refuse a node, in one line; None to admit it.
+    """Return the reason to refuse a node that asks to join, in one line; None to admit the node.
 
     Args:
         key: public key with which the node connected.
+        expected: the launcher's version and model.
     """
     if join.protocol != PROTOCOL or join.version != expected.version:
         return (

@@ -1,4 +1,4 @@
-"""Environment variables of torchrun, mpirun and mlx.launch: a process's rank and the number of processes."""
+"""Reads environment variables of torchrun, mpirun and mlx.launch: a process's rank and the number of processes."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ class Launch:
     # -- orders ------------------------------------------------------------------------------------
 
     def _carry_out(self, remainder: Remainder) -> None:
-        """Have the members generate tokens for `remainder`; return early if a node is lost, comes back or fails."""
+        """Have the members run the requests of `remainder`; return early if a node is lost, comes back or fails."""
         self._order += 1
         try:
             self._prepare(remainder)
@@ -248,7 +248,7 @@ class Launch:
         """Process messages and losses until `condition` returns True.
 
         Args:
-            what: verb that names what the nodes should do, for the error message.
+            what: verb for the action that is awaited of the nodes, for the error message.
 
         Raises:
             BadInput: the condition does not hold after `seconds`.

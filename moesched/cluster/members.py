@@ -1,4 +1,4 @@
-"""The processes of a cluster's nodes: started by the launcher here or over ssh, or by another program."""
+"""Manages the processes of a cluster's nodes, which the launcher starts here or over ssh, or another program starts."""
 
 from __future__ import annotations
 

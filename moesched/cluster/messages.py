@@ -157,7 +157,7 @@ class Piece(AboutOrder, frozen=True, kw_only=True):
 
     Attributes:
         what: "report" or "recording".
-        last: whether this piece completes it.
+        last: whether this is the last piece.
     """
 
     what: str
@@ -216,7 +216,7 @@ class Refused(Message, frozen=True, kw_only=True):
 
 
 class Ping(Numbered, frozen=True, kw_only=True):
-    """Sent periodically: shows that the launcher runs, and asks for the time on the node's clock."""
+    """A message sent periodically: shows that the launcher runs, and asks for the time on the node's clock."""
 
     number: int
 

@@ -44,7 +44,7 @@ class Metered:
         return self._measured(lambda: self._transport.all_reduce(rank, exchange, part))
 
     def broadcast(self, rank: int, exchange: Exchange, array: Array | None, root: int) -> Array:
-        """Return, on every rank, the array that the rank `root` passes; `rank` is the number of this rank."""
+        """Return, on every rank, the array that the rank `root` passes (others: None); `rank` is this rank's number."""
         return self._measured(lambda: self._transport.broadcast(rank, exchange, array, root))
 
     def gather(self, rank: int, exchange: Exchange, part: Array, root: int) -> list[Array] | None:

@@ -202,7 +202,7 @@ class _Node:
         )
 
     def _note_tokens(self, fresh: dict[int, list[int]], ended: Sequence[int]) -> None:
-        """Report new tokens by request, and requests that end with them; raise TransportError if the epoch is over."""
+        """Report new tokens by request, and requests `ended` by these; raise TransportError if the epoch is over."""
         if self._transport is None or self._is_stopped:
             raise TransportError(LET_GO)
         self._reports.tokens(fresh, ended, self._transport.waited)
@@ -215,7 +215,7 @@ class _Node:
     # -- on the link's thread ----------------------------------------------------------------------
 
     def _turn(self, said: AllLoaded | Stop) -> None:
-        """Allow the exchanges of an epoch once all members have loaded; fail them if the launcher ended the epoch."""
+        """Allow the exchanges of an epoch if `said` is AllLoaded; fail the exchanges if it is Stop."""
         if isinstance(said, AllLoaded):
             self._exchanges.begin(said.epoch)
         else:

@@ -17,7 +17,7 @@ LET_GO = "the launcher ended this epoch"
 
 
 class NodeExchanges:
-    """Opens a transport to the other members for each order, and stops it if the launcher ends the epoch.
+    """Opens a transport to the other members for each order, and stops the transport if the launcher ends the epoch.
 
     Args:
         secret: the node's secret key.

@@ -279,7 +279,7 @@ class NodeJob:
 
 
 class _Loading:
-    """Observer that counts the resident pages as they are loaded, and reports them."""
+    """Observer that counts the resident pages as they are loaded, and reports the count."""
 
     def __init__(self, plan: Plan, told: Callable[[int, int], object]) -> None:
         self._total = sum(len(resident.slots) for resident in plan.weights.resident)

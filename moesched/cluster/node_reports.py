@@ -93,8 +93,7 @@ class NodeReports:
         """Send a report or a recording to the launcher in pieces.
 
         Args:
-            what: "report" or "recording".
-            content: the report or recording itself.
+            what: "report" or "recording", the kind of `content`.
         """
         order = self._current
         data = msgspec.msgpack.encode(content)

@@ -47,7 +47,7 @@ OfOrder = Prepared | Loading | Loaded | Tokens | Piece | Done | Failed
 
 
 class Node:
-    """The launcher's view of one node."""
+    """The launcher's view of one node: its process, connection, messages, progress, and the reason if it is lost."""
 
     def __init__(self, host: Host, process: Process) -> None:
         self.host = host
@@ -126,7 +126,7 @@ class Roster:
 
     @property
     def ahead(self) -> dict[int, Callable[[int], int]]:
-        """By rank, a function from a node's time to the nanoseconds by which the node's clock is ahead of this one."""
+        """Functions by rank: from a node's time to the nanoseconds by which the node's clock is ahead of this one."""
         return {node.host.rank: node.clock.ahead_at for node in self.nodes}
 
     @property
@@ -189,7 +189,7 @@ class Roster:
             raise Back
 
     def say(self, node: Node, message: LauncherSays) -> None:
-        """Send a message to a node; it is dropped if the node is not connected."""
+        """Send a message to a node; the message is dropped if the node is not connected."""
         if node.peer is not None:
             self._control.say(node.peer, message)
 
@@ -213,7 +213,7 @@ class Roster:
                 node.process.kill()
 
     def _patience(self, node: Node) -> float:
-        """Return the seconds of silence after which a node counts as lost; more while it opens its device."""
+        """Return the seconds of silence after which a node counts as lost; more while the node opens its device."""
         lost_after = self._cluster.lost_after
         return lost_after if node.ready else max(lost_after, LOADING_SECONDS)
 
@@ -221,7 +221,7 @@ class Roster:
         """Return the reason why a node counts as lost; None if it does not.
 
         A node's last messages may be unread until its connection ends, and its exit code is unknown until its process
-        ends. So it counts as lost when both have ended, or `ENDING_SECONDS` after one did.
+        ends. So the node counts as lost when both have ended, or `ENDING_SECONDS` after one did.
         """
         ended = node.process.poll() is not None
         if not ended and not node.hung_up:

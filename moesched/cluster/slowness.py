@@ -1,4 +1,4 @@
-"""Detection of slow nodes: nodes that compute for longer than the others in several steps."""
+"""Detects slow nodes: nodes that compute for longer than the others in several steps."""
 
 from __future__ import annotations
 

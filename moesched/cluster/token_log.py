@@ -1,4 +1,4 @@
-"""The tokens generated so far and the remaining work, from which a run can go on with other nodes."""
+"""Keeps the tokens generated so far and the remaining work, so that a run can go on with other nodes."""
 
 from __future__ import annotations
 

@@ -25,11 +25,11 @@ class ExpertLatencies:
 
     Args:
         plan: the plan, which has the model and the machine.
-        cost: cost model that gives the latencies; None for the machine's calibration, or its roofline without one.
+        cost: cost model that gives the latencies; None for the machine's calibration or, without one, its roofline.
 
     Attributes:
         transfer: seconds to move one expert's weights from the memory where they are kept to the accelerator; 0 if they
-            are kept there (`trans_lat` in the paper).
+            are on the accelerator (`trans_lat` in the paper).
         at_host: function from a number of tokens to the seconds of one expert on the host (`cpu_lat`).
         at_accelerator: function from a number of tokens to the seconds of one expert on the accelerator, whose memory
             has the expert's weights (`gpu_lat`).

@@ -1,4 +1,4 @@
-"""Placement of experts in the accelerator's memory: rank all experts, and keep the first that fit.
+"""Places experts in the accelerator's memory: ranks all experts, and keeps the first that fit.
 
 This is section 3.4 of the Twiddler paper. Dense weights, which every token needs, are always kept. A popularity is a
 table [layers][experts] of the number of tokens that chose each expert.

@@ -80,7 +80,7 @@ class ExpertPool:
 
 
 def _slots_bytes(plan: Plan) -> int:
-    """Return the bytes of the slots that one expert takes: as many as the largest expert has pages, of equal size."""
+    """Return the bytes of one expert's slots: as many slots, of equal size, as the largest expert has pages."""
     return len(plan.layout.an_expert) * max(
         plan.slot_bytes(page) for page in plan.layout.pages if page.expert >= 0
     )

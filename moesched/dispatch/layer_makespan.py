@@ -1,4 +1,4 @@
-"""Assignment of a layer's experts to host and accelerator that minimises the layer's makespan.
+"""Assigns a layer's experts to host and accelerator so that the layer's makespan is the least.
 
 Resident experts run on the accelerator from the start. Each missing expert is either fetched and runs on the
 accelerator when it has arrived, or runs on the host. Fetches follow each other, and so do the host's experts. Hidden

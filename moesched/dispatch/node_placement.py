@@ -180,6 +180,7 @@ def expected_load(placement: Placement, top_k: int, seed: int = 0) -> Load:
 
     placement: the experts that each node holds.
     top_k: number of experts that a token chooses.
+    seed: seed of the random choices.
     """
     holders = holders_of(placement)
     if cases(holders, top_k) <= MOST_CASES:
@@ -335,7 +336,7 @@ def _improved(holders: Holders, top_k: int, nodes: int) -> Holders:
 
 
 def _neighbours(holders: Holders) -> Iterator[Holders]:
-    """Yield the placements one move away from `holders`; a move leaves each node its number of experts.
+    """Yield the placements one move away from `holders`; a move keeps each node's number of experts.
 
     In a move, one node replaces a copy of an expert by a copy of another expert, or two nodes swap two of their copies.
 

@@ -1,4 +1,4 @@
-"""Division of weight pages: some stay on the accelerator, all others stream through a buffer there."""
+"""Divides weight pages: some stay on the accelerator, all others stream through a buffer there."""
 
 from __future__ import annotations
 

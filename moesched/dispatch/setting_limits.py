@@ -1,4 +1,4 @@
-"""Checks of policies' settings against limits; the error names the nearest allowed value."""
+"""Checks policies' settings against limits; the error names the nearest allowed value."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Examination of this machine: what will work, and a remedy for what will not."""
+"""Examines this machine: says what will work, and gives a remedy for what will not."""

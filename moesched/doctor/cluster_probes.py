@@ -1,4 +1,4 @@
-"""Probes of a cluster file: ssh, the command on each node, and the ports."""
+"""The probe that judges the facts about a cluster file: ssh, the command on each node, and the ports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of how runs in child processes end: at Ctrl-C, out of memory, and with a peak of memory as predicted."""
+"""Checks how runs in child processes end: at Ctrl-C, out of memory, and with a peak of memory as predicted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Examination of this machine: gathers facts, and lets every probe judge them."""
+"""Examines this machine: gathers facts, and lets every probe judge them."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def library_bytes() -> int:
 
 
 def metal_facts() -> MetalFacts:
-    """Return facts about MLX and this machine's GPU; if MLX cannot be loaded, they consist of the reason."""
+    """Return facts about MLX and this machine's GPU; if MLX cannot be loaded, only the reason."""
     try:
         facts: MetalFacts = plugins.load(f"{MLX}:metal_facts", "MLX")()
     except BadInput as error:

@@ -1,4 +1,4 @@
-"""Probes of accelerators: CUDA and Metal."""
+"""Probes, which judge the facts about accelerators: CUDA and Metal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Probes of the host: processor, kernels, cores, memory, folders and clock."""
+"""Probes, which judge the facts about the host: processor, kernels, cores, memory, folders and clock."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def probe_processor(facts: Facts) -> Iterator[Finding]:
 
 
 def probe_kernels(facts: Facts) -> Iterator[Finding]:
-    """Yield findings on whether the compiled kernels can be used, with the best instructions of the processor."""
+    """Yield findings on whether the compiled kernels can be used, and use the processor's best instructions."""
     kernels, best = facts.kernels, _best_set(facts.processor.flags)
     if kernels.problem:
         yield finding("kernels-unusable", problem=kernels.problem)
@@ -75,7 +75,7 @@ def probe_memory(facts: Facts) -> Iterator[Finding]:
 def probe_locked_memory(facts: Facts) -> Iterator[Finding]:
     """Yield a finding on whether CUDA can lock enough host memory for the buffers from which a GPU copies.
 
-    The limit of `ulimit -l` does not matter: memory that CUDA locks does not count against it.
+    The limit of `ulimit -l` does not matter: memory that CUDA locks does not count against this limit.
     """
     lockable = facts.cuda.lockable
     if lockable is not None:
@@ -100,7 +100,7 @@ def probe_folders(facts: Facts) -> Iterator[Finding]:
 
 
 def _state_of(folder: FolderFacts) -> str:
-    """Return the name under which findings.toml has the finding for a folder in this state."""
+    """Return the name in findings.toml of the finding for a folder in this state."""
     if folder.problem:
         return "model-unusable" if folder.role == "model" else "folder-unusable"
     if folder.role == "cache" and folder.free < LEAST_FREE:

@@ -1,4 +1,4 @@
-"""Runs of a tiny model under every policy, and the check that their tokens and logits agree."""
+"""Runs a tiny model under every policy, and checks that tokens and logits agree."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def run_policies(
 ) -> PolicyRuns:
     """Run a model under every policy, most of them with too little memory to keep all weights in it.
 
-    The policy `resident` runs first; all others then get less memory than it took, unless they cannot run with less.
+    The policy `resident` runs first; the others then get less memory than `resident` took, unless they need as much.
 
     Args:
         device: name of a device of `moesched list devices`.

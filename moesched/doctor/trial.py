@@ -1,4 +1,4 @@
-"""Trial of a device: a tiny random model under every policy, and runs that must end properly."""
+"""Tries a device: runs a tiny random model under every policy, and checks that runs end properly."""
 
 from __future__ import annotations
 

@@ -91,8 +91,7 @@ class Account:
         """Record that a task was issued to a stream of its device.
 
         Returns:
-            the later tasks on streams of the same device, whose wait for `task` is now the device's and no longer the
-            host's.
+            the later tasks on streams of the same device, whose wait for `task` is now left to the device.
         """
         self._released[task.id] = []
         released = [number for number in self._later[task.id] if self._on_device(task.id, self.tasks[number])]
@@ -130,7 +129,7 @@ class Account:
             self._later[earlier].append(task.id)
 
     def look(self, *tasks: Task) -> None:
-        """Check `tasks` after a call of the engine, the later tasks that they release, and all lanes for broken rules.
+        """Check, after an engine's call, that `tasks`, the later tasks that they release, and all lanes obey the rules.
 
         Args:
             tasks: tasks whose state the call may have changed.

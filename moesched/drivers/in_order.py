@@ -1,4 +1,4 @@
-"""Timing of captured steps on lanes that issue in order: a task starts once all tasks that it waits for have ended."""
+"""Times captured steps on lanes that issue in order: a task starts once all tasks that it waits for have ended."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ class Runner(Protocol):
 
 
 class Worker:
-    """A thread of a lane, which waits on a raw lock, since that is cheaper than a condition or an event."""
+    """A thread of a lane; it waits for tasks by a raw lock, which is cheaper than a condition or an event."""
 
     __slots__ = ("task", "thread", "wake")
 
@@ -247,7 +247,7 @@ class AwaitableRunner:
         asyncio.ensure_future(self._run(task)).add_done_callback(self._running.discard)
 
     def _note_begun(self) -> None:
-        """Let `close` cancel the current call, which will report its end; raise CancelledError if closed already."""
+        """Add the current call to those that `close` cancels; raise CancelledError if `close` was called already."""
         if self._closed:
             raise asyncio.CancelledError
         running = asyncio.current_task()
@@ -321,7 +321,7 @@ class StreamRunner:
             pass
 
     def _report_batch(self) -> bool:
-        """Wait for the next batch of tasks and report their ends; False if there is none."""
+        """Wait for the next batch of tasks and report their ends; return False if there is no batch."""
         with self._driver.lock:
             batch = self._next_batch()
             self._waiting = bool(batch)

@@ -1,4 +1,4 @@
-"""A copy of a policy's state that can be compared with a later copy, to see whether a step changed the policy."""
+"""Copies a policy's state, so that a later copy can be compared to see whether a step changed the policy."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def state_of(policy: Policy) -> object:
 
 
 class _Comparable(pickle.Pickler):
-    """Pickles the attributes of a policy that can change; a class, function or object of the run counts as its id."""
+    """Pickles a policy's attributes that can change; classes, functions and objects of the run are replaced by ids."""
 
     def persistent_id(self, obj: Any) -> int | None:
         kind = type(obj)

@@ -39,8 +39,8 @@ def no_garbage_collection() -> Iterator[None]:
     """Pause Python's garbage collector within this context, as a schedule makes many small objects that form no cycles.
 
     At the end of the context the new objects, if they are many, move to the collector's oldest generation, so that the
-    next collection of young objects does not visit them. As this resets the collector's counts, it also makes a full
-    collection from time to time.
+    next collection of young objects does not visit them. Since this resets the collector's counts, the context also
+    makes a full collection from time to time.
     """
     was_on = gc.isenabled()
     gc.disable()

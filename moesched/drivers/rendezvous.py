@@ -34,7 +34,7 @@ class Rendezvous:
                 self._ranks[lane] = rank
 
     def collect(self) -> None:
-        """Take from the engines the parts that became ready, and admit each collective whose parts are all ready."""
+        """Take the ready parts of collectives from the engines, and admit each collective whose parts are all ready."""
         while self.arrived:
             task = self.arrived.pop(0)
             if self._alone is None:

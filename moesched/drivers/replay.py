@@ -69,7 +69,7 @@ class Timeline:
 
     @cached_property
     def bases(self) -> list[int]:
-        """For each step, the number (from 0) of its first task; one more entry at the end counts all tasks."""
+        """The number (from 0) of each step's first task; one more entry at the end counts all tasks."""
         return [0, *accumulate(len(step.tasks) for step in self.steps)]
 
     @property
@@ -78,7 +78,7 @@ class Timeline:
         return len({id(step) for step in self.steps}) - 1
 
     def samples(self, index: int) -> dict[int, int]:
-        """Return the nanoseconds at which each micro-batch had its tokens in a step, by micro-batch.
+        """Return the nanoseconds at which each micro-batch had sampled its tokens in a step, by micro-batch.
 
         index: the step's index; 0 for loading.
         """
@@ -182,7 +182,7 @@ class CapturedRun:
     def step_ends(self, cost: CostModel) -> list[int]:
         """Replay the run with a cost model; return the nanoseconds at which each step ended.
 
-        The first one is the end of loading. Each other step ends with its last `sample`.
+        The first time is the end of loading. Each other step ends with its last `sample`.
         """
         known: dict[int, int] = {}
         works: list[Work] = []  # kept, so that no other work gets one's id
@@ -236,7 +236,7 @@ class _PricedSteps:
 class Player:
     """Computes the timeline of captured steps on lanes, by priority or in program order, in arrays that grow.
 
-    A step is submitted once all micro-batches have sampled in the step two before it, as in `Generation`.
+    Step n is submitted once all micro-batches have sampled in step n - 2, as in `Generation`.
 
     Args:
         steps: the captured steps, from `capture`.
@@ -326,7 +326,7 @@ class Player:
             self._step_ended = not self._unsampled[index]
 
     def _admit(self, now: int) -> None:
-        """At time `now`, start arrived collectives on their lanes, or queue them before all but earlier collectives."""
+        """At time `now`, start arrived collectives on their lanes, or queue them, behind earlier collectives only."""
         lanes = self._lanes
         for number in self._arrived:
             before = (lanes.admitted - _NUMBER) << CLASS_SHIFT
@@ -341,8 +341,7 @@ class Player:
     def _submit_ready(self, now: int) -> None:
         """Submit the steps that may begin at the time `now`.
 
-        A step begins once the step two before it has its tokens; prefill and the first decode step wait for loading
-        only.
+        Step n begins once step n - 2 has its tokens; prefill and the first decode step wait for loading only.
         """
         self._step_ended = False
         for index in range(len(self._unsampled), len(self._steps)):

@@ -1,4 +1,4 @@
-"""Rates of concurrent tasks that share processors, memories and links: max-min fair, with measured slowdowns."""
+"""Computes rates of concurrent tasks that share processors, memories, links: max-min fair, with measured slowdowns."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _speed_beside(others: Sequence[str], slowed: Mapping[str, float]) -> float:
     """Return the measured speed of one sort of work beside other sorts, relative to running alone.
 
     Args:
-        others: names of the sorts that run at once with it.
+        others: names of the sorts of work that run at the same time.
         slowed: measured speeds by the other sorts' names; if all of `others` together were not measured, the product of
             the speeds beside each one is returned, with 1 for a sort that was not measured.
     """
@@ -96,7 +96,7 @@ class Shared:
         lanes: number of lanes.
 
     Attributes:
-        now: the end of the last task, in nanoseconds.
+        now: the time of the latest end of a task, in nanoseconds.
     """
 
     def __init__(self, lanes: int) -> None:

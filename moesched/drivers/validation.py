@@ -169,7 +169,7 @@ class CheckedEngine(Engine):
             raise BrokenRule("; ".join(self.broken[:3]))
 
     def check_over(self) -> None:
-        """Check that at a run's end all tasks have settled, all lanes are idle, and memories, pools and views agree.
+        """Check at a run's end that all tasks have settled, all lanes are idle, and the accounts of memory are right.
 
         Raises:
             BrokenRule: one of these does not hold, or a rule was broken before.

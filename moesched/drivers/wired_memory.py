@@ -1,4 +1,4 @@
-"""Time to wire weights again after the accelerator's driver has unwired them, on machines with one memory.
+"""Computes the time to wire weights again after the accelerator's driver unwired them, on machines with one memory.
 
 Wiring an array means mapping and holding its memory for the accelerator. On a machine whose accelerator and host share
 one memory, weights must be wired before a kernel may read them. The driver unwires arrays that were idle for a while
@@ -62,7 +62,7 @@ class WiredArrays:
         self._sizes = _sizes(plan, prestacked=self._prestacked)
 
     def __call__(self, task: Task, now: int) -> int:
-        """Return the nanoseconds of wiring before a task that starts at `now`, and note its use of the array."""
+        """Return the nanoseconds to wire the weights of a task that starts at `now`, and record their use."""
         array = self._array(task)
         if array is None:
             return 0

@@ -1,4 +1,4 @@
-"""Division of a model, a machine and its memory budgets among equal accelerators that share the model."""
+"""Divides a model, a machine and its memory budgets among equal accelerators that share the model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory budgets as users give them, for a machine's memories or for the whole process, converted to bytes."""
+"""Converts memory budgets of users, for a machine's memories or for the whole process, to bytes."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def within_process(
 ) -> tuple[dict[str, int], Process]:
     """Replace a budget of the whole process by one of the host's memory: the limit minus the process's other bytes.
 
-    Other bytes are those of Python, libraries, allocators and the other memories within the process.
+    Other bytes are taken by Python, libraries, allocators and the other memories within the process.
 
     Args:
         budgets: limits in bytes by memory, for each of the ranks that share the process.
@@ -75,7 +75,7 @@ def within_process(
         The budgets by memory, in bytes for each rank, and the process with its limit.
 
     Raises:
-        BadInput: nothing is left for the host, or it is unknown how many bytes an accelerator's driver takes in it.
+        BadInput: nothing is left for the host, or it is unknown how many bytes an accelerator's driver takes there.
     """
     rest = {name: nbytes for name, nbytes in budgets.items() if name != PROCESS}
     if PROCESS not in budgets:

@@ -1,4 +1,4 @@
-"""The policy of a job, given by its name, as a class, or as an object."""
+"""Finds the policy of a job, which users give by name, as a class, or as an object."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Choice of the dtype that a model is computed in, from the model, the user's option, the machine and the device."""
+"""Chooses the dtype that a model is computed in, from the model, the user's option, the machine and the device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokenizers made of the vocabulary of a GGUF file."""
+"""Makes tokenizers from the vocabulary of a GGUF file."""
 
 from __future__ import annotations
 
@@ -118,7 +118,6 @@ def _pair(path: Path, merge: str, ids: Mapping[str, int]) -> tuple[str, str]:
     """Split the text of a merge at the space between its two tokens; the first token may itself begin with a space.
 
     Args:
-        merge: two tokens with a space between them.
         ids: ids of the vocabulary's tokens.
     """
     first, _, second = merge[1:].partition(" ")
@@ -202,7 +201,7 @@ def _add_tokens(made: Any, vocabulary: Vocabulary) -> None:
 
 
 def _add_ends(made: Any, vocabulary: Vocabulary) -> None:
-    """Make the `tokenizers.Tokenizer` `made` put the first and last token around a text, as the model expects them."""
+    """Make the `tokenizers.Tokenizer` `made` put the begin and end tokens that the model expects around a text."""
     from tokenizers import processors
 
     begins = vocabulary.add_bos_token

@@ -1,4 +1,4 @@
-"""Look-ups by name: a model's shape, a machine, a policy's class, a workload."""
+"""Finds by name: a model's shape, a machine, a policy's class, a workload."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def find_shape(model: Path | str, stored_as: str | None = None) -> ModelConfig:
         stored_as: storage format of the weights; None for the format in which the model is published.
 
     Raises:
-        BadInput: the name is unknown and no model's files, or the model cannot have that format.
+        BadInput: the name is unknown and not a path of model files, or the model cannot have that format.
     """
     name, path = str(model), Path(model)
     if name in SHAPES:

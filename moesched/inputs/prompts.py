@@ -1,4 +1,4 @@
-"""Prompts of users: parsing of token ids, reading of files of prompts, and encoding of texts as token ids."""
+"""Reads users' prompts: parses token ids, reads files of prompts, and encodes texts as token ids."""
 
 from __future__ import annotations
 

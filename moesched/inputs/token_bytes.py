@@ -1,4 +1,4 @@
-"""The bytes that a token stands for, from its name in the vocabulary."""
+"""Finds the bytes of text that a token stands for, from the token's name in the vocabulary."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Suggestion of a policy that would be much faster for a simulated batch."""
+"""Suggests a policy that would be much faster for a simulated batch."""
 
 from __future__ import annotations
 

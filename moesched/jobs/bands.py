@@ -1,4 +1,4 @@
-"""Uncertainty bands of simulations: the range of each figure, and the figures at the machine's stated rates."""
+"""Computes uncertainty bands of simulations: each figure's range, and the figures at the machine's stated rates."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def with_band(
     A report of a run that was interrupted or failed is returned unchanged.
 
     Args:
-        make_ranks: makes a new plan and policy for each node, of the first batch.
+        make_ranks: makes, for each node, a new policy and its plan of the first batch.
         progress: called with (simulations done, all simulations).
     """
     if report.interrupted or report.failure is not None:

@@ -1,4 +1,4 @@
-"""Reports of successive batches, of which the last may have ended with an error."""
+"""Collects the reports of successive batches, of which the last may have ended with an error."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class BatchReports:
 
 
 class JobEnding(Ending):
-    """Context of a job's run: a signal interrupts the run; one that comes later waits until the results are written."""
+    """Context of a job's run: a signal interrupts the run, and a later signal waits until the results are written."""
 
     def __enter__(self) -> JobEnding:
         release_signals()

@@ -192,7 +192,7 @@ class Call:
         roofs: Mapping[str, Roof] | None,
         explains: bool,
     ) -> JobReport:
-        """Write the files of a batch, and return its report; `roofs` are peak rates, `explains` adds the bottleneck."""
+        """Write a batch's files, and return its report, with the bottleneck if `explains`; `roofs` are peak rates."""
         explanation = None
         if explains:
             from moesched.jobs.explained import explained  # nothing before the first token needs it

@@ -1,4 +1,4 @@
-"""Prompts that are cut into parts over several steps, so that running requests wait for one part, not a whole prompt.
+"""Cuts prompts into parts over several steps, so that running requests wait for one part, not a whole prompt.
 
 Memory is reserved for the parts, and not for the longest prompt.
 """
@@ -12,11 +12,11 @@ from moesched.serving.capacity import Capacity
 from moesched.steps.plan import Plan
 
 CHUNK = 1024
-"""Prompt tokens between two steps of tokens by default, where all weights stay in memory."""
+"""Prompt tokens computed in one step by default, where all weights stay in memory."""
 
 
 def with_cut_prompts(capacity: Capacity, asked: int | None) -> Capacity:
-    """Return the capacity of a server that cuts prompts into parts, for successive steps.
+    """Return the capacity of a server that cuts prompts into parts, one part per step.
 
     Args:
         capacity: the capacity with whole prompts.
@@ -49,5 +49,5 @@ def cuts_prompts(plan: Plan, asked: int | None) -> bool:
 
 
 def may_cut_prompts(plan: Plan) -> bool:
-    """Test whether a plan is for one machine, and its whole KV cache on the accelerator, where prompts are computed."""
+    """Test whether a plan is for one machine and has its whole KV cache on the accelerator, which computes prompts."""
     return plan.nodes.count == 1 and all(role == "accelerator" for roles in plan.kv.roles for role in roles)

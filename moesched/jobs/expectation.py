@@ -1,8 +1,8 @@
-"""Prediction of a measured run: the same plans and expert choices on the virtual clock, at a calibration's costs.
+"""Predicts a measured run: simulates its plans and expert choices on the virtual clock, at a calibration's costs.
 
 Batches are predicted after they ran, so that a prediction disturbs no timing. A prediction uses the run's number of
-steps, the experts that routers chose and the accuracy of router previews, but no measured times. The width of the
-uncertainty band is that of the first batch.
+steps, the experts that routers chose and the accuracy of router previews, but no measured times. The first
+batch gives the width of the uncertainty band.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Expectation:
 
     Args:
         obstacle: the reason why the batch cannot be predicted; None if it can.
-        policies: give the policy of each predicted batch; one that keeps state goes on from the batch before.
+        policies: makes the policy of each predicted batch; a policy with state continues from the batch before.
 
     Attributes:
         observers: observers to pass to the measured run.

@@ -1,4 +1,4 @@
-"""Reports with their batch's bottleneck, and with changes that would help."""
+"""Adds to a report its batch's bottleneck, and the changes that would help most."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ def explained(
     If the batch ended early, the report is unchanged and the explanation None.
 
     Args:
+        about: the recording's metadata: policy, model, machine, and kind of figures.
         others: further changes that would help, found otherwise than by replays of the recording.
     """
     if report.interrupted or report.failure is not None or not recording.slices:

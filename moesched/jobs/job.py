@@ -96,7 +96,7 @@ class Job:
         return job
 
     def with_sizes(self, sizes: BatchSizes) -> Job:
-        """Return a copy of the job whose `sizes` returns these, until it gets another policy or number of beams."""
+        """Return a copy whose method `sizes` returns these sizes until the copy's policy or number of beams changes."""
         job = copy(self)
         job._sizes = sizes
         return job
@@ -108,13 +108,13 @@ class Job:
         return job
 
     def use_device(self, device: Device) -> None:
-        """Plan for a device; call it before `sizes` and `plan`."""
+        """Make the job plan for this device; call this before `sizes` and `plan`."""
         self.machine = as_used_by(device, self.machine)
 
     def use_process(self, process: Process) -> None:
         """Set the process that runs the plans; the process's other bytes also count in its budget.
 
-        Call it before `sizes` and `plan`.
+        Call this method before `sizes` and `plan`.
 
         Raises:
             BadInput: the budget of the process leaves nothing for plans.
@@ -180,7 +180,7 @@ class Job:
         )
 
     def policies(self) -> BatchPolicies:
-        """Return the policies for a run of all batches; call it after `sizes`."""
+        """Return the policies for a run of all batches; call this after `sizes`."""
         return BatchPolicies(self.make)
 
     def plan(

@@ -1,4 +1,4 @@
-"""The planner's choice of a policy: of those that it predicts to be fast, the first whose plan fits."""
+"""Lets the planner choose a policy: of the policies predicted to be fast, the first whose plan fits."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class Profiled(NamedTuple):
 @takes(ProfilingOptions)
 @interruptible()
 def profile_routing(given: ProfilingOptions) -> Profiled:
-    """Run prompts through a model, and record the experts that each token chooses, of prompts and of generated text.
+    """Run prompts through a model, and record the experts that each token of prompts and generated text chooses.
 
     Raises the errors of `moesched.run_model`.
     """

@@ -245,7 +245,7 @@ def require_complete(report: JobReport) -> None:
 
 
 def merge_reports(reports: Sequence[JobReport], *, requests: int, batches: int) -> JobReport:
-    """Merge reports of successive batches into one: times and counts add up; of peaks, the largest counts.
+    """Merge reports of successive batches into one: times and counts are summed; of peaks, the largest is taken.
 
     Args:
         requests: number of requests in all batches; those that never ran have no tokens.
@@ -366,7 +366,7 @@ def _token_counts(report: JobReport) -> list[int]:
 
 
 def _merge_emulations(parts: Sequence[Emulation]) -> Emulation | None:
-    """Merge batches' emulations: of dilations, loads and shares the largest counts; counts and seconds add up."""
+    """Merge batches' emulations: counts and seconds are summed; of dilations, loads and shares, take the largest."""
     if not parts:
         return None
     lanes = {
@@ -391,7 +391,7 @@ def _merge_lane(uses: Sequence[LaneUse], seconds: float) -> LaneUse:
 
 
 def _merge_pools(pools: Sequence[PoolUse]) -> list[PoolUse]:
-    """Merge pools of equal name and memory: counts add up; of slots, the largest number counts."""
+    """Merge pools of equal name and memory: counts are summed; of the numbers of slots, the largest is taken."""
     merged: dict[tuple[str, str], PoolUse] = {}
     for pool in pools:
         name, memory, slots, *counts = msgspec.structs.astuple(pool)

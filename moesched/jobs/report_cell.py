@@ -1,4 +1,4 @@
-"""HTML of a job's report in a notebook: figures, bottleneck, timeline, lanes, memories, and the first texts."""
+"""Makes the HTML of a job's report in a notebook: figures, bottleneck, timeline, lanes, memories, first texts."""
 
 from __future__ import annotations
 

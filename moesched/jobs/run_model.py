@@ -19,7 +19,7 @@ def run_model(given: RunOptions) -> JobReport:
         BadInput: an argument cannot be used.
         NotTraced: the trace could not be written; the error has the report.
         PolicyError: the policy submitted something illegal; it is raised at the policy's line.
-        TaskFailed: a task raised on its lane.
+        TaskFailed: a task raised an error on its lane.
     """
     with Session(**part_of(given, SessionOptions)) as session:
         return session.run(**part_of(given, CallOptions))

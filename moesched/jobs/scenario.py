@@ -1,4 +1,4 @@
-"""Scenario of a simulation: model, machine, requests and expert choices, found by their names."""
+"""Finds the scenario of a simulation by names: model, machine, requests and expert choices."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Scenario(NamedTuple):
     choices: ExpertChoices | None
 
     def given_workload(self) -> Workload:
-        """The workload.
+        """The scenario's workload.
 
         Raises:
             BadInput: none was given.

@@ -68,8 +68,8 @@ class ServedModel:
 
         Args:
             arrivals: gives the requests as they arrive, and says when no more will come.
-            listener: told of each token and each step.
-            observers: told of each task that ran.
+            listener: called for each token and each step.
+            observers: called with each task that ran.
             keeps_history: whether to keep requests that have ended, for a report.
 
         Raises:

@@ -1,4 +1,4 @@
-"""Traces of servers: the last tasks that ran, and requests as spans."""
+"""Records and writes traces of servers: the last tasks that ran, and requests as spans."""
 
 from __future__ import annotations
 

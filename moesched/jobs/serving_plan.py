@@ -1,4 +1,4 @@
-"""The plan of a server: from the number of users and the longest request to a capacity, a policy and its plan."""
+"""Plans a server: finds capacity, policy and plan for a number of users and the longest request."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def plan_serving(
     """Plan for requests that join and leave, each of which may have `context` tokens.
 
     Args:
-        job: a job by `serving_job`, which knows its device.
+        job: a job by `serving_job`, with its device set.
         slot_bytes: returns the bytes of memory that a page of weights takes.
         process: returns the process that will run the plan, in its state at the call.
         chooses: whether the planner chooses the policy, instead of the job's own.
@@ -141,6 +141,6 @@ def _fullest(
 
 
 def _requests(job: Job, context: int) -> tuple[list[int], int]:
-    """Return prompt lengths and a number of new tokens, each half of `context`, by which to choose sizes."""
+    """Return prompt lengths and a number of new tokens, each half of `context`, for the choice of batch sizes."""
     assert job.options.batch_size is not None, "serving_job sets it"
     return [context // 2] * job.options.batch_size, context - context // 2

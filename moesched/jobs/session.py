@@ -70,7 +70,7 @@ class Session:
     def close(self) -> None:
         """Refuse further calls, free the model's memory and close its files.
 
-        If a call is running, it goes on, and frees and closes at its end; the call's own listener may call `close`.
+        A running call goes on, and then frees the model and closes its files; the call's listener may call `close`.
         """
         self._closed = True
         if self._turn.acquire(blocking=False):
@@ -96,7 +96,7 @@ class Session:
             NotFinite: the first logits are not finite; the message names the damaged weight.
             NotTraced: the trace could not be written; the error has the report.
             PolicyError: the policy submitted something illegal; it is raised at the policy's line.
-            TaskFailed: a task raised on its lane.
+            TaskFailed: a task raised an error on its lane.
         """
         checkpoint, config = self._checkpoint, self._checkpoint.config
         with self._exclusively():
@@ -142,7 +142,7 @@ class _First(NamedTuple):
     """The first call of a session, for which a policy is chosen unless one is named.
 
     Attributes:
-        lengths: tokens of each prompt.
+        lengths: number of tokens of each prompt.
     """
 
     lengths: Sequence[int]

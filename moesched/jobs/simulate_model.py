@@ -74,7 +74,7 @@ def simulate_model(given: SimulationOptions) -> JobReport:
 
 
 def simulate_scenario(scenario: Scenario, given: SimulationOptions) -> JobReport:
-    """Predict a scenario that was found from these options.
+    """Predict a workload as `simulate_model` does, for a scenario that was found from these options.
 
     Raises:
         BadInput, NotTraced, PolicyError: as `simulate_model`.

@@ -121,7 +121,7 @@ class SparsityCounter:
         self._lock = threading.Lock()
 
     def activated(self, layer: int, values_nI: npt.NDArray[np.float32]) -> None:
-        """Count the values after SiLU of one expert, of shape (tokens, intermediate)."""
+        """Count the values after SiLU of one expert of a layer, of shape (tokens, intermediate)."""
         magnitudes = np.abs(values_nI)
         below = [int(np.count_nonzero(magnitudes < threshold)) for threshold in THRESHOLDS]
         with self._lock:

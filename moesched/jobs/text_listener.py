@@ -38,7 +38,7 @@ class TextListener:
                 self._finish(request)
 
     def tell_all(self, fresh: Mapping[int, Sequence[int]]) -> None:
-        """Pass several new tokens of each request on to the listener; `fresh` has them by its index in the batch."""
+        """Pass new tokens on to the listener; `fresh` has several tokens of each request, by its index in the batch."""
         for request, tokens in fresh.items():
             for token in tokens:
                 self.tell({request: token})

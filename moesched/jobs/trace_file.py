@@ -1,4 +1,4 @@
-"""Traces and HTML reports of a job: the recorders behind them, their file names and metadata, and their writing."""
+"""Records and writes the traces and HTML reports of a job, with their file names and metadata."""
 
 from __future__ import annotations
 

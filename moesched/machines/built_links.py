@@ -90,7 +90,7 @@ def _on_board(gpu: Gpu, board: Board, count: int, cpu: Cpu, sockets: int, slot: 
 
 
 def _pcie(gpu: Gpu, count: int, cpu: Cpu, sockets: int, slot: str | None) -> tuple[Pcie, list[str]]:
-    """Return the PCIe generation and lanes that both card and slot have, and sentences on assumed figures."""
+    """Return the PCIe generation and lanes that GPU and slot both have, and sentences on assumed figures."""
     card, lanes = parse_pcie(gpu.pcie), cpu.lanes_of(sockets)
     shared = max(each for each in LANES if each * count <= max(lanes, count))
     if slot is not None:

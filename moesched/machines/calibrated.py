@@ -88,7 +88,7 @@ class Calibrated:
         return Demand(lead + seconds, (), sort, tuple(self._slowed.get(sort, ())), lead)
 
     def _priced(self, work: Work) -> Iterable[WorkPart]:
-        """Yield the parts of a work, renamed to the operations in the cost table whose times apply to them."""
+        """Yield a work's parts, each named after the operation in the cost table whose time applies to the part."""
         for part in work.parts:
             within = part.operation.replace("route", ROUTE_WITHIN)
             is_within = work.kind == "post_attention" and within in self._surfaces

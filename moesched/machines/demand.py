@@ -18,7 +18,7 @@ class Demand(NamedTuple):
         sort: sort of task, for which slowdowns were measured; empty if none were.
         slowed: pairs (sorts of the tasks beside this one, joined by `at_once`; this task's speed beside them, relative
             to alone).
-        lead: the part of `seconds` that passes before the task starts, as its lane's thread does not have it yet.
+        lead: the part of `seconds` that passes before the task starts, while it is handed to its lane's thread.
         fixed: the part of `seconds` that no faster processor or link would shorten: a launch or a latency.
     """
 

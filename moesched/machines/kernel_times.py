@@ -106,7 +106,7 @@ class KernelTimes:
         """Return the seconds to start a work and its kernels, and for the host to handle the work's result.
 
         A GPU starts each kernel, or the replay of a graph of kernels. A CPU's team of threads wakes once for a work,
-        and meets after each of its kernels. A work that joins an earlier call starts nothing. Without a class of
+        and synchronises after each kernel. A work that joins an earlier call starts nothing. Without a class of
         device, the result is the processor's `launch_seconds`.
         """
         rates = self._rates

@@ -197,7 +197,7 @@ class CostPoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             "dispatch" followed by a `Work.kind` for the time that the host takes to issue such a task.
         size: bytes of weights; without weights, bytes moved; for a prompt's attention, FLOPs; for a decode step's
             attention, bytes of a KV head.
-        seconds: time of the operation; for the dispatch of a copy, its time less that of the bytes on the link.
+        seconds: time of the operation; for the dispatch of a copy, the copy's time less the link's time for its bytes.
         dtype: dtype of activations and of plain weights; empty if it does not matter.
         format: storage format of coded (quantized) weights; empty for plain weights.
         rows: number of rows that are multiplied with the weights; for reads or transfers, their number; for a decode
@@ -286,10 +286,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return self.roles.weights == self.host.memory
 
     def peak(self, processor: str, dtype: str) -> float:
-        """Return the stated FLOP/s of a processor in a dtype.
-
-        Args:
-            processor: name of the processor.
+        """Return the stated FLOP/s of the processor with this name in a dtype.
 
         Raises:
             BadInput: the machine has no rate for this dtype.

@@ -1,4 +1,4 @@
-"""The roofline cost model: the time of work at the rates that a machine's kernels and copies reach."""
+"""The roofline cost model: estimates the time of work at the rates that a machine's kernels and copies reach."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ RING = "in pieces through page-locked memory, at the rate of the slower hop"
 
 
 def within_lock_limit(machine: Machine, budgets: Mapping[str, int]) -> Machine:
-    """Return the machine, with staging if a budget limits page-locked memory.
+    """Return the machine, with staging (copies into page-locked memory) if a budget limits page-locked memory.
 
     Args:
         budgets: bytes by memory.
@@ -74,7 +74,7 @@ def staged(machine: Machine, limit: int | str, *, ring: bool = True) -> Machine:
 
 
 def _links(machine: Machine, staging: Staging, ring: bool) -> Iterator[Link]:
-    """Yield the links of a machine with staging, in which page-locked memory replaces host memory at the fast links.
+    """Yield the links of a machine with staging: those of page-locked memory, and those of the rest of host memory.
 
     Args:
         ring: whether copies between accelerator and host memory go in pieces through page-locked memory.

@@ -1,4 +1,4 @@
-"""Sustained rates: the share of a machine's stated rates that kernels and copies reach.
+"""Finds sustained rates: the share of a machine's stated rates that kernels and copies reach.
 
 A processor names its class of device, from `rates/`; the processor's own `rates` replace those of the class. In a
 description without any class, the stated rates count as sustained in full.
