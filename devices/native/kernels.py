@@ -150,6 +150,6 @@ def address(numbers: array[int] | array[float]) -> int:
 
 
 def check(result: int) -> None:
-    """Raise MemoryError if the status that a native call returned means that memory was lacking."""
+    """Raise MemoryError if `result`, the status that a native call returned, means that memory was lacking."""
     if result:
         raise MemoryError("no memory for the rows that the CPU kernels multiply")

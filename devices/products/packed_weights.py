@@ -93,8 +93,8 @@ Product = Callable[[torch.Tensor], torch.Tensor]
 
 
 def _products(outputs: int, inputs: int, transposed: bool, cores: int) -> Iterator[Product]:
-    """Yield functions that multiply by a random matrix (outputs, inputs) in each way in use: plain, packed,
-    transposed.
+    """Yield functions that multiply by random matrices (outputs, inputs): plain; if `transposed`, stored transposed;
+    and packed if `packing_pays` for `cores` cores.
     """
     weight_ND = _random(outputs, inputs)
     yield partial(plain_linear, weight_ND=weight_ND)

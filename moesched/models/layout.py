@@ -181,7 +181,7 @@ def weight_layout(
 
 
 def _experts(config: ModelConfig) -> Iterator[dict[str, Shape]]:
-    """Return the shapes of one expert's tensors, by name, for each kind of layer, the last layer's kind first."""
+    """Yield the shapes of one expert's tensors, by name, for each kind of layer, the last layer's kind first."""
     kinds = {layer: number for number, layer in enumerate(config.pattern)}
     return (expert_shapes(config, number, 0) for number in sorted(kinds.values(), reverse=True))
 

@@ -94,7 +94,7 @@ class FeedForward(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_usual(self) -> bool:
-        """Whether an expert has three matrices and computes down @ (silu(gate @ x) * (up @ x))."""
+        """True if an expert has three matrices and computes down @ (silu(gate @ x) * (up @ x))."""
         return not self.biases and not self.alternating and self.activation == SILU
 
     def expert_shapes(self, hidden: int) -> dict[str, Shape]:

@@ -187,7 +187,7 @@ class Rotary(msgspec.Struct, frozen=True, kw_only=True):
     scaling: Scaling | None = None
 
     def turning(self, head_dim: int) -> int:
-        """Return the number of a head's entries that are rotated."""
+        """Return the number of rotated entries of a head with `head_dim` entries."""
         return head_dim if self.width is None else self.width
 
     def slowed(self, head_dim: int) -> list[float]:

@@ -267,7 +267,7 @@ def _batch_sizes(setting: Setting, point: Point) -> BatchSizes:
 
 
 def _shares(setting: Setting, size: int, chunk: int | None) -> list[Point]:
-    """Return a point for each KV cache share that fits, with all requests in micro-batches of `size` requests.
+    """Return sizes with all requests in micro-batches of `size` requests, one for each KV cache share that fits.
 
     The shares of the cache on the accelerator are tenths, from none to all, unless the setting has a fixed share.
     """
@@ -283,7 +283,7 @@ def _shares(setting: Setting, size: int, chunk: int | None) -> list[Point]:
 
 
 def _fastest(schedules: Schedules, line: Sequence[Point]) -> Schedule:
-    """Return the fastest schedule of the points in `line`, which differ in one size and ascend in that size.
+    """Return the fastest schedule with sizes in `line`, which differ in one number and ascend in that number.
 
     The search begins at the faster end of the line, and ends when schedules get slower.
 

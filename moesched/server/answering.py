@@ -215,7 +215,7 @@ async def _send_stream(send: Send, events: AsyncIterator[bytes]) -> None:
 async def _events(
     pieces: AsyncIterator[list[AnswerPiece]], form: Form, generation: AnswersInProgress, *, with_usage: bool
 ) -> AsyncIterator[bytes]:
-    """Yield a stream's server-sent events as bytes; pieces that arrived together are yielded together."""
+    """Yield a stream's server-sent events as bytes, with the token counts at the end if `with_usage`."""
     async for several in pieces:
         told = [each for each in several if each.text or each.tokens or each.ending]
         if told:

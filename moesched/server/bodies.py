@@ -84,7 +84,7 @@ def read_body(data: bytes, kind: type[Body]) -> Body:
 
 
 def _is_taken(name: str, value: object) -> bool:
-    """Test whether an unsupported field can be ignored, since with this value it changes no answer."""
+    """Test whether the unsupported field `name` can be ignored, since with this value it changes no answer."""
     return name in HARMLESS or (name in NEUTRAL and (value is None or value in NEUTRAL[name]))
 
 

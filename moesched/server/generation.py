@@ -116,7 +116,7 @@ class AnswersInProgress:
     """All answers to one request, while the engine generates them."""
 
     def __init__(self, link: EngineLink, codec: Codec, prompts: Sequence[Prompt], wanted: Wanted) -> None:
-        """Ask the engine for the answers.
+        """Ask the engine, over `link`, for the wanted answers to each prompt.
 
         Raises:
             EngineFailed: the engine has ended.

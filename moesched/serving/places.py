@@ -1,4 +1,4 @@
-"""Places: the requests in each, their tokens in the KV cache, and their rows in the next step."""
+"""Places (micro-batches whose requests change): the requests in each, their KV cache, and their next rows."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ class Places:
         return True
 
     def rows(self, phase: Phase, step: int) -> dict[int, Rows]:
-        """Take the next step's rows of this phase, and return them by place; empty if no request has any."""
+        """Take the next step's rows of this phase, and return them by place number; empty if no request has any."""
         by_place: dict[int, list[Seat]] = {}
         for seat in self._next(phase):
             by_place.setdefault(seat.place, []).append(seat)

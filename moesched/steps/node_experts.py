@@ -34,7 +34,7 @@ def require_placement(placement: Sequence[Collection[int]], nodes: int, experts:
 
 
 def require_routers(verb: str, declared: Declared) -> None:
-    """Check that every node has a router if the plan requests router scores.
+    """Check that every node has a router if the plan requests router scores; the error names `verb`.
 
     Raises:
         PolicyError: the plan is centralised, and has several nodes.

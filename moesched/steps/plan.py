@@ -273,7 +273,7 @@ class Plan(PlanFacts):
             self.weights.count_load_buffers(host, self.layout.globals_bytes)
 
     def _memory_for(self, verb: str, pages: Sequence[Page], role: Role) -> Memory:
-        """Return the memory of a role for these pages; of several accelerators, the memory of the pages' stage."""
+        """Return a role's memory for these pages; with stages, the memory of the pages' stage. Errors name `verb`."""
         role = role_named(verb, role, self.machine)
         stages = {stage_of(self.stages, page.layer) for page in pages} if role == "accelerator" else {0}
         if len(stages) > 1:

@@ -44,7 +44,7 @@ class SplitVerbs:
         """Submit a verb's task, or all tasks of a split verb; the arguments are those of `Engine.submit`.
 
         Returns:
-            the verb's handle: the decision that a policy awaits, or the last task.
+            the verb's handle: the task whose result a policy awaits, or else the last task.
         """
         split = self._split.get(task.verb)
         if split is None:
@@ -81,7 +81,7 @@ def part_of(task: Task, make: type[T], lane: Lane, work: Work, verb: str, operan
 
     Args:
         task: the verb's own task.
-        make: the class of the new task.
+        make: the class of the new task, which gets the other arguments.
     """
     return make(lane, work, verb, task.layer, task.micro_batch, -1, operands, task.step, task.generated)
 

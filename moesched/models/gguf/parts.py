@@ -45,7 +45,7 @@ def gguf_files(path: Path) -> list[Path]:
 
 
 def gguf_name(path: Path) -> str:
-    """The name of a model, taken from the name of its file."""
+    """Return the name of a model, taken from the name of its file."""
     named = _PART.fullmatch(path.name)
     return path.stem if named is None else named["model"]
 

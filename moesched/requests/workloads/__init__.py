@@ -103,7 +103,7 @@ def spread(prompts: PromptLengths) -> tuple[int, ...]:
 
 
 def given_lengths(prompt_tokens: Sequence[int], new_tokens: int) -> Workload:
-    """Create a workload of prompts with these lengths, in this order."""
+    """Create a workload of prompts with these lengths in tokens, in this order, each with `new_tokens` to generate."""
     return Workload(name="given lengths", new_tokens=(new_tokens,), prompt_tokens=tuple(prompt_tokens))
 
 
@@ -154,7 +154,7 @@ def _quantile(share: float, largest: int, slope: float) -> float:
 
 
 def _root(falling: Callable[[float], float]) -> float:
-    """Find the zero of a decreasing function, between -50 and 50."""
+    """Find the zero, between -50 and 50, of the decreasing function `falling`."""
     low, high = -50.0, 50.0
     for _ in range(60):
         middle = (low + high) / 2
@@ -163,7 +163,7 @@ def _root(falling: Callable[[float], float]) -> float:
 
 
 def _correct(lengths: list[int], total: int, largest: int) -> None:
-    """Add or remove tokens, one per prompt and round, until `lengths` have this total; the longest stays the same."""
+    """Add or remove tokens, one per prompt and round, until `lengths` have this total; the longest stays `largest`."""
     missing = total - sum(lengths)
     change = 1 if missing > 0 else -1
     while missing:

@@ -245,7 +245,7 @@ class Verbs(StepFacts):
         return f"step {self._number} {self._point(batch.progress)}{self._unsaved(batch)}"
 
     def _point(self, progress: int) -> str:
-        """Return a progress within a step in words: the layer, and the name of the point in it."""
+        """Return a progress in words: the layer, and the micro-batch's state in it, such as "L3 routed"."""
         layer, within = divmod(progress, STRIDE)
         return f"L{layer} {PROGRESS[within]}"
 
@@ -334,7 +334,7 @@ def _submit_kernels(
     after: Sequence[Task] = (),
     priority_class: int = DEMAND,
 ) -> Task:
-    """Submit a task by `submit`, with its own priority class if it is a transfer, else with `kernel_class`."""
+    """Submit a task by `submit`, with these blocks: a transfer with `priority_class`, a kernel with `kernel_class`."""
     if not isinstance(task, PageTransfer):
         priority_class = kernel_class
     return submit(task, reads, writes, after, priority_class)

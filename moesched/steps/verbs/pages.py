@@ -113,7 +113,7 @@ class PageVerbs(Verbs):
             self._add_own(verb, source)
 
     def _add_own(self, verb: str, pool: Pool) -> None:
-        """Check that a pool is of this run's plan, and remember it as such.
+        """Check that a pool is of this run's plan, and remember that; the error names `verb`.
 
         Raises:
             PolicyError: it is of another plan, or no pool.
@@ -136,7 +136,7 @@ class PageVerbs(Verbs):
         arrival: int,
         priority_class: int,
     ) -> Task:
-        """Submit the task that moves pages into slots of a pool.
+        """Submit the task of a verb that moves pages into slots of a pool.
 
         Args:
             source: the pool that the pages are copied from; None for the memory where the weights live.
