@@ -301,8 +301,8 @@ class WarmUps:
 def stand_in(layout: WeightLayout, store: WeightStore) -> Weights | None:
     """Return tensors of a layer with experts for a warm-up, with any contents.
 
-    They are in memory whose pages are not loaded yet. A resident page is in the memory that it will have, so that its
-    matrices are whole; all other pages share one slot.
+    The tensors are in memory whose pages are not loaded yet. A resident page is in the memory that it will have, so
+    that its matrices are whole; all other pages share one slot.
 
     Returns:
         the tensors; None if there is no such memory.

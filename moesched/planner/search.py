@@ -55,7 +55,7 @@ def best(
 ) -> PolicyChoice | None:
     """Choose one of several sizes of micro-batches, and their number, with the highest bound on throughput.
 
-    None if no size fits, or none reaches `above` tokens per second.
+    The result is None if no size fits, or none reaches `above` tokens per second.
 
     Args:
         options: the sizes, with the costs of a micro-batch of each.

@@ -250,7 +250,7 @@ def _of_batch(setting: Setting, batch_size: int, given: int | None) -> BatchSize
 def first_schedule(setting: Setting, size: int) -> Schedule | None:
     """Simulate all requests in micro-batches of `size` requests; None if they do not fit.
 
-    Prompts pass in chunks if the policy takes chunks. The KV cache's share on the accelerator is the fastest one.
+    Prompts pass in chunks if the policy takes chunks. The fastest share of the KV cache on the accelerator is taken.
     """
     schedules = Schedules(setting, deep=False)
     for chunk in reversed(chunks_to_try(setting, size)):

@@ -37,7 +37,7 @@ class BatchSizes(NamedTuple):
 
 
 class Placed(NamedTuple):
-    """Indices of requests: those of each micro-batch, and those deferred to later batches."""
+    """Indices of requests: of the requests of each micro-batch, and of requests deferred to later batches."""
 
     micro_batches: list[list[int]]
     deferred: list[int]

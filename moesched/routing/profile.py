@@ -125,7 +125,7 @@ def parse_profile(path: Path, data: bytes, config: ModelConfig | None = None) ->
 
 
 class _Reader:
-    """Parses the lines of one file; errors name the line."""
+    """Parses the lines of a routing profile's file; errors name the line."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

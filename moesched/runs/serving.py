@@ -195,7 +195,7 @@ class Serving:
 
     @property
     def busy(self) -> dict[str, int]:
-        """Nanoseconds that each lane ran, by its name, apart from the one that waits for arrivals."""
+        """Nanoseconds that each lane ran, by its name, apart from the lane that waits for arrivals."""
         return {name: lane.busy for name, lane in self._run.lanes.items() if name != ARRIVALS}
 
     def _now(self) -> int:

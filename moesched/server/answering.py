@@ -68,7 +68,7 @@ class Endpoint(ABC, Generic[Given]):
         """
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request; the arguments are those of an ASGI application."""
+        """Answer a request; arguments are as for any ASGI application."""
         request = Request(scope, receive)
         try:
             self._gate.require_room()  # before the work of reading, since a full server refuses many

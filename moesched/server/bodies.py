@@ -64,7 +64,7 @@ def read_body(data: bytes, kind: type[Body]) -> Body:
     """Decode the JSON body of a request into a struct of its fields.
 
     Raises:
-        ApiError: the body is not JSON, lacks a field, has one of a wrong type, or one that the server does not support.
+        ApiError: the body is not JSON, lacks a field, or has a wrong or unsupported field.
     """
     try:
         fields = decode_json(data, dict[str, Any], "the body", "send JSON", most=MOST_VALUES)

@@ -45,7 +45,7 @@ class Gate:
         """Count the answers of a request as running or waiting, until the context ends.
 
         Raises:
-            ApiError: the server closes or is full, or the request has more answers than it ever gives at once.
+            ApiError: the server closes or is full, or the request has more answers than the server ever gives at once.
         """
         self.require_room(answers)
         self.inside += answers
@@ -64,7 +64,7 @@ class Gate:
         """Check that a request for a number of answers could be taken now.
 
         Raises:
-            ApiError: the server closes or is full, or the request has more answers than it ever gives at once.
+            ApiError: the server closes or is full, or the request has more answers than the server ever gives at once.
         """
         if self.closed:
             raise ApiError(

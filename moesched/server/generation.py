@@ -25,7 +25,7 @@ class Prompt(NamedTuple):
 
 
 class Wanted(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings of the answers to each prompt of a request; the other fields are those of `messages.Ask`.
+    """Settings of the answers to each prompt of a request; the other fields are as in `messages.Ask`.
 
     Attributes:
         answers: number of answers to each prompt.

@@ -65,7 +65,7 @@ class Seat:
 
     @property
     def _following(self) -> int | None:
-        """Id of the prompt token that follows a row; None at the prompt's end, or without its log probabilities."""
+        """Id of the prompt's token after a row; None at the prompt's end, or if no log probabilities are wanted."""
         request = self.request
         is_scored = request.scores_prompt and self.to_come
         return request.ids[self.cached] if is_scored and request.ids is not None else None
@@ -100,7 +100,7 @@ class Places:
         return len(self._seats)
 
     def __contains__(self, request: object) -> bool:
-        """Test whether a request runs."""
+        """Test whether the request with this number runs."""
         return request in self._seats and request not in self._leaving
 
     @property

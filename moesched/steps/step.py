@@ -80,7 +80,7 @@ class Step(PageVerbs, AttentionVerbs, ExpertVerbs, Outlook):
         return self._present("phase", micro_batch).phase
 
     def tokens(self, micro_batch: int) -> int:
-        """Return the number of new tokens of a micro-batch: those of its prompts, or one for each sequence."""
+        """Return the number of new tokens of a micro-batch: all tokens of its prompts, or one for each sequence."""
         batch = self._present("tokens", micro_batch)
         return sum(batch.tokens) if batch.phase == "prefill" else batch.works["embed"].tokens
 

@@ -48,18 +48,18 @@ POLICIES = (
 def check_device(make: Make, machine: Machine, policies: Iterable[str] = ()) -> list[list[int]]:
     """Check the promises of every device by runs of a small random model.
 
-    Return the tokens by request, which equal those of the device `torch`.
+    Return the tokens by request, which are as on the device `torch`.
 
     Args:
         make: creates the device, such as its class.
         machine: the machine to plan for; the device must accept plans for it.
         policies: names of policies; by default four that keep and stream different weights, and one that has tasks of
-            experts with some of a micro-batch's rows, or with those of several micro-batches.
+            experts with some of a micro-batch's rows, or with rows of several micro-batches.
 
     Raises:
-        AssertionError: the tokens are not those of the device `torch`, with greedy or random sampling, or depend
-            on the policy or on the previous batch; a verb returned a wrong value, tasks of one lane ran at once, or
-            another promise of `moesched.seams.Device` is broken.
+        AssertionError: the tokens are not as on the device `torch`, with greedy or random sampling, or depend on the
+            policy or on the previous batch; a verb returned a wrong value, tasks of one lane ran at once, or another
+            promise of `moesched.seams.Device` is broken.
     """
     require_asserts("check_device")
     config = Case(name="a device's", machine=machine).config()

@@ -89,7 +89,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
 
         Args:
             node: index of the node.
-            batch: the batch to plan; None for that of the case.
+            batch: the batch to plan; None for the case's own.
 
         Raises:
             BadInput: the policy's plan does not fit.

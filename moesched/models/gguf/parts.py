@@ -21,7 +21,7 @@ class GgufParts(NamedTuple):
 
     Attributes:
         path: the first file.
-        metadata: metadata of the whole model, which are those of the first file.
+        metadata: metadata of the whole model, from the first file.
         shards: the tensors of all files.
     """
 

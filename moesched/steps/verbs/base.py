@@ -118,7 +118,7 @@ class Verbs(StepFacts):
         """Check that a micro-batch has just the progress that a verb needs, and return the micro-batch.
 
         Raises:
-            OutOfOrder: it has another progress, or there is no such layer or micro-batch.
+            OutOfOrder: the micro-batch has another progress, or there is no such layer or micro-batch.
             PolicyError: it is not the policy's turn.
         """
         if self._gate.thread != get_ident():

@@ -1,6 +1,6 @@
 """Small cases that find a policy's faults: tight memory, random shapes, and durations unlike any machine's.
 
-They run on a device that computes hashes instead of tensors ("on symbols").
+The cases run on a device that computes hashes instead of tensors ("on symbols").
 """
 
 from __future__ import annotations
