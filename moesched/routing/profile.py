@@ -85,7 +85,7 @@ def write_profile(profile: RoutingProfile, path: Path | str) -> None:
 
 
 def read_routing_profile(path: Path | str, config: ModelConfig | None = None) -> RoutingProfile:
-    """Read a profile.
+    """Read a routing profile from its CSV file.
 
     Args:
         config: the model that the profile is used for; None accepts any.

@@ -78,7 +78,7 @@ def policy_line(error: BaseException) -> str:
 
 
 def own_frames(error: BaseException) -> list[Frame]:
-    """Return the policy's frames in an error's traceback, outermost first; of a recursion only the first one."""
+    """Return the policy's frames in an error's traceback, outermost first; of a recursion only the first frame."""
     frames: list[Frame] = []
     called = False
     for frame, number in traceback.walk_tb(error.__traceback__):

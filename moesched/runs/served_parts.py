@@ -112,7 +112,7 @@ def other_node(
     make_engine: Callable[[Iterable[Lane]], EngineType],
     kinds: Mapping[str, LaneKind] | None = None,
 ) -> ServedRun[EngineType, Following]:
-    """Make the parts of a node that is not the first, and gets the rows of each step from the first one.
+    """Make the parts of a node that is not the first, and gets the rows of each step from the first node.
 
     Args:
         make_engine: makes an engine of lanes.

@@ -25,7 +25,7 @@ MOST_NAME = 100
 
 
 async def read_bytes(request: Request) -> bytes:
-    """Read the body of a request; one that is too long is refused before all of it has arrived.
+    """Read the body of a request; a body that is too long is refused before all of it has arrived.
 
     Raises:
         ApiError: the content type is not JSON, or the body is longer than MOST_BYTES.

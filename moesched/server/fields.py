@@ -84,7 +84,7 @@ class Generated(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         """The texts that end an answer.
 
         Raises:
-            ApiError: one is empty, or there are too many.
+            ApiError: a text is empty, or there are too many.
         """
         stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         if len(stops) > MOST_STOPS:

@@ -57,7 +57,7 @@ class Listener(NamedTuple):
 
 
 class Notes(NamedTuple):
-    """Whether a model has a tokenizer, and whether it has a chat template."""
+    """Two facts about a model: whether it has a tokenizer, and whether it has a chat template."""
 
     has_tokenizer: bool
     has_template: bool

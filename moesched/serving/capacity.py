@@ -76,7 +76,7 @@ class Capacity(msgspec.Struct, frozen=True):
         """Check that a request could run if no other request ran.
 
         Raises:
-            BadInput: its prompt, or prompt and answer together, are too long.
+            BadInput: the request's prompt, or prompt and answer together, are too long.
         """
         if not 1 <= request.prompt <= self.longest_prompt:
             raise BadInput(

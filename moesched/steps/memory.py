@@ -275,7 +275,7 @@ class Pool(ReadOnly):
 
         Raises:
             NotResident: a page is not in the pool.
-            PolicyError: they are not the pages of one transfer, or a submitted task uses one of them.
+            PolicyError: the pages are not exactly those of one transfer, or a submitted task uses one of them.
         """
         slots = held_slots("cancel", pages, self)
         transfer = slots[0].writer if slots else None
@@ -307,7 +307,7 @@ class Pool(ReadOnly):
         """Take the page that is to be replaced next out of its slot, and return the slot, which `page` then gets.
 
         Raises:
-            OverBudget: the pool replaces no pages by itself, or has none.
+            OverBudget: the pool replaces no pages by itself, or holds none.
         """
         if self.replacement == "none" or not self._held:
             raise OverBudget(

@@ -64,7 +64,7 @@ class Plan(PlanFacts):
         `offload_kv`. The fewer, the less memory their activations need.
 
         Raises:
-            PolicyError: it is no whole number, or another limit was declared.
+            PolicyError: `micro_batches` is no integer, or another limit was declared.
         """
         require_whole("limit_in_flight", micro_batches)
         every, before = len(self.chunks), self.declared.in_flight
@@ -116,7 +116,7 @@ class Plan(PlanFacts):
             accelerator holds the whole cache, none are reserved.
 
         Raises:
-            PolicyError: it is no whole number, or below 0; or another number was declared.
+            PolicyError: `slots` is no integer, or below 0; or another number was declared.
         """
         require_whole("reserve_kv_buffers", slots, least=0)
         before = self.declared.kv_buffers

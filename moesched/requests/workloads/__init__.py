@@ -74,8 +74,8 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def lengths(self, count: int, seed: int = 0) -> list[int]:
         """Return the prompt lengths in tokens of `count` requests.
 
-        Individual lengths are repeated in their order. Those of a distribution are shuffled by the seed; every distinct
-        prompt occurs once before any is repeated.
+        Individual lengths are repeated in their order. Lengths of a distribution are shuffled by the seed; every
+        distinct prompt occurs once before any is repeated.
         """
         if self.prompts is None:
             return [self.prompt_tokens[i % len(self.prompt_tokens)] for i in range(count)]

@@ -76,7 +76,7 @@ class PageVerbs(Verbs):
 
         Raises:
             NotResident: a page is not in the pool.
-            PolicyError: they are not the pages of one fetch, or a submitted task uses one of them.
+            PolicyError: the pages are not exactly those of one fetch, or a submitted task uses one of them.
         """
         self._require_own("cancel", pool)
         return pool.cancel(pages, self._state.engine)
@@ -116,7 +116,7 @@ class PageVerbs(Verbs):
         """Check that a pool is of this run's plan, and remember that; the error names `verb`.
 
         Raises:
-            PolicyError: it is of another plan, or no pool.
+            PolicyError: `pool` is of another plan, or is no pool.
         """
         try:
             if self._state.plan.memories.get(pool.memory.name) is not pool.memory:
