@@ -123,7 +123,7 @@ def _random(rows: int, columns: int) -> torch.Tensor:
 def pack(weight_ND: torch.Tensor) -> torch.Tensor:
     """Copy a matrix to oneDNN's own layout; `linear` takes the copy like a plain matrix.
 
-    weight_ND: bfloat16, on the CPU. Call it only where `packing_pays`.
+    weight_ND: bfloat16, on the CPU. Call this only where `packing_pays` is true.
     """
     packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight_ND.contiguous())
     return packed

@@ -58,7 +58,7 @@ class BeamSearch:
 
     @property
     def standing(self) -> Standing:
-        """The best finished sequence; while there is none, the likeliest running one."""
+        """The best finished sequence; while there is none, the likeliest running sequence."""
         if self._ended:
             tokens, score = self._ended[0]
         else:

@@ -72,7 +72,7 @@ def require_shape(source: str, of: str, shape: tuple[int, int, int], config: Mod
 
 
 def write_profile(profile: RoutingProfile, path: Path | str) -> None:
-    """Write a profile as CSV.
+    """Write a routing profile to a CSV file.
 
     Raises:
         BadInput: the file cannot be written.

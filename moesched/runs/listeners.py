@@ -62,7 +62,7 @@ class Listener:
 
 
 def observers_in(listener: Listener) -> list[Observer]:
-    """Return a list of the listener if it overrides `ended`, else of nothing: a call for every task takes time."""
+    """Return a list of the listener if it overrides `ended`, else an empty list, since a call per task takes time."""
     return [] if type(listener).ended is Listener.ended else [listener]
 
 

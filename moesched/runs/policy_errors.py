@@ -113,7 +113,7 @@ def in_words(error: BaseException) -> str:
 def _method_line(trace: TracebackType | None) -> str:
     """Return the first line of the policy's method in a traceback, as "file:line (class.method)"; empty if none is.
 
-    trace: of an error raised after the method ended and left its step or plan incomplete.
+    trace: traceback of an error raised after the method ended and left its step or plan incomplete.
     """
     for policy, kind in _methods(trace):
         method = getattr(type(policy), kind, None)

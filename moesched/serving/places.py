@@ -145,7 +145,7 @@ class Places:
         return rows
 
     def leave(self, request: int) -> None:
-        """Have a request take part in no further step; no effect on one that does not run."""
+        """Have a request take part in no further step; no effect on a request that does not run."""
         seat = self._seats.get(request)
         if seat is None:
             return

@@ -26,7 +26,7 @@ from moesched.system.source_lines import calling_line
 
 
 class Plan(PlanFacts):
-    """The declarations of a policy, and the facts that it bases them on.
+    """The declarations of a policy, and the facts that they are based on.
 
     Args:
         machine: has the roles, and the capacities of memories that `budgets` omits.
@@ -161,8 +161,8 @@ class Plan(PlanFacts):
         Args:
             placement: for each node, the numbers of its experts.
             centralised: attention, router and sampling are on the first node only; by default every node does all of
-                them alike. The other nodes get each layer's routed rows from the first one, which adds up their outputs
-                (section 3.2 of the paper on a cluster of Apple silicon, RACS'24).
+                them alike. The other nodes get each layer's routed rows from the first node, which adds up their
+                outputs (section 3.2 of the paper on a cluster of Apple silicon, RACS'24).
 
         Raises:
             PolicyError: the placement is for other nodes or experts, no node holds one of the experts, experts were

@@ -68,7 +68,8 @@ class Step(PageVerbs, AttentionVerbs, ExpertVerbs, Outlook):
     """
 
     def kv_on_accelerator(self, micro_batch: int, layer: int | None = None) -> bool:
-        """Test whether a micro-batch's KV cache of a layer, or without a layer of all, is on the accelerator."""
+        """Test whether a micro-batch's KV cache of a layer, or of all layers if `layer` is None, is on the accelerator.
+        """
         here = self._present("kv_on_accelerator", micro_batch).kv.on_accelerator
         if layer is None:
             return all(here)
@@ -140,7 +141,7 @@ class Step(PageVerbs, AttentionVerbs, ExpertVerbs, Outlook):
 
         Raises:
             OutOfOrder: a micro-batch was not sampled.
-            PolicyError: the policy called it.
+            PolicyError: the policy called this method.
         """
         if self._gate.thread != NOBODY:
             raise PolicyError("close: a step is closed once prefill or decode has ended: return instead")

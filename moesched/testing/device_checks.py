@@ -92,7 +92,7 @@ def check_device(make: Make, machine: Machine, policies: Iterable[str] = ()) -> 
 
 
 def write_decisive_model(config: ModelConfig, folder: Path) -> Checkpoint:
-    """Write a random float32 model to a folder, and open it; its weights are large, so that tokens depend on all."""
+    """Write a random float32 model to a folder, and open it; weights are large, so that tokens depend on all."""
     for stored in open_checkpoint(write_random_model(config, folder, dtype="float32")).tensors.values():
         if len(stored.shape) > 1:
             matrix = np.memmap(stored.file, np.float32, "r+", stored.offset, stored.shape)

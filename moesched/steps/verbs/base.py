@@ -195,7 +195,7 @@ class Verbs(StepFacts):
         return submit(task, own_reads + reads if reads else own_reads, own_writes + writes)
 
     def _enter(self, task: Task, reads: tuple[Block, ...], writes: tuple[Block, ...]) -> Task:
-        """Submit a task that a verb has made itself, with the policy's line; returns the task.
+        """Submit a task that a verb has made itself, and note the policy's line in the task; returns the task.
 
         reads, writes: the blocks that the task reads and writes.
 
@@ -258,7 +258,7 @@ class Verbs(StepFacts):
             raise self._no_layer(method, layer)
 
     def _present(self, method: str, micro_batch: int) -> MicroBatch:
-        """Return a micro-batch; raise OutOfOrder if the step has no such one, with a message that names the method."""
+        """Return the micro-batch with this number; OutOfOrder, with `method` in the message, if the step has none."""
         try:
             return self._batches[micro_batch]
         except (KeyError, TypeError):

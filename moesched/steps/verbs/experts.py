@@ -284,7 +284,7 @@ class ExpertVerbs(Verbs):
             the set of the micro-batch's experts that have yet to run, and the number of tokens of `expert`.
 
         Raises:
-            OutOfOrder: the experts are not known or not assigned yet, this one has run, or has no tokens, or the rows
+            OutOfOrder: the experts are not known or not assigned yet, `expert` has run, or has no tokens, or the rows
                 are not on the host that is to run it.
             PolicyError: the expert was assigned to another node.
         """
