@@ -351,7 +351,7 @@ class Operations(AttentionOperations, ExpertOperations):
         return _sum(self.router(tokens), self.experts(tokens), self.combine(tokens))
 
     def all_reduce(self, nbytes: int) -> Amount:
-        """Return the cost of a ring all-reduce of `nbytes` bytes; the cost's bytes are those that each rank sends."""
+        """Return the cost of a ring all-reduce of `nbytes` bytes; the cost counts the bytes that each rank sends."""
         ranks = self.config.ranks
         return Amount(0, 2 * (ranks - 1) / ranks * nbytes)
 

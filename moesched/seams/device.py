@@ -227,7 +227,7 @@ class ReportsHome(Protocol):
 
     @property
     def weights_home(self) -> WeightsHome | None:
-        """The way that the last batch used; None if the host kept no weights for a GPU."""
+        """The way in which the last batch kept weights; None if the host kept no weights for a GPU."""
 
 
 @runtime_checkable

@@ -68,8 +68,7 @@ class Step(PageVerbs, AttentionVerbs, ExpertVerbs, Outlook):
     """
 
     def kv_on_accelerator(self, micro_batch: int, layer: int | None = None) -> bool:
-        """Test whether a micro-batch's KV cache of a layer, or of all layers if `layer` is None, is on the accelerator.
-        """
+        """Test whether a micro-batch's KV cache of a layer (None: of all layers) is on the accelerator."""
         here = self._present("kv_on_accelerator", micro_batch).kv.on_accelerator
         if layer is None:
             return all(here)
