@@ -268,7 +268,7 @@ class Gpu:
             return self._streams[-1]
 
     def is_default(self, stream: LaggingStream) -> bool:
-        """Test whether a stream is the default stream of a GPU, which threads use that chose no stream."""
+        """Test whether a stream is a GPU's default stream, which threads use until they choose another stream."""
         return stream in self._defaults.values()
 
     def synchronize(self, number: int) -> None:

@@ -131,7 +131,7 @@ def _search(setting: Setting, given: int | None, successive: bool) -> BatchSizes
 
 
 def sizes_of(setting: Setting, schedule: Schedule) -> BatchSizes:
-    """Return the sizes of batches that have a schedule of the setting's policy."""
+    """Return the sizes of batches to run as in a schedule that was found for the setting's policy."""
     share = schedule.kv_on_gpu if setting.splits_kv else None
     cut = with_chunk(setting, schedule.chunk)
     plan, _ = cut.plan(cut.batch(schedule.point.micro_batches, schedule.micro_batch_size), kv_on_gpu=share)
