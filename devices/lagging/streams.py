@@ -327,7 +327,7 @@ class Gpu:
         return int(self._clock() * (1 + (-DRIFT if number % 2 else DRIFT)))
 
     def lag(self) -> None:
-        """Run all ready work of some streams, each of which is chosen at random by its eagerness."""
+        """Run all ready work of some streams; each stream is chosen with the probability `eagerness`."""
         for stream in self._streams:
             if self._error is None and stream.queue and self.random.random() < stream.eagerness:
                 while stream.is_ready():

@@ -178,7 +178,7 @@ class _Programme:
         self._add_memories()
 
     def solve(self, rate: float) -> PolicyChoice | None:
-        """Solve the programme for λ = `rate`, in tokens per second; None if no sizes fit."""
+        """Solve the mixed-integer programme for λ = `rate` tokens per second; returns sizes, None if none fit."""
         setting, model = self._setting, self._model
         tokens = model.qsum(
             setting.new_tokens * option.size * count

@@ -265,7 +265,7 @@ class Verbs(StepFacts):
             raise self._no_micro_batch(method, micro_batch) from None
 
     def _not_there(self, verb: Verb, layer: object, micro_batch: object) -> OutOfOrder:
-        """Return the error of a verb for a layer or a micro-batch that does not exist."""
+        """Return the error for a verb that is called with a layer or a micro-batch that does not exist."""
         if verb.in_layer and layer not in self.layers:
             return self._no_layer(verb.name, layer)
         return self._no_micro_batch(verb.name, micro_batch)
