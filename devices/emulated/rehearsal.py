@@ -159,7 +159,7 @@ class _OneLayer:
     async def _second_half(self, step: Step, j: int) -> None:
         """Run the second half of the layer for micro-batch `j`.
 
-        It is one task if `j` is odd; if `j` is even, each expert is a task.
+        That half is one task if `j` is odd; if `j` is even, each expert is a task.
         """
         if j % 2:
             step.post_attention(0, j)

@@ -49,7 +49,7 @@ def check_kernel(
     instruction_set: str | None = None,
     formats: Sequence[str] = CODED,
 ) -> int:
-    """Check that a kernel keeps its promises on small random data; returns the number of cases that the kernel took.
+    """Check a kernel's results on small random data; returns the number of cases that the kernel took.
 
     Args:
         row: the kernel's class, or its name as for `moesched.plugins.find`.
@@ -58,10 +58,11 @@ def check_kernel(
         formats: names of coded storage formats of weights to try beside plain rows.
 
     Raises:
-        KernelFailed: the kernel raised, a result has another shape or dtype, or its operation is not checked alone.
+        KernelFailed: the kernel raised, a result has another shape or dtype, or only `check_device` can check its
+            operation.
         AssertionError: a result is further from the exact one than `WORSE` allows, a second call has other bits, an
-            input was written to, or the kernel is called independent and its bits depend on other rows or on row
-            blocks. The message names kernel and case.
+            input was written to, or bits of an `independent` kernel depend on other rows or row blocks. The message
+            names kernel and case.
     """
     kind = plugins.find("kernels", row)
     tried = (None, *(STORED_FORMATS[name] for name in formats))
@@ -144,7 +145,7 @@ def cpu_resources(config: ModelConfig, dtype: torch.dtype, threads: NativeKernel
 
 @contextmanager
 def _resources(config: ModelConfig, dtype: str, instruction_set: str | None) -> Iterator[Resources]:
-    """Make the resources of kernels on the CPU for a context, with native kernels if the library is installed.
+    """Provide the resources of kernels on the CPU until the context ends, with native kernels if there are any.
 
     instruction_set: instruction set of the native kernels; None for the widest of this processor.
     """

@@ -59,7 +59,7 @@ def embed(tokens_T: Tensor, embedding_VD: Tensor) -> Tensor:
 
 
 def tiles_of(x_TD: Tensor) -> list[slice]:
-    """Cut the tokens into ranges to compute one after the other, which bounds temporary memory; one range on a GPU."""
+    """Return ranges of the tokens to compute one after the other, which bounds temporary memory; one range on a GPU."""
     tokens = max(1, len(x_TD))
     size = TOKEN_TILE if x_TD.device.type == "cpu" else tokens
     return [slice(start, start + size) for start in range(0, tokens, size)]

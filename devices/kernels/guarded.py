@@ -1,6 +1,4 @@
-"""A wrapper for kernels from outside the tree: an exception or a wrong result raises KernelFailed with the kernel's
-name.
-"""
+"""A wrapper for third-party kernels: an exception or a wrong result raises KernelFailed with the kernel's name."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ Shape = tuple[int, ...]
 
 
 class Guarded(Kernel):
-    """Wraps a kernel from outside the tree: an exception, or a result of a wrong shape, becomes KernelFailed."""
+    """Wraps a third-party kernel: an exception, or a result of a wrong shape, becomes KernelFailed."""
 
     def __init__(self, kernel: Kernel, config: ModelConfig, dtype: torch.dtype) -> None:
         self._kernel = kernel
@@ -80,7 +78,7 @@ class Guarded(Kernel):
                 )
 
     def _expected(self, case: Case, arguments: Sequence[Any]) -> Iterator[tuple[Shape, torch.dtype]]:
-        """Yield the shapes and dtypes that the first results of an operation must have."""
+        """Yield the shape and dtype that each of an operation's first results must have, given a call's arguments."""
         config, layer, dtype = self._config, case.layer, self._dtype
         match case.operation:
             case "embed":

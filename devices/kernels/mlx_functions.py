@@ -337,7 +337,7 @@ def _gathered(x_n1D: Array, rows: Rows) -> Iterator[tuple[Array, Product]]:
 
 
 def _gather(indices_n: Array, many: bool, x_n1D: Array, blocks: Blocks) -> Array:
-    """Multiply each row by the matrix of its expert, whose index in a stack `indices_n` has; `many` as in `Rows`.
+    """Multiply each row by its expert's matrix. indices_n: index of each row's expert in the stack. many: as in `Rows`.
 
     With few rows, the rows' own indices are passed, so that MLX need not make them in each call. With many rows MLX
     makes them, as it uses only then that the experts' indices ascend.
@@ -357,7 +357,7 @@ def _ascending(count: int) -> Array:
 
 
 def _one_by_one(x_nD: Array, counts: Sequence[int]) -> Iterator[tuple[Array, Product]]:
-    """Yield tiles of rows, each of one expert, with the function that multiplies the tile by the expert's matrices."""
+    """Yield tiles of rows of one expert each, with the product by its matrices; `counts`: number of rows by expert."""
     start = 0
     for index, count in enumerate(counts):
         for first in range(start, start + count, EXPERT_TILE):

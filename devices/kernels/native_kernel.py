@@ -1,6 +1,4 @@
-"""The bases of the native library's kernels: they hold the library's threads, and refuse cases that the library
-lacks.
-"""
+"""The base classes of the native library's kernels: they hold its threads, and refuse cases that the library lacks."""
 
 from __future__ import annotations
 

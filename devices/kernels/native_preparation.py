@@ -115,6 +115,6 @@ def _held_experts(weights: Weights, prefixes: Sequence[str], held: Held) -> int 
 
 
 def _held(blocks: Blocks, held: Held) -> int:
-    """Describe a matrix, given as row blocks, for C, and append that to `held`; returns the description's address."""
+    """Append C's description of a matrix, given as row blocks, to `held`; returns the description's address."""
     held.append(matrix_of(blocks))
     return address(held[-1])

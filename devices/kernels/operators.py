@@ -207,7 +207,7 @@ def tiles_of_queries(tokens: int) -> int:
 def join_parts(
     sums_SHP: Tensor, peaks_SHP: Tensor, parts_SHPd: Tensor, table: Tensor, split: int, out_SX: Tensor
 ) -> None:
-    """Combine what `attend` wrote for the parts of each sequence into attention over the whole sequence, out_SX."""
+    """Combine the parts that `attend` wrote to attention of whole sequences, out_SX. table, split: as for `attend`."""
     for s, length in enumerate(table[: len(out_SX)].tolist()):
         used = slice(-(-length // split))
         peaks_HP = peaks_SHP[s, :, used].double()

@@ -36,7 +36,7 @@ class KernelTable:
         """Append a kernel.
 
         Raises:
-            BadInput: its operation does not exist, or has a kernel of this name already.
+            BadInput: the kernel's operation does not exist, or has a kernel of this name already.
         """
         if row.operation not in self._rows:
             raise BadInput(

@@ -26,8 +26,8 @@ class TimedProducts:
     """Multiplies as the torch device does on the CPU: few rows by the native kernels, more rows by torch.
 
     Each method takes matrices of one shape, which successive products use in turn, so that the cache does not hold
-    them. A method returns a function of a number of rows; that function returns another one, which computes one product
-    with this number of rows.
+    them. A method returns a function of a number of rows, which returns a function that computes one product with these
+    rows.
 
     Args:
         threads: number of threads.

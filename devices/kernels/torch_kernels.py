@@ -52,7 +52,7 @@ class TorchKernels(Binder):
     Args:
         device: device of the accelerator's tensors.
         choice: kernels for few rows on the CPU: `auto`, `torch`, or an instruction set of the native kernels.
-        own: kernels from outside the tree: classes, or names as for `moesched.plugins.find`.
+        own: third-party kernels: classes, or names as for `moesched.plugins.find`.
         cores: number of cores for kernels on the CPU.
         pin, left: as for `NativeKernels`.
         use_cores_for: function of a product's number of rows and number of weights that sets torch's number of cores.
@@ -192,7 +192,7 @@ class TorchKernels(Binder):
 
 
 def guarded(row: type, resources: Resources) -> Guarded:
-    """Make a kernel, given its class from outside the tree, and wrap the kernel so that errors name it.
+    """Make a kernel of a third-party class, and wrap the kernel so that errors name it.
 
     Raises:
         BadInput: `row` makes no `Kernel`.
@@ -208,7 +208,7 @@ def guarded(row: type, resources: Resources) -> Guarded:
 def kernel_rows() -> list[KernelRow]:
     """Describe the kernels of the torch device's table on this machine, by operation and in the table's order.
 
-    Kernels from outside the tree that cannot be loaded come first, without an operation.
+    Third-party kernels that cannot be loaded come first, without an operation.
     """
     problems = {name: plugins.problem("kernels", name) for name in plugins.names("kernels")}
     own = [cast("type[Kernel]", plugins.find("kernels", name)) for name in problems if not problems[name]]

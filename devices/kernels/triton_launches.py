@@ -1,6 +1,6 @@
 """The operators of a step on a GPU: each launches its kernel in Triton, and does not wait for it.
 
-Their arguments are explained in `operators.py`.
+The operators' arguments are explained in `operators.py`.
 """
 
 from __future__ import annotations

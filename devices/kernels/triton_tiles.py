@@ -21,7 +21,7 @@ GROUP = tl.constexpr(16)
 
 @triton.jit
 def dot(a, b, total):
-    """Return total + a @ b for a (M, K) and b (K, N); float32 is not rounded to TF32 as tensor cores do."""
+    """Return total + a @ b for a (M, K) and b (K, N); float32 is not rounded to TF32, as tensor cores would do."""
     if INTERPRETED:  # numpy's order of sums depends on the shape of a tile, which float64 hides
         wide = tl.dot(a.to(tl.float64), b.to(tl.float64), out_dtype=tl.float64)
         return total + wide.to(tl.float32)

@@ -1,4 +1,4 @@
-"""The workspace of kernels: a micro-batch's tensors for their results by name, and the kernels that write to them."""
+"""The workspace of kernels: named tensors for the results of a micro-batch's kernels, and the kernels bound to them."""
 
 from __future__ import annotations
 

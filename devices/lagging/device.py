@@ -34,7 +34,7 @@ GPU_DEVICE = torch.device(DEVICE_TYPE, 0)
 
 
 class LaggingGpu:
-    """One or several imitated GPUs on the CPU. A process has one such object at a time: a new one replaces the earlier.
+    """One or several imitated GPUs on the CPU. A process has one such object at a time: a new object replaces it.
 
     Args:
         seed: seed of the random order in which work of different streams runs.

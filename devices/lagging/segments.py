@@ -65,7 +65,7 @@ class Piece:
 
 
 class Segments:
-    """Cuts each block from the smallest free piece of a segment with room for the block, the last freed of equal ones.
+    """Cuts each block from the smallest free piece of a segment that has room; of equal pieces, from the last freed.
 
     Attributes:
         reserved: bytes of all segments.

@@ -268,7 +268,7 @@ class Gpu:
             return self._streams[-1]
 
     def is_default(self, stream: LaggingStream) -> bool:
-        """Test whether a stream is the default stream of a GPU, which threads use that chose no stream."""
+        """Test whether a stream is a GPU's default stream, which threads use until they choose another stream."""
         return stream in self._defaults.values()
 
     def synchronize(self, number: int) -> None:
@@ -327,7 +327,7 @@ class Gpu:
         return int(self._clock() * (1 + (-DRIFT if number % 2 else DRIFT)))
 
     def lag(self) -> None:
-        """Run all ready work of some streams, each of which is chosen at random by its eagerness."""
+        """Run all ready work of some streams; each stream is chosen with the probability `eagerness`."""
         for stream in self._streams:
             if self._error is None and stream.queue and self.random.random() < stream.eagerness:
                 while stream.is_ready():

@@ -295,7 +295,7 @@ class Operations:
     def _at_its_time(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Return a function that finds the source or target of a queued copy when the stream runs the copy.
 
-        The function raises RuntimeError if that is page-locked memory which is no longer locked.
+        The function raises RuntimeError if the memory was page-locked and is no longer locked.
         """
         if isinstance(tensor, LaggingTensor):
             values = tensor.values_now

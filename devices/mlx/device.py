@@ -185,8 +185,8 @@ class MlxDevice:
     def stand_by(self) -> int:
         """Touch every array of weights, so that Metal keeps them wired between batches; returns the number of arrays.
 
-        RACS'24 (section 4.2) does this between requests by a sum over all weights. One element of an array is enough,
-        since the driver wires whole arrays.
+        One element of an array is enough, since the driver wires whole arrays; RACS'24 (section 4.2) sums all weights
+        instead.
         """
         return self._thread.call(self._weights.touch)
 

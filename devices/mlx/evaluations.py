@@ -27,7 +27,7 @@ of several would take more memory than the plan reserves.
 
 
 class Evaluations:
-    """The `Library` of MLX, which the runner calls: evaluates the lazy arrays of one batch, on the device's thread.
+    """Evaluates the lazy arrays of one batch, on the device's thread: MLX's implementation of the runner's `Library`.
 
     The results of a deferred task are evaluated when the host needs a value of the same micro-batch. A task whose
     weights are in streamed slots is never deferred, since other pages are read into these slots as soon as the task has

@@ -1,4 +1,4 @@
-"""The `Experts` of MLX, which the runner calls: sorts rows by expert, and runs experts on them."""
+"""Implements the runner's interface `Experts` on MLX: sorts rows by expert, and runs experts on them."""
 
 from __future__ import annotations
 

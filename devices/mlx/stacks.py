@@ -121,7 +121,7 @@ class StackedExpert:
         self.missing = {page.id for layer in layers for page in layout.expert(layer, expert)}
 
     def take(self, page: Page, views: Mapping[str, list[torch.Tensor]]) -> None:
-        """Copy the tensors of a page into the row of its layer.
+        """Copy the tensors of a page into the row of the array for the page's layer.
 
         views: the page's row blocks, top to bottom, by the tensor's canonical name.
         """

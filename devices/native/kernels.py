@@ -138,8 +138,8 @@ def _format(block: Block) -> str:
 def numbers(count: int) -> array[int]:
     """Make an array of `count` 64-bit zeros, whose address stays the same as long as no item is added.
 
-    The array is not one of ctypes, whose code would have to be read from memory in each layer, as weights fill the
-    processor's caches.
+    An array of ctypes would be slower: weights fill the processor's caches, so the code of ctypes would be read from
+    memory in each layer.
     """
     return array("q", bytes(8 * count))
 
@@ -150,6 +150,6 @@ def address(numbers: array[int] | array[float]) -> int:
 
 
 def check(result: int) -> None:
-    """Raise MemoryError if the status that a native call returned means that memory was lacking."""
+    """Raise MemoryError if `result`, the status that a native call returned, means that memory was lacking."""
     if result:
         raise MemoryError("no memory for the rows that the CPU kernels multiply")

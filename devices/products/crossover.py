@@ -101,7 +101,7 @@ def forget() -> None:
 
 
 def measure_most_rows(instruction_set: str, shape: Shape, packed: bool) -> int:
-    """Measure the number of ROWS up to which the native kernel saves the most time in total; 0 if it saves none.
+    """Measure, as for `most_rows`, the number of ROWS up to which the native kernel saves the most time; 0 for none.
 
     Kernel and torch take turns on one core, the thread's processor time is measured, and the fastest turn of each
     counts: other processes hardly disturb such a measurement, while several threads would wait for each other.
@@ -147,7 +147,7 @@ Call = Callable[[], object]
 
 
 def _contests(kernel: NativeKernels, shape: Shape, packed: bool) -> Iterator[tuple[int, Call, Call]]:
-    """Yield each number of rows with two functions to time: one product by the native kernel, and one by torch."""
+    """Yield (rows, product by the native kernel, product by torch) for timing. packed: as for `most_rows`."""
     count = max(2, COLD_BYTES // (2 * shape.outputs * shape.inputs))
     matrices = [_matrix(shape) for _ in range(count)]
     plain = cycle(matrices)
@@ -194,7 +194,7 @@ def _file() -> Path:
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """Hold a lock between processes for a context: processes that measure at once could choose different kernels."""
+    """Hold a lock between processes until the context ends: those that measure at once could choose differently."""
     try:
         _file().parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(_file().with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o600)

@@ -93,8 +93,8 @@ Product = Callable[[torch.Tensor], torch.Tensor]
 
 
 def _products(outputs: int, inputs: int, transposed: bool, cores: int) -> Iterator[Product]:
-    """Yield functions that multiply by a random matrix (outputs, inputs) in each way in use: plain, packed,
-    transposed.
+    """Yield functions that multiply by random matrices (outputs, inputs): plain; if `transposed`, stored transposed;
+    and packed if `packing_pays` for `cores` cores.
     """
     weight_ND = _random(outputs, inputs)
     yield partial(plain_linear, weight_ND=weight_ND)
@@ -123,7 +123,7 @@ def _random(rows: int, columns: int) -> torch.Tensor:
 def pack(weight_ND: torch.Tensor) -> torch.Tensor:
     """Copy a matrix to oneDNN's own layout; `linear` takes the copy like a plain matrix.
 
-    weight_ND: bfloat16, on the CPU. Call it only where `packing_pays`.
+    weight_ND: bfloat16, on the CPU. Call this only where `packing_pays` is true.
     """
     packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight_ND.contiguous())
     return packed

@@ -24,7 +24,7 @@ class ServedState(MicroBatchState):
 
     def begin(self, operands: Rows) -> None:
         """Begin a step with the operands of `embed`: free the blocks of requests that left, and reserve blocks for new
-        ones.
+        requests.
         """
         for request in operands.departed:
             self._sampled.pop(request, None)

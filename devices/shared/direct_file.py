@@ -186,7 +186,7 @@ def _open(path: Path, direct: bool, ways: Ways) -> tuple[int, Caching]:
 
 
 def _open_direct(path: Path, flag: int) -> int | None:
-    """Open a file for direct reads of blocks of 4096 bytes; returns a descriptor, None if the file system refuses."""
+    """Open a file with the flag for direct reads of 4096-byte blocks; returns its descriptor; None if refused."""
     try:
         descriptor = os.open(path, os.O_RDONLY | flag)
     except OSError as error:

@@ -266,7 +266,7 @@ def _convert(
     *,
     cached: bool = False,
 ) -> int:
-    """Read the rows first, end of a tensor into `out` (1-D), in its dtype, through `buffer`; return the bytes read.
+    """Read the rows (first, end) through `buffer`, and convert them into `out` (1-D); returns the bytes read.
 
     cached: True to take from the system's page cache the bytes that it has.
     """

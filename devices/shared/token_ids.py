@@ -11,7 +11,7 @@ def check_token_ids(prompts: Sequence[Sequence[int]], vocabulary: int) -> None:
     """Check that the prompts' token ids are within the vocabulary.
 
     Raises:
-        BadInput: one is outside the vocabulary.
+        BadInput: an id is outside the vocabulary.
     """
     for number, prompt in enumerate(prompts):
         for token in prompt:

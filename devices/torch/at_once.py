@@ -1,4 +1,4 @@
-"""The `Library` of torch, which the runner calls: one for the CPU, and one for a GPU, where results arrive later."""
+"""Torch's implementations of the runner's `Library`: one for the CPU, one for a GPU, where results arrive later."""
 
 from __future__ import annotations
 

@@ -243,7 +243,7 @@ class BlockTable:
 
 
 class _FreeBlocks:
-    """Keeps track of free blocks, and counts the users of shared ones; hands out neighbouring blocks if possible."""
+    """Keeps track of free blocks, and counts users of shared blocks; hands out neighbouring blocks if possible."""
 
     def __init__(self, blocks: int) -> None:
         self.count = self.total = blocks

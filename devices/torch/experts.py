@@ -1,4 +1,4 @@
-"""The `Experts` of torch, which the runner calls: sorts rows by expert, and runs experts on them."""
+"""Implements the runner's interface `Experts` on torch: sorts rows by expert, and runs experts on them."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ class TorchExperts:
         return None
 
     def _reader(self, layer: int) -> Callable[..., None]:
-        """Return a function that reports activations of a layer to the observers, as `read` for `Library.value`."""
+        """Return the argument `read` of `Library.value`: a function that reports a layer's activations."""
 
         def read(*activated: npt.NDArray[Any]) -> None:
             self._observers.activated(layer, (values_nI.copy() for values_nI in activated))

@@ -23,7 +23,7 @@ _log = Log(__name__)
 
 
 class _Way(Protocol):
-    """A way to hold pages in the host's memory, such as page-locked or in mapped files; `HeldPages` has the methods."""
+    """A way to hold pages in the host's memory, such as in mapped files; `HeldPages` explains the methods."""
 
     def hold(self, pages: Sequence[Page], tell: Progress) -> None: ...
 

@@ -33,10 +33,10 @@ class Zero(NamedTuple):
 
     Attributes:
         event: the event.
-        device: its time on the device's clock, in nanoseconds since the first such event.
-        host: its time on the host's clock in nanoseconds, computed from the time of the zero event before this one.
+        device: the event's time on the device's clock, in nanoseconds since the first such event.
+        host: the event's time on the host's clock in nanoseconds, computed from the time of the zero event before.
         rate: nanoseconds of the host's clock for each nanosecond of the device's clock, for times after this event.
-        read: its time in nanoseconds as it was read from the host's clock.
+        read: the event's time in nanoseconds as it was read from the host's clock.
     """
 
     event: Any

@@ -41,8 +41,8 @@ Verbs = dict[str, Verb]
 class Topology:
     """Makes the functions that run the tasks of one batch, by verb.
 
-    Most functions run in torch's inference mode. Those that may be a native call enter the mode themselves, and only if
-    torch runs: entering it takes longer than all else that Python does for such a call.
+    Most functions run in torch's inference mode. Functions that may be a native call enter the mode themselves, and
+    only if torch runs: entering it takes longer than all else that Python does for such a call.
 
     Attributes:
         kv_slots: buffers on the accelerator that keys and values of a layer are copied to from the host.

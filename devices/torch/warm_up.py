@@ -253,13 +253,13 @@ class WarmUps:
         return len(self._known) > before
 
     def start(self, work: Callable[[], object], loading: ResidentPages) -> Callable[[PageTransfer], None]:
-        """Start a warm-up on a thread of its own; an earlier one must have ended.
+        """Start a warm-up on a thread of its own; an earlier warm-up must have ended.
 
         If no pages are to be loaded, this waits until the warm-up has ended.
 
         Args:
             work: runs the warm-up.
-            loading: the resident pages; the warm-up borrows the memory of those that are not loaded yet.
+            loading: the resident pages; the warm-up borrows the memory of pages that are not loaded yet.
 
         Returns:
             a function to call before each task `load`: before the last pages are loaded, it waits for the warm-up's
@@ -301,8 +301,8 @@ class WarmUps:
 def stand_in(layout: WeightLayout, store: WeightStore) -> Weights | None:
     """Return tensors of a layer with experts for a warm-up, with any contents.
 
-    They are in memory whose pages are not loaded yet. A resident page is in the memory that it will have, so that its
-    matrices are whole; all other pages share one slot.
+    The tensors are in memory whose pages are not loaded yet. A resident page is in the memory that it will have, so
+    that its matrices are whole; all other pages share one slot.
 
     Returns:
         the tensors; None if there is no such memory.

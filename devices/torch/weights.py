@@ -198,7 +198,7 @@ class WeightStore:
         return self.arenas[slot.pool].slot(slot.index)
 
     def _map_files(self) -> MappedPages | None:
-        """Map the model's files from the page cache; None, with a warning, if the system refuses leases on them."""
+        """Map the model's files from the page cache; returns None, with a warning, if the system refuses leases."""
         try:
             return MappedPages(self._checkpoint, self._layout, self.reader)
         except OSError as error:

@@ -159,7 +159,7 @@ def open_checkpoint(model: Path | str, *, partial: bool = False) -> Checkpoint:
         partial: whether a safetensors file may be missing if a copy of its header is there.
 
     Raises:
-        BadInput: a file is missing, truncated or not of its format, or the tensors are not those of the configuration:
+        BadInput: a file is missing, truncated or not of its format, or the tensors are not as the configuration says:
             one is missing, stored twice, of another shape, or unknown to the architecture. The message names the file,
             the value and the remedy.
     """
@@ -172,7 +172,7 @@ def read_contents(model: Path, *, partial: bool = False) -> Contents:
 
 
 def checkpoint_of(contents: Contents) -> Checkpoint:
-    """Locate every tensor of a model, given the headers of its files; errors are those of `open_checkpoint`."""
+    """Locate every tensor of a model, given the headers of its files; errors are as for `open_checkpoint`."""
     config, names, found_tensors = (
         contents.config,
         contents.names,
@@ -331,7 +331,7 @@ def _holds(stored: Published | None, tensor: str) -> bool:
 def _missing(contents: Contents, tensors: Mapping[str, StoredTensor]) -> BadInput:
     """Return the error for a checkpoint whose files lack some tensors of the model.
 
-    tensors: those that were found, by canonical name.
+    tensors: the tensors that were found, by canonical name.
     """
     missing = [name for name in tensor_shapes(contents.config) if name not in tensors]
     count = f"{len(missing)} of the model's tensors, {missing[0]} the first"

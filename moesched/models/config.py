@@ -45,8 +45,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
         logits_factor: number that multiplies the logits.
         unused_weights: number of weights in the published files that generating text does not need: extra prediction
             layers, and vision encoders.
-        ranks: number of tensor-parallel ranks (see `tensor_parallel.py`). Heads and inner widths of the layers are
-            those of one rank, all other sizes are those of the whole model.
+        ranks: number of tensor-parallel ranks (see `tensor_parallel.py`). Heads and inner widths of the layers are for
+            one rank, all other sizes for the whole model.
     """
 
     name: str

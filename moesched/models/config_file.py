@@ -94,7 +94,7 @@ class _QuantizationKey(msgspec.Struct):
 
 
 class _GenerationKeys(msgspec.Struct):
-    """The key of generation_config.json that is read: its stop tokens take precedence over those of config.json."""
+    """The key of generation_config.json that is read: its stop tokens replace the stop tokens of config.json."""
 
     eos_token_id: int | list[int] | None = None
 

@@ -27,7 +27,7 @@ class Names:
 
     Args:
         published: the tensors of published files, by name.
-        others: function that returns, by name, the tensors that replace some published ones in files of another form.
+        others: function that returns, by name, the tensors that replace published tensors in files of another form.
         extra: a pattern for the names of tensors that are not needed; None if there are none.
     """
 

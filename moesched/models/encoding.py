@@ -71,11 +71,10 @@ def _furthest(groups: Floats, *, signed: bool) -> Floats:
 def _write_scales(
     blocks: Bytes, stored: StoredFormat, scales: Floats, lowest: Floats
 ) -> tuple[Floats, Floats]:
-    """Write scales and minimums into the blocks, and return the values to choose codes by, rounded as the format does.
+    """Write scales and minimums into the blocks, and return both, rounded as in the format, for the choice of codes.
 
-    blocks: array (blocks, bytes of a block), which is changed.
-    scales: scale of each group.
-    lowest: minimum of each group.
+    blocks: array (blocks, bytes of a block), which is changed. scales: scale of each group. lowest: minimum of each
+    group.
 
     Returns:
         (scales, minimums), one of each per group.

@@ -42,7 +42,7 @@ _FLOAT = 4
 def staying_bytes(operations: Operations, tokens: int) -> int:
     """Return the bytes that a micro-batch of `tokens` tokens keeps from layer to layer.
 
-    These are hidden states, and the cosines and sines of the rotary embedding.
+    The bytes hold hidden states, and the cosines and sines of the rotary embedding.
     """
     attention = operations.config.typical_layer.attention
     head = attention.attended_width // attention.heads
@@ -52,7 +52,7 @@ def staying_bytes(operations: Operations, tokens: int) -> int:
 def layer_bytes(operations: Operations, tokens: int) -> int:
     """Return the bytes that a micro-batch of `tokens` tokens needs within a layer.
 
-    These are queries, keys, values, attention output, and the inputs and outputs of experts.
+    The bytes hold queries, keys, values, attention output, and the inputs and outputs of experts.
     """
     top_k, shared = operations.config.routed.top_k, _shared(operations)
     rows = top_k * (2 * operations.hidden_bytes + 3 * 8)
@@ -65,7 +65,7 @@ def layer_bytes(operations: Operations, tokens: int) -> int:
 def exchanged_bytes(operations: Operations) -> int:
     """Return the bytes per token of memory for exchanges between nodes, in one layer.
 
-    They are enough for a partial sum of expert outputs and the whole sum, and for rows with their choices of experts.
+    The bytes hold a partial sum of expert outputs and the whole sum, and rows with their choices of experts.
     """
     return 2 * operations.row_and_choices_bytes
 
@@ -73,9 +73,8 @@ def exchanged_bytes(operations: Operations) -> int:
 def workspace_bytes(operations: Operations, tokens: int, sequences: int, *, on_gpu: bool) -> int:
     """Return the bytes of the largest workspace that a kernel needs beside its input and output.
 
-    tokens: number of tokens of the micro-batch.
-    sequences: number of sequences, whose logits are computed.
-    on_gpu: whether the kernels are those of a GPU, which takes all tokens at once.
+    tokens: number of tokens of the micro-batch. sequences: number of sequences, whose logits are computed. on_gpu:
+    whether the kernels are for a GPU, which takes all tokens at once.
     """
     config, element = operations.config, operations.element
     hidden = config.hidden

@@ -1,7 +1,7 @@
 """Storage formats of weights for simulation: bytes per weight by the role of a tensor, and the speed of kernels.
 
-Bytes include scales and all else that a block of weights has. The formats of llama.cpp are those of its files: a name
-such as q4_k_m stands for several block formats, by the role of a tensor (`llama_tensor_get_type` in its quantize tool).
+Bytes include scales and all else that a block of weights has. The formats of llama.cpp are as in its files: a name such
+as q4_k_m stands for several block formats, by the role of a tensor (`llama_tensor_get_type` in its quantize tool).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Format(msgspec.Struct, frozen=True):
     def rate(self, role: Role) -> float:
         """Return the share of a processor's FLOP/s that matrix products with tensors of a role reach.
 
-        It is 1 for roles whose weights have 16 bits.
+        The share is 1 for roles whose weights have 16 bits.
         """
         return self.kernel_rate if self.weights[role] < _BF16 else 1.0
 
@@ -73,13 +73,12 @@ def _format(name: str, each: float, rate: float, why: str, **other: float) -> Fo
 
 
 def _llama_cpp(name: str, each: float, rate: float, why: str, *, head: float, favoured: float) -> Format:
-    """Return a format of llama.cpp, in which half of the value and down matrices have another size (use_more_bits).
+    """Return a format of llama.cpp, whose function `use_more_bits` gives half of the value and down matrices another
+    size.
 
-    each: bytes per weight of most matrices.
-    rate: share of a processor's FLOP/s that products reach.
-    why: the reason for the rate, in words.
-    head: bytes per weight of the LM head.
-    favoured: bytes per weight of half of the value and down matrices.
+    each: bytes per weight of most matrices. rate: share of a processor's FLOP/s that products reach. why: the reason
+    for the rate, in words. head: bytes per weight of the LM head. favoured: bytes per weight of half of the value and
+    down matrices.
     """
 
     def weights(formats: Mapping[float, float]) -> dict[Role, float]:

@@ -47,7 +47,7 @@ def attention_rows_bytes(operations: Operations, tokens: int) -> int:
 def routed_rows_bytes(operations: Operations, tokens: int) -> int:
     """Return the bytes of the buffers with which a host computes the experts of a micro-batch.
 
-    They hold hidden states, the token of each expert row, and the experts' input rows and output rows.
+    The buffers hold hidden states, the token of each expert row, and the experts' input rows and output rows.
 
     tokens: number of tokens of the micro-batch.
     """

@@ -35,7 +35,7 @@ def window_tokens(window: int) -> int:
 
 
 def kept_tokens(tokens: int, most: int | None, beams: int = 1) -> int:
-    """Return the number of tokens of a request that a cache still keeps once `tokens` of them were cached.
+    """Return the number of a request's tokens that a cache still keeps after `tokens` tokens were cached.
 
     most: the most tokens that the cache keeps of each beam; None for all.
     """

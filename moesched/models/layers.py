@@ -201,7 +201,7 @@ class LatentAttention(msgspec.Struct, frozen=True, kw_only=True):
     def shapes_before(self, hidden: int) -> dict[str, Shape]:
         """Return the shapes of tensors that are used before attention, by name; `hidden` is the hidden size.
 
-        They include the projection that expands latent vectors, which is also used in decode.
+        The tensors include the projection that expands latent vectors, which is also used in decode.
         """
         query = self.heads * (self.plain + self.rotary)
         shapes: dict[str, Shape] = {"q": (query, hidden)}
@@ -277,7 +277,7 @@ class LinearAttention(msgspec.Struct, frozen=True, kw_only=True):
     def state_bytes(self) -> int:
         """Bytes of state that a layer keeps of a sequence, in float32.
 
-        They are a matrix per head, and the last inputs of the convolution.
+        The state is a matrix per head, and the last inputs of the convolution.
         """
         matrices = self.value_heads * self.key * self.value
         return (matrices + self.mixed_width * (self.convolution - 1)) * FLOAT_BYTES
@@ -332,7 +332,7 @@ class Layer(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
 
     @property
     def grouped(self) -> GroupedAttention:
-        """The layer's attention, if it is of the only kind that devices run; any other kind is an AssertionError."""
+        """The layer's attention, if it is of the only kind that devices run; any other raises AssertionError."""
         assert isinstance(self.attention, GroupedAttention), "no device has kernels for other kinds"
         return self.attention
 

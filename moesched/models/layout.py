@@ -124,7 +124,7 @@ class WeightLayout(msgspec.Struct, frozen=True):
 
     @property
     def an_expert(self) -> tuple[Page, ...]:
-        """The pages of an expert that has as many pages as any; layers may differ in their formats."""
+        """The pages of one of the experts with the most pages; layers may differ in their formats."""
         layer = max(range(self.config.layers), key=self.pages_per_expert.__getitem__)
         return self.expert(layer, 0)
 
@@ -181,7 +181,7 @@ def weight_layout(
 
 
 def _experts(config: ModelConfig) -> Iterator[dict[str, Shape]]:
-    """Return the shapes of one expert's tensors, by name, for each kind of layer, the last layer's kind first."""
+    """Yield the shapes of one expert's tensors, by name, for each kind of layer, the last layer's kind first."""
     kinds = {layer: number for number, layer in enumerate(config.pattern)}
     return (expert_shapes(config, number, 0) for number in sorted(kinds.values(), reverse=True))
 
@@ -249,7 +249,7 @@ def _cut(tensors: Sequence[_Tensor], page_bytes: int) -> list[list[Extent]]:
 
 
 def _rows_of_a_part(tensor: _Tensor, page_bytes: int) -> int:
-    """Return the rows of a part, if a tensor is cut into the fewest parts that fit a page; the last may be smaller."""
+    """Return each part's rows for a tensor in the fewest parts that fit a page; the last part may be smaller."""
     if tensor.nbytes <= page_bytes:
         return tensor.rows
     most = page_bytes // tensor.row_bytes

@@ -55,7 +55,7 @@ class FeedForward(msgspec.Struct, frozen=True, kw_only=True):
         experts: number of routed experts; 0 in a layer without experts. A single expert has no router.
         top_k: number of experts that a token chooses.
         intermediate: inner width of each expert.
-        shared: inner width of the shared network: that of all shared experts together, or of a dense layer; 0 for none.
+        shared: inner width of the shared network, of all shared experts together or of a dense layer; 0 for none.
         shared_scale: factor of the shared network's output.
         biases: whether experts and router have biases.
         alternating: whether gate and up are one matrix, "gate_up", whose even rows are gate's and odd rows up's.
@@ -94,7 +94,7 @@ class FeedForward(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_usual(self) -> bool:
-        """Whether an expert has three matrices and computes down @ (silu(gate @ x) * (up @ x))."""
+        """True if an expert has three matrices and computes down @ (silu(gate @ x) * (up @ x))."""
         return not self.biases and not self.alternating and self.activation == SILU
 
     def expert_shapes(self, hidden: int) -> dict[str, Shape]:

@@ -197,10 +197,9 @@ class AttentionOperations(Products):
         return Amount(tokens * attention.token_flops, states + moved, parts)
 
     def _attention_steps(self, seen: float, sequences: int) -> WorkPart:
-        """Return, as a WorkPart, attention of one new token per sequence; its size is the bytes of one KV head.
+        """Return, as a WorkPart, attention of one new token per sequence; the part's size is the bytes of a KV head.
 
-        seen: number of tokens attended to, of all sequences together.
-        sequences: number of sequences.
+        seen: number of tokens attended to, of all sequences together. sequences: number of sequences.
         """
         heads = self.layer.attention.cached_heads
         return WorkPart("step attention", seen * self.kv_bytes / sequences / heads, heads, sequences)
@@ -243,7 +242,7 @@ class ExpertOperations(Products):
         return _sum(Amount(flops, nbytes), Amount(more, moved, parts, self.shared_experts.kernel_rate))
 
     def preview_route(self, tokens: int) -> Amount:
-        """Return the cost, for `tokens` tokens, of a later layer's norm and router; its WorkPart is a "route"."""
+        """Return the cost, for `tokens` tokens, of a later layer's norm and router, with a WorkPart "route"."""
         product = self.routing
         flops, nbytes = self._times(product, tokens, self.config.hidden + self.layer.feed_forward.experts)
         return Amount(flops, nbytes, product.parts("route", tokens, self.resident.dense))
@@ -352,7 +351,7 @@ class Operations(AttentionOperations, ExpertOperations):
         return _sum(self.router(tokens), self.experts(tokens), self.combine(tokens))
 
     def all_reduce(self, nbytes: int) -> Amount:
-        """Return the cost of a ring all-reduce of `nbytes` bytes; the cost's bytes are those that each rank sends."""
+        """Return the cost of a ring all-reduce of `nbytes` bytes; the cost counts the bytes that each rank sends."""
         ranks = self.config.ranks
         return Amount(0, 2 * (ranks - 1) / ranks * nbytes)
 

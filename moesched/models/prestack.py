@@ -150,7 +150,7 @@ def _stack(checkpoint: Checkpoint, name: str, stored: Published) -> _Array:
 
 
 def _file_of(name: str) -> str:
-    """The name of the file for a stacked tensor: one file per expert, or per layer."""
+    """Return the name of the file for a stacked tensor: one file per expert, or per layer."""
     _, kind, number, *_ = name.split(".")
     return f"{kind}-{int(number):05d}.safetensors"
 

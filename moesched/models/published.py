@@ -31,12 +31,12 @@ class Published(msgspec.Struct, frozen=True, gc=False):
 
 
 def published_tensors(config: ModelConfig) -> dict[str, Published]:
-    """The tensors of published checkpoints of a model, by their names in the files."""
+    """Return the tensors of a model's published checkpoints, by their names in the files."""
     return with_shapes(config, ARCHITECTURES[config.form].tensors(config))
 
 
 def other_tensors(config: ModelConfig) -> dict[str, Published]:
-    """The tensors that replace some published ones in fused and prestacked checkpoints, by their names in files."""
+    """Return the tensors that replace published ones in checkpoints with stacked experts, by their names in files."""
     others = with_shapes(config, ARCHITECTURES[config.form].other_tensors(config))
     for by in get_args(StackedBy):
         others |= stacked_tensors(config, by)
@@ -44,12 +44,12 @@ def other_tensors(config: ModelConfig) -> dict[str, Published]:
 
 
 def known_tensors(config: ModelConfig) -> dict[str, Published]:
-    """All tensors that `open_checkpoint` accepts: those of published, fused and prestacked checkpoints."""
+    """Return all tensors that `open_checkpoint` accepts, by names in files: published ones, and stacked experts."""
     return other_tensors(config) | published_tensors(config)
 
 
 def extra_names(config: ModelConfig) -> re.Pattern[str]:
-    """A pattern of names, without "model.", of tensors in files that the model does not use."""
+    """Return a pattern of names, without "model.", of tensors in files that the model does not use."""
     architecture, shapes = ARCHITECTURES[config.form], tensor_shapes(config)
     patterns = [*architecture.extra_tensors(config)]
     if config.routed.experts == 1:  # a choice of one has no weights
@@ -59,7 +59,7 @@ def extra_names(config: ModelConfig) -> re.Pattern[str]:
 
 
 def stacked_tensors(config: ModelConfig, by: StackedBy) -> dict[str, Published]:
-    """The tensors that replace those of experts in prestacked checkpoints, by their names in files.
+    """Return the tensors that replace the experts' tensors in prestacked checkpoints, by their names in files.
 
     By expert, each expert has one tensor of shape (layers, matrices, items of a matrix). By layer, each matrix of a
     layer has one tensor of shape (experts, rows, columns), as MLX's `gather_mm` takes it.
@@ -90,7 +90,7 @@ def _one_layer(config: ModelConfig, layer: int) -> dict[str, Published]:
 
 
 def published_config(config: ModelConfig) -> dict[str, Any]:
-    """The contents of config.json for a model."""
+    """Return the contents of config.json for a model."""
     common = {
         "bos_token_id": None,
         "eos_token_id": _one_or_list(config.stop_tokens),

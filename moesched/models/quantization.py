@@ -74,7 +74,7 @@ def in_stored_format(config: ModelConfig, file: ConfigFile, quantization: dict[s
 
 
 def _average_format(file: ConfigFile, keys: _Keys) -> str:
-    """Return the key of `FORMATS` that fits `keys`; if these exclude attention, a format of experts only."""
+    """Return the key of `FORMATS` for a model's settings; an experts-only key if attention is left out."""
     name = _format_of_matrices(file, keys)
     left_out = [
         *keys.ignore,

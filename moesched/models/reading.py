@@ -88,7 +88,7 @@ def runs(config: ModelConfig) -> bool:
 
 
 def require_plain_layers(config: ModelConfig, who: str) -> None:
-    """Raise BadInput, about what `who` lacks, if a model has biases, sinks, limits, shared networks or factors."""
+    """Raise BadInput if a model has biases, sinks, limits, shared networks or factors, which `who` does not compute."""
     found = {part for layer in config.kinds for part in _particular(layer)}
     if (config.embedding_factor, config.residual_factor, config.logits_factor) != (1.0, 1.0, 1.0):
         found.add("factors of embeddings, residual or logits")

@@ -75,7 +75,7 @@ def _scratch_of_a_row(operations: Operations) -> int:
 
 
 def _parts_of_a_row(operations: Operations, longest: int) -> int:
-    """Return the bytes in float32 of a sequence's partial attention results: each head's output, peak and sum."""
+    """Return the bytes (float32) of attention's partial results over `longest` tokens: outputs, peaks and sums."""
     parts = 1 << max(0, -(-longest // PART_TOKENS) - 1).bit_length()
     width = operations.query_width + 2 * operations.layer.attention.heads
     return _GROWING * parts * _FLOAT * width

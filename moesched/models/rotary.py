@@ -1,7 +1,7 @@
 """The rotary embedding (RoPE, Su et al. 2021, arXiv 2104.09864): which entries of a head are rotated, and how fast.
 
-Scalings slow the rotation down for contexts longer than those of the training. Their fields have the names that
-config.json gives them.
+Scalings slow the rotation down for contexts longer than in training. Their fields have the names that config.json gives
+them.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ SMALLEST_FACTOR = 2.0**-64
 
 
 class Slowing(msgspec.Struct, frozen=True, kw_only=True, tag_field="rope_type"):
-    """A scaling of a rotary embedding, for contexts longer than those of the training.
+    """A scaling of a rotary embedding, for contexts longer than in training.
 
     Attributes:
-        factor: ratio of the new context length to the context length of the training.
+        factor: ratio of the new context length to the context length in training.
     """
 
     factor: float
@@ -127,13 +127,13 @@ class Yarn(Slowing, frozen=True, kw_only=True, tag="yarn"):
 class LongRope(Slowing, frozen=True, kw_only=True, tag="longrope"):
     """Scaling that slows each pair down by its own factor (LongRoPE, Ding et al. 2024, arXiv 2402.13753).
 
-    A model whose context is longer than that of its training has the long factors at every position, so that a cached
-    key stays valid when its sequence grows.
+    A model whose context is longer than in training has the long factors at every position, so that a cached key stays
+    valid when its sequence grows.
 
     Attributes:
         factor: ratio of the longest context to the context length of the training; `magnitude` grows with it.
-        long_factor, short_factor: for each pair, the number that divides its frequency, for models with contexts beyond
-            those of the training, and for others.
+        long_factor, short_factor: for each pair, the number that divides its frequency, for models with contexts longer
+            than in training, and for others.
         attention_factor: multiplies cosines and sines; None derives it from `factor`.
     """
 
@@ -187,7 +187,7 @@ class Rotary(msgspec.Struct, frozen=True, kw_only=True):
     scaling: Scaling | None = None
 
     def turning(self, head_dim: int) -> int:
-        """Return the number of a head's entries that are rotated."""
+        """Return the number of rotated entries of a head with `head_dim` entries."""
         return head_dim if self.width is None else self.width
 
     def slowed(self, head_dim: int) -> list[float]:

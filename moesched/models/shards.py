@@ -101,7 +101,7 @@ def is_complete(directory: Path) -> bool:
 
 
 def stored_dtype(directory: Path) -> str | None:
-    """The dtype of most weights in the first file that exists; None if there is no file, or it has no floats.
+    """Return the dtype of most weights in the first file that exists; None if there is no file, or it has no floats.
 
     Raises:
         BadInput: the file, or the index, cannot be read.

@@ -164,6 +164,6 @@ CODED = tuple(each.name for each in _FORMATS if each.codes is not None)
 
 
 def nearest_by_bits(stored: str, among: Iterable[str]) -> str:
-    """Choose the format, by name, whose bits per weight are nearest to those of the format `stored`."""
+    """Choose the format, by name, that is nearest to the format `stored` in bits per weight."""
     bits = STORED_FORMATS[stored].bytes_per_weight
     return min(among, key=lambda name: abs(STORED_FORMATS[name].bytes_per_weight - bits))

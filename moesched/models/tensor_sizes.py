@@ -63,7 +63,7 @@ class TensorSizes:
 
     @cached_property
     def key_width(self) -> int:
-        """Half of `qkv_width` without `query_width`; in ungated grouped attention, elements of a key."""
+        """Half of the difference of `qkv_width` and `query_width`; in ungated grouped attention, elements of a key."""
         return (self.layer.attention.qkv_width - self.query_width) // 2
 
     @cached_property
@@ -90,7 +90,7 @@ class TensorSizes:
         )
 
     def coded_bytes(self, shapes: Mapping[str, Shape]) -> BytesByFormat:
-        """Return the bytes of coded tensors, by format, and of plain transposed ones, named `COLUMNS`."""
+        """Return the bytes of coded tensors, by format, and of plain transposed tensors, under `COLUMNS`."""
         found: Counter[str] = Counter()
         for name, shape in shapes.items():
             kept = self.config.kept_format(name, self.layer)

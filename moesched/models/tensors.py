@@ -45,7 +45,7 @@ def expert_shapes(config: ModelConfig, layer: int, expert: int) -> dict[str, Sha
 
 
 def is_transposed(config: ModelConfig, name: str) -> bool:
-    """Test whether the checkpoints of this model store a matrix as (inputs, outputs)."""
+    """Test whether the checkpoints of this model store a matrix, given by its canonical name, as (inputs, outputs)."""
     return config.routed.transposed_down and name.endswith((".down", ".gate_up"))
 
 

@@ -216,7 +216,7 @@ def with_chunk(setting: Setting, chunk: int | None) -> Setting:
 
 
 def with_count(point: Point, count: int) -> Point:
-    """Return the point with `count` micro-batches, and an equal share of the KV cache on the accelerator."""
+    """Return the sizes in `point` with `count` micro-batches, and an equal share of the KV cache on the accelerator."""
     return point._replace(
         micro_batches=count, resident=resident_of(point.resident / point.micro_batches, count)
     )

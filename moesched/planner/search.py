@@ -55,7 +55,7 @@ def best(
 ) -> PolicyChoice | None:
     """Choose one of several sizes of micro-batches, and their number, with the highest bound on throughput.
 
-    None if no size fits, or none reaches `above` tokens per second.
+    The result is None if no size fits, or none reaches `above` tokens per second.
 
     Args:
         options: the sizes, with the costs of a micro-batch of each.
@@ -178,7 +178,7 @@ class _Programme:
         self._add_memories()
 
     def solve(self, rate: float) -> PolicyChoice | None:
-        """Solve the programme for λ = `rate`, in tokens per second; None if no sizes fit."""
+        """Solve the mixed-integer programme for λ = `rate` tokens per second; returns sizes, None if none fit."""
         setting, model = self._setting, self._model
         tokens = model.qsum(
             setting.new_tokens * option.size * count

@@ -150,7 +150,7 @@ class PolicyEstimate(NamedTuple):
 def fastest_policies(
     setting: Setting, sizes: Sequence[int], on_progress: Callable[[str], object] = lambda what: None
 ) -> list[PolicyEstimate]:
-    """Rank the policies that one machine can run by an estimate of each, the fastest first; `FIRST` wins near ties.
+    """Rank the policies that one machine can run by estimates, the fastest first; near ties go to the policy `FIRST`.
 
     An estimate simulates a few layers of a schedule of all requests. `plan_best` searches for sizes as well, and takes
     several times as long.

@@ -94,7 +94,7 @@ def _alike(setting: Setting, plan: Plan, share: float | None) -> tuple[Cut, tupl
     """Plan a cut model, with memory budgets that leave it room in proportion; None if the plan does not fit.
 
     A pool that caches pages has slots in proportion to the number of layers; a pool through which pages stream has a
-    fixed number of slots. The budgets are first for caches; if the pools do not shrink with the memory, for streaming.
+    fixed number of slots. The budgets suit caches first; if pools do not shrink with memory, they suit streaming.
 
     Args:
         setting: the setting of the cut model.

@@ -131,7 +131,7 @@ def _search(setting: Setting, given: int | None, successive: bool) -> BatchSizes
 
 
 def sizes_of(setting: Setting, schedule: Schedule) -> BatchSizes:
-    """Return the sizes of batches that have a schedule of the setting's policy."""
+    """Return the sizes of batches to run as in a schedule that was found for the setting's policy."""
     share = schedule.kv_on_gpu if setting.splits_kv else None
     cut = with_chunk(setting, schedule.chunk)
     plan, _ = cut.plan(cut.batch(schedule.point.micro_batches, schedule.micro_batch_size), kv_on_gpu=share)
@@ -250,7 +250,7 @@ def _of_batch(setting: Setting, batch_size: int, given: int | None) -> BatchSize
 def first_schedule(setting: Setting, size: int) -> Schedule | None:
     """Simulate all requests in micro-batches of `size` requests; None if they do not fit.
 
-    Prompts pass in chunks if the policy takes chunks. The KV cache's share on the accelerator is the fastest one.
+    Prompts pass in chunks if the policy takes chunks. The fastest share of the KV cache on the accelerator is taken.
     """
     schedules = Schedules(setting, deep=False)
     for chunk in reversed(chunks_to_try(setting, size)):
@@ -267,7 +267,7 @@ def _batch_sizes(setting: Setting, point: Point) -> BatchSizes:
 
 
 def _shares(setting: Setting, size: int, chunk: int | None) -> list[Point]:
-    """Return a point for each KV cache share that fits, with all requests in micro-batches of `size` requests.
+    """Return sizes with all requests in micro-batches of `size` requests, one for each KV cache share that fits.
 
     The shares of the cache on the accelerator are tenths, from none to all, unless the setting has a fixed share.
     """
@@ -283,7 +283,7 @@ def _shares(setting: Setting, size: int, chunk: int | None) -> list[Point]:
 
 
 def _fastest(schedules: Schedules, line: Sequence[Point]) -> Schedule:
-    """Return the fastest schedule of the points in `line`, which differ in one size and ascend in that size.
+    """Return the fastest schedule with sizes in `line`, which differ in one number and ascend in that number.
 
     The search begins at the faster end of the line, and ends when schedules get slower.
 

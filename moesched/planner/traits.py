@@ -148,7 +148,7 @@ class Lesson:
         )
 
     def fetch_seconds(self, cost: CostModel) -> float:
-        """Return `Traits.fetch`, in seconds, by a cost model."""
+        """Return the seconds that a layer's weights take on the slowest link, by a cost model; see `Traits.fetch`."""
         return max(_hop_seconds(self._least, cost)) if self._ffn_on_gpu else 0.0
 
 

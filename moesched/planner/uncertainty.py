@@ -171,7 +171,7 @@ class _WorkMeter:
         works[id(task.work)] = task.work, count + 1
 
     def change(self, cost: CostModel) -> float:
-        """Return the change of task times under another cost model, as a share of the phase that changes most."""
+        """Return the change of task times under another cost model, over the time of the phase that changes most."""
         return max(
             (self._moved(phase, cost) / max(1, end - start) for phase, (start, end) in self._spans.items()),
             default=0.0,

@@ -142,8 +142,8 @@ def _tasks(columns: Columns, tasks: Sequence[TaskInfo]) -> dict[str, Any]:
 def _edges(columns: Columns, recording: Recording) -> dict[str, Any]:
     """Add columns with the tasks that each task depends on, and return the JSON value that refers to the columns.
 
-    Column `count` has the number of these tasks, the producers. Column `back` has the distance from the task to each of
-    its producers in the list of slices, as small numbers compress well.
+    Column `count` has the number of these tasks, the producers. Column `back` has, for each producer, the distance from
+    it to the task in the run's list of tasks, as small numbers compress well.
     """
     back = (index - producer for index, producers in enumerate(recording.producers) for producer in producers)
     return {

@@ -57,7 +57,7 @@ class Accuracy(msgspec.Struct, frozen=True, kw_only=True):
     """Errors of the predicted cells of a paper's tables.
 
     Attributes:
-        cells: number of predicted cells, without those that a rate was fitted to.
+        cells: number of predicted cells, without cells that a rate was fitted to.
         median_error: median of the absolute relative errors.
         pairs: number of pairs of systems in one column that are more than 20 % apart in the paper.
         wrong: the pairs among them that our predictions put in the other order, in words.

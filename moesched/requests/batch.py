@@ -35,7 +35,7 @@ class Batch(msgspec.Struct, frozen=True):
     longest: int = 0
 
     def chunks(self) -> Mapping[int, Chunk]:
-        """Return the chunks of prefill, by the number of the micro-batch of prefill that each is."""
+        """Return the chunks of prompts; each chunk is a micro-batch of prefill, whose number is the key."""
         if self.served and self.prefill_chunk is not None:
             return fullest_steps(self.micro_batches, self.prefill_chunk, self.longest)
         return chunks_of_batch(self.prompts, self.micro_batches, self.prefill_chunk)

@@ -37,7 +37,7 @@ class BatchSizes(NamedTuple):
 
 
 class Placed(NamedTuple):
-    """Indices of requests: those of each micro-batch, and those deferred to later batches."""
+    """Indices of requests: of the requests of each micro-batch, and of requests deferred to later batches."""
 
     micro_batches: list[list[int]]
     deferred: list[int]
@@ -92,7 +92,7 @@ def assign_requests(
 
 
 def batch_of(prompts: Sequence[int], new_tokens: int, sizes: BatchSizes, first_request: int = 0) -> Batch:
-    """Form the next batch: as many of the first prompts as the sizes allow, balanced over the micro-batches.
+    """Form the next batch of as many of the first prompts (lengths) as the sizes allow, balanced over micro-batches.
 
     Requests are taken in order. If some do not fit in the cache, the batch ends before them, so that later requests do
     not overtake them.
@@ -121,7 +121,7 @@ def batch_of(prompts: Sequence[int], new_tokens: int, sizes: BatchSizes, first_r
 
 
 def batches_of(prompts: Sequence[int], new_tokens: int, sizes: BatchSizes) -> Iterator[Batch]:
-    """Yield batches until all requests are taken; requests that do not fit in a batch are in the next one.
+    """Yield batches until all requests (prompt lengths) are taken; those that do not fit in a batch are in the next.
 
     Raises:
         BadInput: a single request exceeds the cache of a micro-batch.

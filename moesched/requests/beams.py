@@ -1,7 +1,7 @@
 """Beam search, which keeps the likeliest continuations of a request, and the best finished ones.
 
-The score of a sequence is the sum of its log probabilities; once it is finished, divided by its number of generated
-tokens to the power of the length penalty. Selection and termination are those of Hugging Face's `generate`.
+The score of a sequence is the sum of its log probabilities; a finished sequence's sum is divided by its number of
+generated tokens to the power of the length penalty. Selection and termination are as in Hugging Face's `generate`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Logits = npt.NDArray[np.floating[Any]]
 
 
 class Standing(NamedTuple):
-    """State of a search: the best sequence so far, its score, and whether it is final."""
+    """State of a beam search: the best sequence so far, its score, and whether it is final."""
 
     tokens: tuple[int, ...]
     score: float
@@ -38,7 +38,7 @@ class _Beam(NamedTuple):
 
 
 class BeamSearch:
-    """The search of one request.
+    """The beam search of one request.
 
     Args:
         sampling: number of beams, length penalty, and whether the search stops once `beams` sequences are finished.
@@ -58,7 +58,7 @@ class BeamSearch:
 
     @property
     def standing(self) -> Standing:
-        """The best finished sequence; while there is none, the likeliest running one."""
+        """The best finished sequence; while there is none, the likeliest running sequence."""
         if self._ended:
             tokens, score = self._ended[0]
         else:

@@ -90,7 +90,7 @@ def fullest_steps(places: Sequence[tuple[int, ...]], most: int, longest: int) ->
 
 
 def _cut(number: int, requests: Sequence[int], prompts: Sequence[int], most: int | None) -> list[Chunk]:
-    """Return the chunks of one micro-batch of decode.
+    """Return the chunks, of at most `most` tokens (None for no limit), of the micro-batch of decode with a number.
 
     `before` is -1 in the first chunk and 0 in later ones; the caller replaces the 0 by the number of the chunk before.
     """

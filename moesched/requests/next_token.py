@@ -64,7 +64,7 @@ def sample_finite(
 
 
 def require_finite(logits_SV: Logits, requests: Sequence[int], positions: Sequence[int]) -> None:
-    """Raise NotFinite unless the largest logit of each row is finite."""
+    """Raise NotFinite, which names request and position, unless the largest logit of each row is finite."""
     finite_S = _are_finite(logits_SV)
     if not finite_S.all():
         row = int(np.flatnonzero(~finite_S)[0])

@@ -18,7 +18,7 @@ ROWS_AT_ONCE = 1 << 16  # so that a check takes little memory beside the choices
 
 
 def id_type(experts: int) -> type[np.unsignedinteger]:
-    """The smallest unsigned type that holds the ids of this number of experts."""
+    """Return the smallest unsigned type that holds the ids of this number of experts."""
     return np.uint8 if experts <= 1 << 8 else np.uint16 if experts <= 1 << 16 else np.uint32
 
 
@@ -55,12 +55,12 @@ def sorted_choices(chosen_Nk: Integers, config: ModelConfig, place: Callable[[in
 
 
 def routed_layers(config: ModelConfig) -> list[int]:
-    """The numbers of the layers with experts."""
+    """Return the numbers of the layers with experts."""
     return [layer for layer in range(config.layers) if config.layer(layer).feed_forward.experts]
 
 
 def layers_without_experts(config: ModelConfig) -> list[int]:
-    """The numbers of the layers without experts."""
+    """Return the numbers of the layers without experts."""
     return sorted(set(range(config.layers)).difference(routed_layers(config)))
 
 

@@ -9,7 +9,7 @@ from moesched.tasks import Task
 
 
 class ObservedRouting:
-    """Records the expert counts of a run's `route` tasks; after the run, a `Routing` that gives these counts.
+    """Records the expert counts of a run's `route` tasks, and returns these counts as a `Routing` after the run.
 
     Args:
         steps: number of steps, from the first one on, whose counts are kept.

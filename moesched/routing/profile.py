@@ -72,7 +72,7 @@ def require_shape(source: str, of: str, shape: tuple[int, int, int], config: Mod
 
 
 def write_profile(profile: RoutingProfile, path: Path | str) -> None:
-    """Write a profile as CSV.
+    """Write a routing profile to a CSV file.
 
     Raises:
         BadInput: the file cannot be written.
@@ -85,7 +85,7 @@ def write_profile(profile: RoutingProfile, path: Path | str) -> None:
 
 
 def read_routing_profile(path: Path | str, config: ModelConfig | None = None) -> RoutingProfile:
-    """Read a profile.
+    """Read a routing profile from its CSV file.
 
     Args:
         config: the model that the profile is used for; None accepts any.
@@ -125,7 +125,7 @@ def parse_profile(path: Path, data: bytes, config: ModelConfig | None = None) ->
 
 
 class _Reader:
-    """Parses the lines of one file; errors name the line."""
+    """Parses the lines of a routing profile's file; errors name the line."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -110,7 +110,7 @@ class RecordedChoices:
 
 
 def write_routing_trace(trace: RoutingTrace, path: Path | str) -> None:
-    """Write a trace; its name should end in .npz.
+    """Write a routing trace to a file, whose name should end in .npz.
 
     Raises:
         BadInput: the file cannot be written.

@@ -31,7 +31,7 @@ def simulated_decisions(
     Args:
         routing: the experts that tokens choose; by default uniform, with seed 0.
         previews: forecasts the routing for `Step.preview_route`; by default with `RouterForecast`'s own accuracy.
-        tokens: tokens that each request generates, such as those of a real run; by default, and after these, zeros.
+        tokens: tokens that each request generates, such as a real run's tokens; by default, and after these, zeros.
         by_step: pass the routing the number of a task's step, not of tokens that its micro-batch had generated.
     """
     config = plan.layout.config

@@ -176,7 +176,7 @@ class _HardwareRun:
 
     @property
     def gave_tokens(self) -> bool:
-        """Whether a request has a token."""
+        """True once a request has a token."""
         return any(self.rank_runs[0].generation.tokens)
 
     @property

@@ -20,10 +20,10 @@ class Listener:
     """Base of listeners. Every method does nothing; a listener overrides those that it needs."""
 
     def opened(self, device: Device) -> None:
-        """The run's device is open (the first rank's, of several), and no batch has begun."""
+        """Called once the run's device is open (the first rank's, of several), before any batch begins."""
 
     def preparing(self, what: str, done: float, total: float) -> None:
-        """The device prepares a batch: it allocates memory, or measures itself.
+        """Called while the device prepares a batch: allocates memory, or measures itself.
 
         Args:
             what: the preparation's name.
@@ -31,38 +31,38 @@ class Listener:
         """
 
     def planned(self, plan: Plan) -> None:
-        """A batch with this plan is about to run."""
+        """Called when a batch with this plan is about to run."""
 
     def loading(self, done: int, total: int) -> None:
-        """Resident pages are loaded, `done` of `total`. Called by cluster runs only, whose tasks are not reported."""
+        """Called once `done` of `total` resident pages are loaded; by cluster runs only, which report no tasks."""
 
     def ended(self, task: Task) -> None:
-        """A task ended. Called from any thread, one call at a time, tens of thousands of times a second: be quick."""
+        """Called when a task has ended, from any thread, one call at a time, up to tens of thousands a second."""
 
     def replayed(self, timeline: Timeline) -> None:
-        """The replayed run `timeline` is over. By default its tasks are passed to `ended`, which takes some time."""
+        """Called once a replayed run is over; by default passes the timeline's tasks to `ended`, which takes time."""
         if type(self).ended is not Listener.ended:
             for task in timeline.tasks():
                 self.ended(task)
 
     def generated(self, request: int, token: int, text: str) -> None:
-        """A request got a token; `text` is the part of its text that is now final, without a tokenizer the number."""
+        """Called with each token; `text` is the request's text that is now final, or the number without a tokenizer."""
 
     def finished(self, request: int, text: str) -> None:
-        """A request is complete; `text` is the last part of its text."""
+        """Called once a request is complete; `text` is the last part of its text."""
 
     def ran(self) -> None:
-        """The batch is complete, or was interrupted."""
+        """Called once the batch is complete, or was interrupted."""
 
     def estimating(self, done: int, total: int) -> None:
-        """Of the `total` simulations for a prediction's range, `done` are over; `ran` is called again afterwards."""
+        """Called once `done` of `total` simulations for a prediction's range are over; `ran` is called again later."""
 
     def writing(self, trace: Path) -> None:
-        """The batch's trace is about to be written, which may take a while; `ran` is called again afterwards."""
+        """Called before the batch's trace is written, which may take a while; `ran` is called again afterwards."""
 
 
 def observers_in(listener: Listener) -> list[Observer]:
-    """Return a list of the listener if it overrides `ended`, else of nothing: a call for every task takes time."""
+    """Return a list of the listener if it overrides `ended`, else an empty list, since a call per task takes time."""
     return [] if type(listener).ended is Listener.ended else [listener]
 
 
@@ -114,7 +114,7 @@ class KindMeter:
 
 
 def _alike(graph: StepGraph) -> dict[tuple[Sized, str], list[int]]:
-    """Group the positions of a captured step's tasks, except joins, by ((micro-batch, verb, kind of layer), lane)."""
+    """Group the positions of a captured step's tasks on lanes, by ((micro-batch, verb, kind of layer), lane)."""
     positions: dict[tuple[Sized, str], list[int]] = {}
     for position, task in enumerate(graph.tasks):
         if graph.lanes[position] >= 0:

@@ -1,4 +1,4 @@
-"""Errors by which a system refuses memory to a run become one line, which says how many bytes the run's plan takes."""
+"""Converts errors by which a system refuses memory to a run to one line with the bytes that the run's plan takes."""
 
 from __future__ import annotations
 

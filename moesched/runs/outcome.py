@@ -172,10 +172,10 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         wall_seconds: real time of the run; all other times are on the clock of its machine, which may be emulated.
         emulation: quality of the emulation; None for a run on real hardware or a prediction.
-        tensor_parallel: number of accelerators that the model was split over. All did the same at the same time. Lanes,
-            tasks and the peak of the accelerator's memory are those of one of them; other peaks are for all.
-        nodes: number of machines that shared the model's experts. Lanes and tasks are those of the first; each memory's
-            peak is the highest of all nodes.
+        tensor_parallel: number of accelerators that the model was split over. All worked alike. Lanes, tasks and the
+            peak of the accelerator's memory are for one of them; other peaks are for all.
+        nodes: number of machines that shared the model's experts. Lanes and tasks are for the first; each memory's peak
+            is the highest of all nodes.
         scores: the score of each request's best beam; None without beam search.
         warm_up_seconds: for how long the device ran its kernels before the first step, while weights were loaded or
             before; None if it did not.

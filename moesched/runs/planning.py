@@ -95,7 +95,7 @@ def plan_run(
 
 
 def _require_plain(policy: Policy) -> None:
-    """Raise PolicyError if `plan` is a coroutine function, whose call would do nothing."""
+    """Raise PolicyError if the policy's `plan` is a coroutine function, whose call would do nothing."""
     if iscoroutinefunction(policy.plan):
         raise PolicyError(f"plan of {type(policy).__name__} is `async def`: define it `def plan(self, plan)`")
 

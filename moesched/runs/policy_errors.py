@@ -78,7 +78,7 @@ def policy_line(error: BaseException) -> str:
 
 
 def own_frames(error: BaseException) -> list[Frame]:
-    """Return the policy's frames in an error's traceback, outermost first; of a recursion only the first one."""
+    """Return the policy's frames in an error's traceback, outermost first; of a recursion only the first frame."""
     frames: list[Frame] = []
     called = False
     for frame, number in traceback.walk_tb(error.__traceback__):
@@ -113,7 +113,7 @@ def in_words(error: BaseException) -> str:
 def _method_line(trace: TracebackType | None) -> str:
     """Return the first line of the policy's method in a traceback, as "file:line (class.method)"; empty if none is.
 
-    trace: of an error raised after the method ended and left its step or plan incomplete.
+    trace: traceback of an error raised after the method ended and left its step or plan incomplete.
     """
     for policy, kind in _methods(trace):
         method = getattr(type(policy), kind, None)

@@ -84,7 +84,7 @@ def first_node(
         make_engine: makes an engine of lanes.
         kinds: the kind of each lane on the device, by the lane's name.
         peers: the notices of the other nodes, where all nodes share a virtual clock.
-        on_step: called with the number of each step and its rows by place, before it is submitted; None for no call.
+        on_step: called with each step's number and rows by micro-batch, before it is submitted; None for no call.
     """
     plan = setup.plan
     lanes = {**make_lanes(plan, kinds), ARRIVALS: Lane(ARRIVALS)}
@@ -112,7 +112,7 @@ def other_node(
     make_engine: Callable[[Iterable[Lane]], EngineType],
     kinds: Mapping[str, LaneKind] | None = None,
 ) -> ServedRun[EngineType, Following]:
-    """Make the parts of a node that is not the first, and gets the rows of each step from the first one.
+    """Make the parts of a node that is not the first, and gets the rows of each step from the first node.
 
     Args:
         make_engine: makes an engine of lanes.

@@ -67,8 +67,8 @@ def simulate_serving(
 
     Args:
         device: computes every task as it ends; by default nothing is computed.
-        peers: the other nodes, if several share the model; `setup` has the first one's plan and policy.
-        make_engine: makes the engine of some lanes; by default a checked one if the environment asks for validation.
+        peers: the other nodes, if several share the model; `setup` has the first node's plan and policy.
+        make_engine: makes the engine of some lanes; by default a checked engine if the environment asks for validation.
         cost, routing, preview_accuracy, sharing, recorder: as `moesched.runs.simulation.simulate` takes them.
 
     Raises:

@@ -60,7 +60,7 @@ class ServiceReport(msgspec.Struct, frozen=True, kw_only=True):
     """The outcome of the requests of a run. Times are seconds.
 
     Attributes:
-        measured: whether it ran on hardware; else it is a prediction.
+        measured: whether the run was on hardware; else this is a prediction.
         nodes: number of machines that shared the model's experts.
         requests: requests that arrived.
         left: requests that nobody waited for any more.

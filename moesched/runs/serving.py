@@ -61,7 +61,7 @@ class Served(msgspec.Struct):
 
 
 class Occupancy(msgspec.Struct):
-    """The use of a capacity's places. Each list has one number for each step.
+    """The use of a capacity's places for requests. Each list has one number for each step.
 
     Attributes:
         starts: the start of the step's period: the end of the step before, or of a time without requests; as `times`.
@@ -83,13 +83,13 @@ class ServingListener(Protocol):
     """Follows requests that are served; called on the thread that runs the policy."""
 
     def loaded(self, serving: Serving) -> None:
-        """The weights are loaded: requests can run."""
+        """Called once the weights are loaded, so that requests can run."""
 
     def token(self, served: Served) -> None:
-        """The request `served` has one more token, or has ended: in its last call, `served.ending` is not None."""
+        """Called when `served` has one more token, or has ended: in its last call, `served.ending` is not None."""
 
     def step(self, serving: Serving) -> None:
-        """A step of `serving` has ended, after the calls of `token` for its tokens."""
+        """Called when a step of `serving` has ended, after the calls of `token` for its tokens."""
 
 
 class Serving:
@@ -105,7 +105,7 @@ class Serving:
         stop_tokens: ids of tokens, each of which ends its request.
         listener: told of each token and each step; None for no listener.
         keeps_history: whether to keep ended requests and the occupancy of all steps; else only the last step's.
-        on_step: called with the number of each step and its rows by place, before it is submitted; None for no call.
+        on_step: called with each step's number and rows by micro-batch, before it is submitted; None for no call.
 
     Attributes:
         loaded: time at which the weights were loaded; nanoseconds on the driver's clock.
@@ -195,7 +195,7 @@ class Serving:
 
     @property
     def busy(self) -> dict[str, int]:
-        """Nanoseconds that each lane ran, by its name, apart from the one that waits for arrivals."""
+        """Nanoseconds that each lane ran, by its name, apart from the lane that waits for arrivals."""
         return {name: lane.busy for name, lane in self._run.lanes.items() if name != ARRIVALS}
 
     def _now(self) -> int:
@@ -231,7 +231,7 @@ class Serving:
             self._waiting = deque(each for each in self._waiting if each.number not in entered)
 
     def _next_rows(self, index: int) -> dict[int, Rows]:
-        """Return the rows of the next step, the step `index`, by place; empty if no request has any."""
+        """Return the rows of the next step, the step `index`, by micro-batch; empty if no request has any."""
         turns: tuple[Phase, Phase] = (
             ("prefill", "decode") if self._before == "decode" else ("decode", "prefill")
         )
@@ -251,7 +251,7 @@ class Serving:
 
         Args:
             index: the step's number.
-            rows: the step's rows by place.
+            rows: the step's rows by micro-batch.
             samples: the tasks that sample the step's tokens, each with its requests.
         """
         end, parts = 0, {row.request for each in rows.values() for row in each.rows if not row.samples}
@@ -332,7 +332,7 @@ async def served_step(
 
     Args:
         index: the step's number.
-        rows: the step's rows by place.
+        rows: the step's rows by micro-batch.
 
     Returns:
         the tasks that sample the step's tokens, each with its requests.

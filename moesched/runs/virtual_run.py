@@ -34,7 +34,7 @@ class VirtualRun:
         decisions: returns the value of a routing or sampling task if no device computes it; by default
             `simulated_decisions`.
         sharing: whether concurrent tasks slow each other down; by default if lanes share a memory.
-        make_engine: makes an engine of lanes; by default a checked one if the environment asks for validation.
+        make_engine: makes an engine of lanes; by default a checked engine if the environment asks for validation.
         observers: called with each task of the first rank, when it ends.
         recorder: records the tasks of all ranks, for a trace.
         tokens: stop tokens of requests, and the callback for their tokens.

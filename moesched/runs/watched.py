@@ -52,7 +52,7 @@ def observers_of(
 
 @contextmanager
 def closed_at_end(runs: Sequence[Watched]) -> Iterator[None]:
-    """Check the rules of runs with a checked engine at the end of the context, and drop all runs' tasks and errors."""
+    """At the end of the context, check the rules of runs with a checked engine, and drop all runs' tasks and errors."""
     with ExitStack() as opened:
         for run in runs:
             opened.enter_context(closing(run.run_state))

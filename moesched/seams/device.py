@@ -128,7 +128,7 @@ class JoinsRanks(Protocol):
     """A device that can be one of several: tensor-parallel ranks, or nodes that share a model's experts."""
 
     def join(self, rank: int, transport: Transport, first: Device) -> None:
-        """Become a rank. Called once before the first batch; on a node of a cluster, before each run.
+        """Make this device one of several. Called once before the first batch; on a cluster's node, before each run.
 
         Args:
             rank: this device's number among the ranks, from 0.
@@ -227,7 +227,7 @@ class ReportsHome(Protocol):
 
     @property
     def weights_home(self) -> WeightsHome | None:
-        """The way that the last batch used; None if the host kept no weights for a GPU."""
+        """The way in which the last batch kept weights; None if the host kept no weights for a GPU."""
 
 
 @runtime_checkable

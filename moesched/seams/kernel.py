@@ -42,7 +42,7 @@ class ListsKernels(Protocol):
 
 
 class Kernel(Protocol):
-    """A kernel from outside the tree, for one operation; see `moesched.devices.kernels.seam`."""
+    """A third-party kernel, for one operation; see `moesched.devices.kernels.seam`."""
 
     def refusal(self, case: Any) -> str:
         """Return the reason why the kernel does not take a case; empty if it does."""

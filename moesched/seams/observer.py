@@ -24,7 +24,7 @@ class TokenSpan(NamedTuple):
     """Consecutive tokens of one request.
 
     Attributes:
-        request: its index among all requests of the run.
+        request: the request's index among all requests of the run.
         first: the first token's position in the request.
         tokens: number of tokens.
     """

@@ -67,7 +67,7 @@ class KeepsState(Protocol):
 
 
 def keeps_state(policy: object) -> bool:
-    """Test a policy, or a class of policies, for `keeps_state = True`."""
+    """Test whether a policy, or its class, declares `keeps_state = True`."""
     return isinstance(policy, KeepsState) and policy.keeps_state
 
 

@@ -14,7 +14,7 @@ class Exchange(NamedTuple):
     """One collective of a run, as every rank that takes part in it names it.
 
     Attributes:
-        ticket: its number in the sequence of all collectives, from 0.
+        ticket: the exchange's number in the sequence of all collectives, from 0.
         signature: text that says what is exchanged; ranks with different signatures get an error that names both.
         step, layer: numbers of the step and the layer that it belongs to; -1 for none.
     """

@@ -68,7 +68,7 @@ class Endpoint(ABC, Generic[Given]):
         """
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request; the arguments are those of an ASGI application."""
+        """Answer a request; arguments are as for any ASGI application."""
         request = Request(scope, receive)
         try:
             self._gate.require_room()  # before the work of reading, since a full server refuses many
@@ -215,7 +215,7 @@ async def _send_stream(send: Send, events: AsyncIterator[bytes]) -> None:
 async def _events(
     pieces: AsyncIterator[list[AnswerPiece]], form: Form, generation: AnswersInProgress, *, with_usage: bool
 ) -> AsyncIterator[bytes]:
-    """Yield a stream's server-sent events as bytes; pieces that arrived together are yielded together."""
+    """Yield a stream's server-sent events as bytes, with the token counts at the end if `with_usage`."""
     async for several in pieces:
         told = [each for each in several if each.text or each.tokens or each.ending]
         if told:

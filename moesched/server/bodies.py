@@ -25,7 +25,7 @@ MOST_NAME = 100
 
 
 async def read_bytes(request: Request) -> bytes:
-    """Read the body of a request; one that is too long is refused before all of it has arrived.
+    """Read the body of a request; a body that is too long is refused before all of it has arrived.
 
     Raises:
         ApiError: the content type is not JSON, or the body is longer than MOST_BYTES.
@@ -64,7 +64,7 @@ def read_body(data: bytes, kind: type[Body]) -> Body:
     """Decode the JSON body of a request into a struct of its fields.
 
     Raises:
-        ApiError: the body is not JSON, lacks a field, has one of a wrong type, or one that the server does not support.
+        ApiError: the body is not JSON, lacks a field, or has a wrong or unsupported field.
     """
     try:
         fields = decode_json(data, dict[str, Any], "the body", "send JSON", most=MOST_VALUES)
@@ -84,7 +84,7 @@ def read_body(data: bytes, kind: type[Body]) -> Body:
 
 
 def _is_taken(name: str, value: object) -> bool:
-    """Test whether an unsupported field can be ignored, since with this value it changes no answer."""
+    """Test whether the unsupported field `name` can be ignored, since with this value it changes no answer."""
     return name in HARMLESS or (name in NEUTRAL and (value is None or value in NEUTRAL[name]))
 
 

@@ -27,7 +27,7 @@ class Client:
         key: the API key that the server requires; None if it requires none.
 
     Raises:
-        BadInput: the address is not one of HTTP.
+        BadInput: the address is no HTTP address.
     """
 
     def __init__(self, url: str, key: str | None = None) -> None:

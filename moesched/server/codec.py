@@ -53,7 +53,7 @@ class Numbers:
         return f"{token} ".encode()
 
     def is_special(self, token: int) -> bool:
-        """Return False: a text has all ids."""
+        """Return False: no id is special, so that texts show all ids."""
         return False
 
 

@@ -57,7 +57,7 @@ Send = Callable[[list[ToFront]], object]
 
 
 class TokenSender:
-    """Sends tokens to the front after each step, and the engine's state from time to time.
+    """Sends tokens to the front, the HTTP process, after each step, and the engine's state from time to time.
 
     Args:
         ready: the message once weights are loaded.
@@ -125,7 +125,7 @@ class LoadMeter:
 
 
 class Inbox:
-    """Takes messages from the front, and passes requests on to the engine's run."""
+    """Takes messages from the front, the HTTP process, and passes requests on to the engine's run."""
 
     def __init__(self, arrivals: LiveArrivals, capacity: Capacity, send: Send) -> None:
         self._arrivals = arrivals
@@ -148,7 +148,7 @@ class Inbox:
             self._arrivals.close()
 
     def read(self, source: int) -> None:
-        """Take messages from a file descriptor until it is closed, or fails; then end this process."""
+        """Take messages from the file descriptor `source` until it is closed, or fails; then end this process."""
         frames = Frames(ToEngine)
         try:
             while data := os.read(source, READ_BYTES):

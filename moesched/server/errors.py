@@ -61,7 +61,7 @@ class _Told(msgspec.Struct, frozen=True):
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    """Make the error for a request that cannot be answered as it is, with status 400."""
+    """Make the error, of status 400, for a request that cannot be answered; arguments are as for `ApiError`."""
     return ApiError(400, message, param=param, code=code)
 
 

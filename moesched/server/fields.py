@@ -1,4 +1,4 @@
-"""The fields of requests: those of OpenAI's API that the server supports, and those that it ignores."""
+"""The fields of requests in OpenAI's API: fields that the server supports, and fields that it ignores."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Generated(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The fields that both endpoints have; None is the same as an absent one."""
+    """The fields that both endpoints have; None is the same as an absent field."""
 
     model: str
     stream: bool | None = None
@@ -84,7 +84,7 @@ class Generated(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         """The texts that end an answer.
 
         Raises:
-            ApiError: one is empty, or there are too many.
+            ApiError: a text is empty, or there are too many.
         """
         stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         if len(stops) > MOST_STOPS:
@@ -136,7 +136,7 @@ class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A message of a conversation; clients that send an earlier answer back may add the fields after `name`, empty."""
+    """A message of a conversation; fields after `name` may be empty, as in answers that clients send back."""
 
     role: Role
     content: str | list[TextPart]

@@ -45,7 +45,7 @@ class Gate:
         """Count the answers of a request as running or waiting, until the context ends.
 
         Raises:
-            ApiError: the server closes or is full, or the request has more answers than it ever gives at once.
+            ApiError: the server closes or is full, or the request has more answers than the server ever gives at once.
         """
         self.require_room(answers)
         self.inside += answers
@@ -64,7 +64,7 @@ class Gate:
         """Check that a request for a number of answers could be taken now.
 
         Raises:
-            ApiError: the server closes or is full, or the request has more answers than it ever gives at once.
+            ApiError: the server closes or is full, or the request has more answers than the server ever gives at once.
         """
         if self.closed:
             raise ApiError(
@@ -105,7 +105,7 @@ class Gate:
         self._changed.set()
 
     def _retry_seconds(self, answers: int) -> int:
-        """Estimate the seconds until there is room for a number of answers, and for those that were refused before."""
+        """Estimate the seconds until there is room for a number of answers, and for answers refused before."""
         now, free = self._clock(), self.most - self.inside
         if len(self._ends) > 1:
             self._seconds_each = (now - self._ends[0]) / (len(self._ends) - 1)

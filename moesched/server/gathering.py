@@ -10,7 +10,7 @@ class GatheringTransport:
     """A transport that keeps what is written until the event loop's next turn, and sends it in one call.
 
     A step of the engine gives each stream a token. A call that sends may wake the client's process, which costs more
-    than to make the next token's text; calls without work between them wake it once.
+    than to make the next token's text; calls in direct succession wake the process once.
 
     Args:
         transport: the transport that asyncio made.

@@ -25,7 +25,7 @@ class Prompt(NamedTuple):
 
 
 class Wanted(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings of the answers to each prompt of a request; the other fields are those of `messages.Ask`.
+    """Settings of the answers to each prompt of a request; the other fields are as in `messages.Ask`.
 
     Attributes:
         answers: number of answers to each prompt.
@@ -116,7 +116,7 @@ class AnswersInProgress:
     """All answers to one request, while the engine generates them."""
 
     def __init__(self, link: EngineLink, codec: Codec, prompts: Sequence[Prompt], wanted: Wanted) -> None:
-        """Ask the engine for the answers.
+        """Ask the engine, over `link`, for the wanted answers to each prompt.
 
         Raises:
             EngineFailed: the engine has ended.

@@ -51,7 +51,7 @@ class Leave(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Close(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Message from the front that no more requests will come: the engine ends once all that it has are done."""
+    """Message from the front that no more requests will come: the engine ends once its last request is done."""
 
 
 class Starting(msgspec.Struct, frozen=True, tag=True, array_like=True):

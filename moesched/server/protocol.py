@@ -103,7 +103,7 @@ class TimedProtocol(H11Protocol):
         return answered and self.conn.their_state in (h11.SEND_BODY, h11.ERROR)
 
     def _expect_request(self) -> None:
-        """Start the timer if a request is arriving or awaited, else stop it; keep-alive has a timer of uvicorn's."""
+        """Start the timer if a request is arriving or awaited, else stop it; uvicorn times idle connections."""
         under_way = self._lingering.drops or self.conn.their_state in (h11.IDLE, h11.SEND_BODY)
         if not under_way or self.timeout_keep_alive_task is not None:
             _cancel(self._request_timer)

@@ -20,7 +20,7 @@ class Usage(msgspec.Struct, frozen=True):
 
 
 def usage(prompt: int, completion: int) -> Usage:
-    """Make the usage of a number of prompt tokens and of answer tokens."""
+    """Return the `Usage` of `prompt` prompt tokens and `completion` answer tokens."""
     return Usage(prompt, completion, prompt + completion)
 
 
@@ -38,7 +38,7 @@ class Answers(msgspec.Struct, Generic[Choice], frozen=True):
 
 
 class CompletionLogprobs(msgspec.Struct, frozen=True):
-    """Log probabilities by token: lists of equal length. `text_offset` is where each token's text begins."""
+    """Log probabilities by token, in lists of equal length; `text_offset` has each text's first character."""
 
     tokens: list[str]
     token_logprobs: list[float | None]

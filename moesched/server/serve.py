@@ -57,7 +57,7 @@ class Listener(NamedTuple):
 
 
 class Notes(NamedTuple):
-    """Whether a model has a tokenizer, and whether it has a chat template."""
+    """Two facts about a model: whether it has a tokenizer, and whether it has a chat template."""
 
     has_tokenizer: bool
     has_template: bool
@@ -125,7 +125,7 @@ async def _ready(child: Child, closing: asyncio.Event) -> Ready | None:
 
 
 def _failure(code: int, why: str) -> MoeschedError:
-    """Return the error for an engine that ended with `code`, which is not 0: BadInput for 2, else EngineFailed."""
+    """Return the error, with the reason `why`, for an engine's exit code, not 0: BadInput for 2, else EngineFailed."""
     return BadInput(why) if code == 2 else EngineFailed(why)
 
 
@@ -210,7 +210,7 @@ class SignalFreeServer(uvicorn.Server):
 
 @contextmanager
 def listening(host: str, port: int) -> Iterator[socket.socket]:
-    """Listen at an address until the context ends; clients that connect before the server is ready wait.
+    """Listen at `host` and `port` until the context ends; clients that connect before the server is ready wait.
 
     Raises:
         BadInput: the address is not this machine's, or the port is in use.

@@ -147,7 +147,7 @@ async def rendering(template: ChatTemplate | None) -> AsyncIterator[Renders]:
 
 
 async def _asked(worker: asyncio.subprocess.Process, question: object) -> dict[str, str] | None:
-    """Send a line to the worker process, and read its reply; None if it has ended, or its reply is too long."""
+    """Send a question to the worker process, and return its reply; None if the process ended or replied too much."""
     assert worker.stdin is not None and worker.stdout is not None
     try:
         worker.stdin.write(json.dumps(question).encode() + b"\n")

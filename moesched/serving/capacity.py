@@ -73,10 +73,10 @@ class Capacity(msgspec.Struct, frozen=True):
         return min(self.prompt_tokens, self.context - 1)
 
     def require(self, request: Request) -> None:
-        """Check that a request can run if it is alone.
+        """Check that a request could run if no other request ran.
 
         Raises:
-            BadInput: its prompt, or prompt and answer together, are too long.
+            BadInput: the request's prompt, or prompt and answer together, are too long.
         """
         if not 1 <= request.prompt <= self.longest_prompt:
             raise BadInput(

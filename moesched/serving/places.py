@@ -1,4 +1,4 @@
-"""Places: the requests in each, their tokens in the KV cache, and their rows in the next step."""
+"""Places (micro-batches whose requests change): the requests in each, their KV cache, and their next rows."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Seat:
 
     @property
     def _following(self) -> int | None:
-        """Id of the prompt token that follows a row; None at the prompt's end, or without its log probabilities."""
+        """Id of the prompt's token after a row; None at the prompt's end, or if no log probabilities are wanted."""
         request = self.request
         is_scored = request.scores_prompt and self.to_come
         return request.ids[self.cached] if is_scored and request.ids is not None else None
@@ -100,7 +100,7 @@ class Places:
         return len(self._seats)
 
     def __contains__(self, request: object) -> bool:
-        """Test whether a request runs."""
+        """Test whether the request with this number runs."""
         return request in self._seats and request not in self._leaving
 
     @property
@@ -131,7 +131,7 @@ class Places:
         return True
 
     def rows(self, phase: Phase, step: int) -> dict[int, Rows]:
-        """Take the next step's rows of this phase, and return them by place; empty if no request has any."""
+        """Take the next step's rows of this phase, and return them by place number; empty if no request has any."""
         by_place: dict[int, list[Seat]] = {}
         for seat in self._next(phase):
             by_place.setdefault(seat.place, []).append(seat)
@@ -145,7 +145,7 @@ class Places:
         return rows
 
     def leave(self, request: int) -> None:
-        """Have a request take part in no further step; no effect on one that does not run."""
+        """Have a request take part in no further step; no effect on a request that does not run."""
         seat = self._seats.get(request)
         if seat is None:
             return

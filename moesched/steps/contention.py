@@ -14,7 +14,7 @@ def lanes_contend(plan: Plan) -> bool:
 def devices_contend(plan: Plan) -> bool:
     """Test whether the devices of a plan's machine slow each other down.
 
-    They do if accelerator and host share a memory, if several stages share links, or if contention was measured.
+    True if accelerator and host share a memory, if several stages share links, or if contention was measured.
     """
     return plan.machine.unified or len(plan.stages) > 1 or bool(plan.machine.contention)
 

@@ -14,7 +14,7 @@ from moesched.tasks import Discipline
 
 
 def require_whole(verb: str, number: object, least: int | None = None) -> None:
-    """Raise PolicyError unless a declared number is a whole one, and at least `least` if that is not None.
+    """Raise PolicyError unless a declared number is an integer, and at least `least` if that is not None.
 
     verb: the declaring method's name, for the message.
     """

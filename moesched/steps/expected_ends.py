@@ -16,11 +16,11 @@ Price = Callable[[Work], int]
 
 
 class ExpectedEnds(NamedTuple):
-    """Expected end of each task and each lane in nanoseconds.
+    """Expected ends, in nanoseconds, of the tasks that have not ended, and of lanes.
 
     Attributes:
-        tasks: the end of each unsettled task, by `Task.id`.
-        lanes: the end of the last task of each lane that has unsettled tasks.
+        tasks: the end of each task, by `Task.id`.
+        lanes: the end of the last such task of each lane that has any.
     """
 
     tasks: dict[int, int]
@@ -49,7 +49,7 @@ def expected_ends(lanes: Iterable[Lane], asked: Iterable[Task], now: int, price:
 
 
 def _unsettled(lanes: Iterable[Lane], asked: Iterable[Task]) -> dict[int, Task]:
-    """Return the unsettled tasks on lanes or in `asked`, and all tasks that wait for any of these, by `Task.id`."""
+    """Return tasks on lanes or in `asked` that have not ended, and all tasks that wait for these, by `Task.id`."""
     found: dict[int, Task] = {}
     to_visit = list(asked)
     for lane in lanes:
@@ -71,7 +71,7 @@ def _waiting_for(task: Task) -> list[Task]:
 
 
 class _Lookahead:
-    """A simulation of unsettled tasks. A lane runs one task at a time: the ready one with the lowest key."""
+    """A simulation of tasks that have not ended. A lane runs one task at a time: the ready one with the lowest key."""
 
     def __init__(self, tasks: Mapping[int, Task], price: Price) -> None:
         self._tasks = tasks

@@ -47,7 +47,7 @@ class Fixed(Pool):
 class Home(Fixed):
     """Pages in the memory that weights come from, for the host to compute with.
 
-    They are there already: nothing loads or moves them, and they claim no further bytes.
+    The pages are there already: nothing loads or moves them, and they claim no further bytes.
     """
 
     def __init__(self, memory: Memory, pages: Iterable[Page]) -> None:

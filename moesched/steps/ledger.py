@@ -18,7 +18,7 @@ class Ledger:
         self._views: list[Views[Any]] = []
 
     def add(self, memories: Iterable[Memory], pools: Iterable[Pool], views: Iterable[Views[Any]]) -> None:
-        """Add memories, pools and views to those that are checked."""
+        """Add memories, pools and views to be checked."""
         self._memories += memories
         self._pools += pools
         self._views += views

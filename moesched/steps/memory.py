@@ -75,14 +75,14 @@ class Memory(ReadOnly):
     def require(self, what: str, nbytes: int) -> None:
         """Check that bytes in use at another time than the plan's, such as during loading, fit the budget.
 
-        They count for the peak, and are not reserved.
+        The bytes count for the peak, and are not reserved.
 
         Args:
             what: the claimant in the message, as in "... need N bytes".
             nbytes: all bytes in use at that time.
 
         Raises:
-            OverBudget: they are more than the budget.
+            OverBudget: the bytes are more than the budget.
         """
         if nbytes > self.capacity:
             raise OverBudget(
@@ -262,7 +262,7 @@ class Pool(ReadOnly):
         return tuple(slots)
 
     def vacate(self, slot: Slot, engine: Engine) -> None:
-        """Empty a slot. The next task that writes to it waits for all readers of the page, through a view or not."""
+        """Empty a slot, whose next writer waits for all tasks that read its page, through a view or not."""
         self._forget(slot, engine)
         slot.page = None
         self._empty.append(slot)
@@ -275,7 +275,7 @@ class Pool(ReadOnly):
 
         Raises:
             NotResident: a page is not in the pool.
-            PolicyError: they are not the pages of one transfer, or a submitted task uses one of them.
+            PolicyError: the pages are not exactly those of one transfer, or a submitted task uses one of them.
         """
         slots = held_slots("cancel", pages, self)
         transfer = slots[0].writer if slots else None
@@ -307,7 +307,7 @@ class Pool(ReadOnly):
         """Take the page that is to be replaced next out of its slot, and return the slot, which `page` then gets.
 
         Raises:
-            OverBudget: the pool replaces no pages by itself, or has none.
+            OverBudget: the pool replaces no pages by itself, or holds none.
         """
         if self.replacement == "none" or not self._held:
             raise OverBudget(

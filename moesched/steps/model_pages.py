@@ -44,7 +44,7 @@ def require_list(verb: str, pages: Iterable[Page]) -> tuple[Page, ...]:
     verb: the calling verb's name, for the message.
 
     Raises:
-        PolicyError: it is a single page, or holds something else.
+        PolicyError: `pages` is a single page, or holds something else.
     """
     if isinstance(pages, Page):
         raise PolicyError(f"{verb}: give a list of pages, such as [{describe(pages)}], not one page")

@@ -20,7 +20,7 @@ def require_placement(placement: Sequence[Collection[int]], nodes: int, experts:
         experts: number of experts of a layer.
 
     Raises:
-        PolicyError: it is for another number of nodes, names an expert that does not exist, or leaves one out.
+        PolicyError: `placement` is for other nodes, names an expert that does not exist, or leaves one out.
     """
     if len(placement) != nodes:
         raise PolicyError(
@@ -34,7 +34,7 @@ def require_placement(placement: Sequence[Collection[int]], nodes: int, experts:
 
 
 def require_routers(verb: str, declared: Declared) -> None:
-    """Check that every node has a router if the plan requests router scores.
+    """Check that every node has a router if the plan requests router scores; the error names `verb`.
 
     Raises:
         PolicyError: the plan is centralised, and has several nodes.

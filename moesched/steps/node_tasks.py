@@ -76,7 +76,7 @@ class NodeTasks(SplitVerbs):
         yield from self._exchanged_sum("gather", task, reads)
 
     def _send(self, task: Task, reads: Sequence[Block], writes: Sequence[Block]) -> Iterator[SubTask]:
-        """Yield the first node's tasks for a verb: the verb's own task, then a broadcast of the task's result."""
+        """Yield the first node's tasks for a verb: `task`, with the blocks it reads and writes, and a broadcast."""
         yield task, reads, writes
         yield self._exchange("broadcast", task, ROWS if task.verb == "route" else TOKENS), writes[-1:], ()
 

@@ -90,7 +90,7 @@ class PipelineStage:
 def _way(machine: Machine, source: str, destination: str) -> tuple[tuple[str, str], ...]:
     """Return the hops from one accelerator's memory to another's, as pairs of memories (source, destination).
 
-    They go over the interconnect if there is one, else through the host's memory.
+    The hops go over the interconnect if there is one, else through the host's memory.
     """
     stops = (
         [source, destination]

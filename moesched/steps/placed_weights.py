@@ -43,7 +43,7 @@ class PlacedWeights(ReadOnly):
 
     @property
     def home(self) -> Home | None:
-        """Pages that the host computes with in the memory that weights come from; None if it runs no experts."""
+        """Pages that the host computes with in the memory that weights come from; None if the host runs no experts."""
         return self._home
 
     @property

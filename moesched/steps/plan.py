@@ -26,7 +26,7 @@ from moesched.system.source_lines import calling_line
 
 
 class Plan(PlanFacts):
-    """The declarations of a policy, and the facts that it bases them on.
+    """The declarations of a policy, and the facts that they are based on.
 
     Args:
         machine: has the roles, and the capacities of memories that `budgets` omits.
@@ -64,7 +64,7 @@ class Plan(PlanFacts):
         `offload_kv`. The fewer, the less memory their activations need.
 
         Raises:
-            PolicyError: it is no whole number, or another limit was declared.
+            PolicyError: `micro_batches` is no integer, or another limit was declared.
         """
         require_whole("limit_in_flight", micro_batches)
         every, before = len(self.chunks), self.declared.in_flight
@@ -116,7 +116,7 @@ class Plan(PlanFacts):
             accelerator holds the whole cache, none are reserved.
 
         Raises:
-            PolicyError: it is no whole number, or below 0; or another number was declared.
+            PolicyError: `slots` is no integer, or below 0; or another number was declared.
         """
         require_whole("reserve_kv_buffers", slots, least=0)
         before = self.declared.kv_buffers
@@ -161,8 +161,8 @@ class Plan(PlanFacts):
         Args:
             placement: for each node, the numbers of its experts.
             centralised: attention, router and sampling are on the first node only; by default every node does all of
-                them alike. The other nodes get each layer's routed rows from the first one, which adds up their outputs
-                (section 3.2 of the paper on a cluster of Apple silicon, RACS'24).
+                them alike. The other nodes get each layer's routed rows from the first node, which adds up their
+                outputs (section 3.2 of the paper on a cluster of Apple silicon, RACS'24).
 
         Raises:
             PolicyError: the placement is for other nodes or experts, no node holds one of the experts, experts were
@@ -273,7 +273,7 @@ class Plan(PlanFacts):
             self.weights.count_load_buffers(host, self.layout.globals_bytes)
 
     def _memory_for(self, verb: str, pages: Sequence[Page], role: Role) -> Memory:
-        """Return the memory of a role for these pages; of several accelerators, the memory of the pages' stage."""
+        """Return a role's memory for these pages; with stages, the memory of the pages' stage. Errors name `verb`."""
         role = role_named(verb, role, self.machine)
         stages = {stage_of(self.stages, page.layer) for page in pages} if role == "accelerator" else {0}
         if len(stages) > 1:

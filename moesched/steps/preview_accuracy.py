@@ -75,7 +75,7 @@ class PreviewAccuracy:
         self._pairs: list[tuple[Preview | PredictorAnswer, Task]] = []
 
     def expect(self, layer: int, micro_batch: int, forecast: Preview | PredictorAnswer) -> None:
-        """Keep a forecast until its layer is routed."""
+        """Keep a forecast for a layer of a micro-batch until that layer is routed."""
         self.waiting.setdefault((layer, micro_batch), []).append(forecast)
 
     def pair(self, route: Task) -> None:

@@ -79,7 +79,7 @@ class NodeShare:
 class Declared:
     """Declarations of a policy so far, besides pools and resident pages.
 
-    It is frozen: ask a plan about other declarations with `plan.free(role, given=replace(plan.declared, ...))`.
+    The object is frozen: ask a plan about other declarations with `plan.free(role, given=replace(plan.declared, ...))`.
 
     Attributes:
         in_flight: most micro-batches that are within a layer at once in prefill.

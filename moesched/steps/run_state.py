@@ -92,7 +92,7 @@ class RunState:
         return self.plan.declared.in_flight < len(self.prefill_batches)
 
     def numbered(self, number: int) -> MicroBatch:
-        """Return the micro-batch that has `number` in tasks, which count those of decode first, then of prefill."""
+        """Return the micro-batch with this number in tasks, which count first the ones of decode, then of prefill."""
         count = len(self.micro_batches)
         return self.micro_batches[number] if number < count else self.prefill_batches[number - count]
 
@@ -195,7 +195,7 @@ class RunState:
             counts_of(pool).record(self.engine.submitted)
 
     def load(self, resident: Fixed) -> list[PageTransfer]:
-        """Submit the transfers that fill resident pages from where the weights come from."""
+        """Submit the transfers of resident pages from the memory where the weights come from."""
         return [
             self._bring(page, slot, "load")
             for page, slot in zip(resident.pages(), slots_of(resident), strict=True)
@@ -226,7 +226,7 @@ class RunState:
                 views.open.clear()
 
     def _bring(self, page: Page, slot: Slot, verb: str) -> PageTransfer:
-        """Submit the transfer of a page to a slot from where the weights come from; `verb` is "load" or "fetch"."""
+        """Submit the transfer of a page to a slot from where weights come from; `verb` is "load" or "fetch"."""
         lane, work = self.works.move(self.plan.machine.roles.weights, slot.memory, page.nbytes)
         task = PageTransfer(lane, work, verb, page.layer, -1, page.expert, pages=(page,), slots=(slot,))
         return self.engine.submit(task, (), (slot,))

@@ -41,10 +41,10 @@ class SplitVerbs:
         after: Sequence[Task] = (),
         priority_class: int = 0,
     ) -> Task:
-        """Submit a verb's task, or all tasks of a split verb; the arguments are those of `Engine.submit`.
+        """Submit a verb's task, or all tasks of a split verb; arguments are as for `Engine.submit`.
 
         Returns:
-            the verb's handle: the decision that a policy awaits, or the last task.
+            the verb's handle: the task whose result a policy awaits, or else the last task.
         """
         split = self._split.get(task.verb)
         if split is None:
@@ -81,11 +81,11 @@ def part_of(task: Task, make: type[T], lane: Lane, work: Work, verb: str, operan
 
     Args:
         task: the verb's own task.
-        make: the class of the new task.
+        make: the class of the new task, which gets the other arguments.
     """
     return make(lane, work, verb, task.layer, task.micro_batch, -1, operands, task.step, task.generated)
 
 
 def signature_of(data: str, task: Task) -> str:
-    """Return the text that names the exchange of `data`, such as "tokens", for a task; all ranks must have it equal."""
+    """Return the text that names the exchange of `data`, such as "tokens", for a task; equal on all ranks."""
     return f"{data} of {task.work.tokens} rows, step {task.step}, layer {task.layer}, mb{task.micro_batch}"

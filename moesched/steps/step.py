@@ -68,7 +68,7 @@ class Step(PageVerbs, AttentionVerbs, ExpertVerbs, Outlook):
     """
 
     def kv_on_accelerator(self, micro_batch: int, layer: int | None = None) -> bool:
-        """Test whether a micro-batch's KV cache of a layer, or without a layer of all, is on the accelerator."""
+        """Test whether a micro-batch's KV cache of a layer (None: of all layers) is on the accelerator."""
         here = self._present("kv_on_accelerator", micro_batch).kv.on_accelerator
         if layer is None:
             return all(here)
@@ -80,7 +80,7 @@ class Step(PageVerbs, AttentionVerbs, ExpertVerbs, Outlook):
         return self._present("phase", micro_batch).phase
 
     def tokens(self, micro_batch: int) -> int:
-        """Return the number of new tokens of a micro-batch: those of its prompts, or one for each sequence."""
+        """Return the number of new tokens of a micro-batch: all tokens of its prompts, or one for each sequence."""
         batch = self._present("tokens", micro_batch)
         return sum(batch.tokens) if batch.phase == "prefill" else batch.works["embed"].tokens
 
@@ -140,7 +140,7 @@ class Step(PageVerbs, AttentionVerbs, ExpertVerbs, Outlook):
 
         Raises:
             OutOfOrder: a micro-batch was not sampled.
-            PolicyError: the policy called it.
+            PolicyError: the policy called this method.
         """
         if self._gate.thread != NOBODY:
             raise PolicyError("close: a step is closed once prefill or decode has ended: return instead")

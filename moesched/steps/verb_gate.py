@@ -43,7 +43,7 @@ class VerbGate:
         self.thread = NOBODY
 
     def refusal(self, verb: str) -> PolicyError:
-        """Return the error of a verb that is called at another time or on another thread."""
+        """Return the error for a verb that is called while its policy is not running, or on another thread."""
         own = "use the step that this prefill or decode was called with"
         if self._over:
             return PolicyError(f"{verb}: {self._step} is over: {own}")

@@ -20,7 +20,7 @@ class View(Generic[K]):
     """The slots of several pages, as a kernel reads them.
 
     In the engine a view is a join, one node that stands for the transfers of all pages: n kernels that read n pages
-    through a view need 2n edges instead of n². On streams there is no join, and they have n² edges: an edge between two
+    through a view need 2n edges instead of n². On streams there are n² edges and no join: an edge between two
     tasks of a device costs the host nothing, a join would. A view lasts until one of its slots is given another page;
     the transfer of that page waits for every kernel that read through the view.
 

@@ -106,7 +106,7 @@ class Works:
         return cost_model(self._plan.machine, self._plan.layout.dtype)
 
     def size(self, batch: MicroBatch) -> None:
-        """Set the works for a micro-batch's next step; only those of attention depend on the length of the KV cache."""
+        """Set the works for a micro-batch's next step; only attention's works depend on the length of the KV cache."""
         needed = batch.phase, len(batch.ends), sum(batch.tokens), batch.whole.routes
         if batch.sized_for != needed:
             numbers = range(len(self.kinds))
@@ -164,7 +164,7 @@ class Works:
         return self._is_fixed and batch.phase == "decode" and not batch.whole.routes and tokens <= KEPT_ROWS
 
     def _size_attention(self, batch: MicroBatch) -> None:
-        """Set a micro-batch's works that grow with the KV cache: those of attention and of loading keys and values."""
+        """Set a micro-batch's works that grow with the KV cache: attention's, and the loading of keys and values."""
         plan = self._plan
         beams, new = plan.batch.beams, batch.tokens
         decodes = batch.phase == "decode"

@@ -25,7 +25,7 @@ _DIGITS = 16
 
 @cache
 def code_version() -> str:
-    """The versions of this package and of `LIBRARIES`, and a hash of the sources, as text."""
+    """Return the versions of this package and of `LIBRARIES`, and a hash of the sources, as text."""
     root = Path(__file__).parents[1]
     files = (path for path in root.rglob("*.py") if path.relative_to(root).parts[0] not in APART)
     versions = [f"{name} {version(name)}" for name in ("moesched", *LIBRARIES)]

@@ -107,7 +107,7 @@ AXIS_TITLES = {
 
 
 def title_of(name: str) -> str:
-    """The name of a metric or an axis in words."""
+    """Return the name of a metric or an axis in words."""
     return METRICS[name].title if name in METRICS else (name.partition(".")[2] or name).replace("_", " ")
 
 
@@ -126,7 +126,7 @@ def require_figure(name: str, axes: Collection[str], option: str) -> None:
 
 
 def varying(axes: Axes) -> list[str]:
-    """The names of the axes with several values."""
+    """Return the names of the axes with several values."""
     return [name for name, values in axes.items() if len(values) > 1 or values == ["all"]]
 
 

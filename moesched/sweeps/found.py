@@ -139,7 +139,7 @@ class Finder:
         return self._digests[name]
 
     def _checked(self, inputs: Inputs) -> Any:
-        """The settings of a simulation, checked against its policy's parameters."""
+        """Return the settings of a simulation, checked against its policy's parameters."""
         name = inputs["policy"]
         return check_settings(self.policies[name], f"policy {name}", inputs.get("settings", {}))
 
@@ -185,7 +185,7 @@ def _find_routing(inputs: Inputs, config: ModelConfig) -> Popularity | RoutingTr
 
 
 def _content_of(routing: str | None) -> str:
-    """The hash of a routing file's content; empty for None and for the name of a generator."""
+    """Return the hash of a routing file's content; empty for None and for the name of a generator."""
     if routing is None or not is_file(Path(routing)):
         return ""
     with Path(routing).open("rb") as file:

@@ -19,7 +19,7 @@ def require_parquet() -> None:
     """Require that pyarrow can be imported.
 
     Raises:
-        BadInput: it is not installed.
+        BadInput: pyarrow is not installed.
     """
     try:
         import pyarrow.parquet  # noqa: F401  imported only to see whether it is installed

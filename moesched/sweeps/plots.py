@@ -127,7 +127,7 @@ def _draw(picture: Picture, lines: Sequence[Line], axes: Axes, figures: MachineF
 
 
 def _common(lines: Sequence[Line]) -> str:
-    """The model, machine and workload that all lines of results share, as a title."""
+    """Return the model, machine and workload that all lines of results share, as a title."""
     shared = {name: {line.inputs.get(name) for line in lines} for name in ("model", "machine", "workload")}
     said = {name: _told(name, values.pop()) for name, values in shared.items() if len(values) == 1}
     where = " on ".join(said[name] for name in ("model", "machine") if said.get(name))
@@ -135,7 +135,7 @@ def _common(lines: Sequence[Line]) -> str:
 
 
 def _categories(lines: Sequence[Line], picture: Picture, figures: MachineFacts) -> list[str]:
-    """The values of the horizontal axis in the order of the points, if they are names; empty if they are numbers."""
+    """Return the values on the horizontal axis in order, if they are names; empty if they are numbers."""
     values = list(dict.fromkeys(_position(line, picture, figures)[0] for line in lines))
     return [] if all(map(_is_number, values)) else [str(each) for each in values]
 
@@ -171,7 +171,7 @@ def _divided(axes: Axes, picture: Picture) -> tuple[list[str], list[str]]:
 def _draw_series(
     panel: Panel, name: str, places: Sequence[Place], style: tuple[str, str], *, curve: bool
 ) -> None:
-    """Draw the points of one series in a panel and, if `curve`, a line that joins them from left to right.
+    """Draw the points of the series `name` in a panel and, if `curve`, a line that joins them from left to right.
 
     Args:
         places: x and y of each point.

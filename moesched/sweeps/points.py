@@ -25,7 +25,7 @@ MOST_POINTS = 1_000_000
 
 
 def policies_of(axes: Axes) -> list[str]:
-    """The names of the policies of a sweep; `all` is replaced by the names of all that ship."""
+    """Return the names of the policies of a sweep; `all` is replaced by the names of all that ship."""
     names = [name for each in axes["policy"] for name in (shipped("policies") if each == ALL else [each])]
     return list(dict.fromkeys(names))
 
@@ -65,7 +65,7 @@ def canonical(inputs: Inputs) -> bytes:
 
 
 def axis_value(inputs: Inputs, axis: str) -> Any:
-    """The value of an axis in a simulation; None if it has none, as its policy does not take the setting."""
+    """Return the value of an axis in a simulation; None if it has none, as its policy does not take the setting."""
     table, dot, key = axis.partition(".")
     return inputs.get(table, {}).get(key) if dot else inputs.get(table)
 

@@ -89,7 +89,7 @@ def prepare(sweep: Sweep) -> Prepared:
 
 
 def missing_points(prepared: Prepared, store: Store, *, retry: bool = False) -> list[Point]:
-    """The simulations that the file of results lacks; with `retry`, also those that failed."""
+    """Return the simulations that the file of results lacks; with `retry`, also those that failed."""
     known = {key for key, line in store.lines.items() if not (retry and line.failure is not None)}
     return [point for point in prepared.points if point[0] not in known]
 
@@ -145,6 +145,6 @@ def run_sweep(
 
 
 def _spread_first(points: list[Point]) -> list[Point]:
-    """All simulations, with a few from evenly spread places of the list moved to its front."""
+    """Return all simulations, a few from evenly spread places of the list first."""
     first = range(0, len(points), max(1, len(points) // TRIED_FIRST))[:TRIED_FIRST]
     return [points[i] for i in first] + [point for i, point in enumerate(points) if i not in first]

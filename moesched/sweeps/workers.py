@@ -202,7 +202,7 @@ def _require_unchanged(policy: str) -> None:
 
 
 def reason_of(error: BaseException) -> str:
-    """The text of an error as one line, for the `failure` of a line of results."""
+    """Return the text of an error as one line, for the `failure` of a line of results."""
     if refusal := memory_refusal(error):
         said = f"out of memory ({refusal})"
     elif isinstance(error, Exception) and is_policys(error):

@@ -92,7 +92,7 @@ def _unconfigured() -> Any:
 
 
 class StandardError(io.TextIOBase):
-    """A text stream that writes to what `sys.stderr` is at each write; text that cannot be written is dropped."""
+    """A text stream that writes to the present `sys.stderr` at each write; text that cannot be written is dropped."""
 
     def write(self, text: str) -> int:
         with suppress(OSError):

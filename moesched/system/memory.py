@@ -57,7 +57,7 @@ def available_memory(root: Path = ROOT, ask: Ask = output_of) -> int:
 
 
 def resident_bytes() -> int:
-    """Return the resident bytes of this process; on macOS, which does not tell them, the most that it ever had."""
+    """Return the resident bytes of this process; on macOS, which does not tell them, the peak so far."""
     return _kilobytes(Path("/proc/self/status"), "VmRSS") or peak_resident_bytes()
 
 

@@ -101,7 +101,7 @@ def _files(output: Output) -> Iterator[Path]:
 
 
 def _is_numbered(output: Output, *, of: Output) -> bool:
-    """Test whether an output's path is one that a later batch of another output, `of`, would write to."""
+    """Test whether a later batch of another output, `of`, would write to the path of `output`."""
     path, base = Path(output.path or ""), Path(of.path or "")
     return of.numbered and any(
         _real(each.parent) == _real(base.parent) and _number_pattern(base).fullmatch(each.name)

@@ -46,10 +46,10 @@ class _Signals:
         self._since = 0.0
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal: stop the program at the first one, end the process at the second one.
+        """Stop the program by `deliver` at the first signal, and end the process at once at a later one.
 
         Args:
-            number: the signal.
+            number: the signal's number.
             frame: the frame that the signal interrupted.
         """
         now = time.monotonic()

@@ -54,7 +54,7 @@ def reserve_stdout() -> Callable[[], None]:
 def command_output() -> TextIO:
     """Return the stream for a command's results.
 
-    It writes to standard output even while `reserve_stdout` sends everything else to standard error.
+    The stream writes to standard output even while `reserve_stdout` sends everything else to standard error.
     """
     return _reserved[-1] if _reserved else sys.stdout
 

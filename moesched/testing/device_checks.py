@@ -48,18 +48,18 @@ POLICIES = (
 def check_device(make: Make, machine: Machine, policies: Iterable[str] = ()) -> list[list[int]]:
     """Check the promises of every device by runs of a small random model.
 
-    Return the tokens by request, which equal those of the device `torch`.
+    Return the tokens by request, which are as on the device `torch`.
 
     Args:
         make: creates the device, such as its class.
         machine: the machine to plan for; the device must accept plans for it.
         policies: names of policies; by default four that keep and stream different weights, and one that has tasks of
-            experts with some of a micro-batch's rows, or with those of several micro-batches.
+            experts with some of a micro-batch's rows, or with rows of several micro-batches.
 
     Raises:
-        AssertionError: the tokens are not those of the device `torch`, with greedy or random sampling, or depend
-            on the policy or on the previous batch; a verb returned a wrong value, tasks of one lane ran at once, or
-            another promise of `moesched.seams.Device` is broken.
+        AssertionError: the tokens are not as on the device `torch`, with greedy or random sampling, or depend on the
+            policy or on the previous batch; a verb returned a wrong value, tasks of one lane ran at once, or another
+            promise of `moesched.seams.Device` is broken.
     """
     require_asserts("check_device")
     config = Case(name="a device's", machine=machine).config()
@@ -92,7 +92,7 @@ def check_device(make: Make, machine: Machine, policies: Iterable[str] = ()) -> 
 
 
 def write_decisive_model(config: ModelConfig, folder: Path) -> Checkpoint:
-    """Write a random float32 model to a folder, and open it; its weights are large, so that tokens depend on all."""
+    """Write a random float32 model to a folder, and open it; weights are large, so that tokens depend on all."""
     for stored in open_checkpoint(write_random_model(config, folder, dtype="float32")).tensors.values():
         if len(stored.shape) > 1:
             matrix = np.memmap(stored.file, np.float32, "r+", stored.offset, stored.shape)

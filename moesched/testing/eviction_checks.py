@@ -22,9 +22,9 @@ def check_eviction(make: Callable[[], Eviction], *, rounds: int = 25) -> None:
     choose them, some come back at once after it chose them, and sometimes there is only one page. Rules that have
     methods for router scores and previews get some.
 
-    Then the hits in a small cache are counted, and compared with those of random evictions. The rule has to get 95 % of
-    their hits with popular experts that are fetched a layer ahead, and 60 % with experts that recur from step to step.
-    A rule with fewer hits evicts pages that are about to be used.
+    Then the hits in a small cache are counted, and compared with the hits of random evictions. The rule has to get 95 %
+    of these hits with popular experts that are fetched a layer ahead, and 60 % with experts that recur from step to
+    step. A rule with fewer hits evicts pages that are about to be used.
 
     Args:
         make: creates the rule, once per sequence.
@@ -45,7 +45,7 @@ def check_eviction(make: Callable[[], Eviction], *, rounds: int = 25) -> None:
 def _require_hits(
     make: Callable[[], Eviction], experts: str, choices: Choices, *, least: float, ahead: bool = False
 ) -> None:
-    """Check that a rule's hit rate is at least `least` times that of random evictions.
+    """Check that a rule's hit rate is at least `least` times the hit rate of random evictions.
 
     Args:
         make: creates the rule.

@@ -89,7 +89,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
 
         Args:
             node: index of the node.
-            batch: the batch to plan; None for that of the case.
+            batch: the batch to plan; None for the case's own.
 
         Raises:
             BadInput: the policy's plan does not fit.
@@ -259,7 +259,7 @@ def run_on_symbols(
 
 
 def _until(stop_tokens: Collection[int], tokens: Sequence[int]) -> list[int]:
-    """Return the tokens up to and with the first stop token."""
+    """Return the tokens up to and including the first stop token."""
     end = next((place for place, token in enumerate(tokens, 1) if token in stop_tokens), len(tokens))
     return list(tokens[:end])
 

@@ -106,7 +106,7 @@ def _check_gather(transports: Sequence[Transport]) -> None:
 
 
 def _changed_after(call: Callable[[], T], part: Array) -> T:
-    """Make a rank's call, then change its part, which is the caller's again; return the call's result."""
+    """Call a function that sends `part`, then overwrite `part`, as its caller may do; returns the call's result."""
     result = call()
     part[:] = -1
     return result

@@ -113,7 +113,7 @@ def _times(events: list[Event]) -> Iterator[str]:
 
 
 def _names(events: list[Event], slices: list[Event]) -> Iterator[str]:
-    """Yield sentences on tracks without a name or a sort index, or whose tids are not in the order of sort indices."""
+    """Yield sentences on tracks without name or sort index, or tids in another order; `slices`: events of tasks."""
     metadata = {(event.name, event.pid, event.tid) for event in events if event.ph == "M"}
     for pid in sorted({event.pid for event in slices}):
         if ("process_name", pid, -1) not in metadata:

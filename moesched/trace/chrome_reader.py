@@ -356,7 +356,7 @@ def _cancelled(events: list[Event], lanes: dict[int, LaneName]) -> list[Cancelle
 
 
 def _producers(slices: list[Slice], depends_on: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """Return, for each task in `slices`, the indices of the tasks that it depends on.
+    """Return, for each slice (a task that ran), the indices in `slices` of the tasks that it depends on.
 
     Args:
         depends_on: for each task, the numbers of these tasks; each rank counts its own tasks.

@@ -53,7 +53,7 @@ class Architecture(NamedTuple):
         runs: whether devices have kernels for the architecture.
         config_json: function that converts a ModelConfig to keys of config.json, without those that all models have.
         tensors: function that yields the tensors of a published checkpoint.
-        other_tensors: function that yields the tensors that replace some published ones in checkpoints saved in another
+        other_tensors: function that yields the tensors that replace published tensors in checkpoints saved in another
             form.
         extra_tensors: function that yields patterns, with *, of the names of tensors in published checkpoints that are
             not needed. They are skipped; any other unknown tensor is refused, since it belongs to another model.

@@ -112,7 +112,7 @@ def config_json(config: ModelConfig) -> dict[str, Any]:
 
 
 def tensors(config: ModelConfig) -> Iterator[Stored]:
-    """Yield the tensors of published checkpoints, without those of multi-token prediction layers."""
+    """Yield the tensors of published checkpoints, but not of multi-token prediction layers."""
     yield from llama_like.tensors(config, MLP_EXPERTS)
     yield from _beside_experts(config)
 

@@ -15,7 +15,7 @@ from moesched.models.config_file import ConfigFile
 
 
 class GraniteMoeSharedKeys(GraniteMoeKeys, kw_only=True):
-    """The key of config.json that is read in addition to those of Granite-MoE, with its default."""
+    """The key of config.json that is read in addition to Granite-MoE's keys, with its default."""
 
     shared_intermediate_size: int = 0
 

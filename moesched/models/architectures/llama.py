@@ -49,7 +49,7 @@ def _build(file: ConfigFile, keys: LlamaLikeKeys, *windows: int | None) -> Model
 def config_json(config: ModelConfig) -> dict[str, Any]:
     """Return the keys and values of config.json for a model, without the keys that all architectures share.
 
-    The keys are those of a Ministral if layers differ in their window; otherwise those of a Mistral, even for a Llama.
+    The keys are a Ministral's if layers differ in their window, otherwise a Mistral's, even for a Llama.
     """
     windows = [layer.grouped.window for layer in config.pattern]
     common = llama_like.config_json(config) | {

@@ -1,6 +1,6 @@
 """Qwen3-Next, and the Qwen3.5 and 3.6 MoE models: three layers of linear attention before each one of gated attention.
 
-Published files also have a multi-token prediction layer, and those of Qwen3.5 and 3.6 a vision encoder.
+Published files also have a multi-token prediction layer, and the files of Qwen3.5 and 3.6 a vision encoder.
 """
 
 from __future__ import annotations

@@ -97,11 +97,11 @@ def _keys(parts: GgufParts, family: GgufFamily) -> GgufKeys:
 def _vocabulary_size(parts: GgufParts, embedding: FoundTensor, tokens: int, described: int | None) -> int:
     """Return the number of tokens of the vocabulary: the number of rows of the embedding.
 
-    tokens: number of the tokenizer's tokens; 0 without a tokenizer.
-    described: the metadata's `vocab_size`; None without this key.
+    tokens: number of the tokenizer's tokens; 0 without a tokenizer. described: the metadata's `vocab_size`; None
+    without this key.
 
     Raises:
-        BadInput: these numbers differ.
+        BadInput: the embedding, the tokenizer and the key give different numbers.
     """
     rows = embedding.entry.shape[0]
     for what, size in (("tokenizer.ggml.tokens", tokens or rows), ("vocab_size", described or rows)):

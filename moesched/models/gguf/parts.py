@@ -21,7 +21,7 @@ class GgufParts(NamedTuple):
 
     Attributes:
         path: the first file.
-        metadata: metadata of the whole model, which are those of the first file.
+        metadata: metadata of the whole model, from the first file.
         shards: the tensors of all files.
     """
 
@@ -45,7 +45,7 @@ def gguf_files(path: Path) -> list[Path]:
 
 
 def gguf_name(path: Path) -> str:
-    """The name of a model, taken from the name of its file."""
+    """Return the name of a model, taken from the name of its file."""
     named = _PART.fullmatch(path.name)
     return path.stem if named is None else named["model"]
 

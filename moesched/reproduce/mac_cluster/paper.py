@@ -110,5 +110,5 @@ class MacPaper(PrintedPaper, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 def mac_paper() -> MacPaper:
-    """Read the paper's Tables 3 to 6, the speeds of prompts, and the latencies of the cluster's exchanges."""
+    """Read the paper's Tables 3 to 6, prompt tokens per second, and the latencies of the cluster's exchanges."""
     return read_paper(MacPaper, __package__)

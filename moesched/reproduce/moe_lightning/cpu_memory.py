@@ -82,7 +82,7 @@ def _bound(many: Predicted, more: Predicted) -> float:
     This is the difference of two batches in tokens, divided by their difference in seconds.
 
     Args:
-        many, more: predictions of two large batches, the second one larger.
+        many, more: predictions of two large batches, `more` of the larger batch.
     """
     requests = more.batch_size - many.batch_size
     seconds = _seconds(more) - _seconds(many)

@@ -42,7 +42,7 @@ class RateFactors(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def machine_at(machine: Machine, factors: RateFactors, *, attends_as_flexgen: bool = False) -> Machine:
-    """Return a machine whose rates are the stated ones, not the sustained ones, multiplied by `factors`.
+    """Return a machine with the rates that its profile states, not the sustained rates, times `factors`.
 
     Args:
         attends_as_flexgen: whether FlexGen's kernel computes attention on the CPU; otherwise the host's rates stay as

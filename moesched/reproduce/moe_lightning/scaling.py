@@ -70,7 +70,7 @@ def scaling(paper: Paper, factors: RateFactors, on_progress: Callable[[str], Non
 
 
 def _growth(rows: Rows, system: str, settings: Sequence[str]) -> list[float]:
-    """Return a system's throughput in the second setting over that in the first, for each generation length.
+    """Return the ratio of a system's throughputs in the second and the first setting, by generation length.
 
     Args:
         rows: rows of the section.

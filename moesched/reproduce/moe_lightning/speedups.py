@@ -104,7 +104,7 @@ def _sized(setting: Setting, name: str, system: str, sizes_by: str) -> Predicted
 def generation_claims(paper: Paper, rows: Rows, setting: str, flexgen_sizes_by: str) -> list[Claim]:
     """Return two claims of section 5.2 with our results.
 
-    The throughput of FlexGen falls at the longest generation, and that of MoE-Lightning(p) does not.
+    FlexGen's throughput falls at the longest generation, and MoE-Lightning(p)'s throughput does not.
 
     Args:
         rows: rows of predictions.

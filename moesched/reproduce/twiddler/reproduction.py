@@ -17,7 +17,7 @@ from moesched.reproduce.twiddler.variants import variants
 
 @contextmanager
 def twiddler_made(on_progress: Progress) -> Iterator[Made]:
-    """Yield functions that make the paper's sections; those of Figs. 4 to 6 are computed once, also for the goals."""
+    """Yield functions that make the paper's sections; the sections of Figs. 4 to 6, also for goals, are made once."""
     paper = twiddler_paper()
     with benches(paper) as both:
         fourth, fifth, sixth = (

@@ -74,8 +74,8 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def lengths(self, count: int, seed: int = 0) -> list[int]:
         """Return the prompt lengths in tokens of `count` requests.
 
-        Individual lengths are repeated in their order. Those of a distribution are shuffled by the seed; every distinct
-        prompt occurs once before any is repeated.
+        Individual lengths are repeated in their order. Lengths of a distribution are shuffled by the seed; every
+        distinct prompt occurs once before any is repeated.
         """
         if self.prompts is None:
             return [self.prompt_tokens[i % len(self.prompt_tokens)] for i in range(count)]
@@ -103,7 +103,7 @@ def spread(prompts: PromptLengths) -> tuple[int, ...]:
 
 
 def given_lengths(prompt_tokens: Sequence[int], new_tokens: int) -> Workload:
-    """Create a workload of prompts with these lengths, in this order."""
+    """Create a workload of prompts with these lengths in tokens, in this order, each with `new_tokens` to generate."""
     return Workload(name="given lengths", new_tokens=(new_tokens,), prompt_tokens=tuple(prompt_tokens))
 
 
@@ -154,7 +154,7 @@ def _quantile(share: float, largest: int, slope: float) -> float:
 
 
 def _root(falling: Callable[[float], float]) -> float:
-    """Find the zero of a decreasing function, between -50 and 50."""
+    """Find the zero, between -50 and 50, of the decreasing function `falling`."""
     low, high = -50.0, 50.0
     for _ in range(60):
         middle = (low + high) / 2
@@ -163,7 +163,7 @@ def _root(falling: Callable[[float], float]) -> float:
 
 
 def _correct(lengths: list[int], total: int, largest: int) -> None:
-    """Add or remove tokens, one per prompt and round, until `lengths` have this total; the longest stays the same."""
+    """Add or remove tokens, one per prompt and round, until `lengths` have this total; the longest stays `largest`."""
     missing = total - sum(lengths)
     change = 1 if missing > 0 else -1
     while missing:

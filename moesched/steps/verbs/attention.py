@@ -159,7 +159,7 @@ class AttentionVerbs(Verbs):
         return batch.progress >= layer * STRIDE + ATTENDED_HOST
 
     def _require_before(self, verb: str, layer: int, micro_batch: int) -> None:
-        """Check that the chunk which a micro-batch continues, if it does, has had attention in the same layer.
+        """Check that the chunk which a micro-batch continues, if any, has had attention in the layer.
 
         Raises:
             OutOfOrder: that chunk has not had attention there.

@@ -118,7 +118,7 @@ class Verbs(StepFacts):
         """Check that a micro-batch has just the progress that a verb needs, and return the micro-batch.
 
         Raises:
-            OutOfOrder: it has another progress, or there is no such layer or micro-batch.
+            OutOfOrder: the micro-batch has another progress, or there is no such layer or micro-batch.
             PolicyError: it is not the policy's turn.
         """
         if self._gate.thread != get_ident():
@@ -195,7 +195,7 @@ class Verbs(StepFacts):
         return submit(task, own_reads + reads if reads else own_reads, own_writes + writes)
 
     def _enter(self, task: Task, reads: tuple[Block, ...], writes: tuple[Block, ...]) -> Task:
-        """Submit a task that a verb has made itself, with the policy's line; returns the task.
+        """Submit a task that a verb has made itself, and note the policy's line in the task; returns the task.
 
         reads, writes: the blocks that the task reads and writes.
 
@@ -245,7 +245,7 @@ class Verbs(StepFacts):
         return f"step {self._number} {self._point(batch.progress)}{self._unsaved(batch)}"
 
     def _point(self, progress: int) -> str:
-        """Return a progress within a step in words: the layer, and the name of the point in it."""
+        """Return a progress in words: the layer, and the micro-batch's state in it, such as "L3 routed"."""
         layer, within = divmod(progress, STRIDE)
         return f"L{layer} {PROGRESS[within]}"
 
@@ -258,14 +258,14 @@ class Verbs(StepFacts):
             raise self._no_layer(method, layer)
 
     def _present(self, method: str, micro_batch: int) -> MicroBatch:
-        """Return a micro-batch; raise OutOfOrder if the step has no such one, with a message that names the method."""
+        """Return the micro-batch with this number; OutOfOrder, with `method` in the message, if the step has none."""
         try:
             return self._batches[micro_batch]
         except (KeyError, TypeError):
             raise self._no_micro_batch(method, micro_batch) from None
 
     def _not_there(self, verb: Verb, layer: object, micro_batch: object) -> OutOfOrder:
-        """Return the error of a verb for a layer or a micro-batch that does not exist."""
+        """Return the error for a verb that is called with a layer or a micro-batch that does not exist."""
         if verb.in_layer and layer not in self.layers:
             return self._no_layer(verb.name, layer)
         return self._no_micro_batch(verb.name, micro_batch)
@@ -334,7 +334,7 @@ def _submit_kernels(
     after: Sequence[Task] = (),
     priority_class: int = DEMAND,
 ) -> Task:
-    """Submit a task by `submit`, with its own priority class if it is a transfer, else with `kernel_class`."""
+    """Submit a task by `submit`, with these blocks: a transfer with `priority_class`, a kernel with `kernel_class`."""
     if not isinstance(task, PageTransfer):
         priority_class = kernel_class
     return submit(task, reads, writes, after, priority_class)

@@ -64,7 +64,7 @@ def share_of(batch: MicroBatch, layer: int, expert: int, tokens: int, rows: rang
 
     Raises:
         PolicyError: the expert has no such rows.
-        OutOfOrder: some of them have run already.
+        OutOfOrder: some of the rows have run already.
     """
     if rows is None:
         require_whole(batch, layer, expert)

@@ -238,7 +238,7 @@ class ExpertVerbs(Verbs):
     def _run_rows(
         self, layer: int, expert: int, micro_batch: int | Collection[int], at: At, rows: range | None
     ) -> tuple[Task, tuple[Block, ...], tuple[Block, ...]]:
-        """Make a task for some of an expert's rows or for several micro-batches.
+        """Make a task for some of an expert's rows or for several micro-batches; arguments are as for `run_expert`.
 
         Returns:
             the task, and the blocks that it reads and that it writes.
@@ -271,7 +271,7 @@ class ExpertVerbs(Verbs):
         return task, (*reads, *view.reads), tuple(outputs)
 
     def _leave_on_host(self, routing: RoutingState, output: HostOutput) -> None:
-        """Note an expert's output on the host, for `load_routed` to bring, or with one memory for `combine` to read."""
+        """Note an expert's output on the host, for `load_routed` to copy, or on one memory for `combine` to read."""
         assert routing.on_host is not None, "the rows are there"
         routing.on_host.append(output)
         if self._state.unified:
@@ -284,7 +284,7 @@ class ExpertVerbs(Verbs):
             the set of the micro-batch's experts that have yet to run, and the number of tokens of `expert`.
 
         Raises:
-            OutOfOrder: the experts are not known or not assigned yet, this one has run, or has no tokens, or the rows
+            OutOfOrder: the experts are not known or not assigned yet, `expert` has run, or has no tokens, or the rows
                 are not on the host that is to run it.
             PolicyError: the expert was assigned to another node.
         """

@@ -71,7 +71,7 @@ class Outlook(Verbs):
         return 0.0 if lane is None else (ends.lanes.get(lane, now) - now) / 1e9
 
     def _expected(self, question: str, *asked: Task) -> tuple[int, ExpectedEnds]:
-        """Return the time now in nanoseconds, and the expected ends of all tasks, those of `asked` included.
+        """Return the time now in nanoseconds, and the expected ends of all tasks, `asked` included.
 
         question: the calling method's name, for messages.
         """

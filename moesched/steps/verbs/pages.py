@@ -76,7 +76,7 @@ class PageVerbs(Verbs):
 
         Raises:
             NotResident: a page is not in the pool.
-            PolicyError: they are not the pages of one fetch, or a submitted task uses one of them.
+            PolicyError: the pages are not exactly those of one fetch, or a submitted task uses one of them.
         """
         self._require_own("cancel", pool)
         return pool.cancel(pages, self._state.engine)
@@ -113,10 +113,10 @@ class PageVerbs(Verbs):
             self._add_own(verb, source)
 
     def _add_own(self, verb: str, pool: Pool) -> None:
-        """Check that a pool is of this run's plan, and remember it as such.
+        """Check that a pool is of this run's plan, and remember that; the error names `verb`.
 
         Raises:
-            PolicyError: it is of another plan, or no pool.
+            PolicyError: `pool` is of another plan, or is no pool.
         """
         try:
             if self._state.plan.memories.get(pool.memory.name) is not pool.memory:
@@ -136,7 +136,7 @@ class PageVerbs(Verbs):
         arrival: int,
         priority_class: int,
     ) -> Task:
-        """Submit the task that moves pages into slots of a pool.
+        """Submit the task of a verb that moves pages into slots of a pool.
 
         Args:
             source: the pool that the pages are copied from; None for the memory where the weights live.

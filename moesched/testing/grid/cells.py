@@ -155,5 +155,5 @@ def cells_of(
 
 @cache
 def _layout(config: ModelConfig) -> WeightLayout:
-    """Cut a model's weights into pages; cached, since all policies use the same."""
+    """Cut a model's weights into pages; cached, since all policies use the same pages."""
     return weight_layout(config)

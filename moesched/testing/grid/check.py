@@ -44,7 +44,7 @@ def check_on_grid(
     Args:
         policy: a name of `moesched list policies`, or file.py:Class, or module:Class.
         settings: the policy's settings by name; None for the defaults.
-        cells: the cells of the grid; None for those of `cells_of()`.
+        cells: the cells of the grid; None for the cells of `cells_of()`.
         limit: seconds after which the check ends, and the report names the other cases as unchecked.
         whole_traceback: whether faults have all frames of their tracebacks.
         on_progress: called with (items done, all items, name of the item that begins).

@@ -39,7 +39,7 @@ class _Kept(msgspec.Struct):
 def rivals_in(cell: Cell) -> dict[str, float]:
     """Return the predicted seconds of each shipped policy that fits in a cell, by name.
 
-    Times are cached for models and machines that are known by name; not for those in files, which may change.
+    Times are cached for models and machines known by name; not for models and machines in files, which may change.
     """
     if cell.model not in SHAPES or cell.machine not in machine_names():
         return _seconds_in(cell)

@@ -1,6 +1,6 @@
 """Small cases that find a policy's faults: tight memory, random shapes, and durations unlike any machine's.
 
-They run on a device that computes hashes instead of tensors ("on symbols").
+The cases run on a device that computes hashes instead of tensors ("on symbols").
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class UnevenTimes:
 
 
 def trials_of(policy: type[Policy]) -> list[Trial]:
-    """Return the small cases for a policy, those that find most faults first."""
+    """Return the small cases for a policy, the cases that find most faults first."""
     known = policy_cases()
     ample = [replace(case, name=f"{case.name}, eight times the weights", weights=8.0) for case in known[:2]]
     cases = known + ample + (node_cases() if is_expert_parallel(policy) else [])
