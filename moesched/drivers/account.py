@@ -134,9 +134,6 @@ class Account:
         Args:
             tasks: tasks whose state the call may have changed.
         """
-        ended_lanes = {
-            task.lane for task in tasks if task.state in (DONE, FAILED) and task.lane.domain is None
-        }
         self._calls += 1
         changed = list(tasks)
         for task in changed:
@@ -154,9 +151,14 @@ class Account:
             if task.id in self.open:
                 self._expect_waiting(task)
         for lane, account in self._lanes.items():
-            if lane.running is not None:
-                self._compare(lane.running)
-            self.broken += account.problems(self._calls, just_ended=lane in ended_lanes)
+            running = lane.running
+            if running is not None and running.state != self._known[running.id]:
+                self._compare(running)
+            if account.fresh:
+                ended = any(each.lane is lane and each.state in (DONE, FAILED) for each in tasks)
+                self.broken += account.start(self._calls, just_ended=ended and lane.domain is None)
+            if problem := account.problem():
+                self.broken.append(problem)
 
     def _compare(self, task: Task) -> None:
         """Check that the engine may move a task from the state last seen to the task's current state."""
@@ -242,8 +244,8 @@ class _LaneAccount:
         if not self.lane.in_order:
             heappush(self.by_key, (task.key, task))
 
-    def problems(self, call: int, *, just_ended: bool) -> list[str]:
-        """Return the rules that the lane breaks after a call of the engine, as lines of text; empty if none.
+    def start(self, call: int, *, just_ended: bool) -> list[str]:
+        """Return the rules that tasks broke when they started in a call of the engine, as lines of text.
 
         Args:
             call: number of the engine's call.
@@ -255,13 +257,18 @@ class _LaneAccount:
             wrong += self._start(task, call if just_ended else call - 1)
             self.running = task
         self.fresh.clear()
-        if self.lane.running is not self.running:
-            wrong.append(f"lane {self.lane.name} runs {self.lane.running!r}, but {self.running!r} holds it")
-        elif not 0 <= self.lane.in_flight <= self.lane.depth:
-            wrong.append(f"lane {self.lane.name} has {self.lane.in_flight} tasks in flight")
-        elif self.running is None and self.lane.in_flight < self.lane.depth and self._startable() is not None:
-            wrong.append(f"lane {self.lane.name} is idle, but {self._startable()!r} could run")
         return wrong
+
+    def problem(self) -> str | None:
+        """Return the rule that the lane breaks after a call of the engine, as a line of text; None if none."""
+        lane = self.lane
+        if lane.running is not self.running:
+            return f"lane {lane.name} runs {lane.running!r}, but {self.running!r} holds it"
+        if not 0 <= lane.in_flight <= lane.depth:
+            return f"lane {lane.name} has {lane.in_flight} tasks in flight"
+        if self.running is None and lane.in_flight < lane.depth and (task := self._startable()) is not None:
+            return f"lane {lane.name} is idle, but {task!r} could run"
+        return None
 
     def _start(self, task: Task, call: int) -> list[str]:
         """Return the rules that the start of `task` breaks, as lines of text.
