@@ -8,15 +8,21 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from moesched.errors import BadInput
+from moesched.inputs.budgets import PROCESS
+from moesched.inputs.chosen_policy import choose_policy
 from moesched.inputs.defaults import POLICY
+from moesched.inputs.lookup import find_machine
 from moesched.jobs.cut_prompts import cuts_prompts, with_cut_prompts
 from moesched.jobs.job import Job
+from moesched.jobs.memory_ahead import computes_on_cpu
 from moesched.jobs.options import PlannedOptions
 from moesched.jobs.planners_choice import choose_policy_of, chooses_for_one_machine, policy_until_chosen
-from moesched.jobs.served_options import USERS
+from moesched.jobs.served_options import USERS, ServedOptions
 from moesched.machines import Machine
 from moesched.models.config import ModelConfig
-from moesched.models.layout import Page
+from moesched.models.layout import Page, room_for
+from moesched.planner.chunks import SMALLEST_CHUNK
+from moesched.planner.schedules import with_chunk
 from moesched.runs.planning import SMALLER
 from moesched.runs.served_parts import require_one_accelerator
 from moesched.seams import Device, Policy
@@ -74,6 +80,32 @@ def serving_job(
         raise chooses_for_one_machine(nodes)
     given = replace(given, policy=policy_until_chosen(given), batch_size=given.batch_size or USERS)
     return Job(given, config, machine, nodes=nodes, device=device)
+
+
+def require_plan(given: ServedOptions, config: ModelConfig, context: int) -> None:
+    """Refuse what can be refused before the libraries of the device are imported, which takes seconds.
+
+    That is an unknown policy. Where the device is the processor, it is also an unknown machine or memory, and a named
+    policy that does not fit. The check takes one plan if the policy fits.
+
+    Args:
+        context: the most tokens of a request.
+
+    Raises:
+        BadInput: an option cannot be used, or no plan of the policy fits.
+    """
+    choose_policy(policy_until_chosen(given), given.settings)
+    if not computes_on_cpu(given):
+        return
+    job = serving_job(given, config, find_machine(given.machine, foreign=given.foreign_machine))
+    if PROCESS in (given.budgets or {}) or not job.machine.unified:
+        return
+    setting = job.setting(*_requests(job, context), room_for)
+    smallest = with_chunk(setting, setting.prefill_chunk or SMALLEST_CHUNK)
+    batch = smallest.batch(len(setting.lengths), 1)
+    smallest.undecided(batch)  # refuses budgets of memories that the machine does not have
+    if given.policy != POLICY and not smallest.fits(batch):
+        _planned(job, context, room_for)
 
 
 def plan_serving(
