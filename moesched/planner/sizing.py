@@ -106,6 +106,7 @@ def _search(setting: Setting, given: int | None, successive: bool) -> BatchSizes
         given = min(given, len(setting.lengths))
         if not setting.fits(setting.batch(1, given)):
             size = _largest(given, lambda size: setting.fits(setting.batch(1, size)))
+            setting.plan(setting.batch(1, size))  # if not even this one fits, the caller tries smaller chunks
             sizes = BatchSizes(size, size, beams=setting.beams, prefill_chunk=setting.prefill_chunk)
             return _fit_all(setting, sizes) if successive else sizes
     if successive:  # the first batches tell about the others
