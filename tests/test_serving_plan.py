@@ -165,8 +165,8 @@ def test_a_context_beyond_the_models_is_refused() -> None:
     [
         ({"policy": "nonsense"}, "unknown policy 'nonsense'"),
         ({"machine": "t5"}, "no machine 't5'"),
-        ({"budgets": {"gpu": "1GB"}}, "--budget names 'gpu'"),
-        ({"policy": "resident", "budgets": {"host": "1MB"}}, "Resident does not fit: .* or --context"),
+        ({"policy": "resident", "budgets": {"gpu": "1GB"}}, "--budget names 'gpu'"),
+        ({"budgets": {"host": "1MB"}}, "does not fit .* or --context"),
     ],
     ids=["a policy", "a machine", "a memory", "the weights"],
 )
