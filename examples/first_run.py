@@ -22,14 +22,20 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 import moesched
-from moesched.units import format_bytes, format_seconds
+from moesched.units import format_bytes
 
 HERE = Path(__file__).parent
 TEXTS = (("tiny-mixtral", "cgopipe", "9MB"), ("tiny-mixtral-256.gguf", "expert_cache", "7MB"))
 """Models with their policies and memory."""
 POLICIES = ("resident", "layer_streaming", "cgopipe")
-LANES = ("accelerator", "host", "disk->host")
-MEANINGS = {"accelerator": "computing", "host": "attention", "disk->host": "reading weights from the disk"}
+FIGURES = {
+    "prefill": ("prefill", "time"),
+    "decode step": ("decode step", "time"),
+    "computing": ("accelerator", "busy"),
+    "reading weights": ("disk->host", "busy"),
+    "peak memory": ("host", "peak"),
+}
+"""Columns of the results: rows of `moesched compare`, by name and quantity."""
 LAYERS, BATCH, PROMPT_TOKENS, NEW_TOKENS, ROUNDS = 5, 16, 16, 8, 3
 
 Update = Callable[[int, int], None]
@@ -133,15 +139,14 @@ def compare_policies(model: Path, machine: moesched.Machine, traces: Path, budge
         "4. Three schedules, measured and predicted",
         f"Three policies generate {NEW_TOKENS} tokens for {BATCH} prompts: `resident` with all weights in memory, "
         f"`layer_streaming` and `cgopipe` with room for {format_bytes(budget)} of them. You will see how long each "
-        f"takes (the median of {rounds} runs), what the virtual clock predicted, and how busy each lane was.",
+        f"takes (the median of {rounds} runs), what the virtual clock predicted, and how long the lanes were busy.",
     )
     shared = {name: sizes(None if name == "resident" else budget) for name in POLICIES}
     measured = measure(model, traces, shared, rounds)
     with console.status("predicting"):
         predicted = {name: predict(name, model, machine, traces, shared[name]) for name in POLICIES}
-    console.print(results([(name, measured[name], predicted[name]) for name in POLICIES]))
-    for name in POLICIES:
-        conclude(bound(name, measured[name]))
+    console.print(results(traces))
+    conclude(moesched.compare_runs([traces / f"{name}-measured.json" for name in POLICIES]).answer())
     worst = max(abs(total(predicted[name]) / total(measured[name]) - 1) for name in POLICIES)
     conclude(
         f"Predicted totals are within {worst:.0%} of the measured ones, although the calibration never saw this model."
@@ -151,16 +156,26 @@ def compare_policies(model: Path, machine: moesched.Machine, traces: Path, budge
 def measure(
     model: Path, traces: Path, shared: dict[str, dict[str, Any]], rounds: int
 ) -> dict[str, moesched.JobReport]:
-    """Run the policies in turn on this machine, and return the median run of each."""
-    runs: dict[str, list[moesched.JobReport]] = {name: [] for name in shared}
+    """Run the policies in turn on this machine; return the median run of each, and keep its trace."""
+    runs: dict[str, list[tuple[moesched.JobReport, Path]]] = {name: [] for name in shared}
     with progress("measuring") as update:
         for number in range(rounds):
             for index, (name, options) in enumerate(shared.items()):
                 update(number * len(shared) + index, rounds * len(shared))
-                trace = traces / f"{name}-measured.json"
-                runs[name].append(moesched.run_model(model, prompts(), policy=name, trace=trace, **options))
+                trace = traces / f"{name}-measured-{number}.json"
+                report = moesched.run_model(model, prompts(), policy=name, trace=trace, **options)
+                runs[name].append((report, trace))
         update(rounds * len(shared), rounds * len(shared))
-    return {name: sorted(found, key=total)[len(found) // 2] for name, found in runs.items()}
+    return {name: median(found, traces / f"{name}-measured.json") for name, found in runs.items()}
+
+
+def median(runs: list[tuple[moesched.JobReport, Path]], file: Path) -> moesched.JobReport:
+    """The median run, whose trace is moved to `file`; the other traces are removed."""
+    report, trace = sorted(runs, key=lambda run: total(run[0]))[len(runs) // 2]
+    trace.replace(file)
+    for _, other in runs:
+        other.unlink(missing_ok=True)
+    return report
 
 
 def predict(
@@ -199,49 +214,26 @@ def total(report: moesched.JobReport) -> float:
     return sum(report.step_seconds)
 
 
-def bound(name: str, report: moesched.JobReport) -> str:
-    """The busiest lane of a run, in a sentence."""
-    lane = max(LANES, key=lambda each: report.lanes[each].utilization)
-    return (
-        f"{name} is bound by the lane {lane}: it was busy {report.lanes[lane].utilization:.0%} of the time, "
-        f"{MEANINGS[lane]}."
-    )
+def results(traces: Path) -> Table:
+    """Measured, predicted and the error below each other, policy by policy.
 
-
-def results(rows: list[tuple[str, moesched.JobReport, moesched.JobReport]]) -> Table:
-    """Measured, predicted and the error below each other, policy by policy."""
+    Computing and reading weights are the times that these lanes were busy.
+    """
     table = Table()
-    for column in ("policy", "", "tokens/s", "prefill", "total", *LANES, "peak memory"):
+    for column in ("policy", "", *FIGURES):
         table.add_column(
             column, justify="left" if column in ("policy", "") else "right", no_wrap=column != ""
         )
-    for name, measured, predicted in rows:
-        table.add_row(name, "measured", *figures(measured))
-        table.add_row("", "predicted", *figures(predicted))
-        table.add_row("", "error", *errors(measured, predicted), end_section=True)
+    for name in POLICIES:
+        compared = moesched.compare_runs(
+            [traces / f"{name}-{clock}.json" for clock in ("measured", "predicted")]
+        )
+        rows = {(row[0], row[1]): row[2:] for row in compared.table()}
+        measured, predicted, _, errors = zip(*(rows[figure] for figure in FIGURES.values()), strict=True)
+        table.add_row(name, "measured", *measured)
+        table.add_row("", "predicted", *predicted)
+        table.add_row("", "error", *errors, end_section=True)
     return table
-
-
-def figures(report: moesched.JobReport) -> list[str]:
-    """A run in one row; a lane's figure is the share of the time that it was busy."""
-    return [
-        f"{report.decode_tokens_per_second:.1f}",
-        format_seconds(report.prefill_seconds),
-        format_seconds(total(report)),
-        *(f"{report.lanes[lane].utilization:.0%}" for lane in LANES),
-        format_bytes(report.peak_bytes["host"]),
-    ]
-
-
-def errors(measured: moesched.JobReport, predicted: moesched.JobReport) -> list[str]:
-    """Relative errors of the predictions; those of lanes are errors of their busy seconds."""
-    pairs = [
-        (predicted.decode_tokens_per_second, measured.decode_tokens_per_second),
-        (predicted.prefill_seconds, measured.prefill_seconds),
-        (total(predicted), total(measured)),
-        *((predicted.lanes[lane].busy_seconds, measured.lanes[lane].busy_seconds) for lane in LANES),
-    ]
-    return [f"{said / was - 1:+.0%}" if was else "" for said, was in pairs]
 
 
 def suggest(traces: Path) -> None:

@@ -17,6 +17,7 @@ from moesched.cli.report_tables import print_report
 from moesched.system.plain_text import plain_text
 from moesched.trace import check_trace
 from small_models import SMALL, small_model
+from traces import largest_file
 
 POLICIES = ("resident", "layer_streaming", "cgopipe", "adversarial")
 
@@ -159,10 +160,19 @@ def test_a_damaged_checkpoint_is_told_with_its_file(command: Any, tmp_path: Path
     refused(said, rf"{shard.name} is truncated")
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, which Linux has")
-@pytest.mark.parametrize("option", ["--trace", "--report"])
-def test_a_full_disk_costs_the_file_and_not_the_result(command: Any, no_text: Path, option: str) -> None:
+@pytest.mark.parametrize(("option", "name"), [("--trace", "trace.json"), ("--report", "report.html")])
+def test_a_full_disk_costs_the_file_and_not_the_result(
+    command: Any, no_text: Path, tmp_path: Path, option: str, name: str
+) -> None:
     wanted = ("run", no_text, "--policy", "resident", "--prompt-ids", "1", "--max-new-tokens", 3, "--json")
-    said = command(*wanted, option, "/dev/full")
-    failed(said, r"cannot write \w+ /dev/full: No space left on device: ")
+    with largest_file(8192):
+        said = command(*wanted, option, tmp_path / name)
+    failed(said, rf"cannot write \w+ .*{name}: File too large: ")
     assert said.json["tokens"] == command(*wanted).json["tokens"]
+    assert not (tmp_path / name).exists()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, which Linux has")
+def test_a_device_that_takes_no_bytes_is_refused_before_anything_is_measured(command: Any) -> None:
+    said = command("calibrate", "--out", "/dev/full")
+    refused(said, "cannot write machine file /dev/full: No space left on device: free some space")

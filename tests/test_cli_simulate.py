@@ -56,7 +56,8 @@ def test_without_a_policy_simulate_takes_the_planner_s_choice(
     of = ("simulate", "--model", no_text, "--machine", "t4", "--workload", workload, "--budget", "gpu=1MB")
     wanted = (*of, *ONLY_FIGURES, "--json")
     best, small, some = (
-        command(*wanted, *size).json for size in ((), ("--micro-batch-size", 1), ("--batch-size", 2))
+        command(*wanted, *size).json
+        for size in ((), ("--micro-batch-size", 1, "--beams", 2), ("--batch-size", 2))
     )
     named = command(*wanted, "--policy", some["policy"], "--batch-size", 2).json
     for open_number in (best, small):

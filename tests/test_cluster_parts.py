@@ -26,11 +26,13 @@ from moesched.cluster.endpoints import reserved_port
 from moesched.cluster.fingerprint import fingerprint
 from moesched.cluster.handshake import Expected, refusal
 from moesched.cluster.messages import (
+    MOST_BYTES,
     PROTOCOL,
     JoinRequest,
     Ping,
     Pong,
     Refused,
+    Stop,
     Unreadable,
     pack,
     read_launcher,
@@ -283,6 +285,15 @@ def test_garbage_on_the_launchers_port_harms_nobody() -> None:
             pass
         control.say(heard[0].peer, Refused(reason="it was heard"))
         assert "it was heard" in str(joining.exception())
+
+
+def test_a_message_that_is_too_long_for_a_node_is_refused_where_it_is_sent() -> None:
+    too_long = Stop(epoch=0, reason="x" * MOST_BYTES)
+    with (
+        control_and_link() as (control, _),
+        pytest.raises(BadInput, match="message Stop to a node takes 67,1"),
+    ):
+        control.say(b"node", too_long)
 
 
 @pytest.mark.parametrize("address", LOOPBACKS)

@@ -19,7 +19,7 @@ from moesched.models.layout import WeightLayout, weight_layout
 from moesched.models.shapes import SHAPES
 from moesched.planner import BestPlan, plan_best, plan_model
 from moesched.planner.candidate import Candidate
-from moesched.planner.climb import CHUNK
+from moesched.planner.chunks import CHUNK
 from moesched.planner.schedules import Point, Schedules
 from moesched.planner.search import best
 from moesched.planner.setting import Setting
@@ -330,13 +330,14 @@ def test_a_row_has_the_figures_that_a_simulation_of_its_sizes_has(policy: str, o
     assert report.first_token_seconds == pytest.approx(row.first_token_seconds, rel=0.03)
 
 
-def test_a_prompt_that_fits_only_in_chunks_is_planned_in_chunks() -> None:
+@pytest.mark.parametrize("chunk", [CHUNK, 512])
+def test_a_prompt_that_fits_only_in_chunks_is_planned_in_the_largest_that_fit(chunk: int) -> None:
     roomy = setting("layer_streaming", lengths=(20_000,), new_tokens=2)
-    cut = replace(roomy, prefill_chunk=CHUNK)
+    cut = replace(roomy, prefill_chunk=chunk)
     plan, _ = cut.plan(cut.batch(1, 1))
     tight = replace(roomy, budgets=roomy.budgets | {"gpu": plan.memory("accelerator").used})
     assert not tight.fits(tight.batch(1, 1))
-    assert Candidate("layer_streaming", tight).first_trial().chunk == CHUNK
+    assert Candidate("layer_streaming", tight).first_trial().chunk == chunk
 
 
 def test_long_prompts_pass_in_chunks_where_that_leaves_room_for_more_requests() -> None:

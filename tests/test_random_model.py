@@ -163,9 +163,15 @@ def test_an_empty_directory_is_filled_and_a_used_one_left_alone(tmp_path: Path) 
     empty.mkdir()
     write_random_model(TINY, empty)
     before = {path: path.stat().st_mtime_ns for path in empty.iterdir()}
-    with pytest.raises(BadInput, match="empty exists already; remove it or choose another directory"):
+    with pytest.raises(BadInput, match="empty exists already; remove it or choose another name"):
         write_random_model(TINY, empty)
     assert {path: path.stat().st_mtime_ns for path in empty.iterdir()} == before
+
+
+def test_a_file_does_not_replace_an_empty_directory(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").mkdir()
+    with pytest.raises(BadInput, match=r"model\.gguf exists already"):
+        write_random_model(TINY, tmp_path / "model.gguf", progress=lambda *_: pytest.fail("it wrote"))
 
 
 def test_through_a_link_an_empty_directory_is_filled_but_never_the_current_one(

@@ -380,6 +380,24 @@ def test_an_interrupted_policy_may_clean_up() -> None:
     assert isinstance(late[0].cause, TaskCancelled)
 
 
+def test_a_second_interruption_waits_for_what_runs_too() -> None:
+    go_on = threading.Event()
+    ended_by_loop: list[bool] = []
+    machine = Machine("gpu", bodies={"running": lambda task: ended_by_loop.append(go_on.wait(5))})
+
+    async def policy(interrupt: Callable[[], object]) -> None:
+        running = machine.submit("gpu", "running")
+        interrupt()
+        try:
+            await running
+        finally:  # the driver, which was interrupted, begins to wait
+            asyncio.get_running_loop().call_soon(interrupt)
+            asyncio.get_running_loop().call_later(0.01, go_on.set)
+
+    interrupted(machine, policy)
+    assert ended_by_loop == [True]
+
+
 def test_a_policy_that_awaits_while_it_is_given_up_does_not_keep_the_lanes_from_stopping() -> None:
     go_on = threading.Event()
     machine = Machine("gpu", bodies={"running": lambda task: go_on.wait(30)})

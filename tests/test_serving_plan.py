@@ -19,7 +19,7 @@ from moesched.inputs.defaults import POLICY
 from moesched.jobs.options import PlannedOptions
 from moesched.jobs.served_model import served_model
 from moesched.jobs.served_options import ServedOptions
-from moesched.jobs.serving_plan import ServingPlan, context_of, plan_serving, serving_job
+from moesched.jobs.serving_plan import ServingPlan, context_of, plan_serving, require_plan, serving_job
 from moesched.machines import load_machine
 from moesched.models.layout import room_for
 from moesched.models.shapes import SHAPES
@@ -158,6 +158,24 @@ def test_a_context_beyond_the_models_is_refused() -> None:
         BadInput, match="--context is 200,001, and that of small is 200,000: give at most that"
     ):
         context_of(200_001, 77, SMALL)
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        ({"policy": "nonsense"}, "unknown policy 'nonsense'"),
+        ({"machine": "t5"}, "no machine 't5'"),
+        ({"policy": "resident", "budgets": {"gpu": "1GB"}}, "--budget names 'gpu'"),
+        ({"budgets": {"host": "1MB"}}, "does not fit .* or --context"),
+    ],
+    ids=["a policy", "a machine", "a memory", "the weights"],
+)
+def test_what_needs_no_device_is_refused_before_it_is_opened(
+    folder: Path, more: dict[str, Any], why: str
+) -> None:
+
+    with pytest.raises(BadInput, match=why):
+        require_plan(ServedOptions(folder, **more), WIDE, 64)
 
 
 @pytest.mark.parametrize(

@@ -110,6 +110,13 @@ def test_micro_batches_of_a_given_batch_get_smaller_until_it_fits() -> None:
     tight.plan(tight.batch(sizes.micro_batches, sizes.micro_batch_size))
 
 
+def test_micro_batches_of_a_given_size_are_cut_into_chunks_where_they_fit_no_other_way() -> None:
+    roomy = replace(asking("layer_streaming", [20_000] * 2, T4), prefill_chunk=512)
+    plan, _ = roomy.plan(roomy.batch(1, 1))
+    tight = asking("layer_streaming", [20_000] * 2, T4, gpu=plan.memory("accelerator").used)
+    assert choose_sizes(tight, SizeOptions(micro_batch_size=1)).prefill_chunk == 512
+
+
 def test_where_not_even_one_request_fits_it_says_by_how_many_bytes_of_what() -> None:
     with pytest.raises(BadInput, match=r"Resident does not fit: .* bytes of host, .* bytes too few"):
         choose_sizes(asking("resident", [4] * 8, host=10**9))

@@ -39,7 +39,7 @@ from moesched.machines.cost import cost_model
 from moesched.models.layout import room_for, weight_layout
 from moesched.planner import BestPlan, Setting, plan_best, plannable, splits_kv
 from moesched.planner.candidate import Candidate
-from moesched.planner.climb import CHUNK
+from moesched.planner.chunks import CHUNK
 from moesched.planner.objectives import requests_for
 from moesched.planner.proposal import MOST_REQUESTS
 from moesched.planner.ranking import Ranked

@@ -14,7 +14,16 @@ from zmq.utils.monitor import recv_monitor_message
 from moesched.cluster.curve.keys import KeyPair
 from moesched.cluster.curve.zap import LOGGED, KeyCheck
 from moesched.cluster.endpoints import endpoint, is_ipv6, listening_at, not_here, place
-from moesched.cluster.messages import MOST_BYTES, LauncherSays, NodeSays, Serials, Unreadable, pack, read_node
+from moesched.cluster.messages import (
+    LONGEST,
+    MOST_BYTES,
+    LauncherSays,
+    NodeSays,
+    Serials,
+    Unreadable,
+    pack,
+    read_node,
+)
 from moesched.errors import BadInput
 from moesched.system.logs import Log
 
@@ -99,8 +108,18 @@ class Control:
         return gone
 
     def say(self, peer: Peer, message: LauncherSays) -> None:
-        """Send a message to a node; the message is dropped if the connection has ended."""
-        self._socket.send_multipart([peer, pack(self._said[peer].number(message))])
+        """Send a message to a node; the message is dropped if the connection has ended.
+
+        Raises:
+            BadInput: the message is longer than a node receives.
+        """
+        data = pack(self._said[peer].number(message))
+        if len(data) > LONGEST:
+            raise BadInput(
+                f"the message {type(message).__name__} to a node takes {len(data):,} bytes, and may take {LONGEST:,}: "
+                "give fewer or shorter prompts at a time"
+            )
+        self._socket.send_multipart([peer, data])
 
     def close(self) -> None:
         """Close the channel, after up to two seconds in which peers may read the last messages."""

@@ -11,7 +11,7 @@ import gc
 import sys
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from time import perf_counter_ns
 from typing import Any, TypeVar
 
@@ -227,7 +227,10 @@ class RealtimeDriver:
             self._over.set_result(None)
 
     async def _stop(self) -> None:
-        """Cancel the tasks that have not started, and the awaitables that run, and wait for the others."""
+        """Cancel the tasks that have not started, and the awaitables that run, and wait for the others.
+
+        A further cancellation does not shorten the wait, since threads cannot be stopped.
+        """
         self._over = self._loop.create_future()
         with self.lock:
             interrupted = TaskCancelled("the run was interrupted")
@@ -242,7 +245,9 @@ class RealtimeDriver:
         with self.lock:
             self._draining = True
             self._dispatch()
-        await self._over
+        while not self._over.done():
+            with suppress(asyncio.CancelledError):
+                await asyncio.wait([self._over])
 
     # -- on any thread, with the lock held ---------------------------------------------------------
 

@@ -20,7 +20,8 @@ from moesched.machines.cost import cost_model
 from moesched.models.config import ModelConfig
 from moesched.models.layout import Page, weight_layout
 from moesched.planner import KV_SHARE, Setting, splits_kv
-from moesched.planner.sizing import SMALLEST_CHUNK, choose_sizes
+from moesched.planner.chunks import SMALLEST_CHUNK
+from moesched.planner.sizing import choose_sizes
 from moesched.requests.batch import Batch
 from moesched.requests.batching import BatchSizes
 from moesched.runs.batch_policies import BatchPolicies

@@ -10,6 +10,7 @@ from moesched.errors import MoeschedError
 from moesched.inputs.budgets import PROCESS
 from moesched.inputs.defaults import DEVICE
 from moesched.inputs.lookup import find_machine
+from moesched.inputs.options import DeviceOptions
 from moesched.jobs.job import Job
 from moesched.jobs.options import SessionOptions
 from moesched.models.config import ModelConfig
@@ -41,10 +42,9 @@ def pieces_to_take(
     The list is empty if the device keeps weights elsewhere or in another form, if the process's memory is limited, or
     if the plan does not fit, which the run itself will report.
     """
-    settings = given.device_settings or {}
     address_space, _ = resource.getrlimit(resource.RLIMIT_AS)
     limited = PROCESS in (given.budgets or {}) or address_space != resource.RLIM_INFINITY
-    if name_of("devices", given.device) != DEVICE or settings.get("accelerator", "cpu") != "cpu" or limited:
+    if not computes_on_cpu(given) or limited:
         return []
     try:
         sizes = _sizes_by_plan(given, config, lengths, new_tokens, beams)
@@ -52,6 +52,12 @@ def pieces_to_take(
         return []
     pieces = [nbytes for nbytes in sizes if nbytes >= LEAST]
     return pieces if sum(pieces) + BESIDE <= available_memory() else []
+
+
+def computes_on_cpu(given: DeviceOptions) -> bool:
+    """Test whether the options' device is the processor, by their words: the device's libraries are not imported."""
+    settings = given.device_settings or {}
+    return name_of("devices", given.device) == DEVICE and settings.get("accelerator", "cpu") == "cpu"
 
 
 def _sizes_by_plan(

@@ -67,8 +67,7 @@ def with_best_plan(
     """Return a copy of a job with the policy that `moesched plan` ranks first for requests of these prompt lengths.
 
     `slot_bytes` returns the bytes of memory that a page of weights takes; `listener` is told of the search.
-    The copy has the sizes of that plan, unless the options give some, or the job has several beams, which the search
-    does not know.
+    The copy has the sizes of that plan, unless the options give some.
 
     Raises:
         DoesNotFit: no policy fits.
@@ -85,11 +84,12 @@ def with_best_plan(
         on_progress=_telling(listener),
         budgets=setting.budgets,
         slot_bytes=slot_bytes,
+        beams=setting.beams,
         prefill_chunk=setting.prefill_chunk,
         process=process,
     )
     chosen = job.with_policy(best.policy, best.schedule.throughput)
-    if job.beams > 1 or job.options.sizes != SizeOptions():
+    if job.options.sizes != SizeOptions():
         return chosen
     return chosen.with_sizes(sizes_of(chosen.setting(lengths, new_tokens, slot_bytes), best.schedule))
 
@@ -129,7 +129,7 @@ def choose_policy_of(
     Raises:
         BadInput: no plan fits; the error is that of the policy with the highest predicted rate.
     """
-    looking = job.with_beams(1)  # estimates know no beam search
+    looking = copy(job)
     looking.use_process(process())
     estimates = _estimates(looking, lengths[: job.options.batch_size], new_tokens, slot_bytes, on_progress)
     job.use_process(process())

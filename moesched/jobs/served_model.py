@@ -12,7 +12,7 @@ from moesched.inputs.files import require_apart
 from moesched.inputs.lookup import find_machine
 from moesched.jobs.served_options import ServedOptions
 from moesched.jobs.service_trace import RequestSpans, last_steps_of, write_service_trace
-from moesched.jobs.serving_plan import ServingPlan, context_of, plan_serving, serving_job
+from moesched.jobs.serving_plan import ServingPlan, context_of, plan_serving, require_plan, serving_job
 from moesched.jobs.trace_file import files_named
 from moesched.models.checkpoint import Checkpoint, open_checkpoint
 from moesched.runs.ranks import Devices, open_devices, process_of
@@ -111,6 +111,7 @@ def served_model(
     require_apart([Output("trace", given.trace)], files_named(given))
     checkpoint = open_checkpoint(Path(given.model))
     context = context_of(given.context, min(CONTEXT, checkpoint.config.max_positions), checkpoint.config)
+    require_plan(given, checkpoint.config, context)
     machine = find_machine(given.machine, given.device, foreign=given.foreign_machine)
     job = serving_job(given, checkpoint.config, machine, device=given.device)
     with open_devices(given.device, given.device_settings, checkpoint, job.layout) as devices:

@@ -5,18 +5,27 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
+from moesched import plugins
 from moesched.errors import BadInput
+from moesched.inputs.budgets import PROCESS, assumed_process
+from moesched.inputs.chosen_policy import choose_policy
 from moesched.inputs.defaults import POLICY
+from moesched.inputs.lookup import find_machine
 from moesched.jobs.cut_prompts import cuts_prompts, with_cut_prompts
 from moesched.jobs.job import Job
+from moesched.jobs.memory_ahead import computes_on_cpu
 from moesched.jobs.options import PlannedOptions
 from moesched.jobs.planners_choice import choose_policy_of, chooses_for_one_machine, policy_until_chosen
-from moesched.jobs.served_options import USERS
+from moesched.jobs.served_options import USERS, ServedOptions
 from moesched.machines import Machine
 from moesched.models.config import ModelConfig
-from moesched.models.layout import Page
+from moesched.models.layout import Page, room_for
+from moesched.planner import plannable
+from moesched.planner.chunks import SMALLEST_CHUNK
+from moesched.planner.schedules import with_chunk
 from moesched.runs.planning import SMALLER
 from moesched.runs.served_parts import require_one_accelerator
 from moesched.seams import Device, Policy
@@ -74,6 +83,39 @@ def serving_job(
         raise chooses_for_one_machine(nodes)
     given = replace(given, policy=policy_until_chosen(given), batch_size=given.batch_size or USERS)
     return Job(given, config, machine, nodes=nodes, device=device)
+
+
+def require_plan(given: ServedOptions, config: ModelConfig, context: int) -> None:
+    """Refuse what can be refused before the libraries of the device are imported, which takes seconds.
+
+    That is an unknown policy. Where the device is the processor, it is also an unknown machine or memory, and options
+    with which no plan fits. The check takes one plan where the first policy that it tries fits.
+
+    Args:
+        context: the most tokens of a request.
+
+    Raises:
+        BadInput: an option cannot be used, or no plan fits.
+    """
+    choose_policy(policy_until_chosen(given), given.settings)
+    if not computes_on_cpu(given):
+        return
+    job = serving_job(given, config, find_machine(given.machine, foreign=given.foreign_machine))
+    if PROCESS in (given.budgets or {}) or not job.machine.unified:
+        return
+    chooses = given.policy == POLICY
+    shipped = set(plugins.shipped("policies"))  # others may raise anything
+    names = [name for name in plannable() if name in shipped]
+    tried = (job.with_policy(name, 0.0) for name in names) if chooses else (job,)
+    if not any(_may_fit(each, context) for each in tried):
+        plan_serving(job, context, room_for, partial(assumed_process, job.machine), chooses=chooses)
+
+
+def _may_fit(job: Job, context: int) -> bool:
+    """Test whether the smallest plan fits: a micro-batch for each request, and prompts in the smallest chunks."""
+    setting = job.setting(*_requests(job, context), room_for)
+    smallest = with_chunk(setting, setting.prefill_chunk or SMALLEST_CHUNK)
+    return smallest.fits(smallest.batch(len(setting.lengths), 1))
 
 
 def plan_serving(

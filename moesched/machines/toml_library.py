@@ -57,7 +57,7 @@ def profile_text(package: str, kind: str, name_or_file: str) -> bytes:
     try:
         return read_input(Path(name_or_file), kind, MOST_BYTES)
     except BadInput as error:
-        if isinstance(error.__cause__, FileNotFoundError):
+        if not name_or_file or isinstance(error.__cause__, FileNotFoundError):
             remedy = with_nearest(name_or_file, names, f"name a TOML file or one of {', '.join(names)}")
             raise BadInput(f"no {kind} {name_or_file!r}: {remedy}") from None
         raise

@@ -34,7 +34,7 @@ from moesched.models.stored_formats import STORED_FORMATS
 from moesched.models.written_tensor import WrittenTensor
 from moesched.system.cells import counted_in_cell
 from moesched.system.near_names import with_nearest
-from moesched.system.new_folder import new_folder, new_path, reserve, write_at
+from moesched.system.new_folder import new_file, new_folder, reserve, write_at
 from moesched.system.own_loop import interruptible
 from moesched.system.whole_file import write_json
 
@@ -108,7 +108,7 @@ def _write_gguf(target: Path, config: ModelConfig, seed: int, progress: Progress
     tensors = list(gguf_tensors_of(config))
     header = written_header(config, tensors)
     placed = tuple(zip(tensors, header.starts, strict=True))
-    with new_path(target, header.size, "ask for fewer layers") as partial:
+    with new_file(target, header.size, "ask for fewer layers") as partial:
         _write_shards(
             partial.parent, [_Shard(partial.name, header.data, placed, header.size)], seed, progress
         )

@@ -9,7 +9,8 @@ from contextlib import suppress
 from msgspec.structs import replace
 
 from moesched.errors import BadInput
-from moesched.planner.climb import CHUNK, Climb, chunks_to_try, point_of, require_room
+from moesched.planner.chunks import CHUNK, chunks_to_try, with_room
+from moesched.planner.climb import Climb, point_of
 from moesched.planner.schedules import Point, Schedule, Schedules, resident_of, with_chunk
 from moesched.planner.search import PolicyChoice, best, filled, least, most_of
 from moesched.planner.setting import Setting
@@ -55,7 +56,7 @@ class Candidate:
     """
 
     def __init__(self, name: str, setting: Setting, sizes: Sequence[int] | None = None) -> None:
-        require_room(setting)
+        setting = with_room(setting)
         self.name = name
         self.setting = setting
         self._lesson = Lesson(setting)

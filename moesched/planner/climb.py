@@ -7,13 +7,12 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from moesched.errors import BadInput
-from moesched.planner.schedules import Point, Schedule, Schedules, resident_of, with_chunk, with_count
+from moesched.planner.chunks import CHUNK
+from moesched.planner.schedules import Point, Schedule, Schedules, resident_of, with_count
 from moesched.planner.search import PolicyChoice, filled
 from moesched.planner.setting import Setting
 from moesched.planner.traits import SizeOption, Traits
 
-CHUNK = 4096
-"""Tokens of a chunk of prefill: about the fewest that keep the kernels of most experts busy."""
 MOST_PREVIEWS = 8
 NEAR = 1.1
 """Factor by which a schedule may beat its bound, which assumes that all prompts have the average length."""
@@ -23,28 +22,6 @@ ALIKE = 1.02
 It applies to points with the same share of the KV cache on the accelerator, whose schedules miss their bounds by about
 as much as the present one does.
 """
-
-
-def chunks_to_try(setting: Setting, size: int) -> list[int | None]:
-    """Return the sizes of prefill chunks to try, in tokens, for micro-batches of `size` requests.
-
-    If the setting has a chunk size, only that size is tried. Otherwise the list has None, for whole prompts, and also
-    `CHUNK` if a micro-batch has many tokens.
-    """
-    if setting.prefill_chunk is not None or size * max(setting.lengths) <= CHUNK:
-        return [setting.prefill_chunk]
-    return [None, CHUNK]
-
-
-def require_room(setting: Setting) -> None:
-    """Raise an error if one request does not fit, neither with its prompt in chunks nor as a whole.
-
-    Raises:
-        BadInput: one request does not fit; the message names the memory and the bytes that a whole prompt lacks.
-    """
-    cut = with_chunk(setting, chunks_to_try(setting, 1)[-1])
-    if not cut.fits(cut.batch(1, 1)):
-        setting.plan(setting.batch(1, 1))
 
 
 class Climb:

@@ -17,7 +17,7 @@ from moesched.machines import Machine
 from moesched.machines.cost import cost_model
 from moesched.models.layout import Page, WeightLayout
 from moesched.planner.candidate import Candidate
-from moesched.planner.climb import require_room
+from moesched.planner.chunks import with_room
 from moesched.planner.objectives import close, requests_for
 from moesched.planner.ranking import Misfit, Ranked, in_order, misfit, ranked
 from moesched.planner.resources import Gain, gains
@@ -81,6 +81,7 @@ class SearchOptions(TypedDict, total=False):
 
     budgets: dict[str, int]
     slot_bytes: Callable[[Page], int] | None
+    beams: int
     prefill_chunk: int | None
     process: Process | None
 
@@ -170,8 +171,8 @@ def fastest_policies(
 
     def estimate(name: str, its_setting: Setting) -> PolicyEstimate:
         on_progress(f"first look at {name}")
-        require_room(its_setting)
-        schedules = (first_schedule(its_setting, size) for size in sizes)
+        fitting = with_room(its_setting)
+        schedules = (first_schedule(fitting, size) for size in sizes)
         return PolicyEstimate(name, next((one.throughput for one in schedules if one is not None), 0.0))
 
     estimates, misfits = _each(plannable(), {}, setting_of, estimate)

@@ -12,7 +12,7 @@ from moesched.errors import BadInput
 from moesched.inputs.options import SizeOptions
 from moesched.models.kv_blocks import KV_BLOCK_TOKENS, cached_tokens_of_beams
 from moesched.planner.candidate import MOST_CHUNKS, Candidate
-from moesched.planner.climb import CHUNK, chunks_to_try
+from moesched.planner.chunks import CHUNK, chunks_to_try, smaller_chunks
 from moesched.planner.schedules import Point, Schedule, Schedules, resident_of, with_chunk
 from moesched.planner.setting import Setting
 from moesched.requests.batching import BatchSizes, batches_of
@@ -31,8 +31,6 @@ BETTER = 1.001
 """Smaller micro-batches must be faster than larger ones by more than this factor."""
 MOST_WORSE = 2
 """The search ends after this number of micro-batch sizes in a row without an improvement."""
-SMALLEST_CHUNK = 64
-"""Least number of tokens of an automatic chunk."""
 
 
 def choose_sizes(
@@ -54,9 +52,7 @@ def choose_sizes(
     wanted = wanted or SizeOptions()
     batch_size, micro_batch_size = wanted.batch_size, wanted.micro_batch_size
     _require_few_chunks(setting, batch_size or 1)
-    chunks: list[int | None] = [setting.prefill_chunk]
-    if setting.prefill_chunk is None:
-        chunks += _smaller_chunks(min(CHUNK, max(setting.lengths) * (micro_batch_size or 1)))
+    chunks = [setting.prefill_chunk, *smaller_chunks(setting, micro_batch_size or 1)]
     for number, chunk in enumerate(chunks):
         try:
             return _sizes(with_chunk(setting, chunk), batch_size, micro_batch_size, successive)
@@ -81,13 +77,6 @@ def _require_few_chunks(setting: Setting, batch_size: int) -> None:
             f"--prefill-chunk is {setting.prefill_chunk:,}, and the batch has up to {tokens:,} prompt tokens: give "
             f"{1 << (least - 1).bit_length():,} or more, or omit it"
         )
-
-
-def _smaller_chunks(tokens: int) -> list[int]:
-    """Return the powers of two from `SMALLEST_CHUNK` on that are below `tokens`, the largest first."""
-    return [
-        1 << power for power in range(tokens.bit_length(), 5, -1) if SMALLEST_CHUNK <= 1 << power < tokens
-    ]
 
 
 def _sizes(
@@ -117,6 +106,7 @@ def _search(setting: Setting, given: int | None, successive: bool) -> BatchSizes
         given = min(given, len(setting.lengths))
         if not setting.fits(setting.batch(1, given)):
             size = _largest(given, lambda size: setting.fits(setting.batch(1, size)))
+            setting.plan(setting.batch(1, size))  # if not even this one fits, the caller tries smaller chunks
             sizes = BatchSizes(size, size, beams=setting.beams, prefill_chunk=setting.prefill_chunk)
             return _fit_all(setting, sizes) if successive else sizes
     if successive:  # the first batches tell about the others

@@ -87,6 +87,11 @@ def is_folder(path: Path) -> bool:
     return stat.S_ISDIR(_mode(path))
 
 
+def is_pipe(path: Path) -> bool:
+    """Test whether a path is a pipe with a name (a FIFO); False also for a text that can be no path."""
+    return stat.S_ISFIFO(_mode(path))
+
+
 def _mode(path: Path) -> int:
     try:
         return path.stat().st_mode

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -25,14 +25,14 @@ def new_folder(target: Path, needed: int, smaller: str) -> Iterator[Path]:
     Raises:
         BadInput: the target is in use or cannot be created, or the disk has too little space.
     """
-    with new_path(target, needed, smaller) as partial:
+    with _new_path(target, needed, smaller, _refuse_used) as partial:
         partial.mkdir()
         yield partial
 
 
 @contextmanager
-def new_path(target: Path, needed: int, smaller: str) -> Iterator[Path]:
-    """Yield a path at which to make a file or folder; it is renamed to `target` on exit, and removed after an error.
+def new_file(target: Path, needed: int, smaller: str) -> Iterator[Path]:
+    """Yield a path at which to make a file; it is renamed to `target` on exit, and removed if an error is raised.
 
     Args:
         needed: bytes that will be written.
@@ -41,8 +41,18 @@ def new_path(target: Path, needed: int, smaller: str) -> Iterator[Path]:
     Raises:
         BadInput: the target is in use or cannot be created, or the disk has too little space.
     """
+    with _new_path(target, needed, smaller, _refuse_existing) as partial:
+        yield partial
+
+
+@contextmanager
+def _new_path(target: Path, needed: int, smaller: str, refuse: Callable[[Path], object]) -> Iterator[Path]:
+    """Yield a path at which to make a file or folder, as `new_file` and `new_folder` do.
+
+    refuse: raises BadInput for a target that is in use.
+    """
     try:
-        _refuse_used(target)
+        refuse(target)
         target = Path(os.path.realpath(target))  # of a link to an empty folder the folder is replaced
         _require_space(target, needed, smaller)
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -82,8 +92,12 @@ def _refuse_used(target: Path) -> None:
                 f"{target} is a mount or the current folder, which no other replaces; name one in it"
             )
         return
+    _refuse_existing(target)
+
+
+def _refuse_existing(target: Path) -> None:
     if exists(target) or target.is_symlink():
-        raise BadInput(f"{target} exists already; remove it or choose another directory")
+        raise BadInput(f"{target} exists already; remove it or choose another name")
 
 
 def _require_space(target: Path, needed: int, smaller: str) -> None:

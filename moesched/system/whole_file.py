@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 from moesched.errors import BadInput
-from moesched.system.input_file import exists, is_file, is_folder
+from moesched.system.input_file import is_folder, is_pipe
 from moesched.system.scratch import scratch_beside
 
 _REMEDIES = {
@@ -93,9 +93,10 @@ def require_writable(path: Path | str | None, what: str) -> None:
     path = Path(path)
     if is_folder(path):
         raise BadInput(f"cannot write {what} {path}: it is a folder: name a file in it")
-    if exists(path) and not is_file(path):
-        return  # a test would write to the pipe or device
-    with suppress(_Abandoned), whole_file(path, what):
+    if is_pipe(path):
+        return  # a test would wait for its reader
+    with suppress(_Abandoned), whole_file(path, what) as file:
+        os.write(file.fileno(), b"")  # a device such as /dev/full refuses even this
         raise _Abandoned
 
 
