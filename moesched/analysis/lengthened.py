@@ -10,7 +10,7 @@ from moesched.trace.recording import Recording, Slice
 def lengthened(run: Recording, decode_steps: int) -> Recording:
     """Return a run's first steps with the time after the prefill stretched, so that it is that of all decode steps.
 
-    The tasks are the same. Each part then has its share of the whole run's time: unstretched, a prefill and a few decode
+    The tasks are the same, and each then has its share of the whole run's time. Unstretched, a prefill and a few decode
     steps would tell of the prefill alone.
 
     Args:
