@@ -9,7 +9,7 @@ import pytest
 
 from commands import EXPLAINED, refused
 from moesched.analysis.explanation import explain
-from moesched.analysis.helps import LEAST_SAVED, MOST_HELPS, helps
+from moesched.analysis.helps import LEAST_SAVED, MOST_HELPS
 from moesched.analysis.what_if import what_if
 from moesched.plugins import make_policy
 from moesched.runs.simulation import simulate
@@ -30,10 +30,15 @@ def recorded(policy: str, recorder: Recorder, *, replay: bool = False) -> Record
 
 
 @pytest.mark.parametrize("policy", ["cgopipe", "layer_streaming", "expert_cache", "prefetch_gate"])
-def test_the_first_steps_tell_what_the_whole_run_would_save(policy: str) -> None:
+def test_the_first_steps_tell_the_whole_run_s_bottleneck_and_what_it_would_save(policy: str) -> None:
     whole = recorded(policy, Recorder())
-    path = explain(whole, ABOUT).critical_path
-    first = helps(recorded(policy, FirstSteps(5)), path, decode_steps=12)
+    run, few = explain(whole, ABOUT), explain(recorded(policy, FirstSteps(3)), ABOUT, decode_steps=12)
+    assert run.bottleneck is not None
+    assert few.bottleneck is not None
+    assert few.seconds == pytest.approx(run.seconds, rel=0.05)
+    assert few.bottleneck.lane == run.bottleneck.lane
+    assert few.bottleneck.share == pytest.approx(run.bottleneck.share, abs=0.1)
+    first = few.helps
     assert 1 <= len(first) <= MOST_HELPS
     changes = [each.command.split('"')[1] for each in first]
     answers = what_if(whole, changes)

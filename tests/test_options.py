@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import MISSING
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -54,7 +55,7 @@ def bounded() -> list[tuple[type[Options], Described]]:
 
 
 def test_every_help_ends_with_the_same_headings_in_the_same_order() -> None:
-    for command in COMMANDS:
+    for command in chain(*COMMANDS.values()):
         marks = (
             each.annotation.__metadata__[0] for each in inspect.signature(flat(command)).parameters.values()
         )

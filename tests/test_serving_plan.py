@@ -101,7 +101,7 @@ def test_where_no_policy_fits_the_missing_bytes_are_named() -> None:
 
 @pytest.mark.parametrize("policy", [POLICY, "resident"])
 def test_where_only_fewer_requests_fit_the_remedies_are_those_of_a_server(policy: str) -> None:
-    with pytest.raises(BadInput, match=r"raise --budget, or lower --batch-size or --context$"):
+    with pytest.raises(BadInput, match=r"lower --batch-size or --context, or choose another policy$"):
         planned(policy, context=512, batch_size=32, budgets={"gpu": "8MB", "host": "7MB"})
 
 

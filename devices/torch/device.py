@@ -65,7 +65,7 @@ Other lanes are worker threads, whose copies have ended when a task returns.
 
 
 class TorchDevice(ChoosesDtype):
-    """Runs batches of one model on torch, one after the other.
+    """Runs batches of one model on torch, one after the other, or serves requests that join and leave.
 
     Weights are read from the checkpoint's files into slots, page by page. Resident weights stay for the next batch;
     where oneDNN computes faster with weights in its own order, they are packed that way.

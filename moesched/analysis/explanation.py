@@ -10,6 +10,7 @@ from moesched.analysis.bottleneck import Bottleneck, bottleneck
 from moesched.analysis.critical_time import PathPart, path_parts, stretches_of
 from moesched.analysis.helps import Help, helps
 from moesched.analysis.lane_times import LaneTime, lane_times, together
+from moesched.analysis.lengthened import lengthened
 from moesched.analysis.replayed_run import without_loading
 from moesched.analysis.returning_pages import returning_pages
 from moesched.analysis.what_if import Progress, WhatIf, what_if
@@ -91,7 +92,8 @@ def explain(
         about: the recording's metadata: policy, model, machine, and kind of figures.
         changes: changes to replay the run with, each in the syntax of `what_if`.
         progress: called with (replays done, all replays).
-        decode_steps: number of the whole run's decode steps, if only the first ones were recorded.
+        decode_steps: number of the whole run's decode steps, if only the first ones were recorded; these then stand
+            for all.
 
     Raises:
         BadInput: no task ran, or tasks took no time, or a change names nothing of the run.
@@ -99,6 +101,8 @@ def explain(
     if not recording.slices:
         raise BadInput("the trace has no tasks: record a run that generates tokens")
     run = without_loading(recording)
+    if decode_steps is not None and not recording.trimmed:
+        run = lengthened(run, decode_steps)
     total = run.end - run.start
     if not total:
         raise BadInput("the tasks of the trace take no time: record the run again")

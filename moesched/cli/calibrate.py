@@ -24,7 +24,7 @@ EPILOGUE = """Examples:
   moesched calibrate --device cuda --out machines/gpu.toml"""
 
 
-@command(6, EPILOGUE)
+@command(EPILOGUE)
 def calibrate(
     *,
     out: Annotated[

@@ -26,7 +26,7 @@ EPILOGUE = """Examples:
   echo "Return the" | moesched chat --temperature 0 --max-tokens 40"""
 
 
-@command(1, EPILOGUE)
+@command(EPILOGUE)
 def chat(
     *,
     url: Annotated[str, Option("Address of the server.", "URL")] = "http://127.0.0.1:8000",

@@ -70,7 +70,7 @@ class CheckArguments(PolicyOptions):
     json: options.Json = False
 
 
-@command(3, EPILOGUE)
+@command(EPILOGUE)
 def check(given: CheckArguments) -> int:
     """Find the faults of a policy, and compare its speed with that of shipped policies, on the virtual clock.
 
@@ -162,7 +162,7 @@ def _print_cells(cells: list[CellResult]) -> None:
         if cell.seconds is not None and cell.lower_bound_seconds
     ]
     columns = ["model", "machine", "batch", "seconds", "bound", "ratio", "rank", "fastest", "its seconds"]
-    print_table(columns, rows)
+    print_table(columns, rows, spare=["its seconds", "ratio"])
 
 
 def _print_problems(cells: list[CellResult]) -> None:

@@ -35,7 +35,7 @@ KEYGEN_EPILOGUE = """Examples:
   moesched keygen --out keys/mac-1"""
 
 
-@command(8, KEYGEN_EPILOGUE)
+@command(KEYGEN_EPILOGUE)
 def keygen(
     *,
     out: Annotated[Path | None, Option("Folder for the keys. By default ~/.moesched.", "FOLDER")] = None,
@@ -57,7 +57,7 @@ def keygen(
         say(f"the secret one is in {folder / SECRET_NAME}, which only you can read")
 
 
-@command(8, NODE_EPILOGUE)
+@command(NODE_EPILOGUE)
 def node(
     model: Annotated[Path, Option("Folder or GGUF file of the model on this machine.", flag="MODEL")],
     *,
@@ -86,7 +86,7 @@ def node(
     run_node(cluster, rank, model, key=key, patience=patience)
 
 
-@command(8, LAUNCH_EPILOGUE)
+@command(LAUNCH_EPILOGUE)
 def launch(
     hosts: HostsOptions,
     given: GenerationArguments,

@@ -36,45 +36,47 @@ class Several(NamedTuple):
 
 
 class Command(NamedTuple):
-    """A command's name, its place in `moesched --help`, and the examples below its own help."""
+    """A command's name, and the examples below its help."""
 
     name: str
-    order: int
     examples: str
 
 
-def command(order: int, examples: str, name: str = "") -> Callable[[Function], Function]:
+def command(examples: str, name: str = "") -> Callable[[Function], Function]:
     """Return a decorator that declares a function to be a command; the function's docstring is the command's help.
 
     Each parameter of the function is annotated with an `Option`, or is of a class of options. The function returns the
     exit code, or None for 0.
 
     Args:
-        order: place of the command in `moesched --help`.
         examples: text below the command's help.
         name: the command's name; by default the function's, with dashes.
     """
 
     def declare(function: Function) -> Function:
-        _COMMANDS[function] = Command(name or function.__name__.replace("_", "-"), order, examples)
+        _COMMANDS[function] = Command(name or function.__name__.replace("_", "-"), examples)
         return function
 
     return declare
 
 
-def add_commands(app: App, functions: Sequence[Callable[..., Any]], called: str | None) -> None:
+def add_commands(app: App, commands: Mapping[str, Sequence[Callable[..., Any]]], called: str | None) -> None:
     """Add commands to a cyclopts app.
 
     Args:
-        functions: functions that were declared with `command`.
+        commands: by heading in `moesched --help`, the functions below it, which were declared with `command`.
         called: name of the only command to add, which saves time; None, or a name of none of them, adds all.
     """
-    wanted = [each for each in functions if called == _COMMANDS[each].name] or functions
-    for function in wanted:
-        name, order, examples = _COMMANDS[function]
+    by_heading = [(heading, each) for heading, functions in commands.items() for each in functions]
+    wanted = [(heading, each) for heading, each in by_heading if called == _COMMANDS[each].name] or by_heading
+    groups = {heading: Group(heading, sort_key=place) for place, heading in enumerate(commands)}
+    for place, (heading, function) in enumerate(wanted):
+        name, examples = _COMMANDS[function]
         help = "\n\n".join(" ".join(each.split()) for each in (inspect.getdoc(function) or "").split("\n\n"))
         taking = flat(function) if called in (name, None) else function
-        app.command(taking, name=name, help=help, help_epilogue=examples, sort_key=order)
+        app.command(
+            taking, name=name, help=help, help_epilogue=examples, group=groups[heading], sort_key=place
+        )
 
 
 def flat(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -31,7 +31,7 @@ EPILOGUE = """Examples:
   moesched compare out/measured.json --replayed"""
 
 
-@command(5, EPILOGUE)
+@command(EPILOGUE)
 def compare(
     first: Annotated[Path, Option("Trace or report of a run.", flag="A")],
     others: Annotated[tuple[Path, ...], Option("Traces or reports to compare with it.", flag="B")],

@@ -27,7 +27,7 @@ EPILOGUE = """Examples:
   moesched doctor --device mlx --hosts cluster.toml"""
 
 
-@command(6, EPILOGUE)
+@command(EPILOGUE)
 def doctor(
     *,
     device: Annotated[

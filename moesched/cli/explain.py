@@ -31,7 +31,7 @@ EPILOGUE = """Examples:
       --what-if "kernel post_attention x0.5, no handovers\""""
 
 
-@command(5, EPILOGUE)
+@command(EPILOGUE)
 def explain(
     trace: Annotated[Path, Option("A trace that --trace wrote.", flag="TRACE")],
     *,

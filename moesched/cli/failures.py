@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from contextvars import ContextVar
 
-from cyclopts.exceptions import RepeatArgumentError, UnknownOptionError
+from cyclopts.exceptions import MissingArgumentError, RepeatArgumentError, UnknownOptionError
 
 from moesched.errors import (
     BadInput,
@@ -79,6 +79,9 @@ def exit_code_of(error: BaseException, *, forgotten: Sequence[PolicyError] = ())
     if isinstance(error, UnknownOptionError) and (remedy := _same_option(error)):
         tell(remedy)
         return BAD_INPUT
+    if isinstance(error, MissingArgumentError) and not error.unused_tokens:
+        tell(_needed(error))
+        return BAD_INPUT
     if type(error).__module__.startswith("cyclopts"):
         tell(f"{error} See moesched --help, or --help after a command.")
         return BAD_INPUT
@@ -114,6 +117,15 @@ def _same_option(error: UnknownOptionError) -> str | None:
         if given in names and (same := own.intersection(names)):
             return f"{' '.join(error.command_chain or ())} has no {given}: use {', '.join(same)}"
     return None
+
+
+def _needed(error: MissingArgumentError) -> str:
+    """Return what a command needs and was not given, with its meaning."""
+    command, argument = " ".join(error.command_chain or ()), error.argument
+    assert argument is not None
+    choices = ", ".join(argument.get_choices() or ())
+    meaning = f"{argument.parameter.help or ''} {choices and f'One of {choices}.'}"
+    return f"{command} needs {argument.name}: {meaning} See moesched {command} --help"
 
 
 def tell(message: str) -> None:

@@ -18,7 +18,7 @@ EPILOGUE = """Examples:
       --out latencies.svg"""
 
 
-@command(7, EPILOGUE)
+@command(EPILOGUE)
 def latencies(given: LatencyOptions, out: options.Picture = None, json: options.Json = False) -> None:
     """Show the latencies that decide where an expert runs, by number of tokens: transfer of its weights and inputs, and
     computation on each processor (Twiddler, Appendix A and Fig. 7).

@@ -13,7 +13,7 @@ import msgspec
 from moesched.cli import options
 from moesched.cli.command import command
 from moesched.cli.failures import tell
-from moesched.cli.output import print_json
+from moesched.cli.output import Bar, print_json
 from moesched.cli.tables import print_table
 from moesched.errors import BadInput
 from moesched.options import Option
@@ -32,7 +32,7 @@ Kind = Literal[
 ]
 
 
-@command(4, EPILOGUE, name="list")
+@command(EPILOGUE, name="list")
 def list_kind(
     kind: Annotated[Kind, Option("Kind of thing to list.", flag="KIND")],
     containing: Annotated[
@@ -49,11 +49,9 @@ def list_kind(
     operation, the first one that takes a case computes it.
     """
     wanted, listing = containing.lower(), LISTINGS[kind]
-    entries = [
-        entry
-        for entry in listing.entries()
-        if wanted in f"{entry['name']} {entry.get('operation', '')}".lower()
-    ]
+    with Bar(f"looking at {kind}"):  # devices and kernels load their libraries
+        found = listing.entries()
+    entries = [each for each in found if wanted in f"{each['name']} {each.get('operation', '')}".lower()]
     if json:
         print_json({kind: entries})
         return

@@ -83,7 +83,7 @@ class PartsArguments(Options):
     name: Annotated[str | None, Option("The machine's name. By default that of its parts.", "NAME")] = None
 
 
-@command(6, EPILOGUE)
+@command(EPILOGUE)
 def machine(
     given: PartsArguments,
     out: Annotated[

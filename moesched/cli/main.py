@@ -8,7 +8,7 @@ from importlib.metadata import version
 from io import TextIOWrapper
 from pathlib import Path
 
-from cyclopts import App
+from cyclopts import App, Group
 
 from moesched.cli import (
     calibrate,
@@ -66,34 +66,29 @@ EPILOGUE = paragraphs(
     "signal's number if a signal ended it, such as 130 for Ctrl-C.",
 )
 
-COMMANDS = (
-    run.run,
-    serve.serve,
-    chat.chat,
-    simulate.simulate,
-    sweeping.sweep,
-    plan.plan,
-    new_policy.new_policy,
-    check.check,
-    random_model.random_model,
-    prestack.prestack,
-    listing.list_kind,
-    compare.compare,
-    explain.explain,
-    timeline.timeline,
-    view.view,
-    machine.machine,
-    doctor.doctor,
-    calibrate.calibrate,
-    roofline.roofline,
-    latencies.latencies,
-    reproduce.reproduce,
-    profile_routing.profile_routing,
-    profile_routing.sparsity,
-    cluster.launch,
-    cluster.node,
-    cluster.keygen,
-)
+COMMANDS = {
+    "Generate text": (run.run, serve.serve, chat.chat),
+    "Predict": (
+        plan.plan,
+        simulate.simulate,
+        sweeping.sweep,
+        latencies.latencies,
+        roofline.roofline,
+        reproduce.reproduce,
+    ),
+    "Look at runs": (explain.explain, compare.compare, timeline.timeline, view.view),
+    "Write a policy": (new_policy.new_policy, check.check),
+    "Describe a machine": (doctor.doctor, calibrate.calibrate, machine.machine),
+    "Use several machines": (cluster.launch, cluster.node, cluster.keygen),
+    "Names, models and their experts": (
+        listing.list_kind,
+        random_model.random_model,
+        prestack.prestack,
+        profile_routing.profile_routing,
+        profile_routing.sparsity,
+    ),
+}
+"""Functions of all commands, by their headings in `moesched --help`."""
 
 TRACEBACK = "--traceback"
 """Option of all commands that prints an error's whole traceback."""
@@ -112,6 +107,7 @@ def make_app(called: str | None = None) -> App:
         help=HELP,
         help_epilogue=EPILOGUE,
         help_format="plaintext",
+        group_commands=Group("Help", sort_key=len(COMMANDS)),
         version=lambda: version("moesched"),
         result_action="return_value",
         suppress_keyboard_interrupt=False,

@@ -22,7 +22,7 @@ EPILOGUE = """Examples:
   moesched new-policy ahead_of_time --dir policies"""
 
 
-@command(3, EPILOGUE)
+@command(EPILOGUE)
 def new_policy(
     name: Annotated[
         str, Option("Name of the file, without .py: small letters, digits and underscores.", flag="NAME")

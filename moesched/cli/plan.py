@@ -52,7 +52,7 @@ SPARE = ("brings", "10 % more of", "micro-batch", "busiest lane")
 """Columns that are left out on a narrow terminal, the first one first."""
 
 
-@command(3, EPILOGUE)
+@command(EPILOGUE)
 def plan(given: PlanOptions, cluster: NodesOptions, json: options.Json = False) -> None:
     """Find the best policy and sizes for a model on a machine, how fast that is, and why the others lose.
 
@@ -215,15 +215,18 @@ def _with_error(proposal: ClusterProposal) -> str:
 
 def _plan_rows(proposal: Proposal) -> Iterator[tuple[str, str]]:
     plan, predicted = proposal.plan, proposal.predicted
-    where = {True: "accelerator", False: "host"}
-    attention = where[plan.attention_on_gpu]
+    attention = "accelerator" if plan.attention_on_gpu else "host"
     if plan.kv_on_gpu and not plan.attention_on_gpu:
         attention += " (accelerator where it has the KV cache)"
+    network = "accelerator" if plan.ffn_on_gpu else "host"
+    if plan.ffn_on_gpu and plan.attention_on_gpu and predicted.utilization.get("host", 0.0):
+        network += " and host"  # nothing else keeps the host busy
     yield "policy", plan.policy
     yield "batch, micro-batches of", f"{plan.batch_size}, {plan.micro_batch_size}"
     if plan.prefill_chunk is not None:
         yield "prefill in chunks of", f"{plan.prefill_chunk} tokens"
-    yield "attention, FFN on", f"{attention}, {where[plan.ffn_on_gpu]}"
+    yield "attention on", attention
+    yield "FFN on", network
     yield (
         "on the accelerator",
         f"{plan.weights_on_gpu:.1%} of the weights, {plan.kv_on_gpu:.0%} of the KV cache",

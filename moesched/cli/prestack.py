@@ -17,7 +17,7 @@ EPILOGUE = """Examples:
   moesched prestack models/mixtral-0.8b models/stacked --by layer"""
 
 
-@command(3, EPILOGUE)
+@command(EPILOGUE)
 def prestack(
     model: Annotated[Path, Option("Folder of the checkpoint.", flag="MODEL")],
     directory: Annotated[Path, Option("Folder to create.", flag="OUT")],

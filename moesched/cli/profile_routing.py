@@ -98,7 +98,7 @@ class ProfileArguments(RoutingOptions):
     json: options.Json = False
 
 
-@command(9, EPILOGUE)
+@command(EPILOGUE)
 def profile_routing(model: Model, given: ProfileArguments, run: ProfiledRun) -> int:
     """Count the tokens that choose each expert: how uneven popularity is, and the hit rate of a GPU that holds the most
     popular experts (Twiddler, Appendix C).
@@ -145,7 +145,7 @@ def _profile(model: Path, file: Path, run: ProfiledRun) -> tuple[Profiled, int]:
     return done, code
 
 
-@command(9, SPARSITY_EPILOGUE)
+@command(SPARSITY_EPILOGUE)
 def sparsity(
     model: Model, run: SparsityRun, prompts: PromptFile = None, *, json: options.Json = False
 ) -> int:

@@ -20,7 +20,7 @@ EPILOGUE = """Examples:
   moesched random-model mixtral-8x7b models/two-layers --layers 2 --seed 7"""
 
 
-@command(3, EPILOGUE)
+@command(EPILOGUE)
 def random_model(
     shape: Annotated[str, Option("A name of `moesched list models`.", flag="SHAPE")],
     directory: Annotated[Path, Option("Folder to create, or file whose name ends in .gguf.", flag="PATH")],

@@ -25,7 +25,7 @@ EPILOGUE = """Examples:
   moesched reproduce twiddler --only beams"""
 
 
-@command(8, EPILOGUE)
+@command(EPILOGUE)
 def reproduce(
     paper: Annotated[
         str,

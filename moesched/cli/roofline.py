@@ -24,7 +24,7 @@ EPILOGUE = """Examples:
       --batch-size 2048 --micro-batch-size 64 --out roofline.svg"""
 
 
-@command(7, EPILOGUE)
+@command(EPILOGUE)
 def roofline(given: RooflineOptions, out: options.Picture = None, json: options.Json = False) -> None:
     """Show the bottlenecks of a model's attention and experts on a machine, by MoE-Lightning's Hierarchical Roofline
     Model.

@@ -26,7 +26,7 @@ class RunArguments(BestPolicyOptions, GenerationArguments):
     """The options of `run`, in one process or in several."""
 
 
-@command(1, EPILOGUE)
+@command(EPILOGUE)
 def run(given: RunArguments, alone: AloneOptions, processes: ProcessesOptions) -> int:
     """Generate text on this machine; weights that do not fit into fast memory are streamed.
 

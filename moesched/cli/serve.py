@@ -26,7 +26,7 @@ EPILOGUE = """Examples:
       --batch-size 16 --port 8001"""
 
 
-@command(1, EPILOGUE)
+@command(EPILOGUE)
 def serve(model: ServedOptions, http: FrontOptions, cpu: ThreadsArguments) -> int:
     """Serve a model to many users at once, by OpenAI's API and with a chat in the browser.
 

