@@ -81,6 +81,8 @@ def test_every_value_is_a_short_line_as_text(values: Values) -> None:
         assert re.fullmatch("<.{1,198}", repr(value)), name
     assert f"{values.report.throughput_tokens_per_second:,.1f} tokens/s" in repr(values.report)
     assert "cgopipe on mixtral-0.8b, predicted on t4" in repr(values.report)
+    page = values.plan.layout.expert(1, 3)[0]
+    assert repr(page) == f"<Page L1 E3 #0: {page.nbytes:,} bytes>"
 
 
 def test_every_value_is_html_with_what_matters_of_it(values: Values) -> None:

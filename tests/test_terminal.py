@@ -153,6 +153,12 @@ def test_columns_that_are_spare_go_first_and_are_named() -> None:
     ]
 
 
+def test_titles_are_wrapped_before_cells_stand_one_below_the_other() -> None:
+    with terminal("stdout") as printed:
+        print_table(["", *["a title of many words"] * 4], [["decode", *["1" * 16] * 4]], figures=4)
+    assert printed.text.splitlines()[-1].split() == ["decode", *["1" * 16] * 4]
+
+
 def test_sentences_end_their_lines_between_words() -> None:
     with terminal("stdout", columns=20) as printed:
         say("ok  memory: 24 GB of host->gpu")

@@ -96,12 +96,12 @@ def _write_report(path: Path, comparison: Comparison, runs: Sequence[ComparedRun
 def _print_difference(comparison: Comparison) -> None:
     say("\n".join(comparison.reasons()))
     tables = {
-        "What makes the difference": (comparison.causes(), 5),
-        "By lane": (comparison.lane_causes(), 4),
-        "Longest waits on the critical path": (comparison.waits(), 2),
+        "What makes the difference": (comparison.causes(), 5, ("tasks", "share")),
+        "By lane": (comparison.lane_causes(), 4, ()),
+        "Longest waits on the critical path": (comparison.waits(), 2, ()),
     }
-    for title, ((header, rows), figures) in tables.items():
+    for title, ((header, rows), figures, spare) in tables.items():
         if rows:
             say(f"\n{title}")
-            print_table(header, rows, figures=figures)
+            print_table(header, rows, figures=figures, spare=spare)
     say("\nAll figures")

@@ -14,7 +14,7 @@ WIDE = 250
 """Width in characters if standard output is no terminal."""
 NAME_WIDTH = 24
 """A column of at most this many characters is never wrapped; wider ones are prose unless they are figures."""
-PROSE_WIDTH = 20
+PROSE_WIDTH = 18
 """The least width to which a column of prose is wrapped."""
 GAP = 2
 
@@ -34,11 +34,14 @@ class _Column(NamedTuple):
 
     @property
     def least(self) -> int:
-        """The least width of the column, in characters, that breaks no word."""
+        """The least width, in characters, that breaks no word; cells that are no prose stay on one line."""
         if not self.is_prose:
-            return self.width
-        words = (len(word) for text in (self.title, *self.cells) for word in text.split())
-        return max(PROSE_WIDTH, *words)
+            return max(_longest_word(self.title), *map(len, self.cells))
+        return max(PROSE_WIDTH, *map(_longest_word, (self.title, *self.cells)))
+
+
+def _longest_word(text: str) -> int:
+    return max(map(len, text.split()), default=0)
 
 
 def print_table(
@@ -76,7 +79,7 @@ def _fits(table: Sequence[_Column], width: int) -> bool:
 
 
 def _widths(table: Sequence[_Column], width: int) -> list[int]:
-    """Return each column's width in characters, with columns of prose narrowed until the table fits into `width`."""
+    """Return each column's width in characters, with prose and titles wrapped until the table fits into `width`."""
     widths = [column.width for column in table]
     excess = sum(widths) + GAP * (len(table) - 1) - width
     for place in sorted(range(len(table)), key=lambda place: table[place].least - table[place].width):

@@ -66,6 +66,10 @@ class Page(msgspec.Struct, frozen=True):
         blocks = -(-self.nbytes // DISK_BLOCK) + 2 * len(self.extents)
         force_setattr(self, "room", blocks * DISK_BLOCK)
 
+    def __repr__(self) -> str:
+        part = "dense" if self.expert < 0 else f"E{self.expert}"
+        return f"<Page L{self.layer} {part} #{self.index}: {self.nbytes:,} bytes>"
+
 
 bytes_of: Callable[[Page], int] = attrgetter("nbytes")
 """The bytes of a page. It is written in C (`attrgetter`), since planning calls it often for all pages."""

@@ -28,6 +28,7 @@ _CALLERS_OF_POLICIES = (
 _TASKS = ("Kernel", "HostKernel", "PageTransfer", "Decision", "Preview", "Collective", "Task")
 _HINTS = (
     (rf"^AttributeError: '({'|'.join(_TASKS)})'", "await the handle that a verb returns"),
+    (r"^TypeError: object NoneType can't be used in 'await'", "define with `async def` what is awaited there"),
     (r"^TypeError: object \w+ can't be used in 'await'", "await one handle at a time, and only what a verb returned"),
     (r"\.(plan|prefill|decode)\(\) ", "the methods are plan(self, plan), prefill(self, step) and decode(self, step)"),
     (r"^RecursionError", "a method calls itself"),

@@ -67,6 +67,10 @@ class Step(PageVerbs, AttentionVerbs, ExpertVerbs, Outlook):
             of the first node, and there are no verbs before `route`.
     """
 
+    def __repr__(self) -> str:
+        numbers = ", ".join(map(str, self.micro_batches))
+        return f"<Step {self._number}: {self.kind} of {len(self.layers)} layers, micro-batches {numbers}>"
+
     def kv_on_accelerator(self, micro_batch: int, layer: int | None = None) -> bool:
         """Test whether a micro-batch's KV cache of a layer (None: of all layers) is on the accelerator."""
         here = self._present("kv_on_accelerator", micro_batch).kv.on_accelerator
