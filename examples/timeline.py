@@ -17,10 +17,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import moesched
+from moesched.errors import BadInput
 from moesched.trace import Recording, Slice
 from moesched.units import format_seconds
 
-COLUMNS = 72
+COLUMNS = 64
+"""The width of a row; with its name it fits a terminal of 80 columns."""
 
 
 def draw(recording: Recording, step: int, layers: Sequence[int]) -> list[str]:
@@ -65,7 +67,11 @@ def main() -> None:
     first, last = arguments.layers
     with TemporaryDirectory() as folder:
         path = arguments.trace or simulated(Path(folder) / "trace.json")
-        print("\n".join(draw(moesched.read_trace(path).recording, arguments.step, range(first, last + 1))))
+        try:
+            recording = moesched.read_trace(path).recording
+        except BadInput as error:
+            sys.exit(f"timeline.py: {error}")
+        print("\n".join(draw(recording, arguments.step, range(first, last + 1))))
 
 
 def simulated(path: Path) -> Path:

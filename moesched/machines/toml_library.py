@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -15,6 +16,8 @@ from moesched.system.input_file import read_input
 from moesched.system.near_names import with_nearest
 
 T = TypeVar("T")
+
+_UNKNOWN = re.compile("Object contains unknown field `(.*)`")
 
 MOST_BYTES = 1_000_000
 """The most bytes of a profile; that of a calibrated machine has about 100 kB."""
@@ -91,5 +94,9 @@ def convert_profile(raw: Any, kind: type[T], key: str, where: str) -> T:
         return msgspec.convert(raw, kind)
     except msgspec.ValidationError as error:
         message, _, path = str(error).partition(" - at `$")
+        unknown = _UNKNOWN.fullmatch(message)
+        if unknown and not path and issubclass(kind, msgspec.Struct):
+            keys = [each.encode_name for each in msgspec.structs.fields(kind)]
+            message += ": " + with_nearest(unknown[1], keys, f"keys are {', '.join(keys)}")
         at = (key + path.rstrip("`")).lstrip(".")
         raise BadInput(f"{where}: {at}: {message}" if at else f"{where}: {message}") from None
