@@ -14,6 +14,9 @@ SHOWN_PARTS = 8
 
 SHOWN_SPANS = 5
 
+LEAST_SHOWN = 0.005
+"""The smallest share of a lane's idle time that is shown with its cause."""
+
 MOSTLY = 0.5
 """Share of a lane's busy time above which it is said to be bound by the host, which launches its kernels."""
 
@@ -100,11 +103,11 @@ def _lanes(explanation: Explanation) -> Table:
         for each in lane.causes:
             waits[each.cause] = waits.get(each.cause, 0.0) + each.seconds
         ranked = sorted(waits.items(), key=lambda wait: -wait[1])
-        shares = [f"{cause} {seconds / lane.idle_seconds:.0%}" for cause, seconds in ranked]
+        shares = [(cause, seconds / lane.idle_seconds) for cause, seconds in ranked]
         rows.append(
             [
                 name,
-                ", ".join(shares),
+                ", ".join(f"{cause} {share:.0%}" for cause, share in shares if share >= LEAST_SHOWN),
                 _first(lane),
                 f"{lane.busy_seconds / explanation.seconds:.1%}",
                 *([f"{lane.launching_seconds / explanation.seconds:.1%}"] if launched else []),
