@@ -55,6 +55,14 @@ def test_an_answer_that_ends_within_a_character_ends_before_it() -> None:
     assert "".join(map(answer.push, most)) + answer.finish() == "so "
 
 
+def test_an_answer_to_a_prompt_that_ends_within_a_character_begins_with_that_character() -> None:
+    tokenizer = tiny_tokenizer()
+    ids = tokenizer.encode("so 🙂Hi", bare=True)
+    for cut in (-3, -4, -5):  # within the four bytes before "H" and "i"
+        answer = AnswerText(tokenizer, ids[:cut], ())
+        assert "".join(map(answer.push, ids[cut:])) + answer.finish() == "🙂Hi"
+
+
 def test_bytes_that_are_no_character_do_not_hold_back_what_follows() -> None:
     tokenizer = tiny_tokenizer()
     [byte] = {token for token in range(2048) if tokenizer.bytes_of(token) == b"\xff"}

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from moesched.analysis.explanation import explain
 from moesched.errors import BadInput
 from moesched.jobs.served_model import served_model
 from moesched.jobs.served_options import ServedOptions
@@ -21,7 +22,7 @@ from moesched.runs.serving import Served, Serving
 from moesched.serving.arrivals import ListedArrivals
 from moesched.serving.capacity import Capacity
 from moesched.serving.request import Request
-from moesched.trace import LastSteps, check_trace, read_trace
+from moesched.trace import About, LastSteps, Recorder, check_trace, read_trace, summarize
 from small_models import SMALL, small_model
 
 CAPACITY = Capacity(2, 3, 6 * 16, 24, 32)
@@ -87,6 +88,20 @@ def test_a_long_run_leaves_its_last_steps_and_what_was_answered_in_them(tmp_path
     assert {each.step for each in recording.slices} == {last - 2, last - 1, last}
     assert len(spans.ended) == 5
     assert [span.request for span in recording.requests] == [4]
+
+
+def test_the_time_until_a_request_arrives_is_part_of_its_first_step_and_stays_in_a_what_if() -> None:
+    policy, recorder = make_policy("cgopipe"), Recorder()
+    plan = plan_run(load_machine("t4"), weight_layout(SMALL), CAPACITY.fullest(), policy)
+    arrivals = ListedArrivals(asked(3, apart=100_000_000))
+    simulate_serving(ServingSetup(plan, policy, CAPACITY, arrivals), recorder=recorder)
+    recording = recorder.recording()
+    steps = summarize(recording).steps
+    assert [each.step for each in steps if each.seconds > 0.05] == [4, 8]
+    assert all(each.seconds > 0 for each in steps)
+    told = explain(recording, About(driver="virtual"), ["link host->gpu x2"])
+    assert 1 < told.what_if[0].speedup < 1.1
+    assert not any("wait" in each.change for each in told.helps)
 
 
 def test_a_trace_that_cannot_be_written_is_refused_before_the_model_is_loaded(tmp_path: Path) -> None:

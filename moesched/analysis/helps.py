@@ -19,7 +19,7 @@ from moesched.analysis.run_changes import NO_HANDOVERS, Change, parse_change
 from moesched.analysis.what_if import decides_as_it_goes, replayed_with
 from moesched.drivers.pricing import no_garbage_collection
 from moesched.errors import BadInput
-from moesched.trace.recording import Recording, phase_of
+from moesched.trace.recording import WAIT, Recording, phase_of
 from moesched.trace.summary import summarize
 
 MOST_HELPS = 3
@@ -116,7 +116,7 @@ def _reliefs(recording: Recording, path: Sequence[PathPart]) -> Iterator[tuple[s
             yield NO_HANDOVERS, "No time between tasks", part.share
         elif lane in links:
             yield f"link {lane} x2", f"{lane} at twice its rate", part.share / 2
-        else:
+        elif part.kind != WAIT:
             yield f"kernel {part.kind} x0.5", f"{part.kind} in half its time", part.share / 2
 
 

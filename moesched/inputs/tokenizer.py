@@ -181,6 +181,8 @@ class TextStream:
     def _advance(self, *, final: bool) -> str:
         known = self._tokenizer.decode(self._ids[self._before : self._shown])
         text = self._tokenizer.decode(self._ids[self._before :])
+        if not text.startswith(known):  # the context ended within a character, which is whole now
+            known = known.rstrip(UNFINISHED)
         fresh = text[len(known) :]
         held = len(self._ids) - self._shown
         if (

@@ -48,6 +48,7 @@ from moesched.steps.plan import Plan
 from moesched.system.own_loop import run_on_own_loop
 from moesched.tasks import Collective, Decision, HostKernel, Kernel, Lane, PageTransfer, Preview, Task
 from moesched.trace import LastSteps, Recorder
+from moesched.trace.recording import WAIT
 
 
 def simulate_serving(
@@ -153,7 +154,7 @@ def serve_on(
     require_one_accelerator(setup.plan, setup.policy, 1 if transport is None else setup.plan.nodes.count)
     kinds: dict[str, LaneKind] = {**device.kinds, ARRIVALS: "awaitable"}
     run = first_node(setup, new_shared_engine, kinds)
-    beside: dict[str, Execute] = {"wait": lambda _: run.main.wait_for_news()}
+    beside: dict[str, Execute] = {WAIT: lambda _: run.main.wait_for_news()}
     if transport is not None and run.main.notices is not None:
         _join(device, setup.plan, transport)
         beside[NOTICE] = partial(run.main.notices.carry, transport)

@@ -28,6 +28,7 @@ from moesched.serving.request import Request
 from moesched.steps.run_state import RunState
 from moesched.steps.step import Step
 from moesched.tasks import Phase, Task, Work
+from moesched.trace.recording import WAIT
 
 ARRIVALS = "arrivals"
 """The lane whose tasks last until the next request arrives."""
@@ -175,7 +176,7 @@ class Serving:
                 return self.requests
             else:
                 self._give_notice({}, index)
-                await self._wait()
+                await self._wait(index)
                 self._since = self._now()
 
     @property
@@ -318,11 +319,11 @@ class Serving:
             async with asyncio.timeout(most):
                 await self._arrivals.wait(self._now())
 
-    async def _wait(self) -> None:
-        """Wait until the next request arrives, as a task on the lane for arrivals."""
+    async def _wait(self, index: int) -> None:
+        """Wait until the next request arrives, as a task of the step `index` on the lane for arrivals."""
         lane = self._run.lanes[ARRIVALS]
-        work = Work("wait", ARRIVALS, nanoseconds=self._arrivals.until_next(self._now()), demand=IDLE)
-        await self._run.engine.submit(Task(lane, work, "wait"))
+        work = Work(WAIT, ARRIVALS, nanoseconds=self._arrivals.until_next(self._now()), demand=IDLE)
+        await self._run.engine.submit(Task(lane, work, WAIT, step=index))
 
 
 async def served_step(

@@ -173,12 +173,12 @@ def _cancelled(
 
 
 def costs_of(tasks: Iterable[Task], *, sharing: bool) -> dict[WorkKey, Demand]:
-    """Return the time and resources that tasks need, by `WorkKey`; tasks without known demand are left out.
+    """Return the time and resources that tasks need, by `WorkKey`; waits, and tasks without known demand, are left out.
 
     Args:
         sharing: whether demands keep their shares of resources, by which the virtual clock slows concurrent tasks down.
     """
-    works = {id(task.work): task.work for task in tasks if task.work.demand is not None}
+    works = {id(task.work): task.work for task in tasks if task.work.demand and task.work.demand.seconds}
     costs = {}
     for work in works.values():
         demand = work.demand if sharing else work.demand._replace(shares=(), slowed=())

@@ -16,6 +16,9 @@ from moesched.machines.demand import Demand
 from moesched.steps.pool_counts import Counted
 from moesched.tasks import Phase, phase_after
 
+WAIT = "wait"
+"""The verb of a task that lasts until the next request arrives."""
+
 
 class LaneName(NamedTuple):
     """The name of a lane, and the rank that it belongs to."""
