@@ -33,7 +33,7 @@ from moesched.models.checkpoint import open_checkpoint
 from moesched.models.coded_models import with_formats
 from moesched.models.gguf.header import read_gguf_header
 from moesched.models.reading import read_config
-from moesched.models.rotary import Yarn
+from moesched.models.rotary import Linear, Yarn
 from moesched.models.shapes import SHAPES
 from moesched.models.stored_formats import CODED, STORED_FORMATS
 from stored_checkpoints import assert_complete
@@ -255,8 +255,20 @@ def test_every_other_layer_of_a_gpt_oss_has_its_window_and_only_some_are_scaled(
     assert config.attention.rotary.scaling == Yarn(
         factor=4.0, truncate=False, original_max_position_embeddings=16
     )
-    header.set("gpt-oss.rope.scaling.type", None)
+    header.set("gpt-oss.rope.scaling.type", string("none"))
     assert read_config(header.write(tmp_path / "plain.gguf")).attention.rotary.scaling is None
+
+
+@pytest.mark.parametrize(("name", "factor"), [("rope.scaling.factor", 4.0), ("rope.scale_linear", 2.0)])
+def test_a_factor_without_a_type_scales_rotations_as_linear(name: str, factor: float, tmp_path: Path) -> None:
+    for header, family in ((mixtral(), "llama"), (gpt_oss(), "gpt-oss")):
+        header.set(f"{family}.rope.scaling.type", None)
+        header.set(f"{family}.rope.scaling.factor", None)
+        header.set(f"{family}.{name}", real(factor))
+        path = header.write(tmp_path / f"{family}.gguf")
+        assert read_config(path).attention.rotary.scaling == Linear(factor=factor)
+        header.set(f"{family}.{name}", real(0.0))
+        assert read_config(header.write(path)).attention.rotary.scaling is None
 
 
 def test_a_file_of_each_version_is_read(tmp_path: Path) -> None:

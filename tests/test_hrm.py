@@ -114,6 +114,13 @@ def test_a_layer_keeps_link_host_and_accelerator_busy() -> None:
     assert found.seconds == max(found.link, found.lower, found.upper), "as long as what is busy longest"
 
 
+def test_a_batch_may_have_as_many_requests_as_options_allow() -> None:
+    one, most = (
+        layer_time(SMALL, TINY, Split(batch_size=n, micro_batch_size=n), 10, "bfloat16") for n in (1, 1 << 40)
+    )
+    assert most.lower == pytest.approx(one.lower * (1 << 40), rel=0.5)
+
+
 def test_what_stays_in_the_upper_memory_is_not_fetched() -> None:
     def link(**changes: float | bool) -> float:
         split = Split(batch_size=2, micro_batch_size=2, **changes)  # type: ignore[arg-type]  # names come by keyword

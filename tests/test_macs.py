@@ -86,6 +86,11 @@ def test_an_arm_processor_under_linux_is_named_by_its_maker_and_design(tmp_path:
     assert processor_name(tmp_path / "cpuinfo") == "Arm processor 0x41 0xd0c"
 
 
+def test_a_processor_has_a_name_also_where_its_bytes_are_no_text(tmp_path: Path) -> None:
+    (tmp_path / "cpuinfo").write_bytes(b"model name\t: Virtual\xff CPU\n")
+    assert processor_name(tmp_path / "cpuinfo") == "Virtual\ufffd CPU"
+
+
 def test_cores_that_cannot_be_kept_to_are_told_of() -> None:
     with capture_logs() as logs:
         keep_to([0, 1], None)

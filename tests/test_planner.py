@@ -102,6 +102,15 @@ def test_the_search_keeps_to_a_share_of_the_kv_cache_that_is_given(
         assert abs(found.resident - share * found.micro_batches) <= 0.5 + 1e-6
 
 
+def test_times_that_are_next_to_none_are_planned_with_too() -> None:
+    nbytes = {"gpu": 10**8, "host": 10**8}
+    quick = MicroBatchCost(link=1e-12, host=1e-12, accelerator=1e-3, prefill=1e-12, nbytes=nbytes)
+    option = SizeOption(size=4, most=12, shared=nbytes, each=quick)
+    where = setting("cgopipe")
+    found = best(where, replace(LIKE_CGOPIPE, fetch=1e-12), [option])
+    assert found is not None and found.throughput == pytest.approx(4 / (1e-3 * where.layout.config.layers))
+
+
 def test_nothing_is_found_where_nothing_promises_more_than_is_asked_for() -> None:
     where = setting("cgopipe")
     sizes = [TraitProbe(where, size).option(where.cost) for size in (16, 32)]

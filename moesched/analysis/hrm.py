@@ -298,10 +298,10 @@ def _attention(operations: Operations, requests: int, context: int, kv_dtype: st
         context: tokens in the cache of each request.
         kv_dtype: number format of the cache.
     """
-    amount = operations.attention_step([context] * requests)
-    around = requests * (operations.qkv_bytes + operations.attention_bytes)
+    amount = operations.attention_step([context])
+    around = operations.qkv_bytes + operations.attention_bytes
     cache = (amount.nbytes - around) * KV_BYTES[kv_dtype] / operations.element
-    return Amount(amount.flops, cache + around), cache
+    return Amount(requests * amount.flops, requests * (cache + around)), requests * cache
 
 
 def _micro_batches(split: Split) -> list[tuple[int, int]]:

@@ -156,7 +156,7 @@ def processor_name(cpuinfo: Path = CPUINFO, ask: Ask = output_of) -> str:
         ask: a function that runs a command and returns its output.
     """
     try:
-        lines = cpuinfo.read_text().splitlines()
+        lines = cpuinfo.read_text("utf-8", "replace").splitlines()
     except OSError:
         lines = []
     facts = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}

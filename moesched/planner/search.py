@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -28,6 +27,8 @@ DIGITS = 6
 HALF = 0.5
 """Largest difference of a number of micro-batches from a given share of all, which it is rounded from."""
 MB = 1e6
+LEAST_SECONDS = 1e-9
+"""Fewer seconds count as none in the programme: the solver refuses numbers next to 0."""
 LANES = ("link", "host", "accelerator")
 
 
@@ -239,14 +240,19 @@ class _Programme:
         """
         return self._model.qsum(cost(sort) * count for counts in self._counts for sort, count in counts)
 
+    def _seconds(self, lane: str) -> Any:
+        """Return the seconds of a lane, or of prefill, for all micro-batches, as an expression of the variables."""
+        return self._sum(lambda sort: _solvable(getattr(sort, lane)))
+
     def _add_lanes(self) -> None:
         model, traits = self._model, self._traits
-        fetching = traits.fetch - traits.fetch * self._resident_share
+        fetch = _solvable(traits.fetch)
+        fetching = fetch - fetch * self._resident_share
         for lane in LANES:
-            computing = self._sum(attrgetter(lane))
+            computing = self._seconds(lane)
             model.addConstr(self._step - computing - (fetching if lane == "link" else 0) >= 0)
         model.addConstr(self._prefill - fetching >= 0)
-        model.addConstr(self._prefill - self._sum(attrgetter("prefill")) >= 0)
+        model.addConstr(self._prefill - self._seconds("prefill") >= 0)
 
     def _add_memories(self) -> None:
         setting, model = self._setting, self._model
@@ -261,6 +267,10 @@ class _Programme:
                 none, all_of_them = self._weights
                 used += (all_of_them - none) / MB * self._resident_share + none / MB
             model.addConstr(used <= setting.capacity(memory) / MB)
+
+
+def _solvable(seconds: float) -> float:
+    return seconds if seconds >= LEAST_SECONDS else 0.0
 
 
 def _megabytes(memory: str, sort: MicroBatchCost) -> float:

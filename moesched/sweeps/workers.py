@@ -25,6 +25,7 @@ from moesched.sweeps.code_version import policy_version
 from moesched.sweeps.found import SweepObjects, options_of
 from moesched.sweeps.line import encode_line
 from moesched.sweeps.points import Inputs
+from moesched.system.plain_text import plain_text
 from moesched.system.signals import ENDING
 
 Point = tuple[str, Inputs]
@@ -209,7 +210,7 @@ def reason_of(error: BaseException) -> str:
         said = explained(error)[0]
     else:
         said = str(error) if isinstance(error, MoeschedError) else f"{type(error).__name__}: {error}"
-    return " ".join(said.split())
+    return " ".join(plain_text(said).split())
 
 
 @contextmanager

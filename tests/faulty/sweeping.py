@@ -36,7 +36,7 @@ class RaisesAtFour(Resident):
     def plan(self, plan):
         print("a policy prints")
         if len(plan.batch.prompts) == 4:
-            raise ZeroDivisionError("four")
+            raise ZeroDivisionError("four\udcff")
         super().plan(plan)
 
 

@@ -117,7 +117,7 @@ def _glm4_moe(keys: GgufKeys) -> dict[str, Any]:
 
 
 def _gpt_oss(keys: GgufKeys) -> dict[str, Any]:
-    scaled = keys.rope__scaling__type != "none"  # without keys of a rotation, config.json means YaRN
+    scaled = keys.rotation_kind != "none"  # without keys of a rotation, config.json means YaRN
     rotary = {"rope_type": "default", "rope_theta": keys.rope__freq_base}
     return _llama_like(keys) | {
         "model_type": "gpt_oss",

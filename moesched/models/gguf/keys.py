@@ -33,7 +33,8 @@ class GgufKeys(msgspec.Struct, kw_only=True, rename=lambda name: name.replace("_
     logit_scale: float | None = None
     rope__dimension_count: int | None = None
     rope__freq_base: float = 10_000.0
-    rope__scaling__type: str = "none"
+    rope__scale_linear: float | None = None
+    rope__scaling__type: str | None = None
     rope__scaling__factor: float | None = None
     rope__scaling__original_context_length: int | None = None
     rope__scaling__attn_factor: float | None = None
@@ -63,6 +64,19 @@ class GgufKeys(msgspec.Struct, kw_only=True, rename=lambda name: name.replace("_
         """Number of key-value heads."""
         given = self.attention__head_count_kv
         return self.attention__head_count if given is None else given
+
+    @property
+    def rotation_factor(self) -> float | None:
+        """The factor by which rotations are scaled: `rope.scaling.factor`, or the older `rope.scale_linear`."""
+        given = self.rope__scaling__factor
+        return self.rope__scale_linear if given is None else given
+
+    @property
+    def rotation_kind(self) -> str:
+        """The type of scaling of rotations; a factor without a type is linear, and 0 counts as 1."""
+        if self.rope__scaling__type is not None:
+            return self.rope__scaling__type
+        return "none" if self.rotation_factor in (None, 0.0, 1.0) else "linear"
 
     @property
     def layers(self) -> int:

@@ -34,7 +34,7 @@ def rope_scaling(
         BadInput: the type of scaling is unknown, the magnitude is not YaRN's own, or the factors are no vector of
             float32.
     """
-    kind = keys.rope__scaling__type
+    kind = keys.rotation_kind
     if kind not in KINDS:
         remedy = with_nearest(kind, KINDS, f"use a model with {', '.join(KINDS)}")
         raise BadInput(f"{path}: rope.scaling.type is {shown(kind)}, which is not supported: {remedy}")
@@ -44,7 +44,7 @@ def rope_scaling(
         return _by_factors(tensors[FACTORS], (keys.rope__dimension_count or keys.head_dim) // 2)
     if kind == NONE:
         return None
-    scaling = {"rope_type": kind, "factor": keys.rope__scaling__factor}
+    scaling = {"rope_type": kind, "factor": keys.rotation_factor}
     if kind == LINEAR:
         return scaling
     for name, value in (

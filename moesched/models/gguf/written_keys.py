@@ -93,7 +93,7 @@ def _dense_layers(config: ModelConfig) -> int:
 def _scaling(config: ModelConfig, family: GgufFamily) -> dict[str, Any]:
     scaling = config.attention.rotary.scaling
     if scaling is None:
-        return {}
+        return {"rope__scaling__type": "none"}
     kind = scaling.__struct_config__.tag
     keys = {"rope__scaling__type": kind, "rope__scaling__factor": scaling.factor}
     if isinstance(scaling, Linear):
