@@ -82,7 +82,7 @@ class Lane:
             tasks in the order of submission.
         domain: the device, if the lane is one of its streams; None for other lanes. The device itself keeps edges
             between its streams, so a task is handed to its stream once the tasks that it waits for were handed over.
-        depth: most tasks that are handed to the stream and have not ended.
+        depth: the largest number of tasks that are handed to the stream and have not ended.
 
     Attributes:
         in_order: whether the discipline is "in_order".

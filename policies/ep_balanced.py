@@ -32,7 +32,7 @@ class EpBalanced(NodeExperts):
     experts to nodes.
 
     Settings:
-        experts: most experts of each layer that a node holds; by default as many as fit.
+        experts: the largest number of experts of each layer that a node holds; by default as many as fit.
         decentralised: True to have every node attend, route and add up, and exchange once a layer; False to have the
             first node do all that, and exchange twice.
     """

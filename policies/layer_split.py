@@ -23,7 +23,7 @@ class LayerSplit:
     tokens.
 
     Settings:
-        gpu_layers: most layers with their experts on the accelerator; by default as many as fit.
+        gpu_layers: the largest number of layers with their experts on the accelerator; by default as many as fit.
         copy_from: least number of tokens of a micro-batch for which the host's experts are copied to the accelerator
             and run there, if there is room for one expert; 0 for never.
     """

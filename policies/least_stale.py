@@ -24,7 +24,7 @@ class LeastStaleCache(CachedLayers):
 
     Settings:
         experts: number of experts in the cache; by default as many as fit.
-        prefetches: most experts of the next layer that are prefetched.
+        prefetches: the largest number of experts of the next layer that are prefetched.
     """
 
     rule: Callable[[], Eviction] = LeastStale

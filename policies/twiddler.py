@@ -38,7 +38,7 @@ class Twiddler(LayerByLayer):
     Settings:
         placement: ranking of the experts that stay: popular, worst, random, front or balanced.
         popularity: a CSV file of each expert's count (layer, expert, count).
-        experts: most experts that stay on the accelerator; by default as many as fit.
+        experts: the largest number of experts that stay on the accelerator; by default as many as fit.
         seed: seed of a random placement.
     """
 

@@ -49,9 +49,9 @@ SENDER_BYTES = _SENDER.size
 """Number of bytes at the start of a header that differ between the ranks of an exchange."""
 
 DIMENSIONS = 8
-"""Most dimensions of an array."""
+"""Largest number of dimensions of an array."""
 TEXT_BYTES = 4096
-"""Most bytes of a text; a longer one is cut, and ends in a digest of the whole."""
+"""Largest number of bytes of a text; a longer one is cut, and ends in a digest of the whole."""
 
 TEXT_UNIT = 16
 """Bytes to a multiple of which texts are padded."""

@@ -23,7 +23,7 @@ from .listener import NOW, Listener, Message, receive, send
 from .watch import Watch
 
 WAITING_FRAMES = 64
-"""Most frames in a queue; the sender waits while it is full."""
+"""Largest number of frames in a queue; the sender waits while it is full."""
 
 SLICE_MILLISECONDS = 50
 """Milliseconds between a waiting rank's checks for lost ranks and a closed transport."""

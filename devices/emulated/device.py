@@ -168,7 +168,7 @@ class EmulatedDevice:
     def rows_apart(self, rows: int) -> bool:
         """Test whether each row's results are bit for bit the same whatever the other rows are, in decode steps.
 
-        rows: most rows of a micro-batch in such a step.
+        rows: the largest number of rows of a micro-batch in such a step.
         """
         return self._torch.rows_apart(rows)
 

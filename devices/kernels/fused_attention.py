@@ -8,7 +8,7 @@ FLASH_SINCE = (8, 0)
 """Least compute capability for flash attention, and for bfloat16 in any fused kernel."""
 LARGEST_FLASH_HEAD = 256
 PIECE_BYTES = 64 << 20
-"""Most bytes of scores in one call without a fused kernel; torch holds a few copies of them at once."""
+"""Largest number of bytes of scores in one call without a fused kernel; torch holds a few copies of them at once."""
 
 
 def has_fused_attention(dtype: torch.dtype, head_dim: int, capability: tuple[int, int]) -> bool:

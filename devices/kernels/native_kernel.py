@@ -19,7 +19,7 @@ from .workspace import Workspace
 
 BFLOAT16 = torch.bfloat16
 MOST_GROUPS = 64
-"""Most groups of experts that a router may have, as in moe_layer.c."""
+"""Largest number of groups of experts that a router may have, as in moe_layer.c."""
 
 
 class LibraryKernel(Kernel):

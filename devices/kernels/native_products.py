@@ -10,7 +10,7 @@ from .resources import Resources
 from .seam import COLUMNS, ROWS, Bound, Case
 
 MOST_COLUMN_ROWS = 16
-"""Most rows of x for which products by transposed matrices are faster than torch's."""
+"""Largest number of rows of x for which products by transposed matrices are faster than torch's."""
 
 
 class NativeProduct(NativeKernel):

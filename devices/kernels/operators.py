@@ -143,7 +143,7 @@ def attend(
         table: int64: the number of tokens of each sequence, the place of each sequence's first block in the list of
             blocks, and the list of the numbers of all blocks.
         block: number of tokens in a block of the KV cache.
-        window: most tokens that a query sees, itself included.
+        window: the largest number of tokens that a query sees, itself included.
         split: number of tokens in a part of a sequence.
         sums_SHP: is written: for each part, the sum over its tokens of exp(score - peak).
         peaks_SHP: is written: the largest score of each part; minus infinity if the query sees no token of the part.

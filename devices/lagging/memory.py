@@ -43,7 +43,7 @@ class GpuMemory:
     """Allocates memory of one GPU by stream, as torch does.
 
     Args:
-        capacity: most bytes that the GPU has; None for no limit.
+        capacity: the largest number of bytes that the GPU has; None for no limit.
 
     Attributes:
         allocations: number of blocks that were allocated so far.

@@ -31,7 +31,7 @@ class PinnedMemory:
 
     Attributes:
         registered: bytes of each piece of memory that `cudaHostRegister` locked, by the piece's address.
-        most_registered: most bytes that may be registered; None for no limit.
+        most_registered: the largest number of bytes that may be registered; None for no limit.
         refuses_files: the CUDA error number that registering mapped files gives; 0 if that succeeds.
         faults: descriptions of uses of locked memory for which a real GPU might give wrong bytes, or fail.
         allocations: number of allocations of locked memory so far, registrations included.

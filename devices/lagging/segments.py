@@ -88,7 +88,7 @@ class Segments:
 
         Args:
             owner: a stream, or a memory pool of graphs.
-            capacity: most bytes of all segments together; None for no limit.
+            capacity: the largest number of bytes of all segments together; None for no limit.
             releases: whether unused segments may be freed to stay within the capacity.
 
         Returns:

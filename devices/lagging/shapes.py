@@ -13,7 +13,7 @@ import torch
 Call = Callable[..., Any]
 
 MOST = 20_000
-"""Most shapes that are remembered."""
+"""Largest number of shapes that are remembered."""
 
 
 class Shape(NamedTuple):

@@ -41,7 +41,7 @@ from .topologies import DEFERRABLE, Topology, Verbs
 from .weights import MlxWeights
 
 KEPT_BACK_BYTES = 64_000_000
-"""Most bytes that MLX may keep for reuse after kernels freed them."""
+"""Largest number of bytes that MLX may keep for reuse after kernels freed them."""
 
 
 class MlxDevice:

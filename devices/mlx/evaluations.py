@@ -19,7 +19,7 @@ from ..kernels.mlx_functions import Array
 Evaluate = Literal["needed", "task"]
 
 FEW_TOKENS = 64
-"""Most tokens of a task that is deferred, that is, whose results are evaluated after its end.
+"""Largest number of tokens of a task that is deferred, that is, whose results are evaluated after its end.
 
 Tasks of more tokens are evaluated one by one: each takes long compared with an evaluation, and the intermediate results
 of several would take more memory than the plan reserves.

@@ -32,7 +32,7 @@ def with_gpu(host: Machine, gpu: str, recommended: int | None) -> Machine:
 
     Args:
         gpu: name of the GPU.
-        recommended: the most bytes of memory that the GPU should use, as the system says; None if unknown.
+        recommended: the largest number of bytes of memory that the GPU should use, as the system says; None if unknown.
     """
     memory = host.host.memory
     tier = host.memories[memory]
@@ -98,7 +98,7 @@ class WiredLimit:
 
     Args:
         set_limit: a function that sets the limit in bytes and returns the previous limit.
-        recommended: the most bytes that the system recommends to wire; None where there is no such bound.
+        recommended: the largest number of bytes that the system recommends to wire; None where there is no such bound.
     """
 
     def __init__(self, set_limit: Callable[[int], int], recommended: int | None) -> None:

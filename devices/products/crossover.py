@@ -52,7 +52,7 @@ fast on one core, its decode steps of 1 to 128 requests took 1.2 to 1.9 times as
 requests 1.4 times by plain ones.
 """
 MOST_BYTES = 1_000_000
-"""Most bytes of the file of results."""
+"""Largest number of bytes of the file of results."""
 
 Rows = Annotated[int, Meta(ge=0, le=ROWS[-1])]
 

@@ -28,7 +28,7 @@ def packing_pays(transposed: bool = False, cores: int = 1) -> bool:
 
     Args:
         transposed: True to compare matrices that are stored transposed, too.
-        cores: most cores that a product runs on; bits are compared on one core and on all of them.
+        cores: the largest number of cores that a product runs on; bits are compared on one core and on all of them.
     """
     if not has_bfloat16():
         return False

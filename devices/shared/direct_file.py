@@ -16,10 +16,10 @@ from moesched.errors import BadInput, MoeschedError
 from .arena import ALIGNMENT, round_down
 
 MOST_AT_ONCE = 1 << 30
-"""Most bytes of one read; macOS refuses reads of 2 GiB and more."""
+"""Largest number of bytes of one read; macOS refuses reads of 2 GiB and more."""
 
 MOST_BYTES = 1 << 20
-"""Most bytes of the parts into which a read is cut for several threads."""
+"""Largest number of bytes of the parts into which a read is cut for several threads."""
 
 _F_NOCACHE: int | None = getattr(fcntl, "F_NOCACHE", None)
 

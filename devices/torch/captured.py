@@ -29,7 +29,7 @@ class Graphs:
     """The CUDA graphs of a device, which share a pool of memory for what their kernels allocate.
 
     Args:
-        most: the most graphs at a time; further calls are launched kernel by kernel.
+        most: the largest number of graphs at a time; further calls are launched kernel by kernel.
 
     Attributes:
         count: number of calls that were captured so far.

@@ -21,7 +21,7 @@ HOST = torch.device("cpu")
 
 
 MOST_NUMBERS = NUMBER_RING_BYTES // (2 * NUMBER_BYTES)
-"""Most integers that half of the ring holds."""
+"""Largest number of integers that half of the ring holds."""
 
 
 class NumberRing:

@@ -143,7 +143,7 @@ class TorchDevice(ChoosesDtype):
     def rows_apart(self, rows: int) -> bool:
         """Test whether each row's results are bit for bit the same whatever the other rows are, in decode steps.
 
-        rows: most rows of a micro-batch in such a step.
+        rows: the largest number of rows of a micro-batch in such a step.
         """
         return self._compute.kernels.rows_apart(rows)
 

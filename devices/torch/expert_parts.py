@@ -140,7 +140,10 @@ class ExpertRunner:
         return self._bound(expert, rows, weights)[0]
 
     def _groups(self, parts: Sequence[Part], expert: int | None, weights: Weights) -> Iterator[list[Part]]:
-        """Yield groups of neighbouring parts that one call of a kernel can compute without changing any bits."""
+        """Yield groups of neighbouring parts; one call computes a group's rows with the bits that calls of their own give.
+
+        expert: None for the shared expert.
+        """
         group: list[Part] = []
         for part in parts:
             rows = sum(len(each.rows) for each in [*group, part])

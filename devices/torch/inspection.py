@@ -45,7 +45,7 @@ def kernel_facts() -> KernelFacts:
 def cuda_facts(most_gpus: int | None = None) -> CudaFacts:
     """Return facts about CUDA, its driver and the GPUs that torch can use.
 
-    most_gpus: the most GPUs to look at, since a look takes some of a GPU's memory; None for all.
+    most_gpus: the largest number of GPUs to look at, since a look takes some of a GPU's memory; None for all.
     """
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")

@@ -19,8 +19,8 @@ class KVOffload:
     Only one task at a time may use the buffers.
 
     Args:
-        tokens: most tokens of a step.
-        piece_bytes: most bytes of each buffer.
+        tokens: the largest number of tokens of a step.
+        piece_bytes: the largest number of bytes of each buffer.
     """
 
     def __init__(

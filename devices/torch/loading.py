@@ -9,7 +9,7 @@ from typing import TypeVar
 from moesched.seams import Progress
 
 THREADS = 8
-"""Most threads that load at a time; a single one does not reach the rate of the page cache."""
+"""Largest number of threads that load at a time; a single one does not reach the rate of the page cache."""
 
 Item = TypeVar("Item")
 Loaded = TypeVar("Loaded")

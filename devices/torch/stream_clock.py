@@ -19,7 +19,7 @@ KEPT = 64
 NARROW = 20_000
 """Most nanoseconds between the host clock's readings before and after a zero event that counts as exact."""
 TRIES = 8
-"""Most attempts to record a zero event that is exact; the host may be interrupted between the readings."""
+"""Largest number of attempts to record a zero event that is exact; the host may be interrupted between the readings."""
 
 ALIKE = 100
 """Times of the device less than these nanoseconds apart count as equal: float32 does not tell their order."""

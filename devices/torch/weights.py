@@ -32,10 +32,10 @@ from .page_copies import PageCopies
 from .resident_pages import ResidentPages
 
 MOST_ARRANGING = 3
-"""Most threads that pack resident pages while others are read; more would be slowed down by memory."""
+"""Largest number of threads that pack resident pages while others are read; more would be slowed down by memory."""
 
 MOST_COPYING = 8
-"""Most threads that read pages for a GPU; a single one does not reach the rate of the page cache."""
+"""Largest number of threads that read pages for a GPU; a single one does not reach the rate of the page cache."""
 
 READS_IN_FLIGHT = 8
 """Reads of one transfer at a time, so that the disk has work while a thread waits for a busy core."""
@@ -217,7 +217,7 @@ class WeightStore:
 
         Args:
             pages: number of pages to load.
-            most: most buffers on the CPU.
+            most: the largest number of buffers on the CPU.
 
         Returns:
             uint8 tensors, each for the largest page.

@@ -34,7 +34,7 @@ NEARLY = 0.9
 """A relief that saves at least this fraction of the largest saving counts as equal to it."""
 
 MOST_TASKS = 5000
-"""The most tasks in a replay; they are taken around the middle of the run's time."""
+"""Largest number of tasks in a replay; they are taken around the middle of the run's time."""
 
 
 class Bottleneck(msgspec.Struct, frozen=True, kw_only=True):

@@ -14,7 +14,7 @@ from moesched.system.cells import html_of
 from moesched.units import format_bytes, format_flops, format_number, format_seconds
 
 MOST_WAITS = 5
-"""The most rows of `Comparison.waits`: kinds of task with the time waited before them."""
+"""Largest number of rows of `Comparison.waits`: kinds of task with the time waited before them."""
 
 _WITHOUT_KIND = {"tasks": "other tasks", "between tasks": "between tasks", "graph": "order and spread"}
 

@@ -23,7 +23,7 @@ from moesched.trace.critical import critical_path
 from moesched.trace.recording import LaneName, Recording, Slice
 
 MOST_CAUSES = 8
-"""The most groups of tasks with a cause of their own; each costs two replays, so all others form one cause."""
+"""Largest number of groups of tasks with a cause of their own; each costs two replays, so all others form one cause."""
 
 Progress = Callable[[int, int], object]
 

@@ -10,7 +10,7 @@ from moesched.analysis.lane_times import LaneTime
 from moesched.units import format_seconds
 
 SHOWN_PARTS = 8
-"""The most rows shown of the critical path and of the time between tasks."""
+"""Largest number of rows shown of the critical path and of the time between tasks."""
 
 SHOWN_SPANS = 5
 

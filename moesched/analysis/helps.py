@@ -26,7 +26,7 @@ MOST_HELPS = 3
 LEAST_SAVED = 0.02
 """The smallest share of the run's time that a reported change saves."""
 MOST_TASKS = 4_000
-"""The most tasks in a replay, unless the prefill and one decode step have more."""
+"""Largest number of tasks in a replay, unless the prefill and one decode step have more."""
 FEWEST_STEPS = 2
 TOO_MANY_TASKS = 40_000
 """With more tasks in the prefill and one decode step, nothing is replayed."""

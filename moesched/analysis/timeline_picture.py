@@ -58,7 +58,7 @@ EDGED = 6
 
 MOST_ROWS = 500
 MOST_BLOCKS = 6000
-"""The most blocks in a picture; above it wider blocks are merged too, so that the file stays small."""
+"""Largest number of blocks in a picture; above it wider blocks are merged too, so that the file stays small."""
 
 HATCHES: dict[Family, str] = {
     "attention": "/////",

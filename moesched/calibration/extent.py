@@ -78,7 +78,7 @@ class Extent(msgspec.Struct, frozen=True, kw_only=True):
         batches: batches with small and with large micro-batches, since a device chooses kernels, and the order of
             weights in memory, by the largest micro-batch of a batch.
         runs: runs of the small models by dtype; costs in dtypes without runs are scaled from bfloat16.
-        repeats: the most measurements that may be repeated because other processes were busy.
+        repeats: the largest number of measurements that may be repeated because other processes were busy.
     """
 
     name: str

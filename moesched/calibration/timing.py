@@ -14,7 +14,7 @@ Step = Callable[[], Call]
 """A measurement; it returns a call that records the result."""
 
 MOST_OTHER_CORES = 0.1
-"""The most cores that other processes may keep busy during a measurement that counts."""
+"""Largest number of cores that other processes may keep busy during a measurement that counts."""
 
 
 class Others(Protocol):

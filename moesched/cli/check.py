@@ -24,7 +24,7 @@ EPILOGUE = """Examples:
       --batch-size 1 --batch-size 64"""
 
 MOST_PROBLEMS = 3
-"""The most cells without figures of which the reasons are printed."""
+"""Largest number of cells without figures of which the reasons are printed."""
 
 
 class CheckArguments(PolicyOptions):

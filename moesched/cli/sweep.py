@@ -61,7 +61,7 @@ RESULTS = Path("out")
 SHOWN_CASES = 40
 SHOWN_FAILURES = 5
 LONGEST_REASON = 200
-"""The most characters printed of a point's failure; its line in the results has the whole text."""
+"""Largest number of characters printed of a point's failure; its line in the results has the whole text."""
 
 
 @command(EPILOGUE)

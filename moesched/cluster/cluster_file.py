@@ -36,7 +36,7 @@ from moesched.system.input_file import read_input
 from moesched.units import parse_bytes
 
 MOST_BYTES = 1_000_000
-"""The most bytes of a cluster file; a file with 1,000 nodes has 250 kB."""
+"""Largest number of bytes of a cluster file; a file with 1,000 nodes has 250 kB."""
 
 Port = Annotated[int, Meta(ge=0, le=65535)]
 Seconds = Annotated[float, Meta(gt=0, lt=1e9)]

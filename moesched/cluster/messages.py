@@ -17,9 +17,9 @@ PROTOCOL = 5
 FailureKind = Literal["input", "lost", "stopped", "other"]
 
 MOST_BYTES = 64 * 1024 * 1024
-"""The most bytes of one message as it is sent, encrypted; longer ones are dropped unread."""
+"""Largest number of bytes of one message as it is sent, encrypted; longer ones are dropped unread."""
 LONGEST = MOST_BYTES - 64
-"""The most bytes of one message before it is encrypted."""
+"""Largest number of bytes of one message before it is encrypted."""
 
 PIECE_BYTES = 256 * 1024
 """Bytes of each piece of a report or a recording, so that no message is long."""

@@ -63,7 +63,7 @@ class NodeOrder(msgspec.Struct, frozen=True, kw_only=True):
         nodes: number of nodes that take part.
         node: this node's index among the nodes that take part.
         prompts: token ids of each prompt.
-        new_tokens: the most tokens to generate for each prompt.
+        new_tokens: the largest number of tokens to generate for each prompt.
         first_request: index of the first prompt in the run's prompts.
         sizes: the batch sizes that are fixed; the node chooses those that are None.
     """

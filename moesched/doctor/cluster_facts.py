@@ -32,7 +32,7 @@ def cluster_facts(cluster: Cluster, seconds: float = SECONDS) -> ClusterFacts:
     """Ask every node of a cluster file by ssh for moesched's version, and connect to every port, all at the same time.
 
     Args:
-        seconds: the most seconds that one node's ssh may take to answer.
+        seconds: the largest number of seconds that one node's ssh may take to answer.
     """
     ssh = shutil.which("ssh") is not None
     places = [("the launcher", cluster.launcher.address, cluster.launcher.port)]

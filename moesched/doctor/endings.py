@@ -171,7 +171,7 @@ def _finished(
     """Run a command to its end. A command that takes too long is killed, and the returned standard error says so.
 
     Args:
-        address_space: the most bytes of address space that the command may map; None for no limit.
+        address_space: the largest number of bytes of address space that the command may map; None for no limit.
     """
     limit = None if address_space is None else partial(_limit_address_space, address_space)
     try:

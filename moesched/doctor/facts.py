@@ -112,7 +112,7 @@ class MetalFacts(msgspec.Struct, frozen=True, kw_only=True):
         gpu: the GPU's name.
         recommended: the most bytes of memory that macOS recommends to wire for the GPU; None if it says nothing.
         problem: the reason why MLX cannot be loaded; empty if it can.
-        peak: the most bytes that MLX had allocated at once in this process.
+        peak: the largest number of bytes that MLX had allocated at once in this process.
     """
 
     mlx: str

@@ -16,7 +16,7 @@ from moesched.system.plain_text import shown
 SPACE = "▁"
 """The character for a space in SentencePiece."""
 LONGEST_PIECE = 128
-"""The most characters of a token of SentencePiece, since each place where it can be cut is tried."""
+"""Largest number of characters of a token of SentencePiece, since each place where it can be cut is tried."""
 
 
 class WordRule(NamedTuple):

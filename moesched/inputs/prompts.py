@@ -19,7 +19,7 @@ Prompt = str | Sequence[int]
 """A prompt: a text, or token ids."""
 
 MOST_BYTES = 64_000_000
-"""The most bytes of a prompts file; about 16 million tokens."""
+"""Largest number of bytes of a prompts file; about 16 million tokens."""
 MOST_PROMPTS = 1_000_000
 MOST_IDS = 16_000_000
 """The most token ids of a prompt."""

@@ -19,7 +19,7 @@ from moesched.system.silence import STDERR, silent
 
 TOKENIZER_NAME = "tokenizer.json"
 MOST_BYTES = 50_000_000
-"""The most bytes of a tokenizer.json; the largest published ones have 35 MB."""
+"""Largest number of bytes of a tokenizer.json; the largest published ones have 35 MB."""
 MOST_VALUES = 3_000_000
 """The most values in a tokenizer.json, each up to 130 bytes in the library; the largest published have 2 million."""
 PIECE = 200_000

@@ -37,10 +37,10 @@ from moesched.system.signals import hold_signals, release_signals
 from moesched.tasks import Task
 
 MOST_TASKS = 40_000
-"""The most tasks that are simulated, which takes less than a second; further steps are extrapolated."""
+"""Largest number of tasks that are simulated, which takes less than a second; further steps are extrapolated."""
 
 MOST_TASKS_OF_A_BAND = 10_000
-"""The most tasks of a run that gets an uncertainty band, which takes about twenty simulations."""
+"""Largest number of tasks of a run that gets an uncertainty band, which takes about twenty simulations."""
 
 LEAST_STEPS = 8
 LEAST_TASKS_OF_A_LAYER = 3

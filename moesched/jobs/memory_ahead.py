@@ -25,7 +25,7 @@ LEAST = 2 << 20
 """The least bytes of a piece of memory to take early: a huge page. Taking smaller ones early saves nothing."""
 
 MOST_ROWS = 16
-"""The most rows of an expert in a decode step with which weights are used as they are read.
+"""Largest number of rows of an expert in a decode step with which weights are used as they are read.
 
 With more rows, some processors use packed weights, which torch allocates.
 """

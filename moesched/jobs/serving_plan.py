@@ -92,7 +92,7 @@ def require_plan(given: ServedOptions, config: ModelConfig, context: int) -> Non
     with which no plan fits. The check takes one plan where the first policy that it tries fits.
 
     Args:
-        context: the most tokens of a request.
+        context: the largest number of tokens of a request.
 
     Raises:
         BadInput: an option cannot be used, or no plan fits.

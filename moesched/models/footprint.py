@@ -17,16 +17,16 @@ TOKEN_TILE = 256
 """Most tokens that a CPU normalises, rotates, or combines at once; bounds the workspace of prompts. A GPU takes them
 all, since each tile would start several kernels."""
 EXPERT_TILE = 512
-"""Most rows that an expert's kernel processes at once; bounds its workspace for any micro-batch."""
+"""Largest number of rows that an expert's kernel processes at once; bounds its workspace for any micro-batch."""
 EXPERTS_AT_ONCE = 2
 """Tiles of workspace in use at once: devices that run one expert per core share two tiles of rows among the cores."""
 CODED_ROWS = 64
-"""Most rows that a kernel multiplies by coded weights at once."""
+"""Largest number of rows that a kernel multiplies by coded weights at once."""
 CODED_TILE = 1 << 17
 """Most codes, and most sums of groups, that a product with coded weights has in float32 at once, to fit a core's cache.
 """
 UNPACKED_TILE = 1 << 21
-"""Most weights that a GPU unpacks at once for a product."""
+"""Largest number of weights that a GPU unpacks at once for a product."""
 _UNPACKING = 14
 """Bytes of workspace for each unpacked weight: stored number, code, and the weight in float32 and in the dtype of the
 computation.
@@ -35,7 +35,7 @@ SCORED_ROWS = 16
 """Most rows of a prompt whose logits are computed together, for log probabilities: for 16 rows, a CPU reads the LM head
 in place; for 64 rows, it would copy the LM head first."""
 QUERY_TILE = 512
-"""Most queries that share an attention mask, in a chunk of a prompt whose earlier tokens are cached."""
+"""Largest number of queries that share an attention mask, in a chunk of a prompt whose earlier tokens are cached."""
 _FLOAT = 4
 
 

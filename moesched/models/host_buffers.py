@@ -70,7 +70,7 @@ def kv_piece_tokens(token_bytes: int, tokens: int, piece_bytes: int = KV_PIECE_B
     Args:
         token_bytes: bytes of a token's key and value in one layer.
         tokens: number of tokens of the largest step.
-        piece_bytes: the most bytes to copy at a time.
+        piece_bytes: the largest number of bytes to copy at a time.
     """
     return max(1, min(tokens, piece_bytes // token_bytes))
 

@@ -37,7 +37,7 @@ def window_tokens(window: int) -> int:
 def kept_tokens(tokens: int, most: int | None, beams: int = 1) -> int:
     """Return the number of a request's tokens that a cache still keeps after `tokens` tokens were cached.
 
-    most: the most tokens that the cache keeps of each beam; None for all.
+    most: the largest number of tokens that the cache keeps of each beam; None for all.
     """
     return tokens if most is None else min(tokens, beams * most)
 

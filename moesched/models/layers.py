@@ -85,7 +85,7 @@ class GroupedAttention(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def most_cached(self) -> int | None:
-        """The most tokens that the KV cache keeps of a sequence; None for all."""
+        """Largest number of tokens that the KV cache keeps of a sequence; None for all."""
         return None if self.window is None else window_tokens(self.window)
 
     @property
@@ -175,7 +175,7 @@ class LatentAttention(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def most_cached(self) -> None:
-        """The most tokens that the cache keeps of a sequence; None, since it keeps all."""
+        """Largest number of tokens that the cache keeps of a sequence; None, since it keeps all."""
         return None
 
     @property
@@ -270,7 +270,7 @@ class LinearAttention(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def most_cached(self) -> None:
-        """The most tokens that a cache keeps of a sequence; None, since no tokens are cached."""
+        """Largest number of tokens that a cache keeps of a sequence; None, since no tokens are cached."""
         return None
 
     @property

@@ -27,9 +27,9 @@ from moesched.system.own_loop import interruptible
 from moesched.system.whole_file import write_json
 
 COPIED_BYTES = 8 << 20
-"""Most bytes in memory at a time, whatever the sizes of tensors."""
+"""Largest number of bytes in memory at a time, whatever the sizes of tensors."""
 LONGEST_AXIS = 2**31 - 1
-"""Most items along an axis of an array: MLX counts them with 32 bits."""
+"""Largest number of items along an axis of an array: MLX counts them with 32 bits."""
 HEADER_ALIGNMENT = 4096
 """Headers are a multiple of this number of bytes, so that tensors of whole disk blocks begin at blocks of the file."""
 

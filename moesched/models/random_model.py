@@ -71,7 +71,7 @@ def write_random_model(
         directory: a folder to make, or a file whose name ends in .gguf.
         shape: a name from `SHAPES`, or any ModelConfig.
         layers: overrides the number of layers of the shape.
-        shard_bytes: the most bytes of tensors in a file, unless a single tensor is larger.
+        shard_bytes: the largest number of bytes of tensors in a file, unless a single tensor is larger.
         progress: called with the bytes written and the total, in the calling thread.
         stored_as: a coded format for all matrices that can have it, or a mix of such formats; norms and routers are
             then in float32. By default all weights are in the dtype.

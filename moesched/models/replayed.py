@@ -13,7 +13,7 @@ from moesched.models.operations import Operations
 PART_TOKENS = 512
 """Tokens of the parts into which attention cuts a sequence; each is the work of one program of a GPU kernel."""
 MOST_GRAPHS = 512
-"""Most graphs that are kept at a time."""
+"""Largest number of graphs that are kept at a time."""
 MOST_TABLES = 1024
 """Most tables of weights' addresses that are kept on the GPU: few, as streamed weights return to the same addresses."""
 SERVED_MEMORIES = 4

@@ -32,7 +32,7 @@ PROMISING = 1.2
 """The search also climbs from a start whose rate is lower than that of the best one by at most this factor."""
 MOST_CLIMBS = 2
 FINALISTS = 3
-"""Most schedules of which all layers are simulated in the end."""
+"""Largest number of schedules of which all layers are simulated in the end."""
 MOST_FINAL_TASKS = 40_000
 CLOSE = 1.05
 """A schedule of a few layers is a finalist if its rate is lower than the best one by at most this factor."""
@@ -86,10 +86,9 @@ class Candidate:
             self.choice = self._best_of(self.setting, options) or self.choice
 
     def first_trial(self) -> Schedule:
-        """Simulate the sizes with the highest bound, and large micro-batches, since bounds may err.
+        """Simulate the sizes that the search found, and a few with large micro-batches; return the fastest schedule.
 
-        Returns:
-            The fastest of these schedules.
+        The search compares bounds on throughput, which may be wrong about the order of two sizes.
         """
         return self._tried([point_of(self.choice), *self._large([FEW])])[0]
 

@@ -23,7 +23,7 @@ from moesched.system.cells import named_in_cell
 from moesched.system.own_loop import interruptible
 
 MOST_REQUESTS = 8192
-"""Most requests in one batch, if nothing else limits it."""
+"""Largest number of requests in one batch, if nothing else limits it."""
 
 
 class PlannedSizes(msgspec.Struct, frozen=True, kw_only=True):

@@ -36,7 +36,7 @@ class Point(NamedTuple):
         micro_batches: number of micro-batches.
         resident: number of micro-batches whose KV cache is on the accelerator; a whole number, except for a single
             micro-batch, whose cache is divided by layers.
-        chunk: most tokens of a micro-batch that pass a layer together in prefill; None for no limit.
+        chunk: the largest number of tokens of a micro-batch that pass a layer together in prefill; None for no limit.
     """
 
     size: int
@@ -76,7 +76,7 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def chunk(self) -> int | None:
-        """The most tokens of a micro-batch that pass a layer together in prefill; None for no limit."""
+        """Largest number of tokens of a micro-batch that pass a layer together in prefill; None for no limit."""
         return self.point.chunk
 
     @property

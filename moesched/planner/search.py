@@ -38,7 +38,7 @@ class PolicyChoice(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         micro_batch_size: requests of a micro-batch.
         micro_batches: number of micro-batches.
-        chunk: most tokens of a micro-batch that pass a layer together in prefill; None for no limit.
+        chunk: the largest number of tokens of a micro-batch that pass a layer together in prefill; None for no limit.
         resident: number of micro-batches whose KV cache stays on the accelerator, for a policy that splits the cache; a
             fraction if there is a single micro-batch.
         throughput: bound on generated tokens per second, prefill included.

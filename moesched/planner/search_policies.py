@@ -39,9 +39,9 @@ PROMISING = 0.75
 MOST_TASKS = 60_000
 """After this number of simulated tasks, no further policy's sizes are searched for."""
 MOST_DEEP_TASKS = 200_000
-"""Most tasks in a run of all layers for a policy that comes close to the best."""
+"""Largest number of tasks in a run of all layers for a policy that comes close to the best."""
 MOST_FAR_TASKS = 100_000
-"""Most tasks in the runs of all layers of policies that do not come close to the best, all together."""
+"""Largest number of tasks in the runs of all layers of policies that do not come close to the best, all together."""
 
 
 class BestPlan(msgspec.Struct, frozen=True, kw_only=True):

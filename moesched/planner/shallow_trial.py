@@ -46,7 +46,7 @@ class Cut(NamedTuple):
         """Simulate the few layers, and extrapolate the figures to all layers.
 
         Args:
-            most_steps: most steps to simulate, the prefill included.
+            most_steps: the largest number of steps to simulate, the prefill included.
             prepared: plan and policy of the few layers, if they were planned already; a plan can run once.
         """
         plan, policy = prepared or self.plan()

@@ -84,7 +84,7 @@ class SizeOption(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         size: requests of a micro-batch, µ.
-        chunk: most tokens of a micro-batch that pass a layer together in prefill; None for no limit.
+        chunk: the largest number of tokens of a micro-batch that pass a layer together in prefill; None for no limit.
         most: largest number of micro-batches of that size.
         shared: bytes by memory that the micro-batches need together, independent of their number.
         each: cost of a micro-batch; if the policy splits the KV cache, with the cache on the host.

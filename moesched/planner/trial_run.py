@@ -97,7 +97,7 @@ def trial_run(
         cost: the cost model; by default the measured costs of the plan's machine, or its roofline.
         recorder: records the tasks.
         peers: plans and policies of the other nodes, if several run one model.
-        most_steps: most steps to run, the prefill included.
+        most_steps: the largest number of steps to run, the prefill included.
     """
     steps, age = steps_of(plan.batch, most_steps)
     spans, config = _Spans(), plan.layout.config

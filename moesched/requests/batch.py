@@ -19,7 +19,7 @@ class Batch(msgspec.Struct, frozen=True):
         micro_batches: the requests of each micro-batch, by index.
         first_request: index of the batch's first request among all requests of the run.
         beams: sequences per request in decode.
-        prefill_chunk: the most tokens of a micro-batch in prefill; None for no limit.
+        prefill_chunk: the largest number of tokens of a micro-batch in prefill; None for no limit.
         served: whether requests join and leave during the run. The batch then has as many requests as may run at once,
             and a long prompt is computed over several steps.
         longest: tokens of the longest prompt, if `served`.

@@ -12,15 +12,15 @@ from moesched.requests.batch import Batch
 
 
 class BatchSizes(NamedTuple):
-    """The most requests and tokens of batches and micro-batches, as a plan chooses them.
+    """Largest number of requests and tokens of batches and micro-batches, as a plan chooses them.
 
     Attributes:
-        batch_size: the most requests that run together.
-        micro_batch_size: the most requests of a micro-batch.
+        batch_size: the largest number of requests that run together.
+        micro_batch_size: the largest number of requests of a micro-batch.
         cache_tokens: the most tokens of a micro-batch in the KV cache at the end, in whole blocks; None for no limit.
         kv_on_gpu: share of the KV cache that stays on the accelerator; None leaves it to the policy.
         beams: sequences per request in decode.
-        prefill_chunk: the most tokens of a micro-batch in prefill; None for no limit.
+        prefill_chunk: the largest number of tokens of a micro-batch in prefill; None for no limit.
     """
 
     batch_size: int
@@ -62,8 +62,8 @@ def assign_requests(
         prompts: prompt lengths in tokens.
         new_tokens: tokens to generate for each request.
         micro_batches: the most micro-batches.
-        micro_batch_size: the most requests of each.
-        cache_tokens: the most tokens of each in the KV cache at the end; None for no limit.
+        micro_batch_size: the largest number of requests of each.
+        cache_tokens: the largest number of tokens of each in the KV cache at the end; None for no limit.
         beams: sequences per request in decode.
 
     Returns:

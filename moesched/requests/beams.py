@@ -43,7 +43,7 @@ class BeamSearch:
     Args:
         sampling: number of beams, length penalty, and whether the search stops once `beams` sequences are finished.
         stop_tokens: tokens that finish a sequence.
-        most: the most tokens to generate for a sequence.
+        most: the largest number of tokens to generate for a sequence.
     """
 
     def __init__(self, sampling: Sampling, stop_tokens: Collection[int], most: int) -> None:

@@ -49,7 +49,7 @@ def chunks_of(
     Args:
         prompts: prompt lengths in tokens, by request.
         micro_batches: requests of each micro-batch.
-        most: the most tokens of a chunk; None for no limit.
+        most: the largest number of tokens of a chunk; None for no limit.
     """
     chunks: list[Chunk] = []
     for number, requests in enumerate(micro_batches):

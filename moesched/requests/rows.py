@@ -45,7 +45,7 @@ class Row(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """The rows of a place, which is a micro-batch whose requests change, in one step.
+    """The rows of one step in a place, that is, in a micro-batch that requests join and leave between steps.
 
     Attributes:
         phase: the phase of all rows.

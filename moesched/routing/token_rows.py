@@ -32,7 +32,7 @@ from moesched.system.plain_text import shown
 
 HEADERS = (b"layer,token,experts", b"request,layer,token,experts")
 MOST_ROWS = 2_000_000
-"""Most rows of a file: 62,500 tokens of a model with 32 layers."""
+"""Largest number of rows of a file: 62,500 tokens of a model with 32 layers."""
 
 _EXPERTS = rb"\d{1,9}(?: +\d{1,9})*"
 _ROWS = {

@@ -14,7 +14,7 @@ from moesched.errors import MoeschedError, PolicyError
 from moesched.system.source_lines import is_a_librarys, is_ours, is_pythons
 
 MOST_FRAMES = 4
-"""Most frames that are shown of a deep stack: the innermost ones."""
+"""Largest number of frames that are shown of a deep stack: the innermost ones."""
 
 _CALLERS_OF_POLICIES = (
     "moesched.drivers.capture",

@@ -30,7 +30,7 @@ class ServingSetup(NamedTuple):
 
     Attributes:
         plan: a policy's plan of a batch that takes all of `capacity`.
-        capacity: the most requests and tokens that run together.
+        capacity: the largest number of requests and tokens that run together.
         arrivals: the requests, as they arrive and leave.
         admission: chooses which waiting request runs next; by default the one that came first.
         stop_tokens: ids of tokens, each of which ends its request.

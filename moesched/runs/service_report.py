@@ -129,7 +129,7 @@ def service_report(
     Args:
         ran: names of what ran.
         serving: the requests and what came of them.
-        capacity: the most requests and tokens that ran together.
+        capacity: the largest number of requests and tokens that ran together.
         objectives: the limits on times that requests are to keep; None for none.
     """
     all_of_them = list(serving.requests.values())

@@ -17,11 +17,11 @@ from moesched.system.near_names import nearest_of
 from moesched.system.plain_text import shown
 
 MOST_BYTES = 4 << 20
-"""The most bytes of a body: a prompt of half a million token ids."""
+"""Largest number of bytes of a body: a prompt of half a million token ids."""
 MOST_VALUES = 2_000_000
-"""The most values in a body: more than any prompt of token ids has."""
+"""Largest number of values in a body: more than any prompt of token ids has."""
 MOST_NAME = 100
-"""The most characters of a field's name that an error repeats."""
+"""Largest number of characters of a field's name that an error repeats."""
 
 
 async def read_bytes(request: Request) -> bytes:

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from moesched.errors import MoeschedError
 
 MOST_MESSAGE = 1000
-"""The most characters of a message: some quote what the client sent."""
+"""Largest number of characters of a message: some quote what the client sent."""
 NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 
 

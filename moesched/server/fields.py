@@ -164,7 +164,7 @@ class ChatRequest(Generated, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @property
     def most_tokens(self) -> int | None:
-        """The most tokens of an answer, by either of the two names that the field has; None if it is absent.
+        """Largest number of tokens of an answer, by either of the two names that the field has; None if it is absent.
 
         Raises:
             ApiError: the two differ.

@@ -31,7 +31,7 @@ PAGE_POLICY = (
 PAGE = (Path(__file__).parent / "page.html").read_bytes()
 """HTML of a chat beside the lanes of the engine, live."""
 MOST_METHOD = 20
-"""The most characters of a method that an error repeats."""
+"""Largest number of characters of a method that an error repeats."""
 
 
 class Front:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from moesched.server.errors import ApiError, bad_request
 
 REMEMBERED = 256
-"""The most ends of answers that are kept, to estimate the rate of further ones."""
+"""Largest number of ends of answers that are kept, to estimate the rate of further ones."""
 LONGEST_WAIT = 60
 
 
@@ -22,8 +22,8 @@ class Gate:
     Refused requests are told to come back at different times, spaced by the rate at which answers end.
 
     Args:
-        running: the most answers that run at once.
-        waiting: the most answers that wait beside them.
+        running: the largest number of answers that run at once.
+        waiting: the largest number of answers that wait beside them.
         clock: returns the time in seconds.
     """
 

@@ -9,7 +9,7 @@ from typing import Any
 from moesched.server.gathering import GatheringTransport
 
 MOST_DROPPED = 128 << 20
-"""The most bytes of a request that are dropped after its answer."""
+"""Largest number of bytes of a request that are dropped after its answer."""
 
 
 class LingeringTransport:

@@ -25,7 +25,7 @@ class Ask(msgspec.Struct, frozen=True, tag=True, array_like=True):
     Attributes:
         number: a number that no other request has.
         ids: the ids of the prompt's tokens.
-        new_tokens: the most tokens to generate.
+        new_tokens: the largest number of tokens to generate.
         temperature, top_k, top_p, seed: see `moesched.requests.sampling.Sampling`.
         logprobs: the number of likeliest tokens to name beside each token; None for no log probabilities.
         echo: whether to give the log probabilities of the prompt's tokens as well.

@@ -14,7 +14,7 @@ from moesched.server.templates import Renders
 from moesched.system.plain_text import shown
 
 NEW_TOKENS = 16
-"""The most tokens of a completion that does not say how many, as in OpenAI's API."""
+"""Largest number of tokens of a completion that does not say how many, as in OpenAI's API."""
 
 
 class Model:
@@ -24,7 +24,7 @@ class Model:
         ready: the engine's message with the model's name and limits.
         codec: converts texts to tokens and back.
         template: renders conversations as prompts.
-        chat_tokens: the most tokens of an answer in a chat that does not say how many.
+        chat_tokens: the largest number of tokens of an answer in a chat that does not say how many.
 
     Attributes:
         name: the name that requests give.
@@ -43,7 +43,7 @@ class Model:
 
     @property
     def most_tokens(self) -> int:
-        """The most tokens of a prompt and its answer together."""
+        """Largest number of tokens of a prompt and its answer together."""
         return min(self.ready.context, self.ready.cache_tokens)
 
     def require(self, name: str) -> None:

@@ -14,7 +14,7 @@ from moesched.inputs.chat_template import ChatTemplate
 
 COMMAND = (sys.executable, "-P", "-m", "moesched.server.template_worker")
 MOST_LINE_BYTES = 32 << 20
-"""The most bytes of a prompt as a line of JSON; a body of text takes up to three times its own."""
+"""Largest number of bytes of a prompt as a line of JSON; a body of text takes up to three times its own."""
 SECONDS = 2.0
 """The time that rendering a conversation may take."""
 
@@ -54,7 +54,7 @@ class ModelTemplate:
 
     Args:
         seconds: the time that rendering may take.
-        most_bytes: the most bytes of a text, as a line of JSON.
+        most_bytes: the largest number of bytes of a text, as a line of JSON.
     """
 
     bare = True

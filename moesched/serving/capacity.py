@@ -19,10 +19,10 @@ class Capacity(msgspec.Struct, frozen=True):
 
     Attributes:
         places: the number of places.
-        sequences: the most requests of a place.
+        sequences: the largest number of requests of a place.
         cache_tokens: tokens in the KV cache of a place, in whole blocks.
         prompt_tokens: the most prompt tokens of a place in a step.
-        context: the most tokens of a request, prompt and answer together.
+        context: the largest number of tokens of a request, prompt and answer together.
         chunk: the most prompt tokens of a place in a step if prompts are cut over steps; 0 if they are not cut.
     """
 

@@ -17,7 +17,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         number: a number that no other request has.
         prompt: length of the prompt in tokens.
-        new_tokens: the most tokens to generate.
+        new_tokens: the largest number of tokens to generate.
         arrives: time of arrival, in nanoseconds on the run's clock.
         ids: token ids of the prompt; None in simulations.
         sampling: the settings for choosing tokens.
@@ -36,7 +36,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def most_tokens(self) -> int:
-        """The most tokens of the request, prompt and answer together."""
+        """Largest number of tokens of the request, prompt and answer together."""
         return self.prompt + self.new_tokens
 
     @property

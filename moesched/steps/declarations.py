@@ -80,7 +80,7 @@ class Declarations(ReadOnly):
 
     @property
     def task_limit(self) -> int:
-        """The most tasks that a step may submit; a policy may assign another number in `plan`.
+        """Largest number of tasks that a step may submit; a policy may assign another number in `plan`.
 
         The default is far above the needs of policies: for each micro-batch, twenty times the sum of the numbers of
         pages, of verbs in all layers and of experts in all layers.

@@ -49,7 +49,7 @@ class Memory(ReadOnly):
 
     @property
     def peak(self) -> int:
-        """The most bytes of the budget that were in use at once so far."""
+        """Largest number of bytes of the budget that were in use at once so far."""
         return self._peak
 
     @property

@@ -11,7 +11,7 @@ from moesched.steps.memory import Memory, Pool, slots_of
 from moesched.steps.read_only import ReadOnly
 
 LOAD_BUFFERS = 4
-"""Most pages that are loaded concurrently before the first step; fewer where memory is short."""
+"""Largest number of pages that are loaded concurrently before the first step; fewer where memory is short."""
 
 
 class PlacedWeights(ReadOnly):

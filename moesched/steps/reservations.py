@@ -90,7 +90,7 @@ class Declared:
         resident_experts_on_host: whether the host also runs experts that stay in an accelerator's memory.
         nodes: this node's part, where several nodes share the experts.
         discipline: "ready_first" lanes start whichever task is ready, "in_order" ones in the order of submission.
-        task_limit: most tasks of a step; None for the default.
+        task_limit: the largest number of tasks of a step; None for the default.
         scores: whether `route` and `preview_route` give router scores.
         times: whether steps answer questions about time.
         settled: whether the memory is reserved, so that nothing more can be declared.

@@ -42,7 +42,7 @@ def decode_json(
         kind: the type.
         where: begins error messages: the file, perhaps with its expected kind, such as "a.json is not a trace".
         remedy: ends error messages.
-        most: the most values that the JSON may contain, above what any real file has.
+        most: the largest number of values that the JSON may contain, above what any real file has.
 
     Raises:
         BadInput: the data are not JSON, are not of that type, are nested too deep, or have more values.

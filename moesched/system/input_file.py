@@ -27,7 +27,7 @@ def read_input(path: Path, what: str, most: int, *, remedy: str = "check its pat
 
     Args:
         what: kind of file, for messages, such as "machine".
-        most: the most bytes that the file may have, above what any real file of this kind has.
+        most: the largest number of bytes that the file may have, above what any real file of this kind has.
         remedy: advice for a file that cannot be read.
 
     Raises:

@@ -27,7 +27,7 @@ class GroupMemory(NamedTuple):
     """Memory of a control group.
 
     Attributes:
-        limit: the most bytes that the group's processes may have.
+        limit: the largest number of bytes that the group's processes may have.
         used: bytes in use that cannot be freed.
     """
 

@@ -30,8 +30,8 @@ def random_requests(seed: int, longest_prompt: int, most_new: int, count: int = 
     Every other request asks for the log probabilities of its prompt.
 
     Args:
-        longest_prompt: the most tokens of a prompt.
-        most_new: the most tokens to generate.
+        longest_prompt: the largest number of tokens of a prompt.
+        most_new: the largest number of tokens to generate.
         count: number of requests.
     """
     draw, arrives, requests = random.Random(seed), 0, []
@@ -76,7 +76,7 @@ def check_served(
 
     Args:
         plan: the policy's plan of the capacity's fullest batch.
-        capacity: the most requests and tokens in the run at once.
+        capacity: the largest number of requests and tokens in the run at once.
         seed: seed of the choice of requests whose clients leave before they have all tokens.
         peers: plans and policies of the other nodes, if several share the model.
 

@@ -43,7 +43,7 @@ from moesched.trace.recording import (
 )
 
 MOST_BYTES = 1_000_000_000
-"""The most bytes of a decompressed trace; a trace of 500,000 tasks has about half of that."""
+"""Largest number of bytes of a decompressed trace; a trace of 500,000 tasks has about half of that."""
 
 MOST_RANKS = 1024
 

@@ -45,7 +45,7 @@ class HasPeak(Protocol):
 
     @property
     def peak(self) -> int:
-        """The most bytes that were reserved in the memory at once."""
+        """Largest number of bytes that were reserved in the memory at once."""
 
 
 class RankRecord:

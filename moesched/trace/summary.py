@@ -71,7 +71,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
         seconds: time from the recording's start to the end of its last task.
         tasks, edges, failed, cancelled: numbers of tasks, of dependencies, of failed tasks and of cancelled tasks.
         nbytes_moved: bytes of all transfers of pages.
-        peak_bytes: the most bytes that any rank's plan reserves, by memory.
+        peak_bytes: the largest number of bytes that any rank's plan reserves, by memory.
     """
 
     seconds: float

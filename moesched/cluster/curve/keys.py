@@ -15,7 +15,7 @@ KEY_LENGTH = 40
 """Characters of a key as text (Z85: five characters for four bytes)."""
 
 MOST_BYTES = 4096
-"""The most bytes that are read of a key file."""
+"""Largest number of bytes that are read of a key file."""
 
 PUBLIC_NAME, SECRET_NAME = "moesched.key", "moesched.secret"
 

@@ -9,7 +9,7 @@ import zmq
 from zmq.utils import z85
 
 LOGGED = 100
-"""The most refusals that are logged, so that a flood of them does not fill the disk."""
+"""Largest number of refusals that are logged, so that a flood of them does not fill the disk."""
 
 _ENDPOINT = "inproc://zeromq.zap.01"
 

@@ -24,13 +24,13 @@ Value = int | float | bool | str | tuple[int | float | bool | str, ...]
 """A value of the metadata; a tuple is an array."""
 
 MOST_HEADER_BYTES = 32 << 20
-"""Most bytes of a header; the header of Gemma 4, with its vocabulary, has 16 MB."""
+"""Largest number of bytes of a header; the header of Gemma 4, with its vocabulary, has 16 MB."""
 MOST_KEYS = 1 << 12
 MOST_ITEMS = 1 << 20
-"""Most items of an array; Gemma 4 has 515,000 merges."""
+"""Largest number of items of an array; Gemma 4 has 515,000 merges."""
 LONGEST_KEY = 1 << 16
 LONGEST_TEXT = 1 << 20
-"""Most bytes of a text; the longest published chat templates have 30 kB."""
+"""Largest number of bytes of a text; the longest published chat templates have 30 kB."""
 MOST_DIMENSIONS = 4
 
 MAGIC = int.from_bytes(b"GGUF", "little")

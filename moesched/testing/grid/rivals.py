@@ -21,7 +21,7 @@ from moesched.system.whole_file import whole_file
 from moesched.testing.grid.cells import Cell, simulate_cell
 
 MOST_BYTES = 1_000_000
-"""The most bytes that the cache file may have."""
+"""Largest number of bytes that the cache file may have."""
 
 
 class _Kept(msgspec.Struct):
