@@ -45,7 +45,7 @@ class Sample(NamedTuple):
         return Weights(blocks, self.weights.layer)
 
     def run(self, bound: Bound, rows: range) -> Tensor:
-        """Call a bound kernel on a range of rows; returns its results (rows, X), float64."""
+        """Call a bound kernel on a range of rows; returns its results (rows, width of a result), float64."""
         return self.call(bound, rows).double()
 
 

@@ -37,7 +37,7 @@ def hand_out(job: Callable[[], JobReport], given: ReportArguments, trace: Path |
             ending.error = ending.error or unwritten
     if given.json:
         print_json(report.as_dict())
-    elif ending.error is None or not _is_the_policys(ending.error):
+    elif ending.error is None or not _is_a_bug(ending.error):
         print_report(report, trace)
         if ending.error is None:
             say_where(trace, given.page)
@@ -57,8 +57,8 @@ def say_where(trace: Path | str | None, html: Path | None) -> None:
         say(f"\nreport: {html}; open it in a browser")
 
 
-def _is_the_policys(error: Exception) -> bool:
-    """Test whether an error is a fault of the policy or of this program; the report is then not printed."""
+def _is_a_bug(error: Exception) -> bool:
+    """Test whether an error is a bug of the policy or of moesched; others are bad input, or a device or node that failed."""
     return isinstance(error, PolicyError) or not isinstance(error, MoeschedError)
 
 

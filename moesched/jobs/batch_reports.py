@@ -54,10 +54,14 @@ class BatchReports:
         return self.all[number].interrupted or self.all[number].failure is not None
 
     def merge(self, *, requests: int, batches: int, padded: bool = False) -> JobReport:
-        """Merge all batches' reports, and set `padded` in the result; requests that did not run have no tokens.
+        """Merge the reports of the batches that ran into one; requests that did not run have no tokens in it.
+
+        Args:
+            requests, batches: numbers of requests and of batches of the whole job, whether they ran or not.
+            padded: whether prompts were padded to the longest.
 
         Raises:
-            KeyboardInterrupt: not even the first batch has a report.
+            KeyboardInterrupt: the run was interrupted before the first batch had a report.
             Exception: the error of a batch, or of writing its trace, with the merged report as its attribute `report`.
         """
         if not self.all:

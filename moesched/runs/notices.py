@@ -62,10 +62,10 @@ class Notices:
         return self._came.popleft()
 
     def carry(self, transport: Transport, task: Collective) -> None:
-        """Carry out a notice's task over a transport, on the thread of its lane.
+        """Run a task of the network's lane: the first node broadcasts its notice, the others receive and keep it.
 
         Raises:
-            TransportError: `Transport.broadcast` raised it, or the bytes that came are no notice.
+            TransportError: the broadcast failed, or the bytes that came are no notice.
         """
         exchange = Exchange(task.ticket, task.signature, task.step)
         if self._node == FIRST:

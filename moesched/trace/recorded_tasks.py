@@ -232,7 +232,7 @@ class _Numbers:
 def _numbers(
     tasks: Sequence[Task], lanes: Mapping[Lane, LaneName], joins: Sequence[Sequence[Join]]
 ) -> list[_Numbers]:
-    """Return a table of each rank's tasks and joins, which gives the indices in `tasks` by task id.
+    """Return for each rank the indices in `tasks` of its tasks, by task id, and the tasks that its joins stand for.
 
     Args:
         joins: the joins of each rank, in program order.

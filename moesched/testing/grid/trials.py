@@ -84,7 +84,7 @@ class UnevenTimes:
         self._seed = seed
 
     def work(self, work: Work) -> Demand:
-        """Return the time and resources that a task takes on the machine, with the time multiplied by a random factor."""
+        """Return the time, multiplied by a random factor, and the resources that a task takes on the machine."""
         demand = self._cost.work(work)
         same = (self._seed, work.kind, work.resource, work.flops, work.nbytes, work.tokens)
         chosen = Random(blake2b(repr(same).encode(), digest_size=8).digest())
