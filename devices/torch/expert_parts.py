@@ -140,7 +140,7 @@ class ExpertRunner:
         return self._bound(expert, rows, weights)[0]
 
     def _groups(self, parts: Sequence[Part], expert: int | None, weights: Weights) -> Iterator[list[Part]]:
-        """Yield groups of neighbouring parts whose rows have the same bits in one call for all as in calls of their own.
+        """Yield groups of neighbouring parts whose rows have the same bits in one call as in calls of their own.
 
         expert: None for the shared expert.
         """

@@ -58,7 +58,7 @@ def say_where(trace: Path | str | None, html: Path | None) -> None:
 
 
 def _is_a_bug(error: Exception) -> bool:
-    """Test whether an error is a bug of the policy or of moesched; others are bad input, or a device or node that failed."""
+    """Test whether an error is a bug of the policy or of moesched, not bad input or a failed device."""
     return isinstance(error, PolicyError) or not isinstance(error, MoeschedError)
 
 
