@@ -44,7 +44,10 @@ class PromptArguments(Options):
         """
         from moesched.inputs.prompts import parse_prompt_ids
 
-        if sum((bool(self.prompt), self.prompts is not None, self.prompt_ids is not None)) != 1:
+        ways = sum((bool(self.prompt), self.prompts is not None, self.prompt_ids is not None))
+        if not ways:
+            raise BadInput("there is no prompt: give --prompt TEXT, --prompts FILE or --prompt-ids IDS")
+        if ways > 1:
             raise BadInput("give prompts in one way: --prompt, --prompts or --prompt-ids")
         if self.prompts is not None:
             return options.read_prompt_file(self.prompts)
