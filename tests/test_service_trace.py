@@ -104,6 +104,13 @@ def test_the_time_until_a_request_arrives_is_part_of_its_first_step_and_stays_in
     assert not any("wait" in each.change for each in told.helps)
 
 
+def test_costs_say_what_tasks_share_on_a_machine_on_which_they_slow_each_other_down() -> None:
+    policy, recorder = make_policy("expert_cache"), Recorder()
+    plan = plan_run(load_machine("m2-ultra"), weight_layout(SMALL), CAPACITY.fullest(), policy)
+    simulate_serving(ServingSetup(plan, policy, CAPACITY, ListedArrivals(asked(1))), recorder=recorder)
+    assert any(cost.shares for cost in recorder.recording().costs.values())
+
+
 def test_a_trace_that_cannot_be_written_is_refused_before_the_model_is_loaded(tmp_path: Path) -> None:
     folder = small_model(tmp_path / "small")
     for trace in (tmp_path / "missing" / "trace.json", folder / "trace.json"):

@@ -86,10 +86,13 @@ def simulate_serving(
     )
     runs: list[ServedRun[Engine, Any]] = [run, *followers]
     ranks = [Rank(plan, setup.policy, device), *peers]
+    sharing = lanes_contend(plan) if sharing is None else sharing
+    if recorder is not None:
+        recorder.sharing = sharing
     driver = VirtualDriver(
         [each.engine for each in runs],
         cost or cost_model(plan.machine, plan.layout.dtype),
-        sharing=lanes_contend(plan) if sharing is None else sharing,
+        sharing=sharing,
         perform=_decided(plan, routing, preview_accuracy) if device is None else _computed(ranks, runs),
         observers=observers_of(runs, observers, recorder),
         delays={
