@@ -185,7 +185,12 @@ GEMMA = {"hidden_size_per_layer_input": 0, "global_head_dim": 32}
         ("glm4_moe", OTHERWISE_ROUTED | {"first_k_dense_replace": 2}),
         ("glm4_moe", OTHERWISE_ROUTED | {"attention_bias": True, "use_qk_norm": True, "n_shared_experts": 2}),
         ("deepseek_v2", LATENT | {"q_lora_rank": None, "first_k_dense_replace": 1}),
-        ("deepseek_v3", LATENT | {"q_lora_rank": 8, "n_group": 2, "topk_group": 1}),
+        (
+            "deepseek_v3",
+            LATENT
+            | {"q_lora_rank": 8, "n_group": 2, "topk_group": 1}
+            | {"layer_types": ["full_attention"] * 6},
+        ),
         ("qwen3_next", LINEAR | {"num_hidden_layers": 8, "attention_bias": True}),
         ("qwen3_5_moe_text", LINEAR | {"layer_types": ["linear_attention", "full_attention"] * 3}),
         ("gemma4_text", GEMMA),

@@ -18,6 +18,7 @@ class DeepSeekKeys(SimulatedKeys, kw_only=True):
     """The keys of config.json that are read for DeepSeek-V3 and its descendants, with their defaults."""
 
     neutral = SimulatedKeys.neutral | {"attention_bias": (False,), "mlp_bias": (False,)}
+    kinds = ("full_attention",)
 
     vocab_size: int = 129280
     hidden_size: int = 7168
