@@ -16,7 +16,7 @@ from damaged_weights import damage
 from moesched import plugins
 from moesched.devices.lagging.device import LaggingDevice, LaggingGpu
 from moesched.devices.torch.device import TorchDevice
-from moesched.errors import BadInput
+from moesched.errors import BadInput, OutOfMemory
 from moesched.machines import Machine, load_machine
 from moesched.models.checkpoint import Checkpoint, open_checkpoint
 from moesched.models.layout import weight_layout
@@ -34,6 +34,7 @@ from moesched.serving.arrivals import ListedArrivals
 from moesched.serving.capacity import Capacity
 from moesched.serving.live import LiveArrivals
 from moesched.serving.request import Request
+from moesched.steps.plan import Plan
 from moesched.testing.served_checks import random_departures
 from served_requests import (
     CAPACITY,
@@ -330,6 +331,21 @@ def test_requests_may_still_be_added_after_a_run_that_waited_was_given_up() -> N
     asyncio.run(give_up())
     arrivals.add(request(0))
     assert arrivals.news(0).came == [request(0)]
+
+
+class Full(TorchDevice):
+    """A device for whose KV cache there is no memory."""
+
+    def serve(self, plan: Plan) -> None:
+        raise MemoryError
+
+
+def test_a_server_that_the_system_refuses_memory_says_what_its_plan_takes(checkpoint: Checkpoint) -> None:
+    policy, device = make_policy("resident"), Full(checkpoint, LAYOUT)
+    setup = ServingSetup(planned(policy, device=device), policy, CAPACITY, ListedArrivals(asked(1)))
+    with pytest.raises(OutOfMemory, match="the plan takes"):
+        serve_on(device, setup)
+    device.close()
 
 
 def test_a_device_that_runs_batches_only_is_refused_with_a_remedy(checkpoint: Checkpoint) -> None:

@@ -22,6 +22,7 @@ from moesched.routing.router_forecast import RouterForecast
 from moesched.routing.served import ServedRouting
 from moesched.runs.decisions import simulated_decisions
 from moesched.runs.notices import NOTICE
+from moesched.runs.out_of_memory import memory_refusals
 from moesched.runs.ranks import OnDevices, Rank, clock_of
 from moesched.runs.served_parts import (
     ServedRun,
@@ -150,6 +151,7 @@ def serve_on(
 
     Raises:
         BadInput: the device serves no requests that join and leave, or there is a reason as in `simulate_serving`.
+        OutOfMemory: the system gave no more memory.
         TaskFailed: another node is lost, or a task failed.
     """
     serves = _serves(device)
@@ -169,7 +171,7 @@ def serve_on(
         observers=observers_of([run], observers, recorder),
         clock=clock_of(device),
     )
-    with closed_at_end([run]):
+    with closed_at_end([run]), memory_refusals(setup.plan):
         serves.serve(setup.plan)
         run_on_own_loop(partial(driver.run, run.main.run()))
     if recorder is not None:
