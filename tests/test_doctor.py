@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import socket
 import subprocess
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from moesched.devices.torch.cuda_device import refusal
 from moesched.devices.torch.inspection import library_bytes, lockable_bytes, mapping_refusal
 from moesched.doctor.cluster_facts import cluster_facts, port_state
 from moesched.doctor.cluster_probes import probe_cluster
-from moesched.doctor.endings import begins, judge_peak
+from moesched.doctor.endings import begins, judge_peak, settable_limit
 from moesched.doctor.examination import examine
 from moesched.doctor.facts import (
     ClockFacts,
@@ -172,6 +173,11 @@ def test_no_alarm_is_raised_for(facts: Facts) -> None:
     assert examine(facts).troubles == []
     assert not judge_peak("memory", 10 * GB, 11 * GB).is_trouble
     assert judge_peak("memory", 10 * GB, 12 * GB).is_trouble
+
+
+def test_a_trial_with_little_memory_keeps_below_the_system_s_own_limit() -> None:
+    assert settable_limit(6 * GB, 5 * GB) == 5 * GB
+    assert settable_limit(6 * GB, resource.RLIM_INFINITY) == settable_limit(6 * GB, 7 * GB) == 6 * GB
 
 
 @pytest.mark.parametrize("name", PLANTED)

@@ -191,7 +191,13 @@ def _finished(
 
 
 def _limit_address_space(nbytes: int) -> None:
-    resource.setrlimit(resource.RLIMIT_AS, (nbytes, nbytes))
+    limit = settable_limit(nbytes, resource.getrlimit(resource.RLIMIT_AS)[1])
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+def settable_limit(nbytes: int, most: int) -> int:
+    """Return a limit of `nbytes`, or the hard limit `most` if that is lower: only root may go beyond it."""
+    return nbytes if most == resource.RLIM_INFINITY else min(nbytes, most)
 
 
 def _last(text: str) -> str:
