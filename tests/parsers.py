@@ -52,8 +52,7 @@ from moesched.runs.notices import pack_notice, read_notice
 from moesched.server.bodies import read_body
 from moesched.server.errors import ApiError
 from moesched.server.fields import ChatRequest, CompletionRequest
-from moesched.server.messages import BadFrame as BadServerFrame
-from moesched.server.messages import Frames, Logprob, ToFront, Token
+from moesched.server.messages import BadServerFrame, Frames, Logprob, ToFront, Token
 from moesched.server.messages import frame as server_frame
 from moesched.sweeps.axes import Sweep, merged, read_sweep
 from moesched.sweeps.store import Store

@@ -136,7 +136,7 @@ def test_beams_share_the_full_blocks_of_a_prompt() -> None:
     assert cached_tokens_of_beams(40, 10, 4) == 32 + 4 * 32
     batch = Batch((40, 8), 10, ((0,), (1,)), beams=4)
     assert batch.cache_tokens == (32 + 4 * 32) + 4 * 32
-    assert batch.longest_at_end([0, 1]) == [4 * 64, 4 * 32]
+    assert batch.unshared_at_end([0, 1]) == [4 * 64, 4 * 32]
 
 
 def test_a_width_that_memory_does_not_reach_is_told_with_one_that_fits(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from moesched.calibration.extent import (
     LARGE,
     QUICK,
     THOROUGH,
-    Extent,
+    CalibrationExtent,
     OperationExtent,
     Prompts,
     Runs,
@@ -53,7 +53,7 @@ LARGER = small_model("larger", hidden=64, intermediate=64, heads=4, head_dim=16,
 BETWEEN = small_model("between", hidden=48, intermediate=56, heads=4, head_dim=16, vocabulary=80)
 
 BFLOAT16_RUNS = Runs(models=(MODEL, LARGER), steps=3, resident=2, fresh=1, serial=1, together=1)
-QUICKEST = Extent(
+QUICKEST = CalibrationExtent(
     name="quickly",
     operations=OperationExtent(
         rounds=1,

@@ -21,7 +21,7 @@ from moesched.devices.kernels.seam import Bound, Case, Kernel
 from moesched.devices.kernels.table import KernelTable
 from moesched.devices.native.compiled import availability, instruction_sets
 from moesched.devices.native.kernels import NativeKernels
-from moesched.devices.torch.expert_parts import ExpertRunner, Part, tiles_of
+from moesched.devices.torch.expert_parts import ExpertPart, ExpertRunner, tiles_of
 from moesched.models.footprint import EXPERT_TILE
 from small_models import SMALL
 
@@ -97,9 +97,9 @@ def test_parts_of_an_expert_s_rows_have_the_bits_of_the_whole(experts: Experts, 
     weights = random_expert(experts.dtype)
     span = range(3, 3 + rows)
     whole, parts = torch.zeros_like(x_nD), torch.zeros_like(x_nD)
-    experts.apply_part(Part(x_nD, whole, span, span), 0, weights)
+    experts.apply_part(ExpertPart(x_nD, whole, span, span), 0, weights)
     for wanted in partition(Random(rows), rows, most=5):
-        part = Part(x_nD, parts, span, span[wanted.start : wanted.stop])
+        part = ExpertPart(x_nD, parts, span, span[wanted.start : wanted.stop])
         experts.apply_part(part, 0, weights)
     assert torch.equal(parts, whole)
 
@@ -111,11 +111,11 @@ def test_rows_of_several_micro_batches_have_the_bits_of_each(experts: Experts) -
     batches = [torch.randn(count, HIDDEN).to(experts.dtype) for count in counts]
     alone = [torch.zeros_like(x_nD) for x_nD in batches]
     for x_nD, y_nD in zip(batches, alone, strict=True):
-        experts.apply_part(Part(x_nD, y_nD, range(len(x_nD)), range(len(x_nD))), 0, weights)
+        experts.apply_part(ExpertPart(x_nD, y_nD, range(len(x_nD)), range(len(x_nD))), 0, weights)
     experts.rows.clear()
     experts.cores.clear()
     together = [torch.zeros_like(x_nD) for x_nD in batches]
-    parts = [Part(x, y, range(len(x)), range(len(x))) for x, y in zip(batches, together, strict=True)]
+    parts = [ExpertPart(x, y, range(len(x)), range(len(x))) for x, y in zip(batches, together, strict=True)]
     experts.apply(parts, 0, weights)
     assert all(map(torch.equal, together, alone))
     if experts.has_kernel:
@@ -146,7 +146,7 @@ def test_the_kernel_writes_an_expert_s_outputs_where_they_belong() -> None:
         matrices = [weights[f"experts.0.{name}"] for name in ("gate", "up", "down")]
         expected[3:7] = threads.expert(x_nD[3:10], *matrices)[:4]
         experts = Experts(torch.bfloat16, threads)
-        part = Part(x_nD, y_nD, range(3, 10), range(3, 7))
+        part = ExpertPart(x_nD, y_nD, range(3, 10), range(3, 7))
         with NewTensors() as new:
             experts.apply([part], 0, weights)
     assert new.made == []

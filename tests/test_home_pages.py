@@ -21,11 +21,11 @@ from moesched.devices.lagging.pinned import is_read_only
 from moesched.devices.shared.page_reader import PageReader
 from moesched.devices.torch.compute import Compute
 from moesched.devices.torch.device import TorchDevice
-from moesched.devices.torch.held_pages import HeldPage, Refused
+from moesched.devices.torch.held_pages import CannotHold, HeldPage
 from moesched.devices.torch.locked_memory import locked_bytes
 from moesched.devices.torch.mapped_home import MappedHome
 from moesched.devices.torch.page_copies import PageCopies
-from moesched.devices.torch.registered_files import BLOCK, RegisteredFiles, Span, spans_of
+from moesched.devices.torch.registered_files import BLOCK, FileSpan, RegisteredFiles, spans_of
 from moesched.errors import MoeschedError
 from moesched.machines import Machine
 from moesched.machines.toml_text import machine_toml
@@ -343,7 +343,7 @@ def test_a_refusal_half_way_undoes_the_registrations_before(
     home.hold(pages, ignore_progress)
     gpu.pinned.most_registered = sum(gpu.pinned.registered.values()) - 1
     home.hold((), ignore_progress)
-    with pytest.raises(Refused, match=r"CUDA registers no .* of .*safetensors \(error 2\)"):
+    with pytest.raises(CannotHold, match=r"CUDA registers no .* of .*safetensors \(error 2\)"):
         home.hold(pages, ignore_progress)
     assert not gpu.pinned.registered
 
@@ -366,10 +366,10 @@ def test_a_file_that_the_system_has_no_memory_to_map_is_refused_in_favour_of_the
     checkpoint: Checkpoint, gpu: LaggingGpu
 ) -> None:
     file, files = weights_of(checkpoint), RegisteredFiles(2, GPU_DEVICE)
-    span = Span(file, 0, 4 * BLOCK)
+    span = FileSpan(file, 0, 4 * BLOCK)
     files.keep([span])
     refused = r"mapping \d+ bytes of .*: Cannot allocate memory; give the container .* map_files=false"
-    with hole(files[file].bytes.data_ptr() + BLOCK), pytest.raises(Refused, match=refused):
+    with hole(files[file].bytes.data_ptr() + BLOCK), pytest.raises(CannotHold, match=refused):
         files.register([span], ignore_progress)
     assert not gpu.pinned.registered
     files.close()
@@ -394,10 +394,10 @@ def test_neighbouring_ranges_of_a_file_are_one_span() -> None:
         (one, 9 * BLOCK, 2 * BLOCK),
     ]
     assert spans_of(ranges) == [
-        Span(one, 0, 2 * BLOCK),
-        Span(one, 3 * BLOCK, 4 * BLOCK),
-        Span(one, 9 * BLOCK, 11 * BLOCK),
-        Span(other, 0, BLOCK),
+        FileSpan(one, 0, 2 * BLOCK),
+        FileSpan(one, 3 * BLOCK, 4 * BLOCK),
+        FileSpan(one, 9 * BLOCK, 11 * BLOCK),
+        FileSpan(other, 0, BLOCK),
     ]
 
 

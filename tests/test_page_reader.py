@@ -17,7 +17,7 @@ from structlog.testing import capture_logs
 
 from moesched.devices.shared.arena import ALIGNMENT, Arena, aligned_bytes
 from moesched.devices.shared.direct_file import MOST_BYTES, DirectFile, parts_of
-from moesched.devices.shared.page_reader import PageReader, Part
+from moesched.devices.shared.page_reader import PagePart, PageReader
 from moesched.errors import BadInput, MoeschedError
 from moesched.models.checkpoint import Checkpoint, open_checkpoint
 from moesched.models.host_buffers import CACHE_LINE
@@ -175,7 +175,7 @@ def test_a_page_is_copied_to_offsets_that_are_multiples_of_a_cache_line(
         for page in layout.pages:
             reader.read(page, arena.slot(0))
             off += sum(each.offset % CACHE_LINE > 0 for each in reader.location(page).placements)
-            for piece, offset in reader.pieces(page, [Part(0, arena.slot(0))]):
+            for piece, offset in reader.pieces(page, [PagePart(0, arena.slot(0))]):
                 arena.slot(1)[offset : offset + len(piece)] = piece
             views = reader.views(arena.slot(1), page, aligned=True)
             for extent in page.extents:

@@ -25,7 +25,7 @@ from ..shared.page_reader import DTYPES
 from . import samples
 from .guarded import Guarded
 from .layer_weights import Tensor, Weights
-from .resources import Resources, as_it_is, host_indices, host_upload
+from .resources import Resources, host_indices, host_upload, uncaptured
 from .samples import Cut, Sample
 from .seam import OPERATIONS, Case, Kernel
 from .table import KernelTable
@@ -132,7 +132,7 @@ def cpu_resources(config: ModelConfig, dtype: torch.dtype, threads: NativeKernel
         device=torch.device("cpu"),
         indices=host_indices,
         upload=host_upload,
-        captured=as_it_is,
+        captured=uncaptured,
         use_cores_for=lambda rows, weights: None,
         team=None,
         threads=threads,

@@ -37,7 +37,7 @@ def host_upload(numbers: Sequence[int], into: torch.Tensor) -> None:
     into.view(-1)[: len(numbers)] = host_indices(numbers)
 
 
-def as_it_is(run: Bound, operation: str, memory: Workspace) -> Bound:
+def uncaptured(run: Bound, operation: str, memory: Workspace) -> Bound:
     """Return the bound kernel unchanged: the `Resources.captured` of devices that replay no graphs."""
     return run
 

@@ -20,7 +20,7 @@ from moesched.models.networks import FeedForward
 from . import operators, qkv_functions
 from .kernel_weights import EXPERT_PARTS
 from .layer_weights import Tensor, Weights
-from .resources import Resources, as_it_is
+from .resources import Resources, uncaptured
 from .seam import Bound, Case, RouterOutput
 from .triton_attention_rows import (
     TritonAttention,
@@ -207,7 +207,7 @@ class TritonMoELayer(TritonKernel):
 
     def __init__(self, resources: Resources) -> None:
         super().__init__(resources)
-        parts = replace(resources, captured=as_it_is)
+        parts = replace(resources, captured=uncaptured)
         self._project = TritonOutputProjection(parts)
         self._route = TritonRoute(parts)
 

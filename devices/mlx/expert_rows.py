@@ -12,7 +12,7 @@ from moesched.models.footprint import EXPERT_TILE
 from ..kernels.mlx_functions import MANY_ROWS, Array, Rows, group_by_expert
 
 
-class Span(NamedTuple):
+class TiledRows(NamedTuple):
     """A range of an expert's rows, and the range of the whole tiles that contain these rows.
 
     Tiles are computed whole, because the last bits of a product may depend on its other rows.
@@ -49,7 +49,7 @@ class ExpertRows:
         self._outputs: dict[int, dict[int, Array]] = {}
         """The outputs of experts that ran, by expert, and for each expert by the first row of the range that ran."""
 
-    def span(self, expert: int, start: int = 0, stop: int | None = None) -> Span:
+    def span(self, expert: int, start: int = 0, stop: int | None = None) -> TiledRows:
         """Select an expert's rows from `start` to before `stop`, counted from the expert's first row; by default all.
 
         stop: None for the end of the expert's rows.
@@ -57,16 +57,16 @@ class ExpertRows:
         rows = range(self.counts[expert])[start:stop]
         first = rows.start // EXPERT_TILE * EXPERT_TILE
         last = min(self.counts[expert], -(-rows.stop // EXPERT_TILE) * EXPERT_TILE)
-        return Span(expert, rows, range(first, last))
+        return TiledRows(expert, rows, range(first, last))
 
-    def tiles(self, span: Span) -> Array:
+    def tiles(self, span: TiledRows) -> Array:
         """Return the input rows (rows, D) of the tiles of a span."""
         if self._rows_Tk is None:
             return self._x_TD
         first = sum(self.counts[: span.expert])
         return self.x_nD[first + span.tiles.start : first + span.tiles.stop]
 
-    def keep(self, span: Span, y_nD: Array) -> Array:
+    def keep(self, span: TiledRows, y_nD: Array) -> Array:
         """Store the outputs of a span's rows, which `outputs` will return, and return these outputs.
 
         y_nD: the outputs of all rows of the span's tiles, of which only the span's rows are stored.

@@ -16,7 +16,7 @@ from ..kernels.seam import RouterOutput
 from ..kernels.workspace import Workspace
 from ..runner.micro_batch import MicroBatchState
 from .evaluations import Evaluations
-from .expert_rows import ExpertRows, Span, rows_of_one, zeros
+from .expert_rows import ExpertRows, TiledRows, rows_of_one, zeros
 
 
 class MlxExperts:
@@ -91,7 +91,7 @@ class MlxExperts:
         stack, index = self._weights(task.operands).experts[task.expert]
         self._evaluations.later(task, self._run(stack, x_1D, rows_of_one(1, index, many=False)))
 
-    def _apply(self, rows: ExpertRows, span: Span, weights: Arrays) -> Array:
+    def _apply(self, rows: ExpertRows, span: TiledRows, weights: Arrays) -> Array:
         """Run an expert on the whole tiles of a span; returns the outputs of the span's rows."""
         stack, index = weights.experts[span.expert]
         x_nD = rows.tiles(span)

@@ -45,7 +45,7 @@ def _built() -> list[Path]:
 
 
 @cache
-def build() -> str:
+def library_checksum() -> str:
     """Return a checksum of the compiled library's file; empty if the library was not compiled."""
     return "".join(f"{crc32(path.read_bytes()):08x}" for path in _built()[:1])
 

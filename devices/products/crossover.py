@@ -24,7 +24,7 @@ from moesched.system.cache import cache_folder
 from moesched.system.decoding import decode_json
 from moesched.system.input_file import read_input
 
-from ..native.compiled import build
+from ..native.compiled import library_checksum
 from ..native.kernels import NativeKernels
 from ..shared.arena import aligned_bytes
 from .linear import Blocks, Tensor, linear
@@ -185,7 +185,7 @@ def _core_seconds(call: Call) -> float:
 def _here(instruction_set: str, shape: Shape, packed: bool) -> str:
     outputs, inputs = shape.measured
     torchs = f"{'packed' if packed else 'plain'} to {_tie(packed)}"
-    return f"{instruction_set}, {outputs} x {inputs}, {torchs}, torch {version('torch')}, kernels {build()}"
+    return f"{instruction_set}, {outputs} x {inputs}, {torchs}, torch {version('torch')}, kernels {library_checksum()}"
 
 
 def _file() -> Path:

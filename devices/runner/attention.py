@@ -18,7 +18,7 @@ WeightsOf = Callable[[Any], KernelWeights[Any]]
 """A function that returns the weights in a view of pages: the operands of a task."""
 
 
-def itself(hidden_TD: Any) -> Any:
+def identity(hidden_TD: Any) -> Any:
     """Return the hidden states unchanged: the residual on the first rank, and on a device without ranks."""
     return hidden_TD
 
@@ -42,7 +42,7 @@ class Attention:
         embedding: KernelWeights[Any],
         kernels: Binder,
         *,
-        residual_of: Callable[[Any], Any] = itself,
+        residual_of: Callable[[Any], Any] = identity,
         keeps_attended: bool = False,
     ) -> None:
         self._states = states

@@ -36,7 +36,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 _log = Log(__name__)
 
 
-class Part(NamedTuple):
+class PagePart(NamedTuple):
     """Consecutive bytes of a page in memory (uint8); `at` is their offset in bytes in a slot."""
 
     at: int
@@ -122,7 +122,7 @@ class PageReader:
         """Return the number of bytes that a page takes in a slot."""
         return round_up(max(self._locations[page.id].nbytes, page.nbytes))
 
-    def pieces(self, page: Page, parts: Sequence[Part]) -> Iterator[tuple[torch.Tensor, int]]:
+    def pieces(self, page: Page, parts: Sequence[PagePart]) -> Iterator[tuple[torch.Tensor, int]]:
         """Yield the bytes of a page in pieces, each with its offset in bytes in the weight layout, ascending.
 
         Offsets in the layout are multiples of a cache line, while weights in files may start anywhere: products on GPUs

@@ -10,7 +10,7 @@ import torch
 from moesched.models.layout import EXTENT_ALIGNMENT, Page
 
 from ..products.linear import NamedBlocks, Tensor
-from ..shared.page_reader import PageReader, Part
+from ..shared.page_reader import PagePart, PageReader
 from .compute import Compute
 
 
@@ -54,7 +54,7 @@ class AdjacentPages:
         staging: the page's bytes as they were read from the files.
         """
         memory = self._slots[page.id]
-        for piece, offset in self._reader.pieces(page, [Part(0, staging)]):
+        for piece, offset in self._reader.pieces(page, [PagePart(0, staging)]):
             memory[offset : offset + len(piece)].copy_(piece)
         return self._reader.views(memory, page, aligned=True)
 

@@ -9,7 +9,7 @@ import torch
 from moesched.models.layout import WeightLayout
 from moesched.system.cores import CorePlan, divided_cores, usable_cores
 
-from ..kernels.resources import Indices, Upload, as_it_is, host_indices, host_upload
+from ..kernels.resources import Indices, Upload, host_indices, host_upload, uncaptured
 from ..kernels.torch_kernels import TorchKernels
 from ..products.bfloat16_support import has_bfloat16
 from ..products.row_tiles import CODE_BYTES
@@ -92,7 +92,7 @@ class Compute:
             return
         self._threads_before = torch.get_num_threads()
         upload: Upload = host_upload
-        captured = self.replays.captured if self.replays else as_it_is
+        captured = self.replays.captured if self.replays else uncaptured
         if not self.on_cpu:
             ring = NumberRing(self.accelerator)
             self.indices, upload = ring.indices, ring.upload

@@ -16,7 +16,7 @@ from ..kernels.seam import Bound, Kernel
 from ..products.linear import Tensor
 
 
-class Part(NamedTuple):
+class ExpertPart(NamedTuple):
     """The rows of one micro-batch that a task computes with an expert.
 
     Attributes:
@@ -81,7 +81,7 @@ class ExpertRunner:
         self._kernels = kernels
         self._on_host = on_host
 
-    def apply(self, parts: Sequence[Part], expert: int | None, weights: Weights) -> None:
+    def apply(self, parts: Sequence[ExpertPart], expert: int | None, weights: Weights) -> None:
         """Run an expert on rows of one or several micro-batches, and write the outputs to each part's `y_nD`.
 
         Each micro-batch's outputs have the same bits as if the expert ran on this micro-batch alone. A kernel whose
@@ -92,7 +92,7 @@ class ExpertRunner:
             expert: the expert's number; None for the shared expert.
             weights: the weights of the layer.
         """
-        few: list[Part] = []
+        few: list[ExpertPart] = []
         for part in parts:
             if (
                 len(parts) > 1
@@ -113,7 +113,7 @@ class ExpertRunner:
             for part, output_nD in zip(group, y_nD.split([len(part.rows) for part in group]), strict=True):
                 part.y_nD[part.rows.start : part.rows.stop] = output_nD
 
-    def apply_part(self, part: Part, expert: int | None, weights: Weights) -> None:
+    def apply_part(self, part: ExpertPart, expert: int | None, weights: Weights) -> None:
         """Run an expert on the wanted rows of `part.x_nD`, and write its outputs to the same rows of `part.y_nD`."""
         x_nD, y_nD, rows, wanted = part
         for tile, kept in tiles_of(rows, wanted):
@@ -139,12 +139,14 @@ class ExpertRunner:
     def _kernel(self, expert: int | None, rows: int, weights: Weights) -> Kernel:
         return self._bound(expert, rows, weights)[0]
 
-    def _groups(self, parts: Sequence[Part], expert: int | None, weights: Weights) -> Iterator[list[Part]]:
+    def _groups(
+        self, parts: Sequence[ExpertPart], expert: int | None, weights: Weights
+    ) -> Iterator[list[ExpertPart]]:
         """Yield groups of neighbouring parts whose rows have the same bits in one call as in calls of their own.
 
         expert: None for the shared expert.
         """
-        group: list[Part] = []
+        group: list[ExpertPart] = []
         for part in parts:
             rows = sum(len(each.rows) for each in [*group, part])
             together = rows <= EXPERT_TILE and self._kernel(expert, rows, weights).independent

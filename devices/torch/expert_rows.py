@@ -12,7 +12,7 @@ from moesched.models.networks import FeedForward
 from ..kernels.expert_functions import sorted_by_expert
 from ..products.linear import Tensor
 from .exchange_rows import RoutedRows
-from .expert_parts import Part
+from .expert_parts import ExpertPart
 
 
 class HostRows:
@@ -58,7 +58,7 @@ class ExpertRows:
         self._outputs = x_TD.new_empty(rows + tokens, x_TD.shape[1])
         self.y_nD = self._outputs[:rows]
         self.shared = (
-            Part(x_TD, self._outputs[rows:], range(tokens), range(tokens)) if network.shared else None
+            ExpertPart(x_TD, self._outputs[rows:], range(tokens), range(tokens)) if network.shared else None
         )
         self.weights_Tk = weights_Tk
         self._shared_scale = network.shared_scale
@@ -97,10 +97,10 @@ class ExpertRows:
         """Return the range of an expert's rows in `x_nD` and `y_nD`; an empty range if it has none."""
         return self._rows.get(expert, range(0))
 
-    def part(self, expert: int, start: int = 0, stop: int | None = None) -> Part:
+    def part(self, expert: int, start: int = 0, stop: int | None = None) -> ExpertPart:
         """Select an expert's rows from `start` to before `stop`, counted from the expert's first row; by default all.
 
         stop: None for the end of the expert's rows.
         """
         rows = self.of(expert)
-        return Part(self.x_nD, self.y_nD, rows, rows[start:stop])
+        return ExpertPart(self.x_nD, self.y_nD, rows, rows[start:stop])

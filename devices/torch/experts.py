@@ -21,7 +21,7 @@ from ..runner.observers import DeviceObservers
 from ..shared.coded import plain_block
 from .at_once import AtOnce
 from .compute import Compute
-from .expert_parts import ExpertRunner, Part, tiles_of
+from .expert_parts import ExpertPart, ExpertRunner, tiles_of
 from .expert_rows import ExpertRows
 
 
@@ -119,7 +119,7 @@ class TorchExperts:
             read.
         """
         weights = self._weights(task.operands)
-        parts: list[Part] = [
+        parts: list[ExpertPart] = [
             self._states[micro_batch].rows.part(task.expert, start, stop)
             for micro_batch, start, stop in task.expert_rows
         ]
@@ -140,7 +140,7 @@ class TorchExperts:
     def warm_expert(self, task: Task) -> None:
         """Run one expert on a row of zeros, only to read its weights."""
         x_1D = torch.zeros_like(self._states[task.micro_batch].rows.x_nD[:1])
-        part = Part(x_1D, torch.empty_like(x_1D), range(1), range(1))
+        part = ExpertPart(x_1D, torch.empty_like(x_1D), range(1), range(1))
         self._runner.apply([part], task.expert, self._weights(task.operands))
 
     def _is_shared_out(self, weights: Weights, expert: int, rows: int) -> bool:
@@ -163,7 +163,7 @@ def _counting(rows: ExpertRows, read: Callable[..., Mapping[int, int]], *arrays:
     return counts
 
 
-def activations(parts: Iterable[Part], expert: int, weights: Weights) -> list[Tensor]:
+def activations(parts: Iterable[ExpertPart], expert: int, weights: Weights) -> list[Tensor]:
     """Compute an expert's activations SiLU(gate x) on the wanted rows of each part, for an observer.
 
     Returns:

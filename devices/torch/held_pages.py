@@ -11,7 +11,7 @@ from moesched.seams import Progress
 
 from ..products.linear import Tensor
 from ..shared.arena import aligned_bytes
-from ..shared.page_reader import PageReader, Part
+from ..shared.page_reader import PagePart, PageReader
 from .loading import load_each
 
 
@@ -23,16 +23,16 @@ class HeldPage(NamedTuple):
         locked: whether the memory is page-locked, so that a GPU copies from it directly.
     """
 
-    parts: Sequence[Part]
+    parts: Sequence[PagePart]
     locked: bool
 
     @classmethod
     def whole(cls, memory: Tensor, *, locked: bool) -> HeldPage:
         """Make a `HeldPage` of a page that is in one piece of memory."""
-        return cls((Part(0, memory),), locked)
+        return cls((PagePart(0, memory),), locked)
 
 
-class Refused(MoeschedError):
+class CannotHold(MoeschedError):
     """An error: the system cannot hold pages in some way, such as page-locked; the message has reason and remedy."""
 
 
@@ -60,7 +60,7 @@ class HeldPages:
         tell: is called with the progress.
 
         Raises:
-            Refused: the system locks no more memory.
+            CannotHold: the system locks no more memory.
             MoeschedError: a file cannot be read.
         """
         here, self._pages = self._pages, {}
@@ -71,7 +71,7 @@ class HeldPages:
         try:
             read = load_each(self._read, missing, sizes, self._threads, tell)
         except OutOfMemory as error:
-            raise Refused(str(error)) from error
+            raise CannotHold(str(error)) from error
         self._pages = kept | {page.id: held for page, held in zip(missing, read, strict=True)}
 
     def get(self, page: Page) -> HeldPage | None:

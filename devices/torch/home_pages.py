@@ -15,7 +15,7 @@ from moesched.system.logs import Log
 from ..shared.arena import aligned_bytes
 from ..shared.page_reader import PageReader
 from .compute import Compute
-from .held_pages import HeldPage, HeldPages, Refused
+from .held_pages import CannotHold, HeldPage, HeldPages
 from .locked_memory import locked_bytes
 from .mapped_home import MappedHome
 
@@ -115,7 +115,7 @@ class HomePages:
         self._free_all_but(way)
         try:
             way.hold(pages, tell)
-        except Refused as refusal:
+        except CannotHold as refusal:
             self._refused[name] = str(refusal)
             _log.warning(f"weights cannot be at home in {name}: trying a slower way", reason=str(refusal))
         return self._refused.get(name, "")

@@ -9,7 +9,7 @@ import torch
 from moesched.models.layout import Page
 from moesched.seams import Progress
 
-from ..shared.page_reader import PageReader, Part
+from ..shared.page_reader import PagePart, PageReader
 from .held_pages import HeldPage
 from .registered_files import RegisteredFiles, spans_of
 
@@ -48,7 +48,7 @@ class MappedHome:
         tell: is called with the progress of reading.
 
         Raises:
-            Refused: the system gives no lease on a file, or CUDA does not register it.
+            CannotHold: the system gives no lease on a file, or CUDA does not register it.
             MoeschedError: a file is shorter than it was, or cannot be read.
         """
         before, self._pages = self._pages, {}
@@ -81,7 +81,7 @@ class MappedHome:
 
     def _held(self, page: Page) -> HeldPage:
         parts = [
-            Part(run.at, self._files[run.file.path].bytes[run.offset : run.offset + run.nbytes])
+            PagePart(run.at, self._files[run.file.path].bytes[run.offset : run.offset + run.nbytes])
             for run in self._reader.location(page).runs
         ]
         return HeldPage(parts, locked=True)

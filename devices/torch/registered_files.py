@@ -14,7 +14,7 @@ from moesched.seams import Progress
 from moesched.units import format_bytes
 
 from ..shared.arena import ALIGNMENT
-from .held_pages import Refused
+from .held_pages import CannotHold
 from .loading import load_each
 from .locked_memory import PORTABLE, READ_ONLY, NotLocked, lock
 from .mapped_file import POPULATE_READ, MappedFile, system_takes
@@ -29,7 +29,7 @@ REMEDY = "run with --device-set map_files=false"
 """Advice for users who have to write to a file during a run."""
 
 
-class Span(NamedTuple):
+class FileSpan(NamedTuple):
     """A part of a file in whole blocks: from byte `start` to before byte `end`."""
 
     path: Path
@@ -52,7 +52,7 @@ class RegisteredFiles:
         self._threads = threads
         self._device = device
         self._files: dict[Path, MappedFile] = {}
-        self._registered: dict[Span, Callable[[], None]] = {}
+        self._registered: dict[FileSpan, Callable[[], None]] = {}
         """The function that unregisters each span."""
 
     @staticmethod
@@ -63,11 +63,11 @@ class RegisteredFiles:
     def __getitem__(self, path: Path) -> MappedFile:
         return self._files[path]
 
-    def keep(self, spans: Sequence[Span]) -> None:
+    def keep(self, spans: Sequence[FileSpan]) -> None:
         """Open the files of these spans; unregister all other spans, and close all other files.
 
         Raises:
-            Refused: the system gives no lease on a file.
+            CannotHold: the system gives no lease on a file.
         """
         for span in self._registered.keys() - set(spans):
             self._registered.pop(span)()
@@ -78,12 +78,12 @@ class RegisteredFiles:
             try:
                 self._files[path] = MappedFile(path, REMEDY)
             except OSError as error:
-                raise Refused(
+                raise CannotHold(
                     f"the system gives no lease on {path} ({error.strerror}): own the model's files, put them on a "
                     "local disk, and end programs that write to them"
                 ) from error
 
-    def register(self, spans: Sequence[Span], tell: Progress) -> None:
+    def register(self, spans: Sequence[FileSpan], tell: Progress) -> None:
         """Read the spans that are not registered yet into the page cache, and register them with CUDA.
 
         No two spans may have a block in common, and `keep` must have opened their files.
@@ -91,7 +91,7 @@ class RegisteredFiles:
         tell: is called with the progress of reading.
 
         Raises:
-            Refused: the system does not map a file or has no memory for it, or CUDA does not register it.
+            CannotHold: the system does not map a file or has no memory for it, or CUDA does not register it.
             MoeschedError: a file cannot be read.
         """
         fresh = [span for span in spans if span not in self._registered]
@@ -103,7 +103,7 @@ class RegisteredFiles:
         try:
             load_each(self._read, pieces, [nbytes for _, _, nbytes in pieces], self._threads, tell)
         except BadInput as error:
-            raise Refused(str(error)) from error
+            raise CannotHold(str(error)) from error
         for span in fresh:
             self._register(span)
 
@@ -115,27 +115,27 @@ class RegisteredFiles:
         path, start, nbytes = piece
         self._files[path].advise(start, nbytes, POPULATE_READ)
 
-    def _register(self, span: Span) -> None:
+    def _register(self, span: FileSpan) -> None:
         address, nbytes = self._files[span.path].bytes.data_ptr() + span.start, span.end - span.start
         try:
             self._registered[span] = lock(address, nbytes, self._device, PORTABLE | READ_ONLY)
         except NotLocked as refusal:
-            raise Refused(
+            raise CannotHold(
                 f"CUDA registers no {format_bytes(nbytes)} of {span.path} ({refusal}): put the model on a local disk, "
                 "update the driver, or give the container or virtual machine more memory"
             ) from refusal
 
 
-def spans_of(ranges: Iterable[tuple[Path, int, int]]) -> list[Span]:
+def spans_of(ranges: Iterable[tuple[Path, int, int]]) -> list[FileSpan]:
     """Return the fewest spans of whole blocks that cover ranges of files; no two of these spans touch.
 
     ranges: each with the file's path, the offset of the first byte, and the number of bytes.
     """
-    spans: list[Span] = []
+    spans: list[FileSpan] = []
     for path, offset, nbytes in sorted(ranges):
         start, end = offset // BLOCK * BLOCK, -(-(offset + nbytes) // BLOCK) * BLOCK
         if spans and spans[-1].path == path and start <= spans[-1].end:
             spans[-1] = spans[-1]._replace(end=max(end, spans[-1].end))
         else:
-            spans.append(Span(path, start, end))
+            spans.append(FileSpan(path, start, end))
     return spans

@@ -15,7 +15,7 @@ from moesched.tasks import Task
 
 from ..kernels.layer_weights import Weights
 from ..products.linear import Tensor
-from ..runner.attention import Attention, itself
+from ..runner.attention import Attention, identity
 from ..runner.micro_batch import MicroBatchState
 from ..runner.moe_layer import MoELayer
 from ..runner.next_tokens import Choice, NextTokens
@@ -77,7 +77,7 @@ class Topology:
 
     def rank(self, weights: GlobalWeights, rank: int, transport: Transport) -> Verbs:
         """Return the function of each verb for a rank that has a share of every matrix; exchanges complete the sums."""
-        attention, moe = self._halves(weights.embedding, torch.zeros_like if rank else itself)
+        attention, moe = self._halves(weights.embedding, torch.zeros_like if rank else identity)
         tokens, vocabulary = self._tokens(weights), self._plan.layout.config.vocabulary
         side = RankSide(rank, transport, vocabulary, self._states, tokens.logits, tokens.draw)
         own: Verbs = {
@@ -103,7 +103,7 @@ class Topology:
         return self._layers(attention, moe) | inferring(exchanges)
 
     def _halves(
-        self, embedding: Weights, residual_of: Callable[[Tensor], Tensor] = itself
+        self, embedding: Weights, residual_of: Callable[[Tensor], Tensor] = identity
     ) -> tuple[Attention, MoELayer]:
         """Make the objects that compute the two halves of a layer: attention, and the network of experts.
 

@@ -25,7 +25,7 @@ from ..kernels import attention_functions
 from ..kernels.layer_weights import Weights
 from ..kernels.resources import host_indices
 from ..products.linear import Tensor
-from ..runner.attention import Attention, itself
+from ..runner.attention import Attention, identity
 from ..runner.micro_batch import MicroBatchState
 from ..runner.moe_layer import MoELayer
 from ..runner.next_tokens import Choice, NextTokens
@@ -153,7 +153,7 @@ class WarmUp(ExpertWarmUp):
             self._shown,
             global_weights.embedding,
             kernels,
-            residual_of=torch.zeros_like if rank else itself,
+            residual_of=torch.zeros_like if rank else identity,
             keeps_attended=True,
         )
         self._moe = MoELayer(

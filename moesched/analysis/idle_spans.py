@@ -37,12 +37,12 @@ _CAUSES: dict[Why, Cause] = {
 }
 
 
-class Part(NamedTuple):
-    """A stretch of an idle span, with its cause.
+class IdlePart(NamedTuple):
+    """A part of an idle span, with its cause.
 
     Attributes:
-        task: index, in `recording.slices`, of the task that ran during the stretch; with cause "policy" or "host",
-            of the task that started after the stretch; with cause "finished", -1.
+        task: index, in `recording.slices`, of the task that ran during the part; with cause "policy" or "host",
+            of the task that started after the part; with cause "finished", -1.
     """
 
     cause: Cause
@@ -56,17 +56,17 @@ class IdleSpan(NamedTuple):
     Attributes:
         before: index of the task that started at the end of the span; -1 if the lane had no further task.
         waited_for: index of the task that `before` waited for last; -1 if there is none.
-        parts: stretches that add up to the span, latest first.
+        parts: times that add up to the span, latest first.
     """
 
     start: int
     end: int
     before: int
     waited_for: int
-    parts: list[Part]
+    parts: list[IdlePart]
 
     @property
-    def main(self) -> Part:
+    def main(self) -> IdlePart:
         """The longest part of the span."""
         return max(self.parts, key=lambda part: part.nanoseconds)
 
@@ -79,12 +79,12 @@ def idle_spans(recording: Recording, waits: Sequence[Wait]) -> dict[LaneName, li
         since = free[each.lane]
         if each.start > since:
             parts = list(_parts(recording, waits, index, since))
-            spans[each.lane].append(IdleSpan(since, each.start, index, waits[index].before, parts))
+            spans[each.lane].append(IdleSpan(since, each.start, index, waits[index].waited_for, parts))
         free[each.lane] = max(since, each.end)
     end = recording.end
     for lane, since in free.items():
         if end > since:
-            spans[lane].append(IdleSpan(since, end, -1, -1, [Part("finished", -1, end - since)]))
+            spans[lane].append(IdleSpan(since, end, -1, -1, [IdlePart("finished", -1, end - since)]))
     return spans
 
 
@@ -93,7 +93,7 @@ def cause_of(before: Slice, why: Why) -> Cause:
     return "router" if why == "await" and before.task.verb in ROUTERS else _CAUSES[why]
 
 
-def _parts(recording: Recording, waits: Sequence[Wait], index: int, since: int) -> Iterator[Part]:
+def _parts(recording: Recording, waits: Sequence[Wait], index: int, since: int) -> Iterator[IdlePart]:
     """Yield the parts of a lane's idle span, latest first; the span ends at the start of the task at `index`.
 
     Args:
@@ -101,7 +101,7 @@ def _parts(recording: Recording, waits: Sequence[Wait], index: int, since: int) 
     """
     slices = recording.slices
     until = slices[index].start
-    first = waits[index].before
+    first = waits[index].waited_for
     lasting: Cause | None = None
     while until > since:
         wait = waits[index]
@@ -109,16 +109,16 @@ def _parts(recording: Recording, waits: Sequence[Wait], index: int, since: int) 
         for cause, nanoseconds in between:
             spent = min(nanoseconds, until - since)
             if spent > 0:
-                yield Part(cause, index, spent)
+                yield IdlePart(cause, index, spent)
                 until -= spent
-        if wait.before < 0:
+        if wait.waited_for < 0:
             return
-        before = slices[wait.before]
+        before = slices[wait.waited_for]
         cause = lasting or cause_of(before, wait.why)
-        if wait.before == first and cause in LASTING:
+        if wait.waited_for == first and cause in LASTING:
             lasting = cause
         begun = max(before.start, since)
         if begun < until:
-            yield Part(cause, wait.before, until - begun)
+            yield IdlePart(cause, wait.waited_for, until - begun)
             until = begun
-        index = wait.before
+        index = wait.waited_for

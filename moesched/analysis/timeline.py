@@ -58,7 +58,7 @@ class Block(msgspec.Struct):
     task: TaskInfo | None
 
 
-class Row(NamedTuple):
+class LaneRow(NamedTuple):
     """The blocks of one lane in a window, in order of time.
 
     Attributes:
@@ -78,7 +78,7 @@ class Timeline(NamedTuple):
     """
 
     window: Window
-    rows: list[Row]
+    rows: list[LaneRow]
     layers: list[tuple[int, int]]
 
 
@@ -204,7 +204,7 @@ def timeline_of(recording: Recording, window: Window, lanes: Collection[str] = (
         if lane.name in lanes or (blocks and not lanes):
             cancelled = [each.time for each in recording.cancelled if each.lane == lane]
             inside = [time - window.start for time in cancelled if window.start <= time < window.end]
-            rows.append(Row(title, blocks, inside))
+            rows.append(LaneRow(title, blocks, inside))
     return Timeline(window, rows, list(_layer_starts(recording, window)))
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from moesched.analysis.families import COLOURS, Family
 from moesched.analysis.pictures import drawing, require_picture, write_picture
-from moesched.analysis.timeline import Block, Row, Timeline, merged
+from moesched.analysis.timeline import Block, LaneRow, Timeline, merged
 from moesched.analysis.timeline_labels import (
     INK,
     LABEL_POINTS,
@@ -249,7 +249,7 @@ def _draw_layers(axes: Axes, run: TitledTimeline, top: float, per_inch: float) -
             )
 
 
-def _draw_row(axes: Axes, row: Row, middle: float, least: float, per_inch: float) -> None:
+def _draw_row(axes: Axes, row: LaneRow, middle: float, least: float, per_inch: float) -> None:
     """Draw the blocks of a lane as one row.
 
     Args:

@@ -23,7 +23,7 @@ from statistics import median
 import msgspec
 
 from moesched import plugins
-from moesched.calibration.extent import QUICK, THOROUGH, Extent
+from moesched.calibration.extent import QUICK, THOROUGH, CalibrationExtent
 from moesched.calibration.model_runs import ModelRuns
 from moesched.calibration.operation_times import (
     DISK,
@@ -75,7 +75,7 @@ def calibrate_machine(
     return calibrate_into(out, THOROUGH if thorough else QUICK, progress or counted_in_cell("calibrating"))
 
 
-def calibrate_into(file: Path | None, extent: Extent, progress: Progress | None = None) -> Machine:
+def calibrate_into(file: Path | None, extent: CalibrationExtent, progress: Progress | None = None) -> Machine:
     """Measure this machine and write its machine file; returns the measured machine.
 
     Args:
@@ -127,7 +127,7 @@ class Calibration:
         extent: the operations and models to measure, and the number of rounds.
     """
 
-    def __init__(self, folder: Path, extent: Extent) -> None:
+    def __init__(self, folder: Path, extent: CalibrationExtent) -> None:
         self._folder = folder
         self._extent = extent
         self._probe: DeviceProbe = plugins.load(PROBE, "the probe")(usable_cores())

@@ -70,7 +70,7 @@ class Runs(msgspec.Struct, frozen=True, kw_only=True):
     together: int = 0
 
 
-class Extent(msgspec.Struct, frozen=True, kw_only=True):
+class CalibrationExtent(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that a calibration measures.
 
     Attributes:
@@ -120,7 +120,7 @@ MIDDLE = small_model(
 )
 """Model for float32: between the sizes of the other two models, products change from one core to all cores."""
 
-THOROUGH = Extent(
+THOROUGH = CalibrationExtent(
     name="thoroughly",
     operations=OperationExtent(),
     batches=(
@@ -139,7 +139,7 @@ THOROUGH = Extent(
 )
 """The thorough extent; it takes three to four minutes on two cores."""
 
-QUICK = Extent(
+QUICK = CalibrationExtent(
     name="quickly",
     operations=OperationExtent(
         rounds=2,

@@ -194,7 +194,7 @@ def _machine(
         },
         links=[_link(times, *ends) for ends in LINKS if ends != STAGING],
         staging=Staging(
-            bandwidth=staging.bandwidth.best, latency=staging.latency, sustained=staging.bandwidth.share
+            bandwidth=staging.bandwidth.best, latency=staging.latency, sustained=staging.bandwidth.sustained
         ),
         roles=Roles(accelerator=GPU, host=CPU, weights=HOST),
         cost_table=gpu_rates.table(times, probe.half),
@@ -215,7 +215,7 @@ def _processor(
         rates: measured rates by name; the rate of products is missing, since it follows from `times`.
     """
     found = {dtype: gpu_rates.products(times, name, dtype) for dtype in extent.dtypes}
-    shares = [rate.share for rate in found.values()]
+    shares = [rate.sustained for rate in found.values()]
     products = Estimate(
         low=min(share.low for share in shares),
         expected=median(share.expected for share in shares),
@@ -237,7 +237,7 @@ def _link(times: gpu_rates.Times, source: str, destination: str) -> Link:
         destination=destination,
         bandwidth=rate.bandwidth.best,
         latency=rate.latency,
-        sustained=rate.bandwidth.share,
+        sustained=rate.bandwidth.sustained,
     )
 
 

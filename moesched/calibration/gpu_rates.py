@@ -24,21 +24,21 @@ LAUNCHES_OF_A_KERNEL = 1.5
 Times = Mapping[Operation, Sequence[float]]
 
 
-class SharedRate(NamedTuple):
-    """The best of several measured rates; `share` is the median, lowest and highest rate relative to the best."""
+class MeasuredRate(NamedTuple):
+    """The best of several measured rates; `sustained` is the median, lowest and highest rate relative to the best."""
 
     best: float
-    share: Estimate
+    sustained: Estimate
 
 
 class LinkRate(NamedTuple):
     """A link's measured bandwidth in bytes per second, and its latency: the seconds of a transfer of no bytes."""
 
-    bandwidth: SharedRate
+    bandwidth: MeasuredRate
     latency: float
 
 
-def products(times: Times, processor: str, dtype: str) -> SharedRate:
+def products(times: Times, processor: str, dtype: str) -> MeasuredRate:
     """Return the FLOP/s of products on a processor, with the largest measured number of rows.
 
     Raises:
@@ -49,7 +49,7 @@ def products(times: Times, processor: str, dtype: str) -> SharedRate:
     rates = [
         2.0 * each.outputs * each.inputs * each.rows / seconds for each, seconds in found if each.rows == most
     ]
-    return shared(rates, f"products in {dtype} on the {processor}")
+    return measured_rate(rates, f"products in {dtype} on the {processor}")
 
 
 def weights(times: Times, processor: str, launch: float, bandwidth: float) -> Estimate:
@@ -117,12 +117,12 @@ def link(times: Times, source: str, destination: str) -> LinkRate:
         (large - small) / max(LEAST_SECONDS, after - before)
         for before, after in zip(short, long, strict=True)
     ]
-    bandwidth = shared(rates, f"copies from {source} to {destination}")
+    bandwidth = measured_rate(rates, f"copies from {source} to {destination}")
     latency = max(0.0, median(short) - small / median(rates))
     return LinkRate(bandwidth, rounded(latency))
 
 
-def require_cold(copies: SharedRate, memory: float) -> None:
+def require_cold(copies: MeasuredRate, memory: float) -> None:
     """Refuse measured copies within a memory that were faster than the memory can read and write.
 
     Args:
@@ -173,7 +173,7 @@ def speed_beside(alone: Sequence[float], together: Sequence[float]) -> float:
     return rounded(min(1.0, median(before / after for before, after in zip(alone, together, strict=True))))
 
 
-def shared(rates: Sequence[float], what: str) -> SharedRate:
+def measured_rate(rates: Sequence[float], what: str) -> MeasuredRate:
     """Return the best of several rates, and the median, lowest and highest rate relative to the best.
 
     Args:
@@ -185,7 +185,7 @@ def shared(rates: Sequence[float], what: str) -> SharedRate:
     if not rates:
         raise BadInput(f"no {what} were measured")
     best = rounded(max(rates))
-    return SharedRate(best, estimate([rate / best for rate in rates]))
+    return MeasuredRate(best, estimate([rate / best for rate in rates]))
 
 
 def estimate(figures: Sequence[float]) -> Estimate:

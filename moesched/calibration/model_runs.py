@@ -9,7 +9,7 @@ from pathlib import Path
 
 from moesched import plugins
 from moesched.calibration.exercise import Exercise, FinishedTasks, Mode
-from moesched.calibration.extent import Extent
+from moesched.calibration.extent import CalibrationExtent
 from moesched.calibration.operation_times import DISK
 from moesched.calibration.task_times import Source, TaskTimes
 from moesched.calibration.timing import Call, Step
@@ -37,7 +37,7 @@ class ModelRuns:
         extent: the models, the prompts and the numbers of runs.
     """
 
-    def __init__(self, folder: Path, extent: Extent) -> None:
+    def __init__(self, folder: Path, extent: CalibrationExtent) -> None:
         self.tasks = TaskTimes()
         self.rates: dict[tuple[str, str], list[float]] = {}
         self._folder = folder

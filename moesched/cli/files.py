@@ -21,7 +21,7 @@ def require_files(command: Callable[..., Any], arguments: Mapping[str, Any]) -> 
         arguments: the command's arguments, by parameter.
 
     Raises:
-        BadInput: as `require_apart`.
+        BadInput: as `require_safe_outputs`.
     """
     from moesched.inputs.files import texts_in
 
@@ -34,10 +34,10 @@ def require_files(command: Callable[..., Any], arguments: Mapping[str, Any]) -> 
             written += [Output(option.writes, path, option.numbered) for path in texts_in(value)]
         else:
             named += texts_in(value)
-    require_apart(written, named)
+    require_safe_outputs(written, named)
 
 
-def require_apart(written: Sequence[Output], named: Iterable[str]) -> None:
+def require_safe_outputs(written: Sequence[Output], named: Iterable[str]) -> None:
     """Check that output files can be written, and differ from each other and from all files that other options name.
 
     Args:
@@ -54,4 +54,4 @@ def require_apart(written: Sequence[Output], named: Iterable[str]) -> None:
             raise BadInput(
                 f"cannot write {output.kind} {output.path}: standard output has the command's results: name a file"
             )
-    files.require_apart(written, named)
+    files.require_safe_outputs(written, named)

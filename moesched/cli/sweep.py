@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 from moesched.analysis.pictures import require_picture
 from moesched.cli.command import Several, command
 from moesched.cli.failures import FAILED, tell
-from moesched.cli.files import require_apart
+from moesched.cli.files import require_safe_outputs
 from moesched.cli.output import Bar, print_json, say
 from moesched.cli.sweep_options import SweepArguments
 from moesched.cli.tables import print_table
@@ -140,7 +140,7 @@ def _check_outputs(given: SweepArguments, file: Path | None, asked: Sweep) -> Pa
     outputs = {"results": out, "picture": given.plot, "Parquet file": given.parquet}
     written = [Output(kind, path) for kind, path in outputs.items() if path is not None]
     named = [str(value) for values in asked.axes.values() for value in values]
-    require_apart(written, [*named, str(file or "")])
+    require_safe_outputs(written, [*named, str(file or "")])
     return out
 
 

@@ -44,7 +44,7 @@ def _command(model: Path, device: str, *more: str) -> list[str]:
     return [*run, *more]
 
 
-def check_ledger(model: Path, device: str) -> Finding:
+def check_memory(model: Path, device: str) -> Finding:
     """Run a model, and check that the peak memory of the run's process is not far above the prediction.
 
     On devices that do not predict the memory of the whole process, the finding says so.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from moesched.doctor.endings import check_interrupt, check_lack_of_memory, check_ledger, judge_peak
+from moesched.doctor.endings import check_interrupt, check_lack_of_memory, check_memory, judge_peak
 from moesched.doctor.examination import cuda_facts, library_bytes, metal_facts
 from moesched.doctor.facts import Facts
 from moesched.doctor.findings import Finding
@@ -42,7 +42,7 @@ def try_device(device: str, facts: Facts, progress: Progress) -> list[Finding]:
         findings = list(judge_runs(found, one_processor=device != "cuda", expected=expected))
         findings += _peaks(device, found, libraries)
         progress(0, 3, "the memory of a run")
-        findings.append(check_ledger(model, name))
+        findings.append(check_memory(model, name))
         progress(1, 3, "a run without memory")
         findings.append(check_lack_of_memory(model, name, facts, folder))
         progress(2, 3, "a run that is interrupted")

@@ -12,7 +12,7 @@ from moesched.system.input_file import is_file
 from moesched.system.outputs import Output, require_outputs
 
 
-def require_apart(written: Sequence[Output], named: Iterable[str]) -> None:
+def require_safe_outputs(written: Sequence[Output], named: Iterable[str]) -> None:
     """Check that output files can be written, and that none is another output or a file that an option names.
 
     Args:

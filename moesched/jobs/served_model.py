@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from moesched.inputs.defaults import POLICY
-from moesched.inputs.files import require_apart
+from moesched.inputs.files import require_safe_outputs
 from moesched.inputs.lookup import find_machine
 from moesched.jobs.served_options import ServedOptions
 from moesched.jobs.service_trace import RequestSpans, last_steps_of, write_service_trace
@@ -108,7 +108,7 @@ def served_model(
         BadInput: an option cannot be used, or no plan fits.
     """
     given.admission_rule()
-    require_apart([Output("trace", given.trace)], files_named(given))
+    require_safe_outputs([Output("trace", given.trace)], files_named(given))
     checkpoint = open_checkpoint(Path(given.model))
     context = context_of(given.context, min(CONTEXT, checkpoint.config.max_positions), checkpoint.config)
     require_plan(given, checkpoint.config, context)

@@ -10,7 +10,7 @@ from typing import Annotated
 from moesched.errors import BadInput
 from moesched.inputs.budgets import assumed_process
 from moesched.inputs.defaults import POLICY
-from moesched.inputs.files import require_apart
+from moesched.inputs.files import require_safe_outputs
 from moesched.jobs.options import BestPolicyOptions, ScenarioOptions, TraceOptions
 from moesched.jobs.scenario import Scenario, find_scenario
 from moesched.jobs.served_options import REQUESTS, ArrivalsOptions
@@ -79,7 +79,7 @@ def simulate_arrivals(given: ServedScenarioOptions) -> ServiceReport:
         PolicyError: the policy submitted something illegal; it is raised at the policy's line.
     """
     _require_servable(given)
-    require_apart([Output("trace", given.trace)], files_named(given))
+    require_safe_outputs([Output("trace", given.trace)], files_named(given))
     objectives = None if given.slo is None else parse_objectives(given.slo)
     scenario = find_scenario(given)
     requests = _requests(scenario, given)

@@ -10,7 +10,7 @@ import msgspec
 
 from moesched.analysis.helps import FEWEST_STEPS, MOST_TASKS
 from moesched.errors import BadInput
-from moesched.inputs.files import require_apart, texts_in
+from moesched.inputs.files import require_safe_outputs, texts_in
 from moesched.jobs.batch_reports import NotTraced
 from moesched.jobs.options import OutputOptions
 from moesched.jobs.report import JobReport
@@ -107,7 +107,7 @@ def require_outputs_apart(outputs: OutputOptions, *more: Options | Path) -> None
         BadInput: an output cannot be written, is an input, or is in a model's folder.
     """
     written = [Output("trace", outputs.trace, numbered=True), Output("report", outputs.html, numbered=True)]
-    require_apart(written, [name for each in (outputs, *more) for name in files_named(each)])
+    require_safe_outputs(written, [name for each in (outputs, *more) for name in files_named(each)])
 
 
 def files_named(given: Options | Path) -> Iterator[str]:

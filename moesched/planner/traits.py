@@ -197,8 +197,8 @@ class TraitProbe:
             chunk=self._chunk,
             most=self._most,
             shared=self._shared,
-            each=self._each.share(cost),
-            resident=None if self._resident is None else self._resident.share(cost),
+            each=self._each.cost(cost),
+            resident=None if self._resident is None else self._resident.cost(cost),
         )
 
 
@@ -282,11 +282,11 @@ class _Needs:
             host, accelerator = plan.memory("host").name, plan.memory("accelerator").name
             self._link.append((share, made.move(host, accelerator, nbytes)[1]))
 
-    def share(self, cost: CostModel) -> MicroBatchCost:
+    def cost(self, model: CostModel) -> MicroBatchCost:
         """Return the micro-batch's cost by a cost model."""
 
         def seconds(works: Sequence[_LayerWork]) -> float:
-            return sum(share * cost.work(work).seconds for share, work in works)
+            return sum(share * model.work(work).seconds for share, work in works)
 
         return MicroBatchCost(
             link=seconds(self._link) / self._stages,

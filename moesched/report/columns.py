@@ -162,7 +162,7 @@ def _waits(columns: Columns, recording: Recording) -> dict[str, Any]:
     waits = waits_of(recording)
     return {
         "waits": {
-            "before": columns.add("i32", (wait.before for wait in waits)),
+            "before": columns.add("i32", (wait.waited_for for wait in waits)),
             "why": columns.add("u8", (WHY.index(wait.why) for wait in waits)),
             "policy": columns.add("f64", (wait.policy for wait in waits)),
             "host": columns.add("f64", (wait.host for wait in waits)),

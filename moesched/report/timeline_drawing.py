@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from moesched.analysis.families import COLOURS, MEANINGS, Family
-from moesched.analysis.timeline import Row, Timeline, merged
+from moesched.analysis.timeline import LaneRow, Timeline, merged
 from moesched.report.markup import element, text
 
 WIDTH, ROW, BAR, NAMES = 900, 20, 14, 130
@@ -31,7 +31,7 @@ def timeline_drawing(timeline: Timeline) -> str:
     return drawing + _legend(timeline)
 
 
-def _row(row: Row, top: int, scale: float) -> Iterator[str]:
+def _row(row: LaneRow, top: int, scale: float) -> Iterator[str]:
     yield _words(row.title, 0, top + BAR - 3)
     bars: dict[Family, list[str]] = {}
     for block in merged(row.blocks, LEAST / scale):

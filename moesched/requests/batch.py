@@ -67,7 +67,7 @@ class Batch(msgspec.Struct, frozen=True):
             ]
         return [cached_tokens_of_beams(prompts[request], new_tokens, beams) for request in requests]
 
-    def longest_at_end(self, requests: Iterable[int]) -> list[int]:
+    def unshared_at_end(self, requests: Iterable[int]) -> list[int]:
         """Return the tokens that each request would take in the KV cache at the end, if its beams shared no blocks."""
         beams, new_tokens = self.beams, self.new_tokens
         return [beams * cached_tokens(self.prompts[request] + new_tokens) for request in requests]

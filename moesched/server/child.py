@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
 from moesched.server.link import EngineLink
-from moesched.server.messages import BadFrame, Starting
+from moesched.server.messages import BadServerFrame, Starting
 from moesched.system.children import tied_child
 
 PATIENCE_SECONDS = 5.0
@@ -73,7 +73,7 @@ class _FromEngine(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         try:
             self._link.feed(data)
-        except BadFrame as error:
+        except BadServerFrame as error:
             self._process.kill()  # nobody understands it any more
             self._link.end(f"it wrote {error}")
 

@@ -124,7 +124,7 @@ class LoadMeter:
             self._send([Starting("loading weights", self._done, self._pages)])
 
 
-class Inbox:
+class Receiver:
     """Takes messages from the front, the HTTP process, and passes requests on to the engine's run."""
 
     def __init__(self, arrivals: LiveArrivals, capacity: Capacity, send: Send) -> None:
@@ -220,8 +220,8 @@ def run(options: dict[str, Any], source: int, send: Send) -> None:
 
     with served_model(ServedOptions(**options), plans) as model:
         arrivals, capacity = LiveArrivals(), model.planned.capacity
-        inbox = Inbox(arrivals, capacity, send)
-        threading.Thread(target=inbox.read, args=(source,), name="reads the front", daemon=True).start()
+        receiver = Receiver(arrivals, capacity, send)
+        threading.Thread(target=receiver.read, args=(source,), name="reads the front", daemon=True).start()
         sender = TokenSender(send, ready(model), capacity)
         meter = LoadMeter(send, model.pages_to_load)
         model.serve(arrivals, sender, observers=[meter])

@@ -130,7 +130,7 @@ class EngineLink:
         """Decode bytes that the engine wrote, and put the decoded messages into the mailboxes of those who wait.
 
         Raises:
-            BadFrame: the bytes are no frame.
+            BadServerFrame: the bytes are no frame.
         """
         for message in self._frames.feed(data):
             self._take(message)  # type: ignore[arg-type]  # frames of the engine have nothing else

@@ -157,7 +157,7 @@ ToEngine: TypeAlias = Ask | Leave | Close
 ToFront: TypeAlias = Starting | Ready | Token | Refused | Broken | State | Failed
 
 
-class BadFrame(MoeschedError):
+class BadServerFrame(MoeschedError):
     """A frame is too long, or is no list of messages."""
 
 
@@ -185,13 +185,13 @@ class Frames:
         """Yield the messages that are complete with these bytes.
 
         Raises:
-            BadFrame: the bytes are no frame.
+            BadServerFrame: the bytes are no frame.
         """
         self._bytes += data
         while len(self._bytes) >= LENGTH.size:
             (length,) = LENGTH.unpack_from(self._bytes)
             if length > MOST_FRAME_BYTES:
-                raise BadFrame(f"a frame of {length} bytes: the longest has {MOST_FRAME_BYTES}")
+                raise BadServerFrame(f"a frame of {length} bytes: the longest has {MOST_FRAME_BYTES}")
             end = LENGTH.size + length
             if len(self._bytes) < end:
                 return
@@ -200,4 +200,4 @@ class Frames:
             try:
                 yield from self._decoder.decode(body)
             except msgspec.MsgspecError as error:
-                raise BadFrame(f"a frame that is no list of messages: {error}") from error
+                raise BadServerFrame(f"a frame that is no list of messages: {error}") from error

@@ -148,7 +148,7 @@ class BatchBytes(ReadOnly):
         loads: whether keys and values are loaded from the host.
         """
         operations, batch = self._operations, self._batch
-        ends = list(map(batch.longest_at_end, batch.micro_batches))
+        ends = list(map(batch.unshared_at_end, batch.micro_batches))
         blocks = max(map(sum, ends)) // KV_BLOCK_TOKENS
         kept, decode, longest = self._kept, max(self._decode_rows), max(map(max, ends)) // batch.beams
         if batch.served:

@@ -217,7 +217,7 @@ class Reservations(ReadOnly):
     def _layer_caches(self) -> tuple[int, ...]:
         """For each micro-batch, the bytes that the largest KV cache of any layer has at the end of the generation."""
         batch, kinds = self._batch, self._operations.kinds.values()
-        longest = map(batch.longest_at_end, batch.micro_batches)
+        longest = map(batch.unshared_at_end, batch.micro_batches)
         return tuple(max(kind.held_bytes(each, batch.beams) for kind in kinds) for each in longest)
 
     def cache_bytes(self, micro_batches: Iterable[int], layers: Iterable[int]) -> int:

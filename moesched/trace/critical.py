@@ -35,7 +35,7 @@ def critical_path(recording: Recording, waits: Sequence[Wait] | None = None) -> 
     index = max(range(len(slices)), key=lambda each: (slices[each].end, each))
     while index >= 0:
         hops.append(Hop(slices[index], waits[index]))
-        index = waits[index].before
+        index = waits[index].waited_for
     return hops[::-1]
 
 

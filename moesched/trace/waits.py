@@ -17,15 +17,15 @@ class Wait(NamedTuple):
     """The last thing that a task waited for before it started.
 
     Attributes:
-        before: index of the slice (a task that ran) that this task waited for; -1 if it waited for none.
-        why: "data": this task reads the result of the task `before`; "room": this task overwrites weights that `before`
-            used; "lane": `before` occupied the lane; "rank": `before` held up another rank's part of a collective;
-            "await": the policy awaited `before`, and then submitted this task; "start": `before` is -1.
-        policy: nanoseconds in which the policy ran, after the task `before` or the start of the recording.
+        waited_for: index of the slice (a task that ran) that this task waited for; -1 if it waited for none.
+        why: "data": this task reads the other's result; "room": this task overwrites weights that the other used;
+            "lane": the other occupied the lane; "rank": the other held up another rank's part of a collective;
+            "await": the policy awaited the other, and then submitted this task; "start": `waited_for` is -1.
+        policy: nanoseconds in which the policy ran, after the other task or the start of the recording.
         host: nanoseconds from then to the start of this task, in which the driver ran and the lane's thread woke up.
     """
 
-    before: int
+    waited_for: int
     why: Why
     policy: int
     host: int
