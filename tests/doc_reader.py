@@ -29,7 +29,7 @@ ROOT = Path(__file__).parent.parent
 GROUPS = [f"moesched.{kind}" for kind in get_args(plugins.Kind)]
 """Groups of entry points."""
 TARGETS = re.findall(r"^([\w-]+):.* ## ", (ROOT / "Makefile").read_text(), re.MULTILINE)
-ORDINARY = {".", "cd", "curl", "echo", "git", "lm_eval", "ln", "mkdir", "pip", "pytest"}
+ORDINARY = {".", "cd", "curl", "echo", "git", "lm_eval", "ln", "mkdir", "openssl", "pip", "pytest"}
 """Programs whose arguments are left to the reader."""
 
 
