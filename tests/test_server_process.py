@@ -10,6 +10,7 @@ import socket
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import openai
 import pytest
@@ -306,6 +307,33 @@ def test_a_client_that_reads_is_given_the_whole_answer() -> None:
         writer.close()
 
     connected(use)
+
+
+@pytest.mark.parametrize("leaves", [False, True], ids=["its answer read", "left before"])
+def test_a_connection_that_has_ended_leaves_nothing_to_the_garbage_collector(leaves: bool) -> None:
+    made: list[ref[TimedProtocol]] = []
+
+    class Watched(TimedProtocol):
+        def __init__(self, *args: Any, **keywords: Any) -> None:
+            super().__init__(*args, **keywords)
+            made.append(ref(self))
+
+    async def use(connect: Connect, state: ServerState) -> None:
+        reader, writer = await connect()
+        writer.write(b"GET / HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
+        await (reader.readexactly(10) if leaves else reader.read())
+        writer.close()
+        await writer.wait_closed()
+        while state.connections or state.tasks:
+            await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert [each() for each in made] == [None]
+
+    gc.disable()
+    try:
+        connected(use, Watched)
+    finally:
+        gc.enable()
 
 
 def head_of(length: int) -> bytes:

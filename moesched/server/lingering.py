@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
+
+import h11
 
 from moesched.server.gathering import GatheringTransport
 
@@ -19,18 +20,16 @@ class LingeringTransport:
 
     Args:
         transport: what the connection writes to.
-        is_within_request: tests whether the client has its answer, but may still send the rest of its request.
+        conn: the connection's state; the protocol itself would be a cycle, left to the garbage collector.
         most_dropped: bytes that may come after `close`; more of them end the connection at once.
 
     Attributes:
         drops: whether arriving bytes are dropped; the connection then ends when the client closes it, or by `abort`.
     """
 
-    def __init__(
-        self, transport: GatheringTransport, is_within_request: Callable[[], bool], most_dropped: int
-    ) -> None:
+    def __init__(self, transport: GatheringTransport, conn: h11.Connection, most_dropped: int) -> None:
         self._transport = transport
-        self._is_within_request = is_within_request
+        self._conn = conn
         self._left = most_dropped
         self.drops = False
 
@@ -58,3 +57,8 @@ class LingeringTransport:
         self._left -= len(data)
         if self._left < 0:
             self._transport.abort()
+
+    def _is_within_request(self) -> bool:
+        """Test whether the client has its answer, but seems not to have sent its whole request."""
+        answered = self._conn.our_state in (h11.DONE, h11.MUST_CLOSE, h11.CLOSED)
+        return answered and self._conn.their_state in (h11.SEND_BODY, h11.ERROR)

@@ -37,7 +37,7 @@ class TimedProtocol(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
         """Begin to wait for a request on a new connection."""
         gathering = GatheringTransport(transport)
-        self._lingering = LingeringTransport(gathering, self._is_within_request, self.most_dropped)
+        self._lingering = LingeringTransport(gathering, self.conn, self.most_dropped)
         super().connection_made(self._lingering)  # type: ignore[arg-type]  # it passes on what it has not itself
         self._expect_request()
 
@@ -96,11 +96,6 @@ class TimedProtocol(H11Protocol):
         """Close the connection once the client has read the bytes that wait, or after `write_seconds`."""
         self.transport.close()
         self._write_timer = self.loop.call_later(self.write_seconds, self.transport.abort)
-
-    def _is_within_request(self) -> bool:
-        """Test whether the client has its answer, but seems not to have sent its whole request."""
-        answered = self.conn.our_state in (h11.DONE, h11.MUST_CLOSE, h11.CLOSED)
-        return answered and self.conn.their_state in (h11.SEND_BODY, h11.ERROR)
 
     def _expect_request(self) -> None:
         """Start the timer if a request is arriving or awaited, else stop it; uvicorn times idle connections."""
