@@ -39,12 +39,18 @@ def kept_on_device(task: Task, other: Task, *, data: bool = False) -> bool:
 
 def leave_to_device(task: Task) -> list[Task]:
     """Move the waits of a task's followers on the same device from the host to the device; return these followers."""
-    domain, followers = task.lane.domain, task.followers or ()
-    released = [other for other in followers if other.lane.domain == domain]
-    task.followers = [other for other in followers if other.lane.domain != domain]
-    _edges(task).behind = [*released]
-    for other in released:
-        _wait_there(other, task)
+    domain = task.lane.domain
+    released: list[Task] = []
+    kept: list[Task] = []
+    for other in task.followers or ():
+        if other.lane.domain == domain:
+            released.append(other)
+            _wait_there(other, task)
+        else:
+            kept.append(other)
+    task.followers = kept
+    if released:
+        _edges(task).behind = [*released]
     return released
 
 
@@ -63,9 +69,11 @@ def _wait_there(task: Task, other: Task) -> None:
 
 def wait_on_host(task: Task) -> bool:
     """Have a task settle only after the tasks before it on its device; return whether one of these is unsettled."""
-    unsettled = [other for other in before_on_device(task) if other.state < DONE]
-    for other in unsettled:
-        assert other.followers is not None
-        other.followers.append(task)
-    task.waits = len(unsettled)
-    return bool(unsettled)
+    unsettled = 0
+    for other in before_on_device(task):
+        if other.state < DONE:
+            assert other.followers is not None
+            other.followers.append(task)
+            unsettled += 1
+    task.waits = unsettled
+    return unsettled > 0

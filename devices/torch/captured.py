@@ -22,6 +22,9 @@ from ..kernels.seam import Bound
 WARM_CALLS = 2
 """Equal calls that run before one is captured: they load kernels, and allocate memory that later calls reuse."""
 
+SEQUENCES = (tuple, list)
+"""The types of arguments that contain tensors; tested in each call, in which `tuple | list` would be made anew."""
+
 _log = Log(__name__)
 
 
@@ -180,7 +183,7 @@ def identities(arguments: Iterable[Any]) -> list[Any]:
     for each in arguments:
         if isinstance(each, torch.Tensor):
             found.append(each.data_ptr())
-        elif isinstance(each, tuple | list):
+        elif isinstance(each, SEQUENCES):
             found += identities(each)
         else:
             found.append(each)

@@ -96,7 +96,8 @@ class CudaStreams:
         Call this only once for each task: the task's events are used again for other tasks.
         """
         with self._lock:
-            start, end = (self._time_of(event, issued.zero) for event in (issued.start, issued.end))
+            start = self._time_of(issued.start, issued.zero)
+            end = self._time_of(issued.end, issued.zero)
             del self._issued[issued.number]
             self._unused += [issued.start, issued.end]
         return start, end

@@ -25,7 +25,7 @@ ALIKE = 100
 """Times of the device less than these nanoseconds apart count as equal: float32 does not tell their order."""
 
 REPORTED = 1024
-"""Number of reported times that are remembered, so that later ones keep the order."""
+"""Least number of reported times that are remembered, so that later ones keep the order."""
 
 
 class Zero(NamedTuple):
@@ -87,7 +87,9 @@ class StreamClock:
         device: nanoseconds since the first zero.
         """
         zeros = self._zeros
-        last = zeros[max(0, bisect_right(zeros, device, key=lambda each: each.device) - 1)]
+        last = zeros[-1]
+        if device < last.device:
+            last = zeros[max(0, bisect_right(zeros, device, key=lambda each: each.device) - 1)]
         return round(last.host + (device - last.device) * last.rate)
 
     def reported(self, device: float, host: int) -> int:
@@ -100,16 +102,20 @@ class StreamClock:
             host: an estimate of the same time on the host's clock, in nanoseconds.
         """
         reported = self._reported
-        place = bisect_left(reported, (device,))
-        for time, host_time in reported[max(0, place - 1) : place + 1]:
-            if abs(time - device) < ALIKE:
-                return host_time
+        place = bisect_left(reported, (device,)) if reported and device <= reported[-1][0] else len(reported)
         if place:
-            host = max(host, reported[place - 1][1])
+            time, host_time = reported[place - 1]
+            if device - time < ALIKE:
+                return host_time
+            host = max(host, host_time)
         if place < len(reported):
-            host = min(host, reported[place][1])
+            time, host_time = reported[place]
+            if time - device < ALIKE:
+                return host_time
+            host = min(host, host_time)
         reported.insert(place, (device, host))
-        del reported[:-REPORTED]
+        if len(reported) > 2 * REPORTED:
+            del reported[:-REPORTED]
         return host
 
     def _following(self, last: Zero) -> Zero:
