@@ -62,9 +62,9 @@ def _edges(task: Task) -> DeviceEdges:
 
 def _wait_there(task: Task, other: Task) -> None:
     """Have a task wait for another one on their device; the edge is listed once even if several blocks link the two."""
-    before = _edges(task).before
-    if other not in before:
-        before.append(other)
+    edges = task.device_edges or _edges(task)
+    if other not in edges.before:
+        edges.before.append(other)
 
 
 def wait_on_host(task: Task) -> bool:
