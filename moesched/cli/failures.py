@@ -79,7 +79,7 @@ def exit_code_of(error: BaseException, *, forgotten: Sequence[PolicyError] = ())
     if isinstance(error, UnknownOptionError) and (remedy := _same_option(error)):
         tell(remedy)
         return BAD_INPUT
-    if isinstance(error, MissingArgumentError) and not error.unused_tokens:
+    if isinstance(error, MissingArgumentError) and not (error.unused_tokens or [""])[0].startswith("-"):
         tell(_needed(error))
         return BAD_INPUT
     if type(error).__module__.startswith("cyclopts"):
@@ -120,12 +120,13 @@ def _same_option(error: UnknownOptionError) -> str | None:
 
 
 def _needed(error: MissingArgumentError) -> str:
-    """Return what a command needs and was not given, with its meaning."""
+    """Return what a command needs and was not given, with its meaning; a value without its option may be meant."""
     command, argument = " ".join(error.command_chain or ()), error.argument
     assert argument is not None
     choices = ", ".join(argument.get_choices() or ())
     meaning = f"{argument.parameter.help or ''} {choices and f'One of {choices}.'}"
-    return f"{command} needs {argument.name}: {meaning} See moesched {command} --help"
+    meant = f"Did you mean {argument.name} {error.unused_tokens[0]}? " if error.unused_tokens else ""
+    return f"{command} needs {argument.name}: {meaning} {meant}See moesched {command} --help"
 
 
 def tell(message: str) -> None:
