@@ -44,7 +44,7 @@ def least_dilation(rehearsed: Sequence[Rehearsed]) -> float:
 
     The result is rounded up to one of four values for each power of two: 1, 1.25, 1.5, 1.75, 2, 2.5 and so on.
 
-    rehearsed: real and modelled seconds of each kind of operation on each lane.
+    rehearsed: the seconds of real work, and on the emulated machine, of each kind of operation on each lane.
     """
     lanes: dict[str, list[Rehearsed]] = {}
     for each in rehearsed:

@@ -1,4 +1,4 @@
-"""Meters of an emulation, which compare the time of real work with each lane's time in slow motion."""
+"""Meters of an emulation, which compare the time of real work with the time that the emulated machine takes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class LaneMeter:
         self.late += worked > modelled
 
     def result(self) -> EmulatedLane:
-        """Summarise this lane's tasks: the share of real work in dilated time, and the tasks that took too long.
+        """Return the share of real work in the lane's time, and the number of tasks that took too long.
 
         At least one task must have been added.
         """

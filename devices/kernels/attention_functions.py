@@ -64,7 +64,7 @@ def attention(
 
 
 def beside(parts: list[Tensor]) -> Tensor:
-    """Copy the rows (n, X) of all parts into one tensor, one part after the other."""
+    """Return one tensor with the rows (n, X) of all parts, one part after the other."""
     if len(parts) == 1:
         return parts[0]
     rows_TX = parts[0].new_empty(sum(map(len, parts)), parts[0].shape[1])

@@ -21,9 +21,9 @@ ACTIVATED_ROWS = 64
 
 
 class ExpertOrder(NamedTuple):
-    """The order in which experts read their input rows; a row is a pair of a token and one of its k experts.
+    """The rows of experts' inputs, sorted by expert, then by token: one for each pair of token and chosen expert.
 
-    Rows are sorted by expert, then by token. tokens_n: the token of each row. rows_Tk: the row of each pair.
+    tokens_n: the token of each row. rows_Tk: the row of each pair.
     """
 
     tokens_n: Tensor
@@ -134,9 +134,7 @@ def sum_experts(y_nD: Tensor, rows_Tk: Tensor, weights_Tk: Tensor) -> Tensor:
 
 
 def combine(y_nD: Tensor, rows_Tk: Tensor, weights_Tk: Tensor, residual_TD: Tensor) -> Tensor:
-    """Add each token's weighted expert outputs, as by `sum_experts`, to the residual; rounded once to the residual's
-    dtype.
-    """
+    """Add each token's weighted sum of expert outputs (`sum_experts`) to the residual; rounds once, to its dtype."""
     out_TD = torch.empty_like(residual_TD)
     for tile in tiles_of(out_TD):
         out_TD[tile] = sum_experts(y_nD, rows_Tk[tile], weights_Tk[tile]).add_(residual_TD[tile])

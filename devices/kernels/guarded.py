@@ -66,7 +66,7 @@ class Guarded(Kernel):
             ) from error
 
     def _check(self, case: Case, arguments: Sequence[Any], result: Any) -> None:
-        """Raise KernelFailed if a call's results lack the shapes and dtypes that `_expected` has for its arguments."""
+        """Raise KernelFailed if a call's results lack the shapes and dtypes that `_expected` yields for the call."""
         got = result if isinstance(result, Sequence) else [result]
         for number, (shape, dtype) in enumerate(self._expected(case, arguments)):
             found = got[number] if number < len(got) else None
@@ -78,7 +78,7 @@ class Guarded(Kernel):
                 )
 
     def _expected(self, case: Case, arguments: Sequence[Any]) -> Iterator[tuple[Shape, torch.dtype]]:
-        """Yield the shape and dtype that each of an operation's first results must have, given a call's arguments."""
+        """Yield the shape and dtype of each checked result of an operation, in order, given the arguments of a call."""
         config, layer, dtype = self._config, case.layer, self._dtype
         match case.operation:
             case "embed":

@@ -51,8 +51,8 @@ class Rows(NamedTuple):
 
     Attributes:
         indices_n: index of each row's expert in its stack, uint32, ascending.
-        counts: number of rows of each index; None if the host does not know the numbers: then a kernel must gather
-            matrices.
+        counts: number of rows of each index; None if the host does not know them, so that experts cannot run one by
+            one.
         many: True if the micro-batch has at least `MANY_ROWS` rows.
     """
 
@@ -148,9 +148,7 @@ def project_qkv(
 
 
 def _normed_heads(x_TX: Array, weight: Array, eps: float) -> Array:
-    """Normalise each head's entries; normalise the whole projection if the norm's weight is as wide as the
-    projection.
-    """
+    """Normalise each head's entries, or the whole projection if the norm's weight is as wide as the projection."""
     return norm(x_TX.reshape(len(x_TX), -1, len(weight)), weight, eps).reshape(len(x_TX), -1)
 
 
@@ -280,9 +278,7 @@ def group_by_expert(x_TD: Array, experts_Tk: Array) -> Grouping:
 
 
 def sort_rows(experts_Tk: Array) -> tuple[Array, Array, Array]:
-    """Sort the pairs of a token and one of its experts by expert; returns each row's token (n), each row's expert (n),
-    and each pair's row (T, k).
-    """
+    """Sort pairs of token and expert by expert; returns each row's token (n) and expert (n), each pair's row (T, k)."""
     flat = experts_Tk.reshape(-1)
     order_n = mx.argsort(flat)
     return order_n // experts_Tk.shape[1], flat[order_n], mx.argsort(order_n).reshape(experts_Tk.shape)
@@ -298,9 +294,7 @@ def gathered_experts(stack: Stack, x_nD: Array, rows: Rows) -> Array:
 
 
 def experts_one_by_one(stack: Stack, x_nD: Array, rows: Rows) -> Array:
-    """Run experts one after the other, with the results of `gathered_experts`: (n, D); `rows.counts` must not be
-    None.
-    """
+    """Run experts one after the other: (n, D), as by `gathered_experts`; `rows.counts` must not be None."""
     assert rows.counts is not None, "the host knows the rows"
     return _joined([_ffn(x, stack, product) for x, product in _one_by_one(x_nD, rows.counts)], axis=0)
 
@@ -313,9 +307,7 @@ def _ffn(x_nD: Array, stack: Stack, product: Product) -> Array:
 
 
 def _sum_of_products(x_nI: Array, blocks: Blocks, product: Product) -> Array:
-    """Multiply rows by a matrix that is cut along its inputs: the blocks' products are summed in float32 and rounded
-    once.
-    """
+    """Multiply rows by a matrix that is cut along its inputs: sums the blocks' products in float32, and rounds once."""
     if len(blocks) == 1:
         return product(x_nI, blocks)
     ends = list(accumulate(block.shape[1] for block in blocks))
@@ -325,7 +317,7 @@ def _sum_of_products(x_nI: Array, blocks: Blocks, product: Product) -> Array:
 
 
 def _gathered(x_n1D: Array, rows: Rows) -> Iterator[tuple[Array, Product]]:
-    """Yield tiles of rows, each with the function that multiplies every row by the matrix of its own expert."""
+    """Yield x in tiles of rows, each with the function that multiplies every row by its own expert's matrix."""
     tile = EXPERTS_AT_ONCE * EXPERT_TILE
     count = len(x_n1D)
     if count <= tile:
@@ -337,10 +329,10 @@ def _gathered(x_n1D: Array, rows: Rows) -> Iterator[tuple[Array, Product]]:
 
 
 def _gather(indices_n: Array, many: bool, x_n1D: Array, blocks: Blocks) -> Array:
-    """Multiply each row by its expert's matrix. indices_n: index of each row's expert in the stack. many: as in `Rows`.
+    """Multiply each row of x by its expert's matrix. indices_n: index of each row's expert. many: as in `Rows`.
 
-    With few rows, the rows' own indices are passed, so that MLX need not make them in each call. With many rows MLX
-    makes them, as it uses only then that the experts' indices ascend.
+    With few rows, row numbers are passed, so that MLX need not make them; with many rows not, as MLX uses the ascending
+    order of experts only without them.
     """
     own = None if many else _ascending(len(x_n1D))
     parts = [
@@ -357,7 +349,7 @@ def _ascending(count: int) -> Array:
 
 
 def _one_by_one(x_nD: Array, counts: Sequence[int]) -> Iterator[tuple[Array, Product]]:
-    """Yield tiles of rows of one expert each, with the product by its matrices; `counts`: number of rows by expert."""
+    """Yield x in tiles of rows of one expert each, with the product by its matrices. counts: rows of each expert."""
     start = 0
     for index, count in enumerate(counts):
         for first in range(start, start + count, EXPERT_TILE):
@@ -378,17 +370,13 @@ def sum_experts(y_nD: Array, rows_Tk: Array | None, weights_Tk: Array) -> Array:
 
 
 def combine(y_nD: Array, rows_Tk: Array | None, weights_Tk: Array, residual_TD: Array) -> Array:
-    """Add each token's weighted expert outputs, as by `sum_experts`, to the residual; rounded once to the residual's
-    dtype.
-    """
+    """Add each token's weighted sum of expert outputs (`sum_experts`) to the residual; rounds once, to its dtype."""
     parts = _weighted(y_nD, rows_Tk, weights_Tk)
     return mlx_elements.added_to(residual_TD[:, None], *parts).squeeze(1)
 
 
 def _weighted(y_nD: Array, rows_Tk: Array | None, weights_Tk: Array) -> list[Array]:
-    """Multiply each token's expert outputs by their weights; returns k arrays (T, 1, D), float32, in ascending order of
-    expert.
-    """
+    """Weight each token's expert outputs; returns k arrays (T, 1, D), float32, in ascending order of expert."""
     y_TkD = y_nD[None] if rows_Tk is None else y_nD[rows_Tk]
     weighted_TkD = mlx_elements.weighted(y_TkD, weights_Tk[:, :, None])
     return list(mx.split(weighted_TkD, weighted_TkD.shape[1], axis=1))

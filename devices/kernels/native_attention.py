@@ -24,9 +24,7 @@ QKV = tuple[Tensor, Tensor, Tensor]
 
 
 class NativeAttentionKernel(LibraryKernel):
-    """The base of the native library's kernels for attention: holds the library's threads and the dtype of hidden
-    states.
-    """
+    """The base of the native library's kernels for attention; holds the library's threads and the model's dtype."""
 
     def __init__(self, resources: Resources) -> None:
         super().__init__(resources)
@@ -42,9 +40,7 @@ class NativeDecodeAttention(NativeAttentionKernel):
     uses_memory = True
 
     def refusal(self, case: Case) -> str:
-        """Return the reason why prompts, GPUs and dtypes that the library lacks are refused; empty for all other
-        cases.
-        """
+        """Return the reason why prompts, GPUs and dtypes that the library lacks are refused; empty for other cases."""
         if case.device != "cpu":
             return "it is for the CPU"
         if self._dtype not in DTYPES:
@@ -97,9 +93,7 @@ class NativePromptAttention(NativeAttentionKernel):
         return super().problem() or (None if best == PROMPT_INSTRUCTIONS else f"this processor has {best}")
 
     def refusal(self, case: Case) -> str:
-        """Return the reason why GPUs, and dtypes and head sizes that the library lacks, are refused; empty for other
-        cases.
-        """
+        """Return the reason why GPUs, and dtypes and head sizes that the library lacks, are refused; else empty."""
         if case.device != "cpu":
             return "it is for the CPU"
         if case.dtype != "bfloat16":

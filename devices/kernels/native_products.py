@@ -19,9 +19,7 @@ class NativeProduct(NativeKernel):
     operation = "product"
 
     def refusal(self, case: Case) -> str:
-        """Return the reason why a case is refused: row blocks in several formats, or a reason of `NativeKernel`; else
-        empty.
-        """
+        """Return the reason why a case is refused: blocks in several formats, or one of `NativeKernel`; else ""."""
         several = len(case.formats) > 1
         return super().refusal(case) or ("it reads row blocks in one format" if several else "")
 

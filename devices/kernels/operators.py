@@ -35,7 +35,7 @@ _LIBRARY = Library("moesched", "DEF")  # a call takes a quarter of the time of a
 
 
 def _operator(*written: str) -> Callable[[Operator], Operator]:
-    """Return a decorator by which a function defines an operator of the same name, and computes it on the CPU.
+    """Return a decorator that makes a function the torch operator of the function's name, computed by it on the CPU.
 
     written: the names of the arguments that the operator writes to.
     """
@@ -51,9 +51,7 @@ def _operator(*written: str) -> Callable[[Operator], Operator]:
 
 
 def on_gpu(launch: Operator) -> Operator:
-    """Decorate a function that launches a GPU kernel: register it as the GPU's version of the operator of the same
-    name.
-    """
+    """Decorate a function that launches a GPU kernel: make it the GPU's version of the operator of its name."""
     _LIBRARY.impl(launch.__name__, launch, "CUDA")
     return launch
 
@@ -68,7 +66,7 @@ def embed(
     cosines_T1d: Tensor,
     sines_T1d: Tensor,
 ) -> None:
-    """Write the embeddings of tokens, and cosines and sines as by `rotary_angles`, to the last three arguments."""
+    """Write tokens' embeddings, and cosines and sines of position times frequency, to the last three arguments."""
     hidden_TD.copy_(functions.embed(ids_T, embedding_VD))
     angles = qkv_functions.angles(positions_T, frequencies_h)
     for out, values in zip((cosines_T1d, sines_T1d), angles, strict=True):
@@ -207,7 +205,7 @@ def tiles_of_queries(tokens: int) -> int:
 def join_parts(
     sums_SHP: Tensor, peaks_SHP: Tensor, parts_SHPd: Tensor, table: Tensor, split: int, out_SX: Tensor
 ) -> None:
-    """Combine the parts that `attend` wrote to attention of whole sequences, out_SX. table, split: as for `attend`."""
+    """Combine what `attend` wrote for parts into attention over whole sequences. table, split: as for `attend`."""
     for s, length in enumerate(table[: len(out_SX)].tolist()):
         used = slice(-(-length // split))
         peaks_HP = peaks_SHP[s, :, used].double()
@@ -238,8 +236,7 @@ def route(
     weights_Tk: Tensor,
     logits_TE: Tensor,
 ) -> None:
-    """Normalise tokens, compute the router's logits, choose each token's k experts, and write all results to the last
-    four arguments.
+    """Normalise tokens, compute router logits, choose each token's k experts; write results to the last four arguments.
 
     layer_norm: True to normalise by mean and variance, False by the root mean square. sum_to_one: True if the weights
     of a token's chosen experts add up to 1. Experts are ascending.
@@ -300,7 +297,7 @@ def gate_and_up(
 
 @_operator("y_nD")
 def down(inner_nI: Tensor, starts_E: Tensor, table: Tensor, blocks: list[Tensor], y_nD: Tensor) -> None:
-    """Multiply each expert's rows by its matrix in `blocks`, and write the results y; `sort_rows` gives `starts_E`."""
+    """Multiply each expert's rows of inner_nI by its matrix in `blocks` into y; starts_E: as written by `sort_rows`."""
     for rows, matrix in zip(_rows(starts_E), _matrices(blocks, table, y_nD.shape[1]), strict=True):
         y_nD[rows] = _product(inner_nI[rows], matrix).to(y_nD.dtype)
 
@@ -336,15 +333,13 @@ def _matrices(blocks: list[Tensor], table: Tensor, rows: int) -> Iterator[Tensor
 
 
 def _rows(starts_E: Tensor) -> Iterator[slice]:
-    """Yield the slice of rows of each expert or sequence, given their first rows and the number of all rows."""
+    """Yield the range of rows of each expert or sequence, given its first row; the last entry is the number of rows."""
     starts = starts_E.tolist()
     return map(slice, starts[:-1], starts[1:])
 
 
 def _slots(table: Tensor, sequences: int, block: int) -> Iterator[Tensor]:
-    """Yield, for each sequence, the slots of its tokens in the KV cache, int64; `table` and `block` are as for
-    `attend`.
-    """
+    """Yield, for each sequence, the slots of its tokens in the KV cache, int64; table, block: as for `attend`."""
     lengths, places = table[: 2 * sequences].view(2, -1).tolist()
     for length, place in zip(lengths, places, strict=True):
         first = 2 * sequences + place

@@ -23,9 +23,7 @@ def rotary_angles(positions_T: Tensor, attention: GroupedAttention) -> tuple[Ten
 
 
 def rotary_frequencies(attention: GroupedAttention, device: torch.device) -> Tensor:
-    """Return the angle in radians by which each pair of a head's rotated entries turns per position: (w / 2),
-    float32.
-    """
+    """Return the angle in radians by which each rotated pair of a head's entries turns per position: (w / 2)."""
     rotary, head_dim = attention.rotary, attention.head_dim
     width = rotary.turning(head_dim)
     exponents = torch.arange(0, width, 2, dtype=torch.float32, device=device) / width

@@ -38,7 +38,7 @@ def host_upload(numbers: Sequence[int], into: torch.Tensor) -> None:
 
 
 def uncaptured(run: Bound, operation: str, memory: Workspace) -> Bound:
-    """Return the bound kernel unchanged: the `Resources.captured` of devices that replay no graphs."""
+    """Return `run` unchanged, ignoring the rest: the `Resources.captured` of devices that replay no graphs."""
     return run
 
 

@@ -170,9 +170,7 @@ class TorchKernels(Binder):
         return self._packs or self._device != "cpu"
 
     def arranged(self, name: str, tensor: Block, device: torch.device) -> Block:
-        """Copy a resident tensor to a device, packed for oneDNN where that makes products faster; `name` is the
-        tensor's name.
-        """
+        """Copy the resident tensor `name` to a device, packed for oneDNN where that makes products faster."""
         if isinstance(tensor, Coded):
             return tensor.copied(device)
         if self._packs and tensor.dim() == 2 and not name.endswith(COMPUTED_IN_FLOAT32):

@@ -94,7 +94,7 @@ class LaggingStream:
         self._gpu.run_until(lambda: not self.queue)
 
     def is_ready(self) -> bool:
-        """Test whether the first item of the queue may run."""
+        """Test whether the first item of the queue may run: it waits for no event, or its event has happened."""
         if not self.queue:
             return False
         head = self.queue[0]

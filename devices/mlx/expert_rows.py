@@ -67,7 +67,7 @@ class ExpertRows:
         return self.x_nD[first + span.tiles.start : first + span.tiles.stop]
 
     def keep(self, span: TiledRows, y_nD: Array) -> Array:
-        """Store the outputs of a span's rows, which `outputs` will return, and return these outputs.
+        """Store the outputs of a span's rows, for `outputs` to return, and return them.
 
         y_nD: the outputs of all rows of the span's tiles, of which only the span's rows are stored.
         """

@@ -20,7 +20,7 @@ from .expert_rows import ExpertRows, TiledRows, rows_of_one, zeros
 
 
 class MlxExperts:
-    """Runs the experts of a layer.
+    """Runs the experts of a layer on rows of micro-batches.
 
     Args:
         states: the state of each micro-batch, by the micro-batch's number.
@@ -71,7 +71,7 @@ class MlxExperts:
             self._apply(rows, rows.span(expert), weights)
 
     def run_shared(self, task: Task, weights: Arrays) -> None:
-        """Do nothing: the device refuses models with shared experts."""
+        """Do nothing: the MLX device refuses models with shared experts."""
 
     def run_expert(self, task: Task) -> None:
         """Run one expert on its rows of one or several micro-batches.

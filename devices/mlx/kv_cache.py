@@ -120,7 +120,7 @@ class RequestsKV:
         return KVStep(*sizes, in_place, positions, slots_T, last, max(new) == 1)
 
     def at(self, layer: int) -> CachedLayer:
-        """Return one layer of the cache, for attention kernels."""
+        """Return one layer of the cache, in the form that attention kernels take."""
         return CachedLayer(self, layer)
 
     def extended(self, layer: int, step: KVStep, keys_TKd: Array, values_TKd: Array) -> list[KVView]:
@@ -219,7 +219,7 @@ class RequestsKV:
 
 
 class CachedLayer(NamedTuple):
-    """One layer of a KV cache, in the form that attention kernels take."""
+    """One layer of a KV cache, as attention kernels take it: stores keys and values, and returns views of them."""
 
     cache: RequestsKV
     layer: int
@@ -235,7 +235,7 @@ class CachedLayer(NamedTuple):
 
 
 def _slice_or_array(slots: npt.NDArray[np.int64]) -> Array | slice:
-    """Convert slots to a slice if they are consecutive, since writing then takes fewer kernels; else to an array."""
+    """Convert slots to a slice if they are consecutive, which takes fewer kernels to write to; else to an array."""
     if np.all(np.diff(slots) == 1):
         return slice(int(slots[0]), int(slots[-1]) + 1)
     return mx.array(slots)

@@ -16,7 +16,7 @@ class Moved(NamedTuple):
 
     Attributes:
         request: number of the request.
-        before, after: its first slot before and after the move.
+        before, after: the request's first slot before and after the move.
     """
 
     request: int
@@ -25,7 +25,7 @@ class Moved(NamedTuple):
 
 
 class ContiguousSlots:
-    """Gives each request a range of slots, in the first gap that is wide enough.
+    """Gives each request a range of slots, in the first gap between other requests that is wide enough.
 
     Args:
         count: the number of slots.
@@ -36,7 +36,7 @@ class ContiguousSlots:
         self._ranges: dict[int, range] = {}
 
     def __getitem__(self, request: int) -> range:
-        """Return the slots of a request."""
+        """Return the range of a request's slots."""
         return self._ranges[request]
 
     def open(self, request: int, slots: int) -> list[Moved]:

@@ -24,7 +24,7 @@ PARTS = ("gate", "up", "down")
 
 
 class Key(NamedTuple):
-    """Names a stack: the experts of one layer, or one expert in all layers.
+    """The key of a stack: the experts of one layer, or one expert in all layers.
 
     Attributes:
         by: "layer" or "expert".
@@ -36,7 +36,7 @@ class Key(NamedTuple):
 
 
 class Stacked(Protocol):
-    """A stack of expert pages, which lie in few large arrays.
+    """A stack: experts' weights that are copied from their pages into a few large arrays.
 
     Attributes:
         arrays: all arrays of the stack.
@@ -57,7 +57,7 @@ class Stacked(Protocol):
 
 
 class _Block(NamedTuple):
-    """A row block of a matrix of an expert, as a page contains it.
+    """A row block of an expert's matrix: consecutive rows that are in one page.
 
     Attributes:
         page_index: index of the page among the expert's pages.
@@ -71,7 +71,7 @@ class _Block(NamedTuple):
 
 
 class StackedLayer:
-    """A stack of all experts of one layer, for `gather_mm`.
+    """A stack of all experts of one layer, for MLX's `gather_mm`.
 
     Each row block of a matrix is in an array (experts, rows, columns), together with that block of the other experts.
     """
@@ -191,7 +191,7 @@ def stored_blocks(
 
 
 def _blocks(layout: WeightLayout) -> list[_Block]:
-    """List the row blocks of an expert, which are the same for all experts and layers."""
+    """List the row blocks of an expert's matrices by page; these are the same for all experts and layers."""
     shapes = expert_shapes(layout.config, 0, 0)
     return [
         _Block(

@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class _Call:
-    """A call that the thread has to make, and its result or error once `ended` is released."""
+    """A call for the thread to make, and its result or error once the lock `ended` is released."""
 
     __slots__ = ("arguments", "ended", "error", "value", "work")
 
@@ -52,7 +52,7 @@ class OneThread:
         return result
 
     def post(self, work: Callable[..., object], *arguments: Any) -> None:
-        """Queue a call without waking the thread: the call runs at the start of the next `call`."""
+        """Queue a call without waking the thread: the call is made at the start of the next `call`."""
         self._posted.append((work, arguments))
 
     def drop_posted(self) -> None:

@@ -30,7 +30,7 @@ class LayerAddresses(NamedTuple):
     """The addresses of a layer's cached keys and values, (slots, K, d) each, as arguments for C.
 
     Attributes:
-        keys, values: addresses of their first numbers.
+        keys, values: addresses of the first key and of the first value.
         block_size: tokens in a block.
         window: tokens that a query sees, itself included; None for all.
     """
@@ -42,18 +42,14 @@ class LayerAddresses(NamedTuple):
 
 
 class SequencesInBlocks(NamedTuple):
-    """The length of each sequence in tokens, new tokens included, and the numbers of all sequences' blocks, by
-    sequence.
-    """
+    """The lengths of sequences in tokens, new ones included, and the numbers of their KV cache blocks, in one list."""
 
     lengths: array[int]
     blocks: array[int]
 
 
 class AttentionCall:
-    """A native call of attention with fixed tensors and a fixed number of sequences; each call takes their lengths and
-    blocks.
-    """
+    """A native call of attention with fixed tensors, which is repeated with other lengths and blocks of sequences."""
 
     __slots__ = ("_fields", "_run")
 

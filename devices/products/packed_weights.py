@@ -93,8 +93,9 @@ Product = Callable[[torch.Tensor], torch.Tensor]
 
 
 def _products(outputs: int, inputs: int, transposed: bool, cores: int) -> Iterator[Product]:
-    """Yield functions that multiply by random matrices (outputs, inputs): plain; if `transposed`, stored transposed;
-    and packed if `packing_pays` for `cores` cores.
+    """Yield functions that multiply by random matrices (outputs, inputs) in plain, transposed and packed layout.
+
+    Transposed ones come only if `transposed`, packed ones only if `packing_pays` for `cores` cores.
     """
     weight_ND = _random(outputs, inputs)
     yield partial(plain_linear, weight_ND=weight_ND)

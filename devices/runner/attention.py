@@ -1,6 +1,4 @@
-"""The verbs of a layer's first half: queries, keys and values, attention over the KV cache, and its output
-projection.
-"""
+"""The verbs (kinds of tasks) of a layer's first half: queries, keys, values, attention, output projection."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ WeightsOf = Callable[[Any], KernelWeights[Any]]
 
 
 def identity(hidden_TD: Any) -> Any:
-    """Return the hidden states unchanged: the residual on the first rank, and on a device without ranks."""
+    """Return the hidden states unchanged: the residual of a device without ranks, or of the first rank."""
     return hidden_TD
 
 
@@ -54,7 +52,7 @@ class Attention:
         self._scratch = Scratch()
 
     def embed(self, task: Task) -> None:
-        """Make room in the KV cache for the step's new tokens, and look up their embeddings."""
+        """Make room in the KV cache for the step's new tokens, and look up the embeddings of these tokens."""
         state = self._states[task.micro_batch]
         state.begin(task.operands)
         state.extend()
@@ -72,7 +70,7 @@ class Attention:
         state.qkv = project(state.hidden_TD, state.angles)
 
     def attention(self, task: Task) -> None:
-        """Store the new tokens' keys and values in the KV cache, and attend over it."""
+        """Store the keys and values of new tokens in the KV cache, and attend from the new tokens over the cache."""
         state = self._states[task.micro_batch]
         attend = self._kernels.attention(task.layer, state.results, decodes=state.decodes)
         state.attended_TX = attend(state.qkv, *state.cached(task.layer))

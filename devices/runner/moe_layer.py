@@ -125,15 +125,14 @@ class MoELayer:
         return value
 
     def route(self, task: Task) -> RouterOutput:
-        """Run norm and router for a task's micro-batch; returns each token's experts and weights."""
+        """Run norm and router on a task's micro-batch; returns each token's experts and their weights."""
         state = self._states[task.micro_batch]
         return self._route(state.hidden_TD, self._weights(task.operands), state.results)
 
     def group(self, task: Task, routed: RouterOutput, *, reports: bool = True) -> dict[int, int]:
-        """Sort the rows of a micro-batch by expert and keep them in its state; returns each chosen expert's number of
-        rows.
+        """Sort a micro-batch's rows by expert, and keep them in its state; returns each chosen expert's number of rows.
 
-        reports: True to report the choices to an observer, if there is one.
+        routed: the router's result. reports: True to report the choices to an observer, if there is one.
         """
         read = self._reader(task) if reports else partial(_read, _ignore, self._experts_of(task))
         counts: dict[int, int] = self._library.settled(self._experts.group(task, routed, read))
@@ -193,4 +192,4 @@ def _read(
 
 
 def _ignore(experts_Tk: Choices) -> None:
-    """Do nothing with a router's choices, as nobody observes them."""
+    """Do nothing with a router's choices: the report function where nobody observes them."""

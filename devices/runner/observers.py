@@ -44,8 +44,6 @@ class DeviceObservers:
                 self.activations.activated(layer, values_nI)
 
     def routed(self, layer: int, spans: Sequence[TokenSpan], experts_Tk: npt.NDArray[Any]) -> None:
-        """Report the experts that a layer's router chose: `experts_Tk` for the tokens whose requests and positions
-        `spans` has.
-        """
+        """Report the experts that a layer's router chose. spans: the tokens' requests and positions."""
         if self.routing is not None:
             self.routing.routed(layer, spans, experts_Tk.astype(np.int64))

@@ -23,9 +23,7 @@ class ServedState(MicroBatchState):
         """The token that was sampled last, by request."""
 
     def begin(self, operands: Rows) -> None:
-        """Begin a step with the operands of `embed`: free the blocks of requests that left, and reserve blocks for new
-        requests.
-        """
+        """Begin a step with the rows in `operands`: free cache blocks of requests that left, and reserve new ones."""
         for request in operands.departed:
             self._sampled.pop(request, None)
             for cache in self.caches:

@@ -28,7 +28,7 @@ def round_down(nbytes: int) -> int:
 class Arena:
     """One allocation that is cut into `slots` slots of `slot_bytes` bytes each, rounded up to multiples of 4096.
 
-    allocate: function from a number of bytes to a uint8 tensor at a multiple of 4096; by default ordinary host memory.
+    allocate: function from a number of bytes to a uint8 tensor at a multiple of 4096; None: ordinary host memory.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Arena:
 
 
 def typed_view(slot: torch.Tensor, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor of a shape over the bytes of `slot` from `offset` on; no copy."""
+    """Return a tensor of a shape and dtype over the bytes of `slot` from byte `offset` on, without a copy."""
     return slot[offset : offset + math.prod(shape) * dtype.itemsize].view(dtype).view(torch.Size(shape))
 
 

@@ -1,4 +1,4 @@
-"""The location of a page's tensors, in the files of a checkpoint and in a slot of memory."""
+"""The location of a page of weights: its tensors in the files of a checkpoint, and in a slot of memory."""
 
 from __future__ import annotations
 
@@ -65,9 +65,7 @@ class Piece(NamedTuple):
 
 
 def pieces_of(page: Page, location: PageLocation) -> tuple[Piece, ...]:
-    """Return the copies, as few as possible, that move a page from its place in a slot to the offsets of the weight
-    layout.
-    """
+    """Return the copies, as few as possible, that move a page from its place in a slot to the layout's offsets."""
     pieces: list[Piece] = []
     for extent, placement in zip(page.extents, location.placements, strict=True):
         last = pieces[-1] if pieces else None
@@ -112,9 +110,7 @@ def byte_range(stored: StoredTensor, rows: tuple[int, int]) -> tuple[int, int]:
 
 
 def scales_range(stored: StoredTensor, rows: tuple[int, int]) -> tuple[int, int]:
-    """Return start and end, in bytes of the file, of the scales of a range of rows; an empty range if they are with the
-    codes.
-    """
+    """Return start and end, in bytes of the file, of some rows' scales; an empty range if scales are with the codes."""
     if stored.scales is None:
         return 0, 0
     groups = stored.shape[1] // stored.format.group

@@ -1,4 +1,4 @@
-"""The reader of a weight layout's pages, from the files of a checkpoint into slots."""
+"""The reader of pages (parts of layers' weights) from the files of a checkpoint into slots of memory."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ class PageReader:
         return self._locations[page.id]
 
     def bytes_in_slot(self, page: Page) -> int:
-        """Return the number of bytes that a page takes in a slot."""
+        """Return the number of bytes that a page of weights takes in a slot."""
         return round_up(max(self._locations[page.id].nbytes, page.nbytes))
 
     def pieces(self, page: Page, parts: Sequence[PagePart]) -> Iterator[tuple[torch.Tensor, int]]:
@@ -137,10 +137,9 @@ class PageReader:
                     yield part.memory[start - part.at : end - part.at], target + start - source
 
     def views(self, slot: torch.Tensor, page: Page, *, aligned: bool = False) -> dict[str, list[Any]]:
-        """Return the page's tensors as views of a slot's bytes, by canonical name, each as row blocks from top to
-        bottom.
+        """Return a page's tensors as views of a slot's bytes, by canonical name, each as row blocks, top to bottom.
 
-        A block is a tensor, or `Coded` in a coded format. The blocks of a matrix that the files hold transposed are
+        A block is a tensor, or `Coded` in a quantized format. The blocks of a matrix that the files hold transposed are
         (outputs, some of the inputs), left to right.
 
         Args:
@@ -206,9 +205,7 @@ class PageReader:
         return aligned_bytes(nbytes) if taken is None else torch.frombuffer(taken, dtype=torch.uint8)[:nbytes]
 
     def read_tensor_into(self, name: str, raw: torch.Tensor) -> None:
-        """Read a whole tensor, given by its canonical name, into `raw` (uint8, 1-D); bytes in the page cache are taken
-        from there.
-        """
+        """Read a whole tensor, given by its canonical name, into `raw` (uint8, 1-D), from the page cache if it can."""
         stored = self._tensors[name]
         out = raw.view(_dtype_of(self.format_of(name)))
         buffer = aligned_bytes(_BUFFER_BYTES)
@@ -266,7 +263,7 @@ def _convert(
     *,
     cached: bool = False,
 ) -> int:
-    """Read the rows (first, end) through `buffer`, and convert them into `out` (1-D); returns the bytes read.
+    """Read rows (first, end) of a tensor through `buffer`, converted into `out` (1-D); returns the bytes read.
 
     cached: True to take from the system's page cache the bytes that it has.
     """
@@ -292,7 +289,7 @@ def block_of(raw: torch.Tensor, shape: Shape, stored: StoredFormat) -> Block:
 
 
 def _dtype_of(stored: StoredFormat) -> torch.dtype:
-    """Return the dtype of a plain format's numbers; uint8 for a coded format."""
+    """Return the dtype of a plain format's numbers; uint8 for a quantized format."""
     return DTYPES.get(stored.name, torch.uint8)
 
 
@@ -304,12 +301,12 @@ def _typed(raw: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _whole_rows(stored: StoredTensor) -> int:
-    """Return the bytes of the whole rows that are read at once if only some columns are wanted."""
+    """Return the bytes, in whole rows, to read at once from a tensor of which only some columns are wanted."""
     return CHUNK_BYTES // stored.row_bytes * stored.row_bytes
 
 
 def _wanted(raw: torch.Tensor, stored: StoredTensor) -> torch.Tensor:
-    """Return, as a 1-D tensor, the wanted columns of whole rows that were read from a file."""
+    """Return, as a 1-D tensor, the wanted columns of the whole rows `raw` that were read from a file."""
     if stored.columns is None:
         return raw
     first, count = (stored.format.row_bytes(each) for each in (stored.columns.first, stored.shape[1]))

@@ -48,7 +48,7 @@ class Growth(NamedTuple):
 
     @property
     def length(self) -> int:
-        """Number of the sequence's tokens from the first one in `seen` to the last new one."""
+        """Number of the sequence's tokens from the first token in the blocks `seen` to the last new token."""
         return self.past + self.new - self.seen.first
 
 
@@ -159,7 +159,7 @@ class BlockTable:
             return list(map(Growth, past, new, seen, map(self._held, states)))
 
     def _held(self, state: SequenceBlocks) -> Held:
-        """Return the blocks of a sequence that contain tokens, without blocks that are only reserved."""
+        """Return the blocks that contain tokens of a sequence; blocks that are only reserved are left out."""
         return Held(state.first, state.blocks[: self.blocks_for(max(0, state.length - state.first))])
 
     def _leave(self, states: Iterable[SequenceBlocks], positions: Iterable[int]) -> None:
@@ -178,7 +178,7 @@ class BlockTable:
                 state.first += left * self._block_size
 
     def _lengthen(self, states: Sequence[SequenceBlocks], new: Sequence[int]) -> None:
-        """Lengthen sequences by new tokens, and give them the free blocks that they lack.
+        """Lengthen sequences by new tokens, and give them free blocks for the tokens that do not fit into their own.
 
         new: number of new tokens of each sequence.
         """

@@ -84,7 +84,7 @@ class CudaDevice(TorchDevice):
     def join(self, rank: int, transport: Transport, first: Any) -> None:
         """Make this device one of several ranks or nodes that run a model together.
 
-        Each rank of a tensor-parallel model has the GPU of its own number; a node has the first GPU of its machine.
+        Rank i of a tensor-parallel model has GPU i; a node has the first GPU of its machine.
 
         Args:
             rank: this device's number, from 0.
@@ -118,7 +118,7 @@ class CudaDevice(TorchDevice):
 
     @staticmethod
     def machine(host: Machine) -> Machine:
-        """Return the profile of this machine with its first GPU, whose memory is limited to what is free now.
+        """Return this machine's profile: `host` with its first GPU added, whose memory is limited to what is free now.
 
         The rates are measured ones if this GPU was calibrated, and assumed ones otherwise.
         """
@@ -191,7 +191,7 @@ def assumed_flops(capability: tuple[int, int]) -> dict[str, float]:
 
 
 def with_float16(flops: Mapping[str, float]) -> dict[str, float]:
-    """Add float16 to a CPU's FLOP/s by dtype, at the rate of float32, which the CPU converts float16 to."""
+    """Add float16 to a CPU's FLOP/s by dtype; the CPU converts float16 to float32, so the rates are equal."""
     return {**({"float16": flops["float32"]} if "float32" in flops else {}), **flops}
 
 
@@ -230,7 +230,7 @@ def refusal(cuda: CudaFacts) -> str | None:
 
 
 def kernels_in_triton() -> Sequence[Row]:
-    """Register the launches of the Triton kernels as torch operators; returns the kernels' rows for the kernel table.
+    """Register the Triton kernels' launches as torch operators; returns the kernels' classes for the kernel table.
 
     Raises:
         BadInput: Triton is not installed, or the GPU is too old for Triton.

@@ -112,7 +112,7 @@ class ExchangeRows:
 
 
 class _Shapes:
-    """Computes the shapes of the tensors in `AttentionRows` and `RoutedRows` from a number of tokens."""
+    """Computes the shapes of the tensors in `AttentionRows` and `RoutedRows`, given a number of tokens."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
         self._config = config

@@ -16,7 +16,7 @@ from .expert_parts import ExpertPart
 
 
 class HostRows:
-    """The input and output rows of a micro-batch's experts in the host's memory.
+    """The input and output rows of a micro-batch's experts, one for each pair of token and expert, on the host.
 
     Args:
         exchanged: the memory, which has the experts' input by token, and the token of each row.
@@ -94,7 +94,7 @@ class ExpertRows:
             start += rows
 
     def of(self, expert: int) -> range:
-        """Return the range of an expert's rows in `x_nD` and `y_nD`; an empty range if it has none."""
+        """Return the range of an expert's rows in `x_nD` and `y_nD`, empty for an expert without rows."""
         return self._rows.get(expert, range(0))
 
     def part(self, expert: int, start: int = 0, stop: int | None = None) -> ExpertPart:

@@ -32,7 +32,7 @@ class TorchExperts:
         states: the state of each micro-batch, by the micro-batch's number.
         weights: a function that returns the weights of a task, given the task's operands.
         library: copies results to the host and reads the values of tasks.
-        observers: get the activations of experts, if anyone asked for them.
+        observers: are told the activations of experts, if anyone observes them.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class TorchExperts:
         return None
 
     def _reader(self, layer: int) -> Callable[..., None]:
-        """Return the argument `read` of `Library.value`: a function that reports a layer's activations."""
+        """Return a function that reports a layer's activations to the observer, for `read` of `Library.value`."""
 
         def read(*activated: npt.NDArray[Any]) -> None:
             self._observers.activated(layer, (values_nI.copy() for values_nI in activated))
@@ -144,7 +144,7 @@ class TorchExperts:
         self._runner.apply([part], task.expert, self._weights(task.operands))
 
     def _is_shared_out(self, weights: Weights, expert: int, rows: int) -> bool:
-        """Test whether an expert runs on one core, beside other experts; False for a kernel with threads of its own.
+        """Test whether an expert runs on one core beside other experts; False if its kernel has threads of its own.
 
         rows: the expert's number of rows.
         """
@@ -152,7 +152,7 @@ class TorchExperts:
 
 
 def _counting(rows: ExpertRows, read: Callable[..., Mapping[int, int]], *arrays: Any) -> Mapping[int, int]:
-    """Call `read` for the number of rows of each expert, and set these numbers in `rows`; returns them.
+    """Call `read` for the number of rows of each expert; returns these numbers, which are also set in `rows`.
 
     Args:
         rows: the rows of the micro-batch, sorted by expert.

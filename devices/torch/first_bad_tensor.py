@@ -30,7 +30,7 @@ PlainBlocks = dict[str, list[Tensor]]
 
 
 class FirstBadTensor:
-    """Computes a step of one micro-batch again, page by page from the files, until a tensor has a number not finite.
+    """Computes a micro-batch's step again, page by page from the files, to find the first tensor that is not finite.
 
     Beside the activations, memory is needed for one expert or one layer's dense part. No KV cache is written to. In
     tensor-parallel runs only the weights are checked.
@@ -159,7 +159,7 @@ class FirstBadTensor:
         return views
 
     def _weights(self, pages: Sequence[Page]) -> PlainBlocks:
-        """Read pages from the files; returns their tensors by canonical name, as row blocks that are not coded."""
+        """Read pages from the files; returns their tensors by canonical name, as row blocks, decoded if quantized."""
         weights: PlainBlocks = {}
         for page in pages:
             memory = aligned_bytes(self._reader.bytes_in_slot(page))

@@ -1,4 +1,4 @@
-"""The memory of a GPU that a plan may use, and a setting of torch's allocator."""
+"""The bytes of a GPU's memory that a plan may use, and a setting of torch's allocator."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def with_usable_memory(machine: Machine, free: int) -> Machine:
 
 
 def require_room(plan: Plan, device: torch.device) -> None:
-    """Check that a GPU has as much memory as a plan takes; memory that torch's allocator holds counts as free.
+    """Check that a GPU has the memory that a plan takes; memory that torch's allocator holds in reserve counts as free.
 
     Raises:
         OutOfMemory: the GPU has less memory than the plan takes.
@@ -69,6 +69,6 @@ def require_room(plan: Plan, device: torch.device) -> None:
 
 
 def let_segments_grow(environment: Mapping[str, str] = os.environ) -> None:
-    """Make torch's allocator use expandable segments, which leave no unusable gaps, unless the user configured it."""
+    """Make torch's allocator use expandable segments, which leave no gaps, unless `environment` configures it."""
     if not any(name in environment for name in ALLOCATOR_VARIABLES):
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")

@@ -129,7 +129,7 @@ class GpuOperations:
         return min(MOST, max(LEAST, round(seconds / max(self._timed(call, 1), 1e-9))))
 
     def _call(self, operation: Operation) -> Call:
-        """Make data for an operation; returns a function that runs it on the CPU or starts it on the current stream."""
+        """Make data for an operation; returns a function that runs it on the CPU or enqueues it on the stream."""
         match operation:
             case Product():
                 return self._product(operation)

@@ -1,4 +1,4 @@
-"""Pages of weights that the host's memory holds, page-locked or not, from one batch to the next."""
+"""Pages of weights that the host's memory holds, page-locked or not, for several batches."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class HeldPage(NamedTuple):
 
     @classmethod
     def whole(cls, memory: Tensor, *, locked: bool) -> HeldPage:
-        """Make a `HeldPage` of a page that is in one piece of memory."""
+        """Make a `HeldPage` from `memory` that has all bytes of a page."""
         return cls((PagePart(0, memory),), locked)
 
 
@@ -75,7 +75,7 @@ class HeldPages:
         self._pages = kept | {page.id: held for page, held in zip(missing, read, strict=True)}
 
     def get(self, page: Page) -> HeldPage | None:
-        """Return a page in the host's memory; None if the page is not held."""
+        """Return a held page's memory and whether it is page-locked; None if the page is not held."""
         return self._pages.get(page.id)
 
     def _read(self, page: Page) -> HeldPage:

@@ -61,11 +61,7 @@ class HostExperts:
         rows.on_host = HostRows(on_host)
 
     def run_expert(self, task: Task) -> Any:
-        """Run one expert on its rows; a task of the class `HostKernel` runs on the host, others on the accelerator.
-
-        Returns:
-            the task's value.
-        """
+        """Run an expert on its rows; returns the task's value. `HostKernel` tasks run on the host, others elsewhere."""
         if not isinstance(task, HostKernel):
             return self._there.run_expert(task)
         weights, parts = self._weights(task.operands), []

@@ -62,7 +62,7 @@ class HostSide:
         self._there = attention
 
     def bring(self, task: PageTransfer) -> None:
-        """Copy a task's pages to its slots: from slots that the task names, from host memory, or from the files."""
+        """Copy a task's pages to its slots: from the slots that the task names, from host memory, or from the files."""
         store = self._store
         sources: Sequence[Slot | None] = task.operands or [None] * len(task.pages)
         for page, source, slot in zip(task.pages, sources, task.slots, strict=True):
@@ -77,12 +77,10 @@ class HostSide:
                 store.copies.to_accelerator(page, held, target)
 
     def _held(self, page: Page, source: Slot | None) -> HeldPage | None:
-        """Return a page in the host's memory, from the slot `source` or from the plan's home of weights.
+        """Return a page in the host's memory; None if the page is not there.
 
-        source: a slot of a pool on the host; None, or a slot that has one page for the whole run, for the home.
-
-        Returns:
-            the page; None if it is not there.
+        source: the slot of a pool on the host that has the page. None, or a slot that has one page for the whole run:
+        the page is taken from the plan's home of weights.
         """
         if source is None or source.fixed:
             return self._store.home.get(page)
@@ -175,7 +173,7 @@ def kv_slots_of(plan: Plan, compute: Compute) -> list[Tensor]:
 
 
 def _cached_on_host(plan: Plan) -> dict[int, frozenset[int]]:
-    """Return the layers whose KV cache is on the host, by the number of a micro-batch or of a chunk of prefill."""
+    """Return the layers whose KV cache is on the host, by the number of a micro-batch or of a prefill chunk."""
     kv = plan.kv
     if not plan.nodes.attends:
         return {}

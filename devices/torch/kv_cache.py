@@ -37,7 +37,7 @@ class BlockedKV:
         indices: a function that makes an int64 tensor on the cache's device from a sequence of numbers.
         allocate: a function that returns a uint8 tensor of a number of bytes, for the arena; None for torch's own
             memory.
-        kernels: native kernels that write to a cache on the host; None lets torch write.
+        kernels: native kernels that write to a cache on the host; None if torch writes.
 
     Attributes:
         table: the blocks of each sequence.
@@ -158,7 +158,7 @@ class BlockedKV:
         return [self._view(self.slots[self.places[layer]], part) for part in step.parts]
 
     def at(self, layer: int) -> CachedLayer:
-        """Return one layer of the cache, for attention kernels."""
+        """Return one layer of the cache, in the form that attention kernels take."""
         return CachedLayer(self, layer)
 
     def layer(self, layer: int) -> LayerAddresses:

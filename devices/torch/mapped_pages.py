@@ -51,7 +51,7 @@ class MappedPages:
 
     @staticmethod
     def possible(reader: PageReader) -> bool:
-        """Test whether the system reads mapped files on request (Linux 5.14), and kernels can use their bytes as is."""
+        """Test whether the system reads mapped files on request (Linux 5.14), and files have bytes as kernels need."""
         return not reader.converts and system_takes(POPULATE_READ)
 
     def bring(self, page: Page, slot: Slot) -> None:
@@ -79,7 +79,7 @@ class MappedPages:
         return self._views[page.id]
 
     def hide(self) -> None:
-        """Empty all slots, so that the system may drop their pages from the process's memory."""
+        """Empty all slots, so that the system may drop the slots' pages from the process's memory."""
         for page in self._shown.values():
             self._advise(page, DONT_NEED)
         self._shown.clear()

@@ -1,4 +1,4 @@
-"""The operations of the torch device that `moesched calibrate` times, kernels and reads of files, with made-up data."""
+"""The operations that `moesched calibrate` times on the torch device: kernels and file reads, on made-up data."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class TorchProbe:
             file.close()
 
     def ready(self) -> AbstractContextManager[object]:
-        """Return the context manager in which threads must call the operations, as the device's lanes do."""
+        """Return the context manager that a thread must enter before it calls the operations."""
         return torch.inference_mode()
 
     def packs(self, dtype: str) -> bool:
@@ -94,7 +94,7 @@ class TorchProbe:
     def read(self, path: Path, nbytes: int, pieces: int) -> Call:
         """Return a function that reads `pieces` pieces of a file, `nbytes` bytes each, side by side into slots.
 
-        A transfer of pages reads in the same way.
+        The device reads pages in the same way.
         """
         if path not in self._files:
             self._files[path] = DirectFile(path)

@@ -39,7 +39,7 @@ def _runs(step: KVStep) -> Iterator[tuple[tuple[int, int], int]]:
 
 
 def _joined(step: KVStep, cached_NKd: Tensor, new_TKd: Tensor) -> Iterator[Tensor]:
-    """Yield for each group of `_runs` the keys or values that its new tokens attend to, (S, L, K, d)."""
+    """Yield for each group of `_runs` the keys (or values) that its new tokens attend to, (S, L, K, d)."""
     start, before = 0, step.before
     for (new, past), sequences in _runs(step):
         stop = start + new * sequences
@@ -79,7 +79,7 @@ def _beside(earlier: Sequence[Sequence[range]], past: int, cached_NKd: Tensor, o
 
 
 def copy_slots(there_LKd: Tensor, cached_NKd: Tensor, spans: Iterable[range]) -> None:
-    """Copy slots of a cache to the beginning of a sequence's memory, one after the other.
+    """Copy the contents of slots of a cache to the beginning of a sequence's memory, one after the other.
 
     Args:
         there_LKd: the sequence's memory, on any device.
@@ -96,7 +96,7 @@ def copy_slots(there_LKd: Tensor, cached_NKd: Tensor, spans: Iterable[range]) ->
 def carved(memory: Tensor, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
     """Cut a tensor of a shape (S, L, K, d) from the start of flat memory; returns the tensor and the remaining memory.
 
-    As in the cache, each sequence begins at the start of a block, so that results are the same bit for bit.
+    Each sequence begins at the start of a block, as in the cache, so that results have the same bits.
     """
     sequences, length, kv_heads, head_dim = shape
     room = cached_tokens(length)

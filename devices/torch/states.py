@@ -1,4 +1,4 @@
-"""Functions that make the states of a plan's micro-batches, with their KV caches."""
+"""Functions that make the states of a plan's micro-batches, each with its KV caches, for torch."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def states_of(plan: Plan, prompts: Sequence[Sequence[int]], compute: Compute) ->
 
 
 def places_of(plan: Plan, compute: Compute) -> list[MicroBatchState]:
-    """Make a state without requests for each micro-batch of a plan that serves requests.
+    """Make a state without requests for each micro-batch of a plan, for serving requests that join and leave.
 
     The KV caches have room for the largest batch of the plan.
     """

@@ -90,7 +90,7 @@ def memory_for_kv(states: Sequence[MicroBatchState], kv_slots: Sequence[Tensor])
 
 
 class ExpertWarmUp:
-    """Runs the kernels of experts once at a plan's sizes, and drops the results; for a node that has only experts.
+    """Warms up a node that has only experts: runs their kernels once at a plan's sizes, and drops the results.
 
     Args:
         config: a model of one layer.
@@ -110,7 +110,7 @@ class ExpertWarmUp:
         self._expert(max(shapes.prompts * shapes.length, shapes.sequences))
 
     def _layer(self, shapes: WarmUpSizes) -> None:
-        """Do nothing: a node that has only experts runs no other kernels of a layer."""
+        """Do nothing: a node that has only experts runs none of a layer's other kernels."""
 
     def _expert(self, most: int) -> None:
         """Run an expert on 1, 2, 4, ... up to `most` rows: its number of rows in a step is not known in advance."""
@@ -234,10 +234,10 @@ def _blocks_in(kv: Tensor, config: ModelConfig) -> int:
 class WarmUps:
     """Runs a warm-up of a GPU for each batch with new sizes, while resident pages are loaded.
 
-    A warm-up has a thread of its own; when that ends, torch gives its cuBLAS handle to the next thread that multiplies.
+    A warm-up has a thread of its own; once it ends, torch gives the thread's cuBLAS handle to the next that multiplies.
 
     Attributes:
-        on_thread: a function that is called first on that thread; None for none.
+        on_thread: a function to call first on the warm-up's thread; None for none.
     """
 
     def __init__(self) -> None:
@@ -299,13 +299,10 @@ class WarmUps:
 
 
 def stand_in(layout: WeightLayout, store: WeightStore) -> Weights | None:
-    """Return tensors of a layer with experts for a warm-up, with any contents.
+    """Return tensors of a layer with experts for a warm-up, with any contents; None if there is no memory for them.
 
     The tensors are in memory whose pages are not loaded yet. A resident page is in the memory that it will have, so
     that its matrices are whole; all other pages share one slot.
-
-    Returns:
-        the tensors; None if there is no such memory.
     """
     size = store.reader.slot_bytes
     arenas = (arena for arena in store.arenas.values() if not arena.on_cpu and len(arena))

@@ -95,7 +95,7 @@ class WeightStore:
     def begin(self, plan: Plan, tell: Progress = ignore_progress) -> None:
         """Allocate the memory that a batch's plan declares, for the pages that `load` and `fetch` bring in.
 
-        tell: is called with the progress.
+        tell: is called with the progress of reading pages to the host's memory.
 
         Raises:
             MoeschedError: a file cannot be read.
@@ -130,7 +130,7 @@ class WeightStore:
             done += pool.nbytes
 
     def let_go(self) -> None:
-        """Free the previous batch's memory, except weights that the next batch may also keep resident."""
+        """Free the previous batch's memory, except weights that the next batch, too, may keep resident."""
         self.resident.close()
         self.arenas = {}
         self._numbers = {}
@@ -150,7 +150,7 @@ class WeightStore:
         self.reader.close()
 
     def load(self, task: PageTransfer) -> None:
-        """Start to load the resident pages of a task; pages that the host's memory keeps are there already."""
+        """Start to load the resident pages that a task names; pages that the host keeps have been read already."""
         for page, slot in zip(task.pages, task.slots, strict=True):
             if slot.memory != self._host or self.home.get(page) is None:
                 self.resident.load(page)
@@ -188,7 +188,7 @@ class WeightStore:
         return bound
 
     def _number(self, weights: Weights) -> None:
-        """Give weights the number of earlier weights in the same memory, so that kernels bound to these are reused."""
+        """Number weights like earlier weights in the same memory, so that kernels bound to those are reused."""
         if len(self._numbers) == MOST_PLACES:
             self._numbers.clear()
         weights.number = self._numbers.setdefault((weights.layer, weights.places()), weights.number)
@@ -262,7 +262,7 @@ class WeightStore:
 
 
 def merged_tensors(pages: Iterable[NamedBlocks], *, joins: bool, layer: Layer) -> Weights:
-    """Collect the tensors of some pages of a layer by their names within the layer; q, k and v become one matrix "qkv".
+    """Collect the tensors of some pages of a layer by name within the layer; q, k and v become one matrix "qkv".
 
     Args:
         pages: the row blocks of each page's tensors, by canonical name.

@@ -79,7 +79,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def capacity(self) -> Capacity:
-        """The capacity of a run in which requests join and leave: a place in it for each micro-batch of the case."""
+        """The limits of a run in which requests join and leave, with a place for each micro-batch of the case."""
         places = -(-len(self.prompts) // self.micro_batch_size)
         size = self.micro_batch_size
         return Capacity(places, size, 2 * KV_BLOCK_TOKENS * size, max(self.prompts), 2 * KV_BLOCK_TOKENS)
@@ -311,7 +311,7 @@ def check_policy(
 
 
 def _check_served(policies: Sequence[Policy], case: Case) -> None:
-    """Serve random requests that join and leave in a case, and check their tokens.
+    """Serve random requests that join and leave with a case's model and machine, and check their tokens.
 
     In about half of the cases, prompts are divided over several steps, if the plan allows it.
 
@@ -328,7 +328,7 @@ def _check_served(policies: Sequence[Policy], case: Case) -> None:
 
 
 def _plans(case: Case, policies: Sequence[Policy]) -> list[Plan]:
-    """Return a plan of the case for each node, made by the policy at its index."""
+    """Return a plan of the case for each node, made by the node's policy."""
     return [case.plan(policy, node) for node, policy in enumerate(policies)]
 
 

@@ -55,7 +55,7 @@ class RandomRows(LayerByLayer):
     def _tasks(
         self, routed: Routed, expert: int, users: Sequence[int]
     ) -> Iterator[tuple[list[int], range | None]]:
-        """Yield random tasks of an expert that together run each of its rows once.
+        """Yield random tasks of an expert that together compute each row of the expert once.
 
         A task is a list of micro-batches and, for a single micro-batch, the range of rows; None stands for all rows.
 

@@ -28,7 +28,7 @@ _TIMED = frozenset("XsfCibe")
 
 
 class _Point(NamedTuple):
-    """An end of an arrow: a time on a track, in nanoseconds."""
+    """An end of an arrow in a trace: a track, and a time in nanoseconds."""
 
     pid: int
     tid: int
@@ -58,7 +58,7 @@ class _Task(NamedTuple):
 
 @interruptible()
 def check_trace(path: Path | str) -> list[str]:
-    """Return the problems of a trace file, as sentences; an empty list for a valid trace.
+    """Return the problems of the trace file at a path, as sentences; an empty list for a valid trace.
 
     The first few violations of each rule are listed and the others counted.
     """
@@ -167,8 +167,7 @@ def _numbers(tasks: list[_Task]) -> Iterator[str]:
 def _dependencies(tasks: list[_Task], numbered: Mapping[tuple[int, int], int]) -> Iterator[str]:
     """Yield sentences on wrong dependencies: doubled, on a task that the trace lacks, or on a task that ends too late.
 
-    Args:
-        numbered: index in `tasks` by (pid, number of the task).
+    numbered: index in `tasks` by (pid, number of the task).
     """
     for task in tasks:
         for number, count in Counter(task.args.depends_on).items():
@@ -182,7 +181,7 @@ def _dependencies(tasks: list[_Task], numbered: Mapping[tuple[int, int], int]) -
 
 
 def _flows(events: list[Event]) -> Iterator[str]:
-    """Yield sentences on flows (arrows) without exactly one start and one end, or whose end viewers do not draw."""
+    """Yield sentences on flows (arrows) that lack one start or end, have several, or end where viewers draw none."""
     starts = Counter(event.id for event in events if event.ph == "s")
     ends = Counter(event.id for event in events if event.ph == "f")
     for number in sorted(starts.keys() | ends.keys()):
@@ -198,10 +197,8 @@ def _arrows(
 ) -> Iterator[str]:
     """Yield sentences on arrows that are missing, doubled, or not expected.
 
-    Of the tasks that a task depends on, the last one on each lane should have one arrow to this task.
-
-    Args:
-        numbered: index in `tasks` by (pid, number of the task).
+    Of the tasks that a task depends on, the last one on each lane should have one arrow to this task. numbered: index
+    in `tasks` by (pid, number of the task).
     """
     expected: set[tuple[_Point, _Point]] = set()
     for task in tasks:

@@ -276,7 +276,7 @@ def _expert_rows(experts: Mapping[int, int]) -> str:
 
 
 def _plain(number: float) -> float:
-    """Convert a float without a fraction to int, so that trace files do not say 4096.0 bytes."""
+    """Convert a float without a fraction to an int, so that trace files say 4096 and not 4096.0."""
     return int(number) if number == int(number) else number
 
 

@@ -1,4 +1,4 @@
-"""Holds recorders: observers that keep all tasks that ran, or the tasks of the last steps.
+"""Recorders: observers that keep all tasks that ran, or only those of the first or last steps.
 
 Keeping a task is a single list append, since the virtual driver finishes hundreds of thousands of tasks per second;
 everything else is computed when the recording is requested.
@@ -70,11 +70,11 @@ class Recorder(_RankRecorder):
 
     @property
     def ended(self) -> Callable[[Task], None]:
-        """The function that drivers call with each finished task: the `append` of a list."""
+        """The function that drivers call with each finished task, the `append` of a list."""
         return self._append
 
     def replayed(self, timeline: Timeline) -> None:
-        """Add a run that was replayed from a captured schedule; tasks are made only when the recording is requested."""
+        """Add a run that was replayed from a captured schedule; its tasks are made when the recording is requested."""
         self._replayed.append(timeline.tasks)
 
     def recording(self) -> Recording:

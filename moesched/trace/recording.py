@@ -1,7 +1,6 @@
-"""Defines recordings: the tasks of a run as plain values, the dependencies between them, and the contents of memories.
+"""Recordings: the tasks of a run as plain values, the dependencies between them, and the use of memories.
 
-Recorders make recordings of tasks, and the trace reader makes recordings of files; the trace writer and all analysis
-take recordings.
+Recorders make recordings from tasks, the trace reader from files; the trace writer and all analysis take recordings.
 """
 
 from __future__ import annotations
@@ -64,12 +63,12 @@ class TaskInfo(msgspec.Struct, frozen=True, gc=False, rename={"nbytes": "bytes",
 
     @property
     def work(self) -> WorkKey:
-        """The fields that identify the cost of the task: tasks with equal fields have the same cost on a machine."""
+        """The fields of the task on which its cost depends: tasks with equal fields have equal costs on a machine."""
         return WorkKey(self.kind, self.resource, self.flops, self.nbytes)
 
 
 class WorkKey(NamedTuple):
-    """The fields of a task that its cost on a machine depends on; tasks with equal keys have the same cost."""
+    """The fields of a task on which its cost on a machine depends; tasks with equal keys have equal costs."""
 
     kind: str
     resource: str
@@ -157,7 +156,7 @@ class MemorySample(NamedTuple):
 class PoolSample(NamedTuple):
     """The counts of one pool at one time, added up since the start of the run.
 
-    Counts at the start of a task were taken when the policy submitted the task.
+    A sample at the start of a task has the counts of the moment at which the policy submitted the task.
 
     Attributes:
         pool: the pool's name with its memory, such as "experts in gpu".

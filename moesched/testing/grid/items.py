@@ -1,4 +1,4 @@
-"""Items, the parts of a check that run one by one: small cases, cells, and the shipped policies in each cell."""
+"""Items, the parts of a check that run one by one: small cases, cells, and in each cell the shipped policies."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """The results of one item.
 
     Attributes:
-        unfit: the fault to report if the policy's plan fits in no item; None if the plan fits in this one.
+        unfit: the fault to report if the policy's plan fits the memory in no item; None if it does in this one.
         cell: the policy's result in a cell; None for other items.
         lanes: whether each lane was used, by the lane's name.
         rivals: the seconds of the shipped policies, by name.
@@ -96,7 +96,7 @@ def trial_item(trial: Trial) -> Item:
 
 
 def cell_item(cell: Cell) -> Item:
-    """Make the item that simulates the policy in a cell, for its predicted time, a lower bound, and advice."""
+    """Make the item that simulates the policy in a cell: it gives the predicted time, a lower bound, and advice."""
 
     def run(subject: Subject) -> Outcome:
         outcome = Outcome()
@@ -151,5 +151,5 @@ def _in_cell(cell: Cell, subject: Subject) -> Outcome:
 
 
 def _with_line(advice: Advice, subject: Subject) -> Advice:
-    """Return the advice, with the line of the policy's class if the advice has no line of the policy."""
+    """Return the advice; if it has no line of the policy, with the line of the policy's class."""
     return structs.replace(advice, line=subject.home) if advice.line in ("", CODE_OF_CHILD) else advice
