@@ -30,6 +30,7 @@ def choose_dilations(
     The dilations grow with the number of ranks, which share the cores of this machine.
 
     Args:
+        checkpoint, layout: the model's files, and the division of its weights into pages.
         cost: the cost model of the emulated machine.
         tell: is called with the progress of the rehearsal.
     """

@@ -13,7 +13,7 @@ REAL_SHARE = 1 / 3
 
 
 class LaneMeter:
-    """Sums the times of one lane's tasks, and counts the tasks that took too long."""
+    """Sums the times of the tasks of one lane (a queue of tasks), and counts the tasks that took too long."""
 
     def __init__(self) -> None:
         self.worked = 0.0

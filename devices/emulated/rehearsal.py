@@ -41,7 +41,7 @@ NO_LIMIT = 1 << 62
 
 
 class Rehearsed(NamedTuple):
-    """The times of one verb on one lane in the rehearsal, as sums over all tasks of all the model's layers.
+    """The times of one verb (kind of task) on one lane (queue of tasks), summed over all tasks of the model's layers.
 
     Attributes:
         lane: name of the lane.
@@ -63,6 +63,7 @@ def rehearse(
     All weights are streamed: computing with resident weights is at least as fast.
 
     Args:
+        checkpoint, layout: the model's files, and the division of its weights into pages.
         cost: the cost model of the emulated machine, for the modelled times.
         tell: is called with the progress.
 
@@ -232,7 +233,7 @@ def _prompts(lengths: Sequence[int], vocabulary: int) -> list[list[int]]:
 
 
 def _largest_micro_batch(batch: Batch) -> Batch:
-    """Make a batch of REPEATS copies of the micro-batch with the most prompt tokens.
+    """Make a batch of several copies (REPEATS) of the micro-batch with the most prompt tokens.
 
     The prompts are shortened in proportion until a micro-batch has no more tokens than the largest chunk of prefill.
     """

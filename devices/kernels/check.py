@@ -52,7 +52,7 @@ def check_kernel(
     """Check a kernel's results on small random data; returns the number of cases that the kernel took.
 
     Args:
-        row: the kernel's class, or its name as for `moesched.plugins.find`.
+        row: the kernel's class, or its name, such as `file.py:Class`.
         numbers: the numbers of rows of inputs to try.
         instruction_set: instruction set of the native kernels; None for the widest of this processor.
         formats: names of quantized storage formats of weights to try beside plain ones.
@@ -60,9 +60,9 @@ def check_kernel(
     Raises:
         KernelFailed: the kernel raised, a result has another shape or dtype, or only `check_device` can check its
             operation.
-        AssertionError: a result is further from the exact one than `WORSE` allows, a second call has other bits, an
-            input was written to, or bits of an `independent` kernel depend on other rows or row blocks. The message
-            names kernel and case.
+        AssertionError: a result is too far from the exact one, a second call has other bits, an input was written to,
+            or bits of a kernel that says it is `independent` depend on other rows or row blocks. The message names
+            kernel and case.
     """
     kind = plugins.find("kernels", row)
     tried = (None, *(STORED_FORMATS[name] for name in formats))
@@ -207,7 +207,7 @@ def _require_close(title: str, got: Tensor, resources: Resources, sample: Sample
     result.
 
     Raises:
-        AssertionError: the mean squared error is larger than `WORSE` allows.
+        AssertionError: the mean squared error is more than 1.5 times the error of torch's kernel.
     """
     weights = sample.plain(resources.dtype)
     plain = case._replace(formats=weights.formats(OPERATIONS[case.operation]))

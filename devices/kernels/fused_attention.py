@@ -27,5 +27,5 @@ def prefer_kernels_without_plans() -> None:
 
 
 def queries_in_a_piece(heads: int, length: int) -> int:
-    """Return the number of queries whose scores (heads, queries, length), float32, fit in PIECE_BYTES; at least 1."""
+    """Return the largest number of queries whose float32 scores (heads, queries, length) fit in 64 MiB; at least 1."""
     return max(1, PIECE_BYTES // (4 * heads * length))

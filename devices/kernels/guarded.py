@@ -42,7 +42,7 @@ class Guarded(Kernel):
         return reason
 
     def bind(self, case: Case, weights: Any, memory: Any) -> Bound:
-        """Return the wrapped kernel's function, which checks each result's shapes and dtypes.
+        """Bind the wrapped kernel; returns its function, wrapped to check the shapes and dtypes of each result.
 
         Raises:
             KernelFailed: the kernel raised in `bind`; the function raises it for a wrong result or an exception in a

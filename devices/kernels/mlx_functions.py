@@ -53,7 +53,7 @@ class Rows(NamedTuple):
         indices_n: index of each row's expert in its stack, uint32, ascending.
         counts: number of rows of each index; None if the host does not know them, so that experts cannot run one by
             one.
-        many: True if the micro-batch has at least `MANY_ROWS` rows.
+        many: True if the micro-batch has at least `MANY_ROWS` (64) rows.
     """
 
     indices_n: Array
@@ -294,7 +294,7 @@ def gathered_experts(stack: Stack, x_nD: Array, rows: Rows) -> Array:
 
 
 def experts_one_by_one(stack: Stack, x_nD: Array, rows: Rows) -> Array:
-    """Run experts one after the other: (n, D), as by `gathered_experts`; `rows.counts` must not be None."""
+    """Run experts one after the other, with the results of `gathered_experts`: (n, D); needs `rows.counts`."""
     assert rows.counts is not None, "the host knows the rows"
     return _joined([_ffn(x, stack, product) for x, product in _one_by_one(x_nD, rows.counts)], axis=0)
 
@@ -329,10 +329,9 @@ def _gathered(x_n1D: Array, rows: Rows) -> Iterator[tuple[Array, Product]]:
 
 
 def _gather(indices_n: Array, many: bool, x_n1D: Array, blocks: Blocks) -> Array:
-    """Multiply each row of x by its expert's matrix. indices_n: index of each row's expert. many: as in `Rows`.
+    """Multiply each row of x by its expert's matrix, in one MLX kernel for each block of columns.
 
-    With few rows, row numbers are passed, so that MLX need not make them; with many rows not, as MLX uses the ascending
-    order of experts only without them.
+    indices_n: index of each row's expert in the blocks, ascending. many: True for at least `MANY_ROWS` rows.
     """
     own = None if many else _ascending(len(x_n1D))
     parts = [
@@ -344,7 +343,7 @@ def _gather(indices_n: Array, many: bool, x_n1D: Array, blocks: Blocks) -> Array
 
 @cache
 def _ascending(count: int) -> Array:
-    """Return the integers from 0 to count - 1, for a count below `MANY_ROWS`."""
+    """Return the integers from 0 to count - 1, cached; only for counts below `MANY_ROWS`."""
     return mx.array([*range(count)], dtype=mx.uint32)
 
 
@@ -364,7 +363,7 @@ def _multiply(index: int, x_nD: Array, blocks: Blocks) -> Array:
 def sum_experts(y_nD: Array, rows_Tk: Array | None, weights_Tk: Array) -> Array:
     """Sum each token's expert outputs, weighted by the router, in ascending order of expert: (T, D), float32.
 
-    rows_Tk: the row of y for each pair of a token and an expert, as in `Grouping`.
+    rows_Tk: the row of y for each pair of token and expert; None for a single token, whose rows are in order.
     """
     return mlx_elements.added(*_weighted(y_nD, rows_Tk, weights_Tk)).squeeze(1)
 

@@ -286,5 +286,5 @@ def mlx_table(config: ModelConfig) -> KernelTable:
 
 
 def device_name() -> str:
-    """Return the name of the device that MLX computes on, as in `Case.device`."""
+    """Return the name of MLX's device for the field `device` of a `Case`: of the GPU with Metal, else of the CPU."""
     return "metal" if mx.metal.is_available() else "cpu"

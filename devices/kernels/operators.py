@@ -98,7 +98,7 @@ def attention_inputs(
     k_TKd: Tensor,
     v_TKd: Tensor,
 ) -> None:
-    """Project normalised tokens by the matrix in `blocks`, rotate queries and keys, and write queries, keys and values.
+    """Project normalised tokens by the matrix in `blocks` (and `table`), rotate queries and keys; write q, k and v.
 
     Args:
         head_norms: weights of the norms of query heads and of key heads; empty if the layer has none.
@@ -205,7 +205,7 @@ def tiles_of_queries(tokens: int) -> int:
 def join_parts(
     sums_SHP: Tensor, peaks_SHP: Tensor, parts_SHPd: Tensor, table: Tensor, split: int, out_SX: Tensor
 ) -> None:
-    """Combine what `attend` wrote for parts into attention over whole sequences. table, split: as for `attend`."""
+    """Combine the sums, peaks and parts that `attend` wrote into attention of whole sequences; arguments as there."""
     for s, length in enumerate(table[: len(out_SX)].tolist()):
         used = slice(-(-length // split))
         peaks_HP = peaks_SHP[s, :, used].double()
@@ -218,7 +218,7 @@ def join_parts(
 def output_projection(
     x_TX: Tensor, table: Tensor, blocks: list[Tensor], residual_TD: Tensor, out_TD: Tensor
 ) -> None:
-    """Multiply rows by the matrix (D, X) in `blocks`, add the residual, and write the result to out_TD."""
+    """Multiply rows by the matrix (D, X) in `blocks` and `table`, add the residual, and write the result to out_TD."""
     out_TD.copy_(_product(x_TX, torch.cat(blocks)).add_(residual_TD))
 
 
@@ -280,6 +280,7 @@ def gate_and_up(
 
     Args:
         pairs_n, starts_E: as written by `sort_rows`; pairs_n is None if the rows of x are sorted by expert already.
+        gate_table, gates, up_table, ups: the tables and row blocks of all experts' matrices gate and up.
         gated_nI: receives silu(gate x), float32, for an observer; None to drop it.
     """
     choices = len(inner_nI) // len(x_TD)
@@ -297,7 +298,7 @@ def gate_and_up(
 
 @_operator("y_nD")
 def down(inner_nI: Tensor, starts_E: Tensor, table: Tensor, blocks: list[Tensor], y_nD: Tensor) -> None:
-    """Multiply each expert's rows of inner_nI by its matrix in `blocks` into y; starts_E: as written by `sort_rows`."""
+    """Multiply each expert's rows by its matrix in `blocks` (and `table`) into y; `sort_rows` gives `starts_E`."""
     for rows, matrix in zip(_rows(starts_E), _matrices(blocks, table, y_nD.shape[1]), strict=True):
         y_nD[rows] = _product(inner_nI[rows], matrix).to(y_nD.dtype)
 
@@ -310,7 +311,7 @@ def combine(y_nD: Tensor, rows_Tk: Tensor, weights_Tk: Tensor, residual_TD: Tens
 
 @_operator("logits_SV")
 def logits(x_SD: Tensor, table: Tensor, blocks: list[Tensor], logits_SV: Tensor) -> None:
-    """Multiply rows by the LM head in `blocks`, round to the dtype of x, and write the logits."""
+    """Multiply rows by the LM head in `blocks` (and `table`), round to the dtype of x, and write the logits."""
     logits_SV.copy_(_product(x_SD, torch.cat(blocks)).to(x_SD.dtype))
 
 
@@ -326,7 +327,7 @@ def _product(x_TD: Tensor, matrix_ND: Tensor) -> Tensor:
 
 
 def _matrices(blocks: list[Tensor], table: Tensor, rows: int) -> Iterator[Tensor]:
-    """Yield the matrices of a stack, each joined from its row blocks and cut to `rows` rows."""
+    """Yield the matrices of a stack, each joined from its row blocks, listed in `table`, and cut to `rows` rows."""
     count = table.shape[1]
     for start in range(0, len(blocks), count):
         yield torch.cat(blocks[start : start + count])[:rows]
@@ -339,7 +340,7 @@ def _rows(starts_E: Tensor) -> Iterator[slice]:
 
 
 def _slots(table: Tensor, sequences: int, block: int) -> Iterator[Tensor]:
-    """Yield, for each sequence, the slots of its tokens in the KV cache, int64; table, block: as for `attend`."""
+    """Yield each sequence's slots in the KV cache, one for each token, int64; table, block: as for `attend`."""
     lengths, places = table[: 2 * sequences].view(2, -1).tolist()
     for length, place in zip(lengths, places, strict=True):
         first = 2 * sequences + place

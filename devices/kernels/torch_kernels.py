@@ -52,9 +52,10 @@ class TorchKernels(Binder):
     Args:
         device: device of the accelerator's tensors.
         choice: kernels for few rows on the CPU: `auto`, `torch`, or an instruction set of the native kernels.
-        own: third-party kernels: classes, or names as for `moesched.plugins.find`.
+        own: third-party kernels: classes, or names such as `file.py:Class`.
         cores: number of cores for kernels on the CPU.
-        pin, left: as for `NativeKernels`.
+        pin: whether each thread of the native kernels is pinned to a core. left: number of cores kept free of these
+            threads.
         use_cores_for: function of a product's number of rows and number of weights that sets torch's number of cores.
 
     Attributes:
@@ -112,7 +113,9 @@ class TorchKernels(Binder):
         Args:
             rows_an_expert: mean number of rows of an expert in a decode step, which decides if resident weights are
                 packed.
-            device, indices, upload, captured: as for `Resources`.
+            device: device of the accelerator's tensors.
+            indices, upload, captured: functions that make an int64 tensor there, copy numbers to it, and let a GPU
+                replay the calls of a kernel.
         """
         if self._packs and rows_an_expert <= self._rows(packed=True):
             self._packs = False  # only torch multiplies by packed weights
@@ -240,7 +243,8 @@ def open_native(
 ) -> NativeKernels | None:
     """Start the native kernels' threads for products of up to `rows` rows; returns None if torch computes everything.
 
-    choice: `auto`, `torch`, or an instruction set. cores: number of threads. pin, left: as for `NativeKernels`.
+    choice: `auto`, `torch`, or an instruction set. cores: number of threads. pin: whether each thread is pinned to a
+    core. left: number of cores kept free of these threads.
     """
     if choice == TORCH or not instruction_sets():
         return None

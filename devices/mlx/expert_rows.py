@@ -37,7 +37,7 @@ class ExpertRows:
     Attributes:
         x_nD: the input rows, sorted by expert.
         counts: number of rows of each expert, by its number; empty until the host knows the numbers.
-        many: whether there are at least `MANY_ROWS` rows.
+        many: whether there are at least `MANY_ROWS` (64) rows.
     """
 
     def __init__(self, x_TD: Array, experts_Tk: Array, weights_Tk: Array) -> None:
@@ -104,7 +104,7 @@ def rows_of_one(count: int, index: int, *, many: bool) -> Rows:
     Args:
         count: number of rows.
         index: the expert's index in its stack.
-        many: whether the micro-batch has at least `MANY_ROWS` rows.
+        many: whether the micro-batch has at least `MANY_ROWS` (64) rows.
     """
     return Rows(_alike(count, index), [0] * index + [count], many)
 

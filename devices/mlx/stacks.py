@@ -1,4 +1,4 @@
-"""Stacks of resident experts in few large arrays: all experts of one layer, or one expert of all layers."""
+"""Stacks of resident experts' weights in a few large arrays: all experts of one layer, or one expert of all layers."""
 
 from __future__ import annotations
 
@@ -103,9 +103,9 @@ class StackedLayer:
 
 
 class StackedExpert:
-    """A stack of one expert in all layers: one array (layers, numbers of a layer's matrices).
+    """A stack of one expert in all layers: one array (layers, numbers in the expert's matrices).
 
-    The Apple silicon cluster paper calls this prestacking (section 4.1).
+    A paper on Apple silicon clusters (RACS'24, section 4.1) calls this prestacking.
     """
 
     def __init__(self, layout: WeightLayout, expert: int) -> None:

@@ -1,4 +1,4 @@
-"""A thread that does a device's work for all lanes, because one thread must build and evaluate all MLX arrays."""
+"""A thread that does the work of all lanes (queues of tasks), as one thread must build and evaluate all MLX arrays."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Functions that run the tasks of a batch on MLX, by verb: for a device alone, or for one of several nodes."""
+"""Functions that run the tasks of a batch on MLX, by verb (kind of task): for one device, or a node of several."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class Topology:
         return attention, moe
 
     def _layers(self, attention: Attention, moe: MoELayer) -> Verbs:
-        """Return the functions of the verbs that compute layers, embed tokens and move pages."""
+        """Return, by verb (kind of task), the functions that compute layers, embed tokens and move pages of weights."""
         weights, experts = self._weights, self._experts
         attend = self._evaluated(attention.attention, _attended)
         attend = after(lambda task: self._evaluations.close_others(task.micro_batch), attend)
@@ -126,7 +126,7 @@ class Topology:
         }
 
     def _evaluated(self, verb: Verb, results: Callable[[MicroBatchState, int], Sequence[Array]]) -> Verb:
-        """Wrap the function of a verb so that the verb's results are evaluated afterwards, at once or later.
+        """Wrap the function of a verb (kind of task) so that results are evaluated after it, at once or later.
 
         results: returns the arrays to evaluate, given the micro-batch's state and the layer.
         """

@@ -151,7 +151,8 @@ class NativeAttention:
             views: for each group of equally long sequences: keys and values, both (S, L, K, d) with the same strides,
                 and the number of new tokens of each sequence.
             window: number of tokens that a query sees, itself included; None for all earlier tokens.
-            sinks_H, scale: as in `attend`.
+            sinks_H: the score of each head's attention sink, float32; None without sinks. scale: factor on the scores;
+                None for 1 / sqrt(d).
         """
         tokens, heads, head_dim = q_THd.shape
         out_TX = q_THd.new_empty(tokens, heads * head_dim)

@@ -70,7 +70,7 @@ class NativeKernels:
         return y_TN
 
     def linear_by_columns(self, x_TD: Tensor, blocks: Sequence[Tensor]) -> Tensor:
-        """Multiply rows by W in column blocks (N, some of D), left to right, stored transposed: x @ W.T, (T, N)."""
+        """Multiply rows by W, given as column blocks (N, some of D), each stored transposed: x @ W.T, (T, N)."""
         x_TD = _with_plain_rows(x_TD)
         y_TN = x_TD.new_empty(len(x_TD), len(blocks[0]))
         shape = (len(x_TD), x_TD.shape[1], y_TN.shape[1], x_TD.data_ptr(), x_TD.stride(0))
@@ -105,7 +105,7 @@ class NativeKernels:
         check(self._library.moesched_expert(self._team, *shape, address(weights), y_nD.data_ptr()))
 
     def call(self, function: Callable[..., int], arguments: ctypes.Structure) -> None:
-        """Call a function of the library with its threads and a pointer to the arguments; raises its errors."""
+        """Call a function of the library with its threads and a pointer to the arguments; raises its error."""
         check(function(self._team, ctypes.byref(arguments)))
 
     def bound(self, function: Callable[..., int], arguments: ctypes.Structure) -> Callable[[], int]:

@@ -145,7 +145,7 @@ Call = Callable[[], object]
 
 
 def _contests(kernel: NativeKernels, shape: Shape, packed: bool) -> Iterator[tuple[int, Call, Call]]:
-    """Yield (rows, native product, torch's product) for timing, for each number of rows. packed: as for `most_rows`."""
+    """Yield (rows, native product, torch's product) to time, for each number of rows. packed: see `most_rows`."""
     count = max(2, COLD_BYTES // (2 * shape.outputs * shape.inputs))
     matrices = [_matrix(shape) for _ in range(count)]
     plain = cycle(matrices)

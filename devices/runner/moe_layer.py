@@ -1,4 +1,4 @@
-"""The verbs of a layer's second half: router, experts, and the weighted sum of their outputs."""
+"""The verbs (kinds of tasks) of a layer's second half: router, experts, and the weighted sum of their outputs."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ class NextTokens:
     def draw(self, task: Task, logits_SV: Any) -> list[int] | list[Standing]:
         """Choose and return each sequence's next token; in beam search, extend and return each request's beams.
 
-        While serving, a request whose logits are not finite gets NO_TOKEN.
+        While serving, a request whose logits are not finite gets NO_TOKEN (-1).
 
         Raises:
             NotFinite: a logit is not finite, and the run is not serving; the message names the step and the first
@@ -174,7 +174,7 @@ class NextTokens:
         return not any(each.temperature for each in state.samplings or [self._choice.sampling])
 
     def likeliest(self, state: MicroBatchState) -> list[int] | None:
-        """Return the likeliest next token of each sequence, NO_TOKEN where logits are not finite.
+        """Return the likeliest next token of each sequence, NO_TOKEN (-1) where logits are not finite.
 
         The result is None if no kernel takes the operation greedy, which finds these tokens.
         """

@@ -16,12 +16,12 @@ ALIGNMENT = 4096  # of the address, file offset and length of direct reads
 
 
 def round_up(nbytes: int) -> int:
-    """Round `nbytes` up to a multiple of ALIGNMENT."""
+    """Round `nbytes` up to a multiple of ALIGNMENT (4096)."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def round_down(nbytes: int) -> int:
-    """Round `nbytes` down to a multiple of ALIGNMENT."""
+    """Round `nbytes` down to a multiple of ALIGNMENT (4096)."""
     return nbytes // ALIGNMENT * ALIGNMENT
 
 

@@ -1,4 +1,4 @@
-"""The verbs of nodes that share a model's experts: the nodes exchange numpy arrays over a transport."""
+"""The verbs (kinds of tasks) of nodes that share a model's experts: they exchange numpy arrays over a transport."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class NodeKernels(Protocol):
 
 
 class NodeVerbs:
-    """Runs the verbs that exist only where several nodes share a model's experts.
+    """Runs the verbs (kinds of tasks) that exist only where several nodes (machines) share a model's experts.
 
     Arrays to exchange, and results of exchanges, are kept for each micro-batch under the name rows, sum or tokens.
 
@@ -84,7 +84,7 @@ class NodeVerbs:
 
     @property
     def verbs(self) -> Mapping[str, Verb]:
-        """The functions that run this node's verbs, by the verb's name."""
+        """The functions that run this node's tasks, by the name of the verb (kind of task)."""
         verbs: dict[str, Verb] = {
             "partial_sum": self._partial_sum,
             "all_reduce": self._all_reduce,

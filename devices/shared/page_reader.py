@@ -164,7 +164,7 @@ class PageReader:
         return blocks
 
     def read(self, page: Page, slot: torch.Tensor, *, cached: bool = False) -> int:
-        """Read a page into a slot (uint8, CPU, at a multiple of 4096); returns the number of bytes read.
+        """Read a page of weights into a slot, uint8 on the CPU at a multiple of 4096; returns the number of bytes read.
 
         cached: True to take from the page cache the bytes that it has.
 
@@ -176,7 +176,7 @@ class PageReader:
     def reads(self, page: Page, slot: torch.Tensor, *, cached: bool = False) -> list[Callable[[], int]]:
         """Cut the `read` of a page into functions that several threads may call at once.
 
-        Each function reads its own part of the page, and returns the number of bytes read.
+        Each function reads its own part of the page, and returns the number of bytes read. cached: as for `read`.
 
         Raises:
             MoeschedError: the slot is too small or not aligned.

@@ -1,4 +1,4 @@
-"""A function that makes verbs, the functions that run tasks, out of other functions."""
+"""A function that joins two functions into a verb, a function that runs tasks of one kind."""
 
 from __future__ import annotations
 

@@ -26,7 +26,10 @@ class Compute:
 
     Args:
         accelerator: torch's name of the accelerator, such as "cuda:0", or "cpu".
-        kernel, pin, threads, own_kernels: as for `TorchDevice`.
+        kernel: the kernels on the CPU: "auto", "torch", or the name of an instruction set.
+        pin: whether each thread of the native kernels is pinned to a core of its own.
+        threads: number of threads of kernels on the CPU; None to choose it by the number of cores.
+        own_kernels: the user's kernels: classes, or names such as `file.py:Class`.
 
     Attributes:
         accelerator: torch device of the accelerator's tensors.

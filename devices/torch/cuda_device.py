@@ -44,7 +44,10 @@ class CudaDevice(TorchDevice):
         threads: threads for attention and experts on the host; None takes one for each core that is not needed to issue
             tasks and wait for them (`divided_cores`).
         triton: whether the kernels in Triton are tried before all others but `own_kernels`.
-        keep_logits, direct, map_files, own_kernels: as for `TorchDevice`.
+        keep_logits: whether `logits` keeps the logits of all steps.
+        direct: whether to bypass the page cache when reading files, where the system allows that.
+        map_files: whether the GPU copies streamed weights directly from the page cache where that is possible.
+        own_kernels: the user's kernels, which are tried before all others: classes, or names such as `file.py:Class`.
     """
 
     def __init__(

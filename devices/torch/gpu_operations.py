@@ -124,12 +124,12 @@ class GpuOperations:
         return (perf_counter() - start) / times
 
     def _repetitions(self, call: Call, seconds: float) -> int:
-        """Choose a number of repetitions from LEAST to MOST with which a call is repeated for about `seconds`."""
+        """Return a number of repetitions, from 3 to 200, with which a call is repeated for about `seconds`."""
         self._timed(call, 1)  # may prepare its kernel
         return min(MOST, max(LEAST, round(seconds / max(self._timed(call, 1), 1e-9))))
 
     def _call(self, operation: Operation) -> Call:
-        """Make data for an operation; returns a function that runs it on the CPU or enqueues it on the stream."""
+        """Make data for an operation; returns a function that runs it on the CPU, or enqueues it on a CUDA stream."""
         match operation:
             case Product():
                 return self._product(operation)

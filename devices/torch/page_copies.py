@@ -46,7 +46,7 @@ class PageCopies:
                 _log.warning("copies of weights to the GPU are slow", reason=str(error))
 
     def to_accelerator(self, page: Page, held: HeldPage, slot: Tensor) -> None:
-        """Copy a page to a slot of the accelerator's memory, in the layout for kernels, on the current stream.
+        """Copy a page of weights to a slot on the accelerator, in the layout for kernels, on the current stream.
 
         Args:
             held: the page in the host's memory.
@@ -60,7 +60,7 @@ class PageCopies:
             slot[offset : offset + len(piece)].copy_(piece, non_blocking=True)
 
     def to_host(self, held: HeldPage, slot: Tensor) -> None:
-        """Copy a page to a slot of the host's memory.
+        """Copy a page of weights to a slot of the host's memory.
 
         Args:
             held: the page in the host's memory.

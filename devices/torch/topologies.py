@@ -1,4 +1,4 @@
-"""Functions that run the tasks of a batch on torch, by verb: for a single device, a rank, or a node."""
+"""Functions that run the tasks of a batch on torch, by verb (kind of task): for one device, a rank, or a node."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ class Topology:
         return attention, moe
 
     def _layers(self, attention: Attention, moe: MoELayer) -> Verbs:
-        """Return the functions of the verbs that compute layers, embed tokens and move pages."""
+        """Return, by verb (kind of task), the functions that compute layers, embed tokens and move pages of weights."""
         store, experts = self._store, self._experts
         verbs: Verbs = {
             "embed": attention.embed,
@@ -158,7 +158,7 @@ class Topology:
         return verbs if self._plan.machine.unified else verbs | self._host(attention)
 
     def _host(self, attention: Attention) -> Verbs:
-        """Return the functions of the verbs that exist only where accelerator and host have memories of their own."""
+        """Return, by verb (kind of task), the functions for tasks between a host and an accelerator with own memory."""
         plan, states, compute, store = self._plan, self._states, self._compute, self._store
         exchanged = ExchangeRows(plan, compute)
         host = HostSide(plan, states, compute, store, attention, exchanged, self.kv_slots)
@@ -197,7 +197,8 @@ class Topology:
         )
 
     def _ends(self, tokens: NextTokens) -> Verbs:
-        """Return the functions of the verbs that end a step: `sample`, and in a beam search `reorder`."""
+        """Return the functions of the verbs (kinds of tasks) that end a step: `sample`, in beam search also `reorder`.
+        """
         verbs: Verbs = {"sample": tokens.sample_next}
         return verbs | inferring({"reorder": self._beams.reorder}) if self._beams else verbs
 

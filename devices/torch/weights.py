@@ -51,7 +51,7 @@ class WeightStore:
 
     Args:
         compute: packs weights for the CPU, or has the GPU whose memory pages are copied to.
-        direct: as for `TorchDevice`.
+        direct: whether to bypass the page cache when reading files, where the system allows that.
         map_files: whether a GPU copies pages directly from the page cache where that is possible.
 
     Attributes:
@@ -150,13 +150,13 @@ class WeightStore:
         self.reader.close()
 
     def load(self, task: PageTransfer) -> None:
-        """Start to load the resident pages that a task names; pages that the host keeps have been read already."""
+        """Start to load the resident pages of weights that a task names; the host's pages have been read already."""
         for page, slot in zip(task.pages, task.slots, strict=True):
             if slot.memory != self._host or self.home.get(page) is None:
                 self.resident.load(page)
 
     def fetch(self, task: PageTransfer) -> None:
-        """Read a task's pages into its slots; where files are mapped, map the pages instead."""
+        """Read the pages of weights that a task names into its slots; where files are mapped, map the pages instead."""
         pairs = list(zip(task.pages, task.slots, strict=True))
         if self._mapped is not None:
             for page, slot in pairs:

@@ -80,7 +80,7 @@ def hit_rate(make: Callable[[], Eviction], choices: Choices, *, ahead: bool) -> 
 
 @cache
 def random_hit_rate(choices: Choices, *, ahead: bool) -> float:
-    """Return the hit rate of a rule that evicts random pages, with arguments as for `hit_rate`."""
+    """Return the hit rate of a rule that evicts random pages; choices, ahead: the arguments of `hit_rate`."""
     return hit_rate(_Randomly, choices, ahead=ahead)
 
 
@@ -138,7 +138,7 @@ class _Cache:
 
 
 def _drawn(random: Random, chosen: set[int], weights: list[float]) -> set[int]:
-    """Add random experts to the set `chosen` until it has `CHOSEN` of them; return the set.
+    """Add random experts to `chosen` until the set has as many experts as a layer chooses; return the set.
 
     weights: relative probability of each expert.
     """

@@ -229,7 +229,7 @@ class _Scoring:
 
 
 def _check_lanes(name: str, recording: Recording) -> None:
-    """Check that no two tasks of one lane ran at the same time.
+    """Check that no two tasks of one lane (queue of tasks) ran at the same time.
 
     name: name of the policy, for messages.
     """

@@ -348,7 +348,7 @@ def check_plans(
         clock: "virtual"; "shared", on which concurrent tasks slow each other down; or "real" for real threads.
         where: names the case in messages.
         cost: gives durations on a virtual clock; None for the cost model of the plan's machine.
-        ends_early: whether sequences of the first micro-batch end early, as in `Case`.
+        ends_early: whether the sequences of the first micro-batch end with their second token.
 
     Raises:
         AssertionError: the tokens are wrong, or a budget was exceeded.

@@ -53,7 +53,7 @@ class RankRecord:
 
     Attributes:
         awaits: pairs of an awaited task's id and the number of tasks that the policy had submitted by then.
-        submit_delays: pairs of a task's id and its delay in nanoseconds, as in `Slice.submit_delay`.
+        submit_delays: pairs of a task's id and the nanoseconds in which its lane was idle until it was submitted.
         cancels: pairs of a cancelled task and the time.
         memories: objects that know the peak bytes of a memory, by its name.
         filled: slots of pages that were filled by tasks which the recorder has dropped.

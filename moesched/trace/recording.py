@@ -20,7 +20,7 @@ WAIT = "wait"
 
 
 class LaneName(NamedTuple):
-    """The name of a lane, and the rank that it belongs to."""
+    """The name of a lane (queue of tasks), and the number of the rank that the lane belongs to."""
 
     rank: int
     name: str

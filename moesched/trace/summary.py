@@ -8,7 +8,7 @@ from moesched.trace.recording import Recording, Slice
 
 
 class LaneUse(msgspec.Struct, frozen=True, kw_only=True):
-    """The use of one lane after loading.
+    """The use of one lane (queue of tasks) after loading.
 
     Attributes:
         tasks: number of tasks.

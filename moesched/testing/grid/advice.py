@@ -47,7 +47,7 @@ def advice_of(case: str, plan: Plan, transfers: Sequence[PageTransfer]) -> list[
 
 
 def used_lanes(recording: Recording) -> dict[str, bool]:
-    """Return, for each lane by name, whether any step of the run submitted a task to the lane."""
+    """Return, for each lane (queue of tasks) by name, whether any step of the run submitted a task to the lane."""
     used = {each.lane.name for each in recording.slices if each.step >= 0}
     return {lane.name: lane.name in used for lane in recording.lanes}
 
