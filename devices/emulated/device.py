@@ -108,7 +108,7 @@ class EmulatedDevice:
 
     @property
     def own_bytes(self) -> int:
-        """Bytes of memory that the torch device uses beyond those that the plan counts."""
+        """Bytes of memory that the torch device uses in addition to those that the plan counts."""
         return self._torch.own_bytes
 
     @property

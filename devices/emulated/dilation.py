@@ -1,4 +1,4 @@
-"""The choice of a dilation by a rehearsal: the least that keeps real work below a share of each lane's time."""
+"""The choice of a dilation by a rehearsal: the least with which real work takes at most a share of each lane's time."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ class LaneMeter:
         self.modelled = self.excess = self.overruns = self.late = 0
 
     def add(self, worked: float, modelled: int, taken: int) -> None:
-        """Add a task. All times are in nanoseconds of the emulated machine.
+        """Add a task's times, all in nanoseconds of the emulated machine.
 
         Args:
             worked: time of the real work on this machine.
@@ -42,10 +42,10 @@ class LaneMeter:
 
 
 class Meters:
-    """Measures an emulated run from the construction of this object on.
+    """Measures an emulated run, from the construction of this object until `result`.
 
     Attributes:
-        lanes: the meter of each lane, by name.
+        lanes: the meter of each lane (queue of tasks), by name.
     """
 
     def __init__(self, lanes: Iterable[str]) -> None:

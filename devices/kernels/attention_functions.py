@@ -1,6 +1,4 @@
-"""Causal attention of new tokens over cached keys and values in torch. `functions.py` explains the letters
-of shapes.
-"""
+"""Causal attention of new tokens over cached keys and values in torch; shapes as in `functions.py`."""
 
 from __future__ import annotations
 

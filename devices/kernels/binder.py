@@ -77,9 +77,7 @@ class Binder:
         )
 
     def prompt_attention(self, layer: int, rows: int) -> Bound:
-        """Return the function that attends from `rows` new tokens over views of a layer's keys and values on the
-        accelerator.
-        """
+        """Return the function that attends from `rows` new tokens to views of a layer's keys and values."""
         described = self._config.layer(layer)
         return self.table.bind(
             Case("prompt_attention", rows, frozenset(), self.dtype, self._device, described),

@@ -1,6 +1,4 @@
-"""The conformance suite of kernels: checks shapes, independence of other rows and of row blocks, and closeness to
-float64.
-"""
+"""The conformance suite of kernels: checks shapes, independence of other rows and row blocks, and accuracy."""
 
 from __future__ import annotations
 

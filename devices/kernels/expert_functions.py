@@ -1,6 +1,4 @@
-"""The router, the order of rows by expert, and the sum over experts in torch. `functions.py` explains the letters of
-shapes.
-"""
+"""The router, the order of rows by expert, and the sum over experts in torch; shapes as in `functions.py`."""
 
 from __future__ import annotations
 
@@ -62,8 +60,7 @@ def route(x_TD: Tensor, weights: Mapping[str, Blocks], network: FeedForward) -> 
 def choose_experts(
     logits_TE: Tensor, network: FeedForward, bias_E: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Choose each token's k experts by logits; returns experts (int64, ascending) and their weights (float32), both (T,
-    k).
+    """Choose each token's k experts by logits; returns experts (int64, ascending) and weights (float32), both (T, k).
 
     bias_E: correction that is added to the scores to choose experts, but not in the weights; None without one.
     """
@@ -112,9 +109,7 @@ def activated(gate_nI: Tensor, up_nI: Tensor, activation: Activation) -> Tensor:
 
 
 def sorted_by_expert(experts_Tk: Tensor) -> ExpertOrder:
-    """Sort the pairs of a token and one of its experts by expert; the pairs of one expert stay in the order of
-    tokens.
-    """
+    """Sort the pairs of token and chosen expert by expert; the pairs of one expert stay in the order of tokens."""
     order_n = experts_Tk.view(-1).argsort(stable=True)
     return ExpertOrder(order_n // max(1, experts_Tk.shape[1]), order_n.argsort().view_as(experts_Tk))
 

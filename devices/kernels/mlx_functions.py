@@ -122,8 +122,7 @@ def project_qkv(
     config: ModelConfig,
     attention: GroupedAttention,
 ) -> tuple[Array, Array, Array]:
-    """Compute queries (T, H, d), keys and values (T, K, d) of tokens, normalised, clipped and rotated as the model
-    requires.
+    """Normalise, project, clip and rotate hidden states as the model needs: queries (T, H, d), keys, values (T, K, d).
 
     Args:
         angles: cosines and sines as `rotary_angles` gives them.
@@ -191,8 +190,7 @@ def _attend(q_SHqd: Array, view: KVView, window: int | None) -> Array:
 
 
 def _mask(start: int, stop: int, first_key: int, window: int | None) -> Array | str | None:
-    """Return the mask of queries at positions start .. stop-1 over keys first_key .. stop-1: True where a query sees a
-    key.
+    """Return a mask (queries start .. stop-1, keys first_key .. stop-1, by position): True where a query sees a key.
 
     The result is None for a single query, which sees all keys, and "causal" without a window, as MLX has that mask.
     """
@@ -217,8 +215,7 @@ def scores(logits_TE: Array) -> Array:
 def choose_experts(
     logits_TE: Array, network: FeedForward, bias_E: Array | None = None
 ) -> tuple[Array, Array]:
-    """Choose each token's k experts by logits; returns experts (uint32, ascending) and their weights (float32), both
-    (T, k).
+    """Choose each token's k experts by logits; returns experts (uint32, ascending) and weights (float32), both (T, k).
 
     bias_E: correction that is added to the scores to choose experts, but not in the weights; None without one.
     """
@@ -256,8 +253,7 @@ def within_groups(choice_TE: Array, router: Router) -> Array:
 
 
 class Grouping(NamedTuple):
-    """The input rows of experts: one row for each pair of a token and one of its experts, sorted by expert, then by
-    token.
+    """The input rows of experts, one for each pair of a token and a chosen expert, sorted by expert, then by token.
 
     x_nD: the rows. experts_n: the expert of each row. rows_Tk: the row of each pair; None for a single token, whose
     rows are in the order of its experts.
@@ -307,7 +303,7 @@ def _ffn(x_nD: Array, stack: Stack, product: Product) -> Array:
 
 
 def _sum_of_products(x_nI: Array, blocks: Blocks, product: Product) -> Array:
-    """Multiply rows by a matrix that is cut along its inputs: sums the blocks' products in float32, and rounds once."""
+    """Multiply rows by a matrix in blocks of inputs; `product` multiplies a block, and the sum is rounded once."""
     if len(blocks) == 1:
         return product(x_nI, blocks)
     ends = list(accumulate(block.shape[1] for block in blocks))

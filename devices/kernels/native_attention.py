@@ -33,7 +33,7 @@ class NativeAttentionKernel(LibraryKernel):
 
 
 class NativeDecodeAttention(NativeAttentionKernel):
-    """Attends in a decode step: from one new token of each sequence over a KV cache in blocks."""
+    """Attends in a decode step: from one new token of each sequence to the sequence's KV cache, which is in blocks."""
 
     operation = "attention"
     takes = "decode steps in float32 or bfloat16 on a CPU"
@@ -81,7 +81,7 @@ class _Attention:
 
 
 class NativePromptAttention(NativeAttentionKernel):
-    """Attends in a prefill step: from all new tokens of prompts over their keys and values."""
+    """Attends in a prefill step: from all new tokens of prompts to the prompts' keys and values."""
 
     operation = "prompt_attention"
     takes = "bfloat16 on a CPU with AVX512_BF16 and no AMX"

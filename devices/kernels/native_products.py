@@ -1,4 +1,4 @@
-"""The native library's kernels for products of few rows with a matrix."""
+"""The native library's kernels for products of a matrix with few rows of bfloat16 inputs."""
 
 from __future__ import annotations
 
@@ -38,9 +38,7 @@ class NativeColumns(NativeProduct):
         self.name = f"{self.name}, columns"
 
     def refusal(self, case: Case) -> str:
-        """Return the reason why a case is refused: a matrix that is not stored transposed, many rows of x, or a reason
-        of `NativeKernel`; empty if the kernel takes the case.
-        """
+        """Return the reason why a case is refused: not stored transposed, many rows, or one of `NativeKernel`."""
         if case.formats != {COLUMNS}:
             return "it reads matrices that are stored transposed"
         if case.rows > MOST_COLUMN_ROWS:

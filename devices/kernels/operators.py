@@ -51,7 +51,7 @@ def _operator(*written: str) -> Callable[[Operator], Operator]:
 
 
 def on_gpu(launch: Operator) -> Operator:
-    """Decorate a function that launches a GPU kernel: make it the GPU's version of the operator of its name."""
+    """Decorate a function that launches a GPU kernel: register it for GPUs as the operator with the function's name."""
     _LIBRARY.impl(launch.__name__, launch, "CUDA")
     return launch
 
@@ -305,7 +305,7 @@ def down(inner_nI: Tensor, starts_E: Tensor, table: Tensor, blocks: list[Tensor]
 
 @_operator("out_TD")
 def combine(y_nD: Tensor, rows_Tk: Tensor, weights_Tk: Tensor, residual_TD: Tensor, out_TD: Tensor) -> None:
-    """Add the weighted sum of each token's expert outputs to the residual, and write the result to out_TD."""
+    """Add to the residual each token's expert outputs (rows rows_Tk of y), weighted, and write the result to out_TD."""
     out_TD.copy_(expert_functions.sum_experts(y_nD.double(), rows_Tk, weights_Tk.double()).add_(residual_TD))
 
 
@@ -317,7 +317,7 @@ def logits(x_SD: Tensor, table: Tensor, blocks: list[Tensor], logits_SV: Tensor)
 
 @_operator("tokens_S")
 def likeliest(logits_SV: Tensor, tokens_S: Tensor) -> None:
-    """Find the likeliest token of each row, the first of equal ones; -1 if the largest logit is not finite."""
+    """Write each row's likeliest token, the first of equal ones, to tokens_S; -1 if the largest logit is not finite."""
     tokens_S.copy_(functions.likeliest(logits_SV))
 
 

@@ -40,7 +40,7 @@ class Sample(NamedTuple):
     exact: Tensor
 
     def plain(self, dtype: torch.dtype) -> Weights:
-        """Return a copy of the weights in which coded blocks are decoded and rounded to a dtype."""
+        """Return a copy of the weights in which quantized blocks are decoded and rounded to a dtype."""
         blocks = {name: [plain_block(block, dtype) for block in each] for name, each in self.weights.items()}
         return Weights(blocks, self.weights.layer)
 

@@ -169,7 +169,7 @@ class TorchKernels(Binder):
 
     @property
     def arranges(self) -> bool:
-        """True if resident weights are packed for oneDNN or copied to a GPU after they were read."""
+        """True if resident weights, once read, are packed for oneDNN or copied to a GPU."""
         return self._packs or self._device != "cpu"
 
     def arranged(self, name: str, tensor: Block, device: torch.device) -> Block:
@@ -219,7 +219,7 @@ def kernel_rows() -> list[KernelRow]:
 
 
 def fill(table: KernelTable, resources: Resources) -> None:
-    """Add the shipped kernels to a table: native ones if the resources have threads, for coded weights, and torch's."""
+    """Add the shipped kernels to a table: native ones if there are threads, ones for quantized weights, and torch's."""
     native = (*NATIVE, *NATIVE_ATTENTION) if resources.threads else ()
     for row in (*native, *CODED_ROWS, *TORCH_ROWS, ExpertOfProducts):
         table.add(row(resources))

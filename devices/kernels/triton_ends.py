@@ -68,7 +68,7 @@ def logits(
 
 @triton.jit
 def likeliest(logits_SV, tokens_S, vocabulary, COLUMNS: tl.constexpr):
-    """Find the likeliest token of one row, the first of equals; -1 if a logit is NaN or the largest is not finite."""
+    """Find the likeliest token of one row, the first of equal ones; -1 if a logit is NaN or the largest not finite."""
     s = tl.program_id(0).to(tl.int64)
     largest = tl.full((COLUMNS,), float("-inf"), dtype=tl.float32)
     first = tl.full((COLUMNS,), 0, dtype=tl.int32)

@@ -77,7 +77,7 @@ class TritonKernel(Kernel):
         return ""
 
     def _captured(self, run: Bound, memory: Workspace) -> Bound:
-        """Wrap `run`, which writes to `memory`, so that a GPU replays its launches as a graph, if the device can."""
+        """Wrap `run`, which writes to `memory`, so that the GPU replays its launches as a graph, if the device can."""
         return self._capture(run, self.operation, memory)
 
     def _result(self, memory: Workspace, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -100,7 +100,7 @@ class TritonKernel(Kernel):
         return normed
 
     def _matrix(self, *matrices: Blocks) -> Matrix:
-        """Describe a matrix, or a stack of matrices, each given as row blocks, in the form that operators take."""
+        """Describe a matrix, given as row blocks, or a stack of such matrices, in the form that operators take."""
         most = max(map(len, matrices))
         numbers: list[int] = []
         for blocks in matrices:

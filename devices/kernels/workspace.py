@@ -19,7 +19,7 @@ MOST_BOUND = 2048
 class Scratch:
     """Tensors by name for intermediate results of kernels; all micro-batches share them.
 
-    Kernels that use them must run one after the other, on one stream or thread.
+    Kernels that use these tensors must run one after the other, on one stream or thread.
     """
 
     def __init__(self) -> None:

@@ -9,7 +9,7 @@ from typing import Protocol
 
 
 class InPool(Protocol):
-    """A block of GPU memory that knows where it was allocated.
+    """The interface of a block of GPU memory that knows the memory pool that it is from.
 
     Attributes:
         pool: the memory pool of CUDA graphs that the block was taken from; None for ordinary memory.

@@ -323,7 +323,7 @@ def _shown(twin: torch.Tensor, block: Block) -> LaggingTensor:
 
 
 def _note_use(stream: LaggingStream, *tensors: torch.Tensor) -> None:
-    """Note the memory blocks that captured work uses; does nothing if the stream does not capture."""
+    """Tell a stream's capture that its work uses these tensors' memory; does nothing if the stream does not capture."""
     if stream.capture is not None:
         for each in tensors:
             if isinstance(each, LaggingTensor):
@@ -412,7 +412,7 @@ def _one_device(name: str, tensors: Sequence[torch.Tensor], first: LaggingTensor
 def _destination(
     args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[torch.device | None, torch.dtype | None, dict[str, Any]]:
-    """Split the arguments of `Tensor.to` into device, dtype and all others; None where device or dtype is not given."""
+    """Split the arguments of `Tensor.to` into device, dtype and all others; device or dtype is None if not given."""
     rest = dict(kwargs)
     device, dtype = rest.pop("device", None), rest.pop("dtype", None)
     for each in args:
@@ -429,11 +429,7 @@ def _destination(
 
 
 def operate(gpu: Gpu, memories: Sequence[GpuMemory]) -> Operations:
-    """Set the imitated GPUs of this process, given their streams and the memory of each GPU.
-
-    Returns:
-        the object that carries out torch's calls on the GPUs' tensors.
-    """
+    """Set the imitated GPUs of this process, given streams and memories; returns what carries out torch's calls."""
     global _operations
     _operations = Operations(gpu, memories)
     return _operations

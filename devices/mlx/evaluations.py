@@ -104,7 +104,7 @@ class Evaluations:
 
 
 def _tokens(task: Task, tokens: Mapping[int, int]) -> int:
-    """Count the tokens of all micro-batches that a task computes.
+    """Return the number of tokens of all micro-batches that a task computes.
 
     tokens: number of tokens of each micro-batch, by its number.
     """

@@ -78,7 +78,7 @@ class ExpertRows:
         return y_nD
 
     def arrays(self) -> list[Array]:
-        """Return the arrays that later kernels read, for evaluation."""
+        """Return the lazy arrays that later kernels read, so that the caller can evaluate them."""
         index = [] if self._rows_Tk is None else [self._rows_Tk]
         return [self.x_nD, self._weights_Tk, self._experts_n, *index]
 

@@ -24,8 +24,8 @@ class KVStep(NamedTuple):
         requests: the requests' numbers; the tuples below have an entry for each request, in this order.
         past: number of tokens that the request had before the step.
         new: number of tokens that the step adds.
-        before, starts: position of the token in the request's first slot, before the step and in the step. A position
-            is a token's index in its request.
+        before, starts: position (index in the request) of the token in the request's first slot, before and in the
+            step.
         in_place: whether the cache still holds all tokens that the new tokens attend to once the new ones are stored;
             otherwise storing them overwrites some.
         positions: the new tokens' positions, int64.
@@ -57,7 +57,7 @@ class RequestsKV:
         slots: number of slots, for all requests that are open at the same time.
 
     Attributes:
-        places: the numbers of the layers.
+        places: numbers of the cache's layers.
     """
 
     def __init__(self, config: ModelConfig, layers: Sequence[int], slots: int, dtype: mx.Dtype) -> None:

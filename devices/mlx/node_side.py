@@ -74,12 +74,12 @@ class MlxNodeSide:
         self._evaluations.later(task, state.hidden_TD)
 
     def route(self, task: Task) -> tuple[dict[int, int], Array]:
-        """Run the router.
+        """Run the router on a task's micro-batch.
 
         Returns:
             the number of rows of each expert that has any, and the router's result for `take_rows` on the other nodes:
-            float32 (T, D + 2 k) on the host, with the experts' input, each token's experts and their weights side by
-            side.
+                float32 (T, D + 2 k) on the host, with the experts' input, each token's experts and their weights side
+                by side.
         """
         self._project_output(task)
         routed = self._moe.route(task)

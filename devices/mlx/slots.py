@@ -8,7 +8,7 @@ from moesched.errors import OverBudget
 
 
 class OutOfSlots(OverBudget):
-    """The KV cache has fewer free slots than a request needs."""
+    """An error: the KV cache has fewer free slots than a request needs."""
 
 
 class Moved(NamedTuple):
@@ -65,7 +65,7 @@ class ContiguousSlots:
         del self._ranges[request]
 
     def _gap(self, slots: int) -> int | None:
-        """Return the first slot of the first gap with at least `slots` slots; None if there is none."""
+        """Return the first slot of the first gap of at least `slots` free slots; None if there is none."""
         stop = 0
         for each in sorted(self._ranges.values(), key=_first):
             if each.start - stop >= slots:

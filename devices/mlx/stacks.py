@@ -47,13 +47,13 @@ class Stacked(Protocol):
     missing: set[int]
 
     def take(self, page: Page, views: Mapping[str, list[torch.Tensor]]) -> None:
-        """Copy the tensors of a page into the stack's arrays.
+        """Copy the tensors of a page (a part of an expert's weights) into the stack's arrays.
 
         views: the page's row blocks, top to bottom, by the tensor's canonical name.
         """
 
     def find(self, page: Page) -> tuple[Arrays, int]:
-        """Return weights for kernels that contain a page's expert, and the expert's index among the experts in them."""
+        """Return weights, for kernels, that contain a page's expert, and the index of this expert in them."""
 
 
 class _Block(NamedTuple):
@@ -174,7 +174,7 @@ def stacks_for(layout: WeightLayout, pages: Iterable[Page]) -> dict[int, Key]:
 
 
 def open_stack(layout: WeightLayout, key: Key) -> Stacked:
-    """Allocate the arrays of a stack, without copying weights to them."""
+    """Allocate the arrays of a stack, given its key; weights are copied to them later."""
     return (StackedLayer if key.by == "layer" else StackedExpert)(layout, key.number)
 
 

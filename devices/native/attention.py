@@ -106,8 +106,7 @@ class NativeAttention:
         sinks_H: Tensor | None = None,
         scale: float | None = None,
     ) -> AttentionCall:
-        """Prepare repeated calls of `attend`: each reads and writes these tensors, which must live as long as the
-        result.
+        """Return a call of `attend` that can be repeated: it reads and writes these tensors, which must live as long.
 
         out_SX: receives the results (S, H * d). The other arguments are as for `attend`.
         """
@@ -186,9 +185,7 @@ class NativeAttention:
 
 
 def refuses_prompts(instruction_set: str, heads: int, kv_heads: int, head_dim: int) -> str:
-    """Return the reason why the library cannot attend to prompts with these numbers and sizes of heads; empty if it
-    can.
-    """
+    """Return the reason why the library cannot attend to prompts with these numbers of heads and head size; else ""."""
     if instruction_set != PROMPT_INSTRUCTIONS:
         return f"it needs {PROMPT_INSTRUCTIONS}; with AMX, torch is faster"
     if head_dim % HEAD_MULTIPLE or head_dim > MOST_HEAD:

@@ -1,4 +1,4 @@
-"""The threads of the native library, and its products of bfloat16 rows with bfloat16 and coded matrices."""
+"""The threads of the native library, and its products of bfloat16 rows with bfloat16 and quantized matrices."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class NativeKernels:
     def _run_expert(
         self, matrices: Sequence[array[int]], weights: array[int], width: int, x_nD: Tensor, y_nD: Tensor
     ) -> None:
-        """Run the C function of an expert, which writes y.
+        """Run an expert by its C function, which reads x and writes y.
 
         matrices: descriptions of gate, up and down, which must stay alive. weights: their addresses. width: size I of
         the inner activations.

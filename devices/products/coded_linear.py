@@ -1,4 +1,4 @@
-"""Products with coded matrices: by exact sums on the CPU, by decoded rows on GPUs.
+"""Products with quantized ("coded") matrices: by exact sums on the CPU, by decoded rows on GPUs.
 
 Shapes in names: T rows of x, D inputs in G groups of g, N outputs.
 

@@ -145,7 +145,7 @@ Call = Callable[[], object]
 
 
 def _contests(kernel: NativeKernels, shape: Shape, packed: bool) -> Iterator[tuple[int, Call, Call]]:
-    """Yield (rows, native product, torch's product) to time, for each number of rows. packed: see `most_rows`."""
+    """Yield each number of rows with two products to time, the native one and torch's. packed: as in `most_rows`."""
     count = max(2, COLD_BYTES // (2 * shape.outputs * shape.inputs))
     matrices = [_matrix(shape) for _ in range(count)]
     plain = cycle(matrices)
@@ -216,7 +216,7 @@ def _kept() -> dict[str, int]:
 
 
 def _keep(rows: dict[str, int]) -> None:
-    """Write measured numbers of rows, by key, to the cache folder for later processes, if it can be written to."""
+    """Write the results of measurements, by key, to the cache folder for later processes, if the folder is writable."""
     path = _file()
     unfinished = path.with_suffix(f".{os.getpid()}")
     with suppress(OSError):

@@ -20,8 +20,7 @@ TRIED = ((256, 192), (96, 4096), (33, 40), (1024, 3584))
 
 @cache
 def packing_pays(transposed: bool = False, cores: int = 1) -> bool:
-    """Test if bfloat16 weights should be packed: the processor multiplies bfloat16, and packing changes no bits of
-    products.
+    """Test if packing bfloat16 weights pays: the processor multiplies bfloat16, and packing changes no bits of results.
 
     Bits must not change because one policy may keep weights packed that another one streams, and results must not
     depend on the schedule. Packed whole matrices are compared with plain row blocks.

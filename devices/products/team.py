@@ -54,8 +54,8 @@ class Team:
     def run(self, jobs: Sequence[Job]) -> None:
         """Run all jobs, in any order; after an error, jobs that have not begun are dropped, and the error is raised.
 
-        The cores are divided evenly among the jobs. If the team is busy for another lane, the caller runs its jobs
-        alone.
+        The cores are divided evenly among the jobs. If the team is busy for another lane (queue of tasks), the caller
+        runs its jobs alone.
         """
         use_cores(max(1, self.cores // max(1, len(jobs))))
         if len(jobs) < 2 or not self._free.acquire(blocking=False):

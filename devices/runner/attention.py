@@ -22,7 +22,7 @@ def identity(hidden_TD: Any) -> Any:
 
 
 class Attention:
-    """Runs the verbs of a layer before its experts; the KV cache is in the memory where the kernels run.
+    """Runs the verbs (kinds of tasks) of a layer before its experts; the KV cache is in the memory where kernels run.
 
     Args:
         states: the micro-batches, by number.
@@ -64,7 +64,7 @@ class Attention:
         state.hidden_TD, state.angles = embed(ids, state.step.positions, state.steps)
 
     def pre_attention(self, task: Task) -> None:
-        """Project the hidden states to queries, keys and values."""
+        """Normalise a micro-batch's hidden states, and project them to queries, keys and values in its state."""
         state, weights = self._states[task.micro_batch], self._weights(task.operands)
         project = self._kernels.bound("attention_inputs", weights, state.results)
         state.qkv = project(state.hidden_TD, state.angles)
@@ -77,14 +77,14 @@ class Attention:
         del state.qkv
 
     def project_output(self, task: Task) -> None:
-        """Project attention's output to the hidden size, and add the residual."""
+        """Project attention's output to the hidden size, and add the residual, for a task's micro-batch."""
         state, weights = self._states[task.micro_batch], self._weights(task.operands)
         project = self._kernels.bound("output_projection", weights, state.results)
         state.hidden_TD = project(state.attended_TX, self.residual(state))
         self.drop_attended(task)
 
     def drop_attended(self, task: Task) -> None:
-        """Free attention's output after its last use, unless this is a decode step and `keeps_attended` is set."""
+        """Free a micro-batch's attention output after its last use, unless kept in decode (`keeps_attended`)."""
         if not (self._keeps_attended and task.phase == "decode"):
             del self._states[task.micro_batch].attended_TX
 

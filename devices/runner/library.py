@@ -18,7 +18,7 @@ class Library(Protocol):
     """The interface to evaluate tensors of torch or MLX and to copy them to the host."""
 
     def computing(self) -> AbstractContextManager[object]:
-        """Return the context manager to enter before computing outside of bound kernels, or in kernels on many rows."""
+        """Return the context manager to enter before computing outside of bound kernels, or by kernels on many rows."""
 
     def settle(self, micro_batch: int, *tensors: Any) -> None:
         """Evaluate lazy tensors of a micro-batch, together with all of its other results that are not evaluated yet."""
@@ -35,7 +35,7 @@ class Library(Protocol):
         """
 
     def settled(self, value: Any) -> Any:
-        """Return a task's finished value from the result of `value` or `Experts.group`; waits until it is readable."""
+        """Return a task's finished value, from the result of `value` or `Experts.group`; waits until it is readable."""
 
 
 class Experts(Protocol):
@@ -55,7 +55,7 @@ class Experts(Protocol):
         """Run a layer's experts on their rows; counts: number of rows of each expert that has any."""
 
     def run_shared(self, task: Task, weights: Any) -> None:
-        """Run a layer's shared expert, which every token uses, if the layer has one."""
+        """Run a layer's shared expert, if there is one, on all tokens of the task's micro-batch."""
 
     def run_expert(self, task: Task) -> None:
         """Run the task's expert on rows of one or several micro-batches; each gets the same results as alone."""

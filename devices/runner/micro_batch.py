@@ -70,7 +70,7 @@ class MicroBatchState:
         self.rows: Any
 
     def keep(self, requests: tuple[int, ...]) -> None:
-        """Continue with only the given requests; the others have ended."""
+        """Go on with only the given requests; the others have ended."""
         places = [self.requests.index(request) for request in requests]
         self.requests = requests
         self.sequences = tuple(self.sequences[place] for place in places)

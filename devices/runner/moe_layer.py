@@ -27,7 +27,7 @@ Choices = npt.NDArray[Any]
 
 
 class MoELayer:
-    """Runs the verbs of a layer after attention on the accelerator: router, experts and combine.
+    """Runs the verbs (kinds of tasks) of a layer after attention, on the accelerator: router, experts and combine.
 
     Args:
         states: the micro-batches, by number.
@@ -61,7 +61,7 @@ class MoELayer:
         self._observers = observers
 
     def post_attention(self, task: Task) -> Any:
-        """Run output projection, router, experts and combine.
+        """Run output projection, router, experts and their weighted sum for a task's micro-batch.
 
         Returns the task's value, as `Library.value` does: the number of rows of each expert that has any.
         """
@@ -87,7 +87,7 @@ class MoELayer:
             return self.run_all(task)
 
     def _observed(self, task: Task) -> Any:
-        """Run `post_attention` and report the experts' activations to the observer; returns the task's value."""
+        """Run `post_attention`, and report the experts' activations to the observer; returns the task's value."""
         state, weights = self._states[task.micro_batch], self._weights(task.operands)
         whole = self._kernels.fused("observed_moe_layer", weights, state.results)
         if whole is None:
@@ -105,7 +105,7 @@ class MoELayer:
         return self._library.value(task, read, experts_Tk, gated_nI)
 
     def run_all(self, task: Task) -> dict[int, int]:
-        """Run router, experts and combine for a task; returns the number of rows of each expert that has any."""
+        """Run router, experts and their weighted sum for a task; returns each chosen expert's number of rows."""
         counts, weights = self.group(task, self.route(task)), self._weights(task.operands)
         self._experts.run_shared(task, weights)
         self._experts.run_all(task, counts, weights)
@@ -151,7 +151,7 @@ class MoELayer:
         return self._library.value(task, read, routed.experts_Tk, *self._scores_of(routed))
 
     def combine(self, task: Task) -> None:
-        """Compute the weighted sum of the experts' outputs, and add the residual."""
+        """Add the weighted sum of the experts' outputs to the residual, for a task's micro-batch."""
         state = self._states[task.micro_batch]
         operands = *state.rows.outputs(), self._attention.residual(state)
         state.hidden_TD = self._kernels.combine(state.results)(*operands)
@@ -182,7 +182,7 @@ class MoELayer:
 def _read(
     report: Callable[[Choices], None], experts: int, experts_Tk: Choices, scores_E: Choices | None = None
 ) -> Mapping[int, int]:
-    """Report a router's choices by `report`; returns the number of rows of each expert that has any.
+    """Call `report` with a router's choices; returns the number of rows of each expert that has any.
 
     scores_E: router scores to attach to the result; None for none.
     """

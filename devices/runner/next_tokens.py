@@ -26,7 +26,7 @@ Logits = npt.NDArray[np.float32]
 
 
 class Beams(Protocol):
-    """The interface to the beam searches of a batch."""
+    """The interface of the beam searches of a batch."""
 
     def advance(self, state: MicroBatchState, places: Sequence[int], logits_SV: Logits) -> list[Standing]:
         """Extend the beams of some requests of a micro-batch by a token; returns the state of each one's search.

@@ -17,8 +17,8 @@ class DeviceObservers:
     """Reports routers' choices and experts' activations to observers, if there are any.
 
     Attributes:
-        routing: is told the experts that tokens chose; None for nobody.
-        activations: is told the activations of experts; None for nobody.
+        routing: the observer to tell which experts tokens chose; None for nobody.
+        activations: the observer to tell the activations of experts; None for nobody.
         first_request: number of requests in the earlier batches of the run.
     """
 

@@ -1,4 +1,4 @@
-"""Arenas: large allocations that are cut into equal slots for weight pages."""
+"""Arenas: large allocations that are cut into equal slots, each for one page of weights."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class Coded:
         return Coded(self.raw_NB.to(device), self.format)
 
     def chunk(self, count: int) -> Sequence[Coded]:
-        """Cut the rows into at most `count` equal parts."""
+        """Cut the rows into at most `count` parts of equal size."""
         return [Coded(part, self.format) for part in self.raw_NB.chunk(count)]
 
     def split(self, rows: int) -> Sequence[Coded]:
@@ -103,7 +103,7 @@ Block = Tensor | Coded
 
 
 def rows_of(block: Block) -> Tensor:
-    """Return the tensor with the rows of a block: numbers of a plain block, bytes of a coded one."""
+    """Return the tensor with a block's rows: numbers if the block is plain, bytes if it is quantized."""
     return block.raw_NB if isinstance(block, Coded) else block
 
 

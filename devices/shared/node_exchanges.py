@@ -25,7 +25,7 @@ FIRST = 0
 
 
 def exchange_of(task: Collective) -> Exchange:
-    """Return the `Exchange` that describes a collective task to a transport."""
+    """Describe a collective task as an `Exchange`, as transports take it."""
     return Exchange(task.ticket, task.signature, task.step, task.layer)
 
 
@@ -41,13 +41,13 @@ def making_part(transport: Transport, rank: int, task: Collective) -> Iterator[N
 
 
 class NodeKernels(Protocol):
-    """The interface to a device's computations before and after the exchanges between nodes."""
+    """The interface of a device's computations before and after the exchanges between nodes."""
 
     def partial_sum(self, task: Task) -> Any:
         """Return the weighted sum (T, D), float32, of the outputs of this node's own experts, on the device."""
 
     def on_host(self, tensor: Any) -> Array:
-        """Copy a tensor of the device to the host's memory; called on the network's lane."""
+        """Copy a tensor of the device to the host's memory; called on the thread that exchanges data."""
 
     def combine(self, task: Task, total_TD: Array) -> None:
         """Add the residual to `total_TD`, the sum over all nodes, and round once; the result is the hidden states."""

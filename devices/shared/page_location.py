@@ -57,7 +57,7 @@ class PageLocation(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A range of a page's bytes to copy: from byte `source` of the slot to byte `target` of the weight layout."""
+    """A copy of a range of a page's bytes: from byte `source` of the slot to byte `target` of the weight layout."""
 
     source: int
     target: int
@@ -82,7 +82,7 @@ def locate(
     tensors: Mapping[str, StoredTensor],
     files: Mapping[Path, Blocks],
 ) -> PageLocation:
-    """Compute the location of a page in the files and in a slot.
+    """Return the location of a page of weights in the files and in a slot.
 
     format_of: function from a tensor's canonical name to the format that kernels need. tensors: the stored tensors, by
     canonical name. files: the open files, by path.
@@ -128,7 +128,7 @@ def _runs(
 ) -> tuple[tuple[FileRead, ...], list[int]]:
     """Return the reads that cover spans (path, start, end) of files, and the offset of each span in the slot.
 
-    Reads of neighbouring spans are merged.
+    Reads of neighbouring spans are merged. files: the open files, by path.
     """
     runs: list[FileRead] = []
     offsets = [0] * len(spans)

@@ -44,7 +44,7 @@ class PagePart(NamedTuple):
 
 
 class PageReader:
-    """Reads pages into slots: past the page cache where the system allows it and `direct` is set.
+    """Reads pages of weights into slots: past the page cache where the system allows that and `direct` is set.
 
     Several threads may read at once, each into its own slot.
 
@@ -282,7 +282,7 @@ def _convert(
 
 
 def block_of(raw: torch.Tensor, shape: Shape, stored: StoredFormat) -> Block:
-    """View the bytes of a tensor (uint8, 1-D) as a tensor of this shape, or as `Coded` rows."""
+    """View the bytes of a tensor (uint8, 1-D) as a tensor of this shape, or as `Coded` rows in a quantized format."""
     if stored.codes is not None:
         return Coded(raw.view(shape[0], -1), stored)
     return raw.view(DTYPES[stored.name]).view(shape)

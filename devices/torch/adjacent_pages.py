@@ -29,7 +29,10 @@ class AdjacentPages:
         """The ids of the pages in each allocation."""
 
     def retain(self, pages: Iterable[Page]) -> set[int]:
-        """Free each allocation unless exactly its pages are among `pages`; returns the ids of pages that remain."""
+        """Free all allocations but those with exactly the pages that `pages` has of one expert or dense part.
+
+        Returns the ids of the pages that remain.
+        """
         self._together &= {_ids(group) for group in _groups(pages)}
         staying = {page for group in self._together for page in group}
         self._slots = {page: slot for page, slot in self._slots.items() if page in staying}

@@ -82,7 +82,7 @@ class Compute:
 
     @property
     def own_bytes(self) -> int:
-        """Bytes of the code that oneDNN generates for products of bfloat16; 0 if it computes none."""
+        """Bytes of the code that oneDNN generates for bfloat16 products; 0 if oneDNN computes none."""
         bfloat16 = self.on_cpu and self.dtype == torch.bfloat16 and has_bfloat16()
         return CODE_BYTES if bfloat16 and not self.kernels.all_native else 0
 

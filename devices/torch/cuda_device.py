@@ -109,7 +109,7 @@ class CudaDevice(TorchDevice):
 
     @staticmethod
     def chosen_dtype(own: str) -> str:
-        """Choose the dtype to compute in: the model's own, or float16 if that is bfloat16 and the GPU has no bfloat16.
+        """Return the dtype to compute in: the model's own, but float16 in place of bfloat16 on a GPU without bfloat16.
 
         own: name of the model's dtype.
 
@@ -176,7 +176,7 @@ class CudaDevice(TorchDevice):
 
 
 def dtype_on(capability: tuple[int, int], own: str) -> str:
-    """Choose the dtype to compute in on a GPU: float16 if the GPU is too old for bfloat16, else the model's own.
+    """Return the dtype to compute in on a GPU: float16 if the GPU is too old for bfloat16, else the model's own.
 
     Args:
         capability: the GPU's compute capability, major and minor.

@@ -195,7 +195,7 @@ class TorchDevice(ChoosesDtype):
         return self._store.bytes_read
 
     def bytes_to_read(self, page: Page) -> int:
-        """Return the bytes that are read from the files for a page, as whole blocks of the disk."""
+        """Return the bytes that are read from the files for a page of weights, in whole blocks of the disk."""
         return self._store.reader.location(page).bytes_to_read
 
     def slot_bytes(self, page: Page) -> int:
@@ -313,7 +313,7 @@ class TorchDevice(ChoosesDtype):
         return topology.rank(self._global_weights, self._rank, self._transport)
 
     def execute(self, task: Task) -> Any:
-        """Run one task on the calling thread; returns its value. On a GPU this waits for the task's end."""
+        """Run a task on the calling thread, on a GPU until the task has ended there; returns the task's value."""
         if self._cuda is None or isinstance(task, HostKernel):
             return self._verbs[task.verb](task)
         return self._cuda.run(task)

@@ -40,7 +40,7 @@ class Shape(NamedTuple):
 
 
 class AttentionRows:
-    """The host's memory for the rows of a micro-batch in attention on the host.
+    """The host's memory for a micro-batch's rows where the host computes attention.
 
     Attributes:
         qkv: queries (T, H, d), keys and values (T, K, d).
@@ -55,7 +55,7 @@ class AttentionRows:
 
 
 class RoutedRows(NamedTuple):
-    """The host's memory for the rows of a micro-batch in experts on the host.
+    """The host's memory for a micro-batch's rows where the host computes experts.
 
     Attributes:
         x_TD: the experts' input, a row for each token.
@@ -94,14 +94,14 @@ class ExchangeRows:
         self._routed = {number: RoutedRows(*(next(tensors) for _ in range(4))) for number in routed}
 
     def attention(self, micro_batch: int, tokens: int) -> AttentionRows:
-        """Return memory for attention on the host of `tokens` tokens of a micro-batch, given its number."""
+        """Return memory for attention on the host of `tokens` tokens; micro_batch: the micro-batch's number."""
         own = self._attention.get(micro_batch)
         if own is not None and len(own.attended_TX) == tokens:
             return own
         return AttentionRows(*map(self._allocate, self._shapes.attention(tokens)))
 
     def routed(self, micro_batch: int, tokens: int) -> RoutedRows:
-        """Return memory for experts on the host that compute `tokens` tokens of a micro-batch, given its number."""
+        """Return memory for experts on the host that compute `tokens` tokens; micro_batch: the micro-batch's number."""
         own = self._routed.get(micro_batch)
         if own is not None and len(own.x_TD) == tokens:
             return own

@@ -1,4 +1,4 @@
-"""The running of one expert on rows of several micro-batches, with the same bits as for each micro-batch alone."""
+"""Runs one expert on rows of several micro-batches, with the same bits as for each micro-batch alone."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class ExpertRunner:
                 part.y_nD[part.rows.start : part.rows.stop] = output_nD
 
     def apply_part(self, part: ExpertPart, expert: int | None, weights: Weights) -> None:
-        """Run an expert on the wanted rows of `part.x_nD`, and write its outputs to the same rows of `part.y_nD`."""
+        """Run an expert on the wanted rows of `part.x_nD`; the outputs go to the same rows of `part.y_nD`."""
         x_nD, y_nD, rows, wanted = part
         for tile, kept in tiles_of(rows, wanted):
             kernel, run = self._bound(expert, tile.stop - tile.start, weights)

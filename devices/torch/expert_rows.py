@@ -1,4 +1,4 @@
-"""The input and output rows of the experts of a layer."""
+"""The input and output rows of a layer's experts on torch, one for each pair of token and chosen expert."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class HostRows:
 
     @cached_property
     def x_nD(self) -> Tensor:
-        """The input rows of all experts, gathered from the tokens' rows when first used."""
+        """The input rows of all experts, which are copied from the tokens' rows at the first use."""
         rows = self._exchanged
         return torch.index_select(rows.x_TD, 0, rows.tokens_n, out=rows.x_nD)
 

@@ -72,7 +72,7 @@ class TorchExperts:
         return expert_functions.scores(logits_TE)
 
     def before_preview(self, task: Task) -> None:
-        """Set torch's number of cores for a task `preview_route`, which runs the router of a later layer early."""
+        """Set torch's number of cores for a task `preview_route`, which runs a later layer's router ahead of time."""
         weights = self._weights(task.operands)
         assert weights.layer is not None, "a view shows a layer"
         tokens = len(self._states[task.micro_batch].hidden_TD)
@@ -138,7 +138,7 @@ class TorchExperts:
         return read
 
     def warm_expert(self, task: Task) -> None:
-        """Run one expert on a row of zeros, only to read its weights."""
+        """Run one expert on a row of zeros, only to read its weights, which keeps them in memory."""
         x_1D = torch.zeros_like(self._states[task.micro_batch].rows.x_nD[:1])
         part = ExpertPart(x_1D, torch.empty_like(x_1D), range(1), range(1))
         self._runner.apply([part], task.expert, self._weights(task.operands))

@@ -66,7 +66,7 @@ class FirstBadTensor:
         yield from self._step(state)
 
     def _step(self, state: MicroBatchState) -> Iterator[tuple[str, Tensor]]:
-        """Compute a step again; yields each tensor with a description, in the order of computation.
+        """Compute a micro-batch's step again; yields pairs of a description and a tensor, in the order of computation.
 
         The weights are among the tensors.
         """
@@ -120,7 +120,7 @@ class FirstBadTensor:
     def _experts(
         self, layer: int, network: FeedForward, experts_Tk: Tensor, rows: ExpertRows
     ) -> Iterator[tuple[str, Tensor]]:
-        """Run the experts that have rows; yields their weights and outputs, each with a description.
+        """Run the experts that have rows; yields pairs of a description and a tensor: the experts' weights and outputs.
 
         Args:
             experts_Tk: the experts of each token.

@@ -22,7 +22,7 @@ ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 def usable_bytes(free: int) -> int:
-    """Return the bytes that a plan may use of a GPU; the rest is for libraries and the allocator.
+    """Return the bytes of a GPU that a plan may use; the rest is for libraries and the allocator.
 
     free: bytes that are free on the GPU.
 
@@ -39,7 +39,7 @@ def usable_bytes(free: int) -> int:
 
 
 def with_usable_memory(machine: Machine, free: int) -> Machine:
-    """Limit the accelerator's memory in a machine's profile to the bytes that a plan may use now.
+    """Return a machine's profile in which the accelerator has as many bytes of memory as a plan may use now.
 
     free: bytes that are free on the GPU.
 

@@ -76,7 +76,7 @@ class GpuOperations:
         self._module.empty_cache()
 
     def seconds(self, operation: Operation, *beside: Operation) -> float:
-        """Repeat an operation while the operations `beside` are repeated, too; returns its mean seconds."""
+        """Return the mean seconds of an operation, repeated while the operations `beside` are repeated, too."""
         with torch.inference_mode(), ExitStack() as running:
             call, others = self._call(operation), [(other, self._call(other)) for other in beside]
             running.callback(self._module.synchronize)
@@ -184,7 +184,7 @@ class GpuOperations:
         return lambda: self._copy_within_host(next(targets), next(sources))
 
     def _copy_within_host(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy a page from ordinary memory into a staging slot."""
+        """Copy a page of weights from ordinary memory into page-locked memory, with the threads for such copies."""
         self._copies.copy([(target, source)])
 
     def _rooms(self, memory: str, copy: Copy) -> list[torch.Tensor]:
@@ -208,7 +208,7 @@ class GpuOperations:
 
 
 def is_enqueued(operation: Operation) -> bool:
-    """Test whether the host only enqueues an operation, since it runs on a stream of the GPU."""
+    """Test whether an operation runs on a stream of the GPU, so that the host only enqueues it."""
     match operation:
         case Product():
             return operation.processor == GPU
@@ -221,7 +221,7 @@ def is_enqueued(operation: Operation) -> bool:
 
 @contextmanager
 def _in_a_thread(call: Call) -> Iterator[None]:
-    """Repeat a call on another thread while the context lasts."""
+    """Repeat a call on another thread until the context ends."""
     ended = Event()
 
     def repeat() -> None:

@@ -19,7 +19,7 @@ class HeldPage(NamedTuple):
     """A page of weights in the host's memory.
 
     Attributes:
-        parts: pieces of memory with the page's bytes; each has the offset `at` that it would have in a slot.
+        parts: pieces of memory with the page's bytes; the field `at` of each is the offset of its bytes in a slot.
         locked: whether the memory is page-locked, so that a GPU copies from it directly.
     """
 
@@ -28,7 +28,7 @@ class HeldPage(NamedTuple):
 
     @classmethod
     def whole(cls, memory: Tensor, *, locked: bool) -> HeldPage:
-        """Make a `HeldPage` from `memory` that has all bytes of a page."""
+        """Make a `HeldPage` from one piece of memory that has all bytes of a page."""
         return cls((PagePart(0, memory),), locked)
 
 
@@ -37,7 +37,7 @@ class CannotHold(MoeschedError):
 
 
 class HeldPages:
-    """Holds pages in the host's memory, each in an allocation of its own.
+    """Holds pages of weights in the host's memory, each in an allocation of its own.
 
     Args:
         threads: number of threads that read pages.
@@ -57,7 +57,7 @@ class HeldPages:
     def hold(self, pages: Sequence[Page], tell: Progress) -> None:
         """Hold exactly these pages: free all others, and read those that are missing; after an error, no page is held.
 
-        tell: is called with the progress.
+        tell: is called with the progress of reading.
 
         Raises:
             CannotHold: the system locks no more memory.

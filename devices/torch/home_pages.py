@@ -1,4 +1,4 @@
-"""The home of streamed weights in the host's memory: a GPU with a memory of its own copies pages from there."""
+"""The home of streamed weights: the host's memory, from which a GPU with a memory of its own copies pages."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class _Way(Protocol):
 
 
 class HomePages:
-    """Holds pages in the host's memory, in the fastest way that the system allows; they stay from batch to batch.
+    """Holds pages of weights in the host's memory from batch to batch, in the fastest way that the system allows.
 
     The ways, from the fastest: files mapped in the page cache, memory registered with CUDA, ordinary memory.
 
@@ -96,7 +96,7 @@ class HomePages:
             reasons.append(reason)
 
     def close(self) -> None:
-        """Free all pages."""
+        """Free all pages that are held."""
         self._free_all_but(None)
 
     def _free_all_but(self, kept: _Way | None) -> None:

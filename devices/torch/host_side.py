@@ -32,7 +32,7 @@ class HostSide:
         store: the weights.
         attention: runs attention for micro-batches whose KV cache is on the accelerator.
         exchanged: the host's memory for the rows of attention.
-        kv_slots: buffers on the accelerator; `load_kv` copies the keys and values of a micro-batch in one layer to one.
+        kv_slots: buffers on the accelerator, each for the keys and values of a micro-batch in one layer.
     """
 
     def __init__(
@@ -104,14 +104,14 @@ class HostSide:
             self._attend_to_loaded(task)
 
     def _attend_to_loaded(self, task: Task) -> None:
-        """Run attention of a decode step over the new tokens and the keys and values that `load_kv` copied."""
+        """Attend in a decode step on the accelerator, to keys and values that `load_kv` copied and to new ones."""
         state = self._states[task.micro_batch]
         attend = self._kernels.attention(task.layer, state.results, decodes=state.decodes)
         loaded = self._loaded[task.operands]
         state.attended_TX = attend(state.qkv, loaded, loaded.step)
 
     def _attend_to_prompt(self, task: Task) -> None:
-        """Run attention of prompts whose KV cache is on the host, over keys and values on the accelerator."""
+        """Attend from prompts, on the accelerator, to keys and values there; the prompts' KV cache is on the host."""
         state = self._states[task.micro_batch]
         q_THd, k_TKd, v_TKd = state.qkv
         device_kv = self._device_kv.get(task.micro_batch)

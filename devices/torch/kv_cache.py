@@ -162,7 +162,7 @@ class BlockedKV:
         return CachedLayer(self, layer)
 
     def layer(self, layer: int) -> LayerAddresses:
-        """Return the addresses of a layer's keys and values, for native attention."""
+        """Return the addresses of a layer's keys and values, as arguments of native attention."""
         keys = self.slots.data_ptr() + 2 * self.places[layer] * self._half_bytes
         return LayerAddresses(keys, keys + self._half_bytes, self.block_size, self._window)
 
@@ -198,7 +198,7 @@ class CachedLayer:
 
     @property
     def addresses(self) -> LayerAddresses:
-        """The addresses of the layer's keys and values, for native attention."""
+        """The addresses of the layer's keys and values, as arguments of native attention."""
         return self.cache.layer(self.layer)
 
     def append(self, step: KVStep, keys_TKd: Tensor, values_TKd: Tensor) -> None:

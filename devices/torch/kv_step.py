@@ -133,7 +133,7 @@ class KVStep:
     def table(self, upload: Indices) -> Tensor:
         """Return the integers of `listed` as a tensor on the accelerator; the tensor is made once and kept.
 
-        upload: a function that makes the tensor from integers; not called if `keep` was given the tensor.
+        upload: a function that makes an int64 tensor from integers; not called if `keep` was given the tensor.
         """
         if self._table is None:
             self._table = upload(self.listed)
@@ -163,7 +163,7 @@ class KVStep:
 
     @cached_property
     def kept(self) -> list[range]:
-        """The ranges of the new tokens that the cache keeps, as indices among the new tokens of all sequences."""
+        """The new tokens that the cache keeps, as ranges of indices among the new tokens of all sequences."""
         if self.in_place:
             return [range(sum(self.new))]
         kept = []
@@ -191,7 +191,7 @@ class KVStep:
 
     @cached_property
     def parts(self) -> list[Run | Gather]:
-        """The step's sequences in order, grouped so that one view or one copy shows each group."""
+        """The step's sequences, in order, grouped so that one view (`Run`) or one copy (`Gather`) shows a group."""
         parts: list[Run | Gather] = []
         for growth in self._growths:
             alone = self._alone(growth.seen.blocks, growth.length, growth.new)
@@ -260,7 +260,7 @@ def slots_of(blocks: Sequence[int], block_size: int) -> list[int]:
 
 
 def _join(part: Run | Gather, alone: Run | Gather) -> Run | Gather | None:
-    """Add a sequence to a group; returns the larger group, or None if one view or copy cannot show all of it.
+    """Add a sequence to a group; returns the larger group, or None if no single view or copy can show it.
 
     Args:
         part: the group.

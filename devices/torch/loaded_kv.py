@@ -49,7 +49,7 @@ class LoadedKV:
 
     @property
     def addresses(self) -> LayerAddresses:
-        """The addresses of the copied keys and values, for native attention."""
+        """The addresses of the copied keys and values, as arguments of native attention."""
         keys, values = (half.data_ptr() for half in self._slot.chunk(2))
         return self._cached.addresses._replace(keys=keys, values=values)
 

@@ -1,4 +1,4 @@
-"""The loading of many items on several threads, with reports of progress."""
+"""A function that loads many items on several threads, and reports the progress."""
 
 from __future__ import annotations
 

@@ -23,8 +23,8 @@ class MappedPages:
     the process has at most as many pages mapped in memory as there are slots. A kernel that still reads a page which
     its slot has dropped gets the same bytes, only later.
 
-    When another process wants to write to a file, the next `bring` of a page raises an error. The error is in time
-    if pages are brought in at least every 45 seconds, after which the system lets the process write.
+    When another process wants to write to a file, the next call of `bring` raises an error. That is in time if `bring`
+    is called at least every 45 seconds, after which the system lets the process write.
 
     Args:
         reader: locates the blocks of a page in the files.
@@ -75,7 +75,7 @@ class MappedPages:
         )
 
     def views(self, page: Page) -> NamedBlocks:
-        """Return a page's tensors by their canonical names, each as row blocks from top to bottom."""
+        """Return the tensors of a page of weights by their canonical names, each as row blocks from top to bottom."""
         return self._views[page.id]
 
     def hide(self) -> None:

@@ -1,4 +1,4 @@
-"""The copying of pages from the host's memory into slots, on the host or on a GPU."""
+"""The copying of pages of weights from the host's memory into slots, on the host or on a GPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _log = Log(__name__)
 
 
 class PageCopies:
-    """Copies pages from the host's memory into slots of the host's or of the accelerator's memory.
+    """Copies pages of weights from the host's memory into slots of the host's or of the accelerator's memory.
 
     Attributes:
         ring: page-locked buffers for copies from ordinary memory to a GPU; None before `make_ring`, or if CUDA locks no

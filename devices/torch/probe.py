@@ -72,8 +72,8 @@ class TorchProbe:
         """Make matrices (outputs, inputs) for timing their products with some rows.
 
         Args:
-            dtype: dtype of the rows, and of matrices that are not coded.
-            stored: coded storage format of the matrices, `COLUMNS` for matrices stored transposed, or "" for row by
+            dtype: dtype of the rows, and of matrices that are not quantized.
+            stored: quantized storage format of the matrices, `COLUMNS` for matrices stored transposed, or "" for row by
                 row.
             packed: whether torch multiplies by packed matrices; otherwise native kernels multiply few rows.
 
@@ -92,7 +92,7 @@ class TorchProbe:
         return self._products.of_rows(_cold_matrices(row_1D, outputs), packed=packed)
 
     def read(self, path: Path, nbytes: int, pieces: int) -> Call:
-        """Return a function that reads `pieces` pieces of a file, `nbytes` bytes each, side by side into slots.
+        """Return a function that reads `pieces` pieces of a file at once, `nbytes` bytes each, into slots of memory.
 
         The device reads pages in the same way.
         """

@@ -16,7 +16,7 @@ from .kv_step import KVStep
 def prompt_views(step: KVStep, cached: Iterable[Tensor], new: Iterable[Tensor]) -> list[KVView]:
     """Return the keys and values that a step's new tokens attend to, in the order of the step's sequences.
 
-    Attention over them gives bit for bit the results of a cache that keeps all tokens: neighbouring sequences of one
+    Attention to these views has the same bits as with a cache that keeps all tokens: neighbouring sequences of equal
     length are one view, and tokens before the window are zeros.
 
     Args:

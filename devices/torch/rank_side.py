@@ -1,4 +1,4 @@
-"""The tasks that exist only in tensor-parallel runs: all-reduces, and logits from the rank's rows of the LM head."""
+"""The tasks that only tensor-parallel runs have: all-reduces, and logits from this rank's rows of the LM head."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class RankSide:
         states: the state of each micro-batch, by the micro-batch's number.
         head: a function that computes a micro-batch's logits (S, V / ranks), float32, from the rank's rows of the LM
             head.
-        draw: a function that chooses a micro-batch's tokens, given a task `sample` and the logits (S, V).
+        draw: a function that chooses a micro-batch's next tokens, given a task `sample` and the logits (S, V).
     """
 
     def __init__(

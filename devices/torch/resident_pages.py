@@ -21,7 +21,7 @@ READERS = 2
 
 
 class ResidentPages:
-    """Loads resident pages on threads of its own, and keeps them.
+    """Loads the pages of weights that stay for the whole run, on threads of its own, and keeps them.
 
     Args:
         compute: packs weights for the CPU, or has the GPU whose memory pages are copied to.
@@ -90,7 +90,7 @@ class ResidentPages:
         self._busy.clear()
 
     def __getitem__(self, page: Page) -> NamedBlocks:
-        """Return the tensors of a page by their canonical names, each as row blocks from top to bottom."""
+        """Return the tensors of a page of weights by their canonical names, each as row blocks from top to bottom."""
         return self._pages[page.id]
 
     def memory(self, page: Page, elsewhere: torch.Tensor | None) -> torch.Tensor | None:

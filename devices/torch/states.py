@@ -46,7 +46,7 @@ def places_of(plan: Plan, compute: Compute) -> list[MicroBatchState]:
 
 
 def _with_caches(plan: Plan, states: list[MicroBatchState], compute: Compute) -> list[MicroBatchState]:
-    """Make the KV caches that a plan declares, and add them to their micro-batches' states; returns the states."""
+    """Make a plan's KV caches, and add them to the states of their micro-batches; returns the states."""
     for role in KV_ROLES if plan.nodes.attends else ():
         device = compute.accelerator if role == "accelerator" else HOST
         for layers, numbers in held_alike(plan.kv.roles, role).items():

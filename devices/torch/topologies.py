@@ -197,8 +197,7 @@ class Topology:
         )
 
     def _ends(self, tokens: NextTokens) -> Verbs:
-        """Return the functions of the verbs (kinds of tasks) that end a step: `sample`, in beam search also `reorder`.
-        """
+        """Return the functions of the verbs (kinds of tasks) that end a step: `sample`; in beam search `reorder`."""
         verbs: Verbs = {"sample": tokens.sample_next}
         return verbs | inferring({"reorder": self._beams.reorder}) if self._beams else verbs
 

@@ -104,7 +104,7 @@ class ExpertWarmUp:
 
     @torch.inference_mode()
     def run(self, shapes: WarmUpSizes) -> None:
-        """Make the allocator map the plan's workspace, and run all kernels once, on the current stream."""
+        """Make the allocator map the plan's workspace in memory, and run all kernels once, on the current stream."""
         torch.empty(shapes.workspace, dtype=torch.uint8, device=self._compute.accelerator)
         self._layer(shapes)
         self._expert(max(shapes.prompts * shapes.length, shapes.sequences))
@@ -113,7 +113,7 @@ class ExpertWarmUp:
         """Do nothing: a node that has only experts runs none of a layer's other kernels."""
 
     def _expert(self, most: int) -> None:
-        """Run an expert on 1, 2, 4, ... up to `most` rows: its number of rows in a step is not known in advance."""
+        """Run an expert on 1, 2, 4, ... up to `most` rows, as its number of rows in a step is not known in advance."""
         compute, most = self._compute, min(most, EXPERT_TILE)
         x_nD = torch.zeros((most, self._config.hidden), dtype=compute.dtype, device=compute.accelerator)
         y_nD = torch.empty_like(x_nD)

@@ -1,4 +1,4 @@
-"""The weights of a model on torch: resident pages, pages in slots of pools, pages on the host, and mapped files."""
+"""The weights of a model on torch: resident pages, pages that are read into slots, pages on the host, mapped files."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ class WeightStore:
         )
 
     def weights(self, view: View[Any]) -> Weights:
-        """Return the tensors of the pages in a view, by their names within the layer.
+        """Return the tensors of the pages of weights in a view, by their names within the layer.
 
         view: pages of one layer with the slots that they are in.
         """

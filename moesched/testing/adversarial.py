@@ -19,7 +19,7 @@ PRIORITIES: tuple[Priority, ...] = get_args(Priority)
 
 
 class Adversarial:
-    """Submit verbs in random legal order, with random priorities; fetch, evict and await at random times.
+    """Submits verbs (kinds of tasks) in random legal order and priority; fetches, evicts and awaits at random times.
 
     Settings:
         seed: seed of all random choices.
@@ -186,9 +186,9 @@ class Adversarial:
         yield step.offload_kv(i, j)
 
     def _hold(self, step: Step, needed: Sequence[Page]) -> None:
-        """Fetch the needed pages that the pool lacks, in random order and portions, and sometimes another page.
+        """Fetch the needed pages of weights that the pool lacks, in random order and portions, and sometimes another.
 
-        Random pages that are not needed are evicted as far as room is lacking.
+        If the pool has too little room, random pages that are not needed are evicted.
         """
         choose = self.random
         if choose.random() < 0.1:

@@ -204,7 +204,7 @@ class _Values:
 
 
 class _Scoring:
-    """A policy that keeps all weights on the accelerator, and routes and previews with scores."""
+    """A policy that keeps all weights on the accelerator; its tasks `route` and `preview_route` return scores, too."""
 
     def plan(self, plan: Plan) -> None:
         plan.place_kv("accelerator")

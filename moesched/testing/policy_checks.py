@@ -106,7 +106,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
         return plan_run(self.machine, layout, batch, policy, budgets, nodes=self.nodes, node=node)
 
     def config(self) -> ModelConfig:
-        """Return the shape of the case's model."""
+        """Return the configuration of the case's model."""
         return SHAPES["mixtral-0.8b"].varied(
             self.layers,
             name=self.name,
@@ -270,7 +270,7 @@ def check_policy(
     """Run a policy in every case; return the number of cases in which its plan fits.
 
     Args:
-        make: creates the policy, once per run; one that keeps state then runs a second batch.
+        make: creates the policy, once per run; a policy that keeps state then runs a second batch.
         cases: by default `policy_cases()`, and `node_cases()` for a policy that shares experts among nodes.
         clocks: by default all three: "virtual"; "shared", a virtual clock on which concurrent tasks slow each other
             down; and "real" for real threads.

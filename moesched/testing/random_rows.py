@@ -1,6 +1,6 @@
 """A test policy that divides and joins the tasks of experts at random, to find faults of engine and devices.
 
-Choices follow from a seed. The policy must generate the same tokens as every other policy.
+A seed determines the choices. The policy must generate the same tokens as every other policy.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from moesched.steps.step import Step
 
 
 class RandomRows(LayerByLayer):
-    """Run each expert in several random tasks, each for some rows of one micro-batch or for all rows of several.
+    """Runs each expert in several random tasks, each for some rows of one micro-batch or for all rows of several.
 
     All weights stay on the accelerator. If the host has all experts, too, it runs random tasks.
 

@@ -44,7 +44,7 @@ class _Task(NamedTuple):
     Attributes:
         event: the event that shows the task, which viewers call a slice.
         args: the decoded arguments of this event.
-        first, last: the first and the last nanosecond of the task, as ends of arrows.
+        first, last: the first and the last nanosecond of the task, where arrows end and start.
     """
 
     event: Event
@@ -72,7 +72,7 @@ def check_trace(path: Path | str) -> list[str]:
 
 
 def _problems(file: TraceFile) -> list[str]:
-    """Return the violations of all rules except those about the format of times, as sentences."""
+    """Return the violations of all rules but the rule for the format of times, as sentences."""
     events = file.trace_events
     slices = [event for event in events if event.ph == "X"]
     tasks = [event for event in slices if event.pid != CRITICAL_PID]
@@ -113,7 +113,7 @@ def _times(events: list[Event]) -> Iterator[str]:
 
 
 def _names(events: list[Event], slices: list[Event]) -> Iterator[str]:
-    """Yield sentences on tracks without name or sort index, or tids in another order; `slices`: events of tasks."""
+    """Yield sentences on tracks without name or sort index, or with tids in another order. slices: events of tasks."""
     metadata = {(event.name, event.pid, event.tid) for event in events if event.ph == "M"}
     for pid in sorted({event.pid for event in slices}):
         if ("process_name", pid, -1) not in metadata:
@@ -143,7 +143,7 @@ def _overlaps(slices: list[Event]) -> Iterator[str]:
 
 
 def _read(tasks: list[Event]) -> tuple[list[_Task], list[str]]:
-    """Decode the events of tasks; return the tasks, and a sentence for each event that cannot be decoded."""
+    """Decode the events of tasks; return the tasks, and sentences on events that cannot be decoded."""
     decode = msgspec.json.Decoder(SliceArgs).decode
     read, unread = [], []
     for event in tasks:

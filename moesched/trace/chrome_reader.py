@@ -76,8 +76,7 @@ class SliceArgs(
 ):
     """The arguments of the event that shows a task in a trace file.
 
-    The arguments are the fields of `TaskInfo` without label and verb, the numbers of the tasks that the task depends
-    on, and fields of `Slice`.
+    The arguments are fields of `TaskInfo` and of `Slice`, and the numbers of the tasks that the task depends on.
     """
 
     task: int
@@ -205,7 +204,7 @@ class Trace(NamedTuple):
 
 @interruptible()
 def read_trace(path: Path | str) -> Trace:
-    """Read a trace file.
+    """Read a trace file; returns its recording and metadata.
 
     Raises:
         BadInput: the file cannot be read, was not written by moesched, or is damaged.

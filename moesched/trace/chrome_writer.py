@@ -59,7 +59,7 @@ class _Shown(NamedTuple):
 
     @property
     def tracks(self) -> dict[LaneName, str]:
-        """The JSON text `"pid":…,"tid":…` of each lane, by lane."""
+        """The start `"pid":…,"tid":…` of the JSON of events, by lane."""
         return {
             lane: f'"pid":{self.pid + lane.rank},"tid":{self.lane_tid + index}'
             for index, lane in enumerate(self.recording.lanes)
@@ -281,7 +281,7 @@ def _plain(number: float) -> float:
 
 
 def _cancelled(run: _Shown) -> Iterator[str]:
-    """Yield the JSON of an instant event for each cancelled task; a task that never ran has no duration to draw."""
+    """Yield the JSON of an event without duration for each cancelled task, as such a task never ran."""
     tracks = run.tracks
     for each in run.recording.cancelled:
         task = each.task
@@ -354,7 +354,7 @@ def _counters(run: _Shown) -> Iterable[str]:
 
 
 def _requests(run: _Shown) -> Iterator[str]:
-    """Yield the JSON of an asynchronous span for each request, and of spans for its wait, prompt and tokens."""
+    """Yield the JSON of an asynchronous span for each request, and of its parts: wait, prompt and tokens."""
     for each in run.recording.requests:
         track = f'"cat":"{REQUEST}","id":{each.request},"pid":{run.pid},"tid":0'
         args = json.dumps(msgspec.to_builtins(each), separators=(",", ":"))

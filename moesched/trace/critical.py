@@ -10,7 +10,7 @@ from moesched.trace.waits import Wait, waits_of
 
 
 class Hop(NamedTuple):
-    """One task of the critical path, and the task's wait for the previous one."""
+    """One task of the critical path, and the task's wait for the previous task of the path."""
 
     slice: Slice
     wait: Wait

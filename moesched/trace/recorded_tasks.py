@@ -92,7 +92,7 @@ class RankRecord:
             del log[: max(0, bisect_right(log, task, key=itemgetter(0)) - 1)]
 
     def stop(self) -> None:
-        """Make the engine collect no more data; the data so far are kept."""
+        """Make the engine of this rank collect no more data; the data so far are kept."""
         engine = self._engine
         engine.joined = engine.awaits = engine.submit_delays = engine.cancels = None
 
@@ -207,7 +207,7 @@ class _Numbers:
         self._tasks[task.id] = index
 
     def join(self, join: Join) -> None:
-        """Add a join. Joins must be added in program order, so that a join that depends on other joins finds them."""
+        """Add a join (a task without work), in program order, so that a join that depends on other joins finds them."""
         self._joins[join.id] = self.of(join.deps)
 
     def of(self, ids: Sequence[int]) -> tuple[int, ...]:
@@ -290,7 +290,7 @@ def _memory(
 
 
 def _pools(recording: Recording, ranks: Sequence[RankRecord]) -> list[PoolSample]:
-    """Return samples of the pools' counts, at the start of each task before which they changed, and at the end."""
+    """Return samples of the pools' counts: at the start of each task before which they changed, and at the end."""
     samples = []
     for rank, each in enumerate(ranks):
         if not each.pools:

@@ -103,11 +103,11 @@ class FirstSteps(Recorder):
 
     @property
     def ended(self) -> Callable[[Task], None]:
-        """The function that drivers call with each finished task; tasks of the first steps are kept."""
+        """The function that drivers call with each finished task, which keeps tasks of the first steps."""
         return self._keep
 
     def replayed(self, timeline: Timeline) -> None:
-        """Add the first steps of a run that was replayed from a captured schedule."""
+        """Add the first steps of a run that was replayed from a captured schedule, given its times."""
         self._replayed.append(lambda: self._first_of(timeline.tasks()))
 
     def _keep(self, task: Task) -> None:
@@ -188,7 +188,7 @@ class LastSteps(_RankRecorder):
                 rank.trim(min(ids), self._first)
 
     def _forget(self, tasks: Iterable[Task]) -> None:
-        """Drop `tasks`, but remember the memory slots that they filled."""
+        """Drop `tasks`, but keep a note of the memory slots that they filled."""
         for task in tasks:
             if isinstance(task, PageTransfer) and task.slots:
                 self._ranks[self._rank_of[task.lane]].filled.update(task.slots)

@@ -285,7 +285,7 @@ class Recording(msgspec.Struct):
 
 
 class Clock(msgspec.Struct, frozen=True, kw_only=True, rename={"ahead": "ahead_ns", "error": "error_ns"}):
-    """Correction of one node's clock.
+    """The correction of one node's clock.
 
     Attributes:
         ahead: nanoseconds by which the node's clock was ahead; they were subtracted from its times.
@@ -334,5 +334,5 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def figures(self) -> Literal["predicted", "measured"]:
-        """The word for the run's times: "predicted" on the virtual clock, "measured" in real time."""
+        """The word for the kind of the run's times: "predicted" on the virtual clock, "measured" in real time."""
         return "predicted" if self.driver == "virtual" else "measured"

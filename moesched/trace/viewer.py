@@ -153,7 +153,7 @@ def start_view(events: Sequence[Event]) -> tuple[int, int] | None:
 
 
 class _Handler(SimpleHTTPRequestHandler):
-    """Answers requests for the trace and the files of the interface."""
+    """Answers HTTP requests for the trace and for the files of the interface."""
 
     server: Viewer
     extensions_map = SimpleHTTPRequestHandler.extensions_map | _MEDIA_TYPES

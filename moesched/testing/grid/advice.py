@@ -38,7 +38,7 @@ def advice_of(case: str, plan: Plan, transfers: Sequence[PageTransfer]) -> list[
 
     Args:
         case: name of the case.
-        plan: the run's plan, with the counts of its pools.
+        plan: the run's plan, whose pools have counted their use.
         transfers: the tasks that moved pages in steps.
     """
     found = [_of_pool(case, pool) for pool in plan.weights.pools if pool.slots]

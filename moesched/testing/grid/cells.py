@@ -98,7 +98,7 @@ class Simulated(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """The predicted time of the whole batch, from the end of loading, in seconds."""
+        """The predicted time of the whole batch, from the end of loading on, in seconds."""
         return self.run.seconds(self.plan.batch)
 
 

@@ -77,7 +77,7 @@ class Item(NamedTuple):
 def trial_item(trial: Trial) -> Item:
     """Make the item that runs the policy in a small case, to find faults.
 
-    The item is not needed if the same case with the machine's own durations had a fault.
+    The item is not needed if the case had a fault already with the machine's own durations.
     """
 
     def is_needed(earlier: Iterable[Outcome]) -> bool:
@@ -121,7 +121,7 @@ def cell_item(cell: Cell) -> Item:
 def rivals_item(cell: Cell) -> Item:
     """Make the item that predicts the times of the shipped policies in a cell.
 
-    The item is not needed if the policy has no time in this cell.
+    The item is not needed if the policy under check has no predicted time in this cell.
     """
 
     def is_needed(earlier: Iterable[Outcome]) -> bool:

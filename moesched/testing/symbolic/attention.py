@@ -1,4 +1,4 @@
-"""The symbolic device's verbs of the first half of a layer, of the embedding, and of copies between the memories."""
+"""The symbolic device's verbs (kinds of tasks) for embedding, attention, and copies between the memories."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from moesched.testing.symbolic.model import first_tokens
 
 
 class SymbolicBatch:
-    """Gives verbs the sizes and the data of a task's micro-batch; in prefill, each chunk of prompts is a micro-batch.
+    """Gives verbs (kinds of tasks) the sizes and data of a micro-batch; in prefill, each chunk is a micro-batch.
 
     Attributes:
         on_host: suffix of the keys of data in the host's memory; empty if the machine has one memory.

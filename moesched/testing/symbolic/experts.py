@@ -1,4 +1,4 @@
-"""The symbolic device's verbs of the second half of a layer, and of sampling, on one machine."""
+"""The symbolic device's verbs (kinds of tasks) for experts and sampling, on one machine."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Experts:
         data.write(self._batch.hidden(task), combine(hidden, outputs))
 
     def route(self, task: Task, data: Access) -> Mapping[int, int]:
-        """Return the number of rows of each expert that the router chooses, and write the rows that experts read.
+        """Choose experts, and write the hash of the rows that they read; return each chosen expert's number of rows.
 
         If the plan requests scores, an expert's score is its share of all choices.
         """
@@ -57,7 +57,7 @@ class Experts:
         data.write((f"normed{self._batch.on_host}", j), data.read(("normed", j)))
 
     def run_expert(self, task: Task, data: Access) -> None:
-        """Write the hashes of an expert's output rows, for the rows of the task."""
+        """Write the hashes of an expert's output rows to `data`, for the rows of the task."""
         where = self._batch.on_host if isinstance(task, HostKernel) else ""
         weights = data.weights(task.operands)[task.expert]
         for j, start, stop in task.expert_rows:
@@ -86,7 +86,7 @@ class Experts:
         data.write(self._batch.hidden(task), combine(hidden, outputs))
 
     def sample(self, task: Task, data: Access) -> list[int]:
-        """Return the next token id of each request."""
+        """Return the next token id of each request, computed from the hash of the hidden state."""
         key = ("tokens", self._batch.whole(task))
         tokens = sample(data.read(self._batch.hidden(task)), task.operands)
         data.write(key, symbol("tokens", data.read(key), *tokens))

@@ -48,9 +48,9 @@ class ServedBatch(SymbolicBatch):
         return tuple(row.start for row in self._rows(task))
 
     def continues(self, task: Task) -> bool:
-        """Test whether the KV cache has entries of earlier steps for a task's rows, as in decode.
+        """Test whether the KV cache has entries of earlier steps for a task's rows, as it has in decode.
 
-        Prompts have none: with a KV cache on the host they are not divided over steps.
+        Prompts have none, as they are not divided over steps if the KV cache is on the host.
         """
         return task.phase == "decode"
 

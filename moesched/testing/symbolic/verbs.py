@@ -1,4 +1,4 @@
-"""The symbolic device's table of verbs, and the verbs that move pages of weights."""
+"""The symbolic device's table of verbs (kinds of tasks), and the verbs that move pages of weights."""
 
 from __future__ import annotations
 
