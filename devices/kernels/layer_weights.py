@@ -70,8 +70,8 @@ class Weights(KernelWeights[Any]):
     def arguments(self, kind: type[A], prepare: Callable[[Weights, Held], A]) -> A:
         """Return a copy of a C struct with the arguments of a native call that depend only on these weights.
 
-        kind: class of the struct. prepare: function that makes the struct, called only once; appends arrays that the
-        struct points to to its second argument, a list that these weights keep.
+        kind: class of the struct. prepare: makes the struct, and is called only once; its second argument is a list,
+        kept alive by these weights, that receives the arrays to which the struct points.
         """
         if kind not in self._prepared:
             held: Held = []

@@ -81,5 +81,5 @@ class NativeMemoryKernel(NativeKernel):
 
 
 def hidden_states(memory: Workspace, config: ModelConfig) -> Tensor:
-    """Return the tensor of hidden states (T, D) in a micro-batch's memory, to which the kernels of all layers write."""
+    """Return the tensor of hidden states (T, D) in a micro-batch's memory; the kernels of all layers write to it."""
     return memory.tensor("hidden", memory.rows, config.hidden, dtype=BFLOAT16)

@@ -19,7 +19,7 @@ class NativeProduct(NativeKernel):
     operation = "product"
 
     def refusal(self, case: Case) -> str:
-        """Return the reason why a case is refused: blocks in several formats, or one of `NativeKernel`; else ""."""
+        """Return why a case is refused: row blocks in several formats, or a reason of `NativeKernel`; else empty."""
         several = len(case.formats) > 1
         return super().refusal(case) or ("it reads row blocks in one format" if several else "")
 
@@ -38,7 +38,7 @@ class NativeColumns(NativeProduct):
         self.name = f"{self.name}, columns"
 
     def refusal(self, case: Case) -> str:
-        """Return the reason why a case is refused: not stored transposed, many rows, or one of `NativeKernel`."""
+        """Return why a case is refused: no transposed matrix, many rows, or a reason of `NativeKernel`; else empty."""
         if case.formats != {COLUMNS}:
             return "it reads matrices that are stored transposed"
         if case.rows > MOST_COLUMN_ROWS:

@@ -103,7 +103,7 @@ class NativeExpert(NativeKernel):
     operation = "expert"
 
     def refusal(self, case: Case) -> str:
-        """Return the reason why a case is refused: biases, no SiLU, or a reason of `NativeKernel`; else ""."""
+        """Return why a case is refused: biases, no SiLU activation, or a reason of `NativeKernel`; else empty."""
         assert case.layer is not None, "it is in a layer"
         usual = case.layer.feed_forward.is_usual
         return super().refusal(case) or ("" if usual else "it runs experts of three matrices")
@@ -143,7 +143,7 @@ class NativeMoELayer(NativeMemoryKernel):
     operation = "moe_layer"
 
     def refusal(self, case: Case) -> str:
-        """Return the reason why a case is refused: biases, no SiLU, or a reason of `NativeKernel`; else ""."""
+        """Return why a case is refused: biases, no SiLU activation, or a reason of `NativeKernel`; else empty."""
         assert case.layer is not None, "it is in a layer"
         usual = case.layer.feed_forward.is_usual and "o" not in case.layer.grouped.biases
         return super().refusal(case) or (
@@ -231,7 +231,7 @@ def choices_in(memory: Workspace, hidden: int, network: FeedForward) -> RouterOu
 def _write_choices(layer: Layer, choices: RouterOutput, memory: Workspace, case: Case) -> Tensor | None:
     """Write the addresses of `choices`, tensors for a router's result, to `layer`, the arguments of a native call.
 
-    Returns the scores' memory, which the caller must keep, for a sigmoid router; None for softmax.
+    Returns memory for the scores of a sigmoid router, which C uses and the caller must keep; None for softmax.
     """
     assert case.layer is not None, "it is in a layer"
     layer.x, layer.chosen, layer.weights, layer.logits = (

@@ -35,7 +35,7 @@ _LIBRARY = Library("moesched", "DEF")  # a call takes a quarter of the time of a
 
 
 def _operator(*written: str) -> Callable[[Operator], Operator]:
-    """Return a decorator that makes a function the torch operator of the function's name, computed by it on the CPU.
+    """Return a decorator that registers a function as the torch operator of its name, and as its version for the CPU.
 
     written: the names of the arguments that the operator writes to.
     """
@@ -305,7 +305,7 @@ def down(inner_nI: Tensor, starts_E: Tensor, table: Tensor, blocks: list[Tensor]
 
 @_operator("out_TD")
 def combine(y_nD: Tensor, rows_Tk: Tensor, weights_Tk: Tensor, residual_TD: Tensor, out_TD: Tensor) -> None:
-    """Add to the residual each token's expert outputs (rows rows_Tk of y), weighted, and write the result to out_TD."""
+    """Add each token's expert outputs (rows `rows_Tk` of y), times their weights, to the residual; write out_TD."""
     out_TD.copy_(expert_functions.sum_experts(y_nD.double(), rows_Tk, weights_Tk.double()).add_(residual_TD))
 
 
@@ -334,7 +334,7 @@ def _matrices(blocks: list[Tensor], table: Tensor, rows: int) -> Iterator[Tensor
 
 
 def _rows(starts_E: Tensor) -> Iterator[slice]:
-    """Yield the range of rows of each expert or sequence, given its first row; the last entry is the number of rows."""
+    """Yield the range of rows of each expert or sequence; starts_E: their first rows, then the number of rows."""
     starts = starts_E.tolist()
     return map(slice, starts[:-1], starts[1:])
 

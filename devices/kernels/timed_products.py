@@ -65,7 +65,7 @@ class TimedProducts:
         return of_rows
 
     def of_columns(self, matrices: list[torch.Tensor]) -> Callable[[int], Call]:
-        """Return a function from a number of rows to a call that multiplies them by transposed matrices (N, D)."""
+        """Return a function from a number of rows to a call that multiplies them by matrices stored transposed."""
         inputs, dtype = matrices[0].shape[1], matrices[0].dtype
         turns = cycle([[matrix] for matrix in matrices])
 

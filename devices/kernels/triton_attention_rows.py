@@ -1,4 +1,4 @@
-"""The kernels before the experts that are written in Triton: projections, and attention over the KV cache."""
+"""The kernel table's kernels in Triton that come before the experts: projections, and attention over the KV cache."""
 
 from __future__ import annotations
 

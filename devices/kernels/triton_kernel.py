@@ -85,7 +85,7 @@ class TritonKernel(Kernel):
         return memory.tensor(name, *shape, dtype=dtype or self._dtype, device=self._device)
 
     def _scratch(self, memory: Workspace, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Return the tensor of this name and shape in the memory for intermediate results; dtype: as `_result`."""
+        """Return the tensor of this name and shape for intermediate results; dtype None for hidden states' dtype."""
         return memory.scratch.tensor(name, *shape, dtype=dtype or self._dtype, device=self._device)
 
     def _normed(self, norm_D: Tensor, rows: int, memory: Workspace) -> Callable[[Tensor], Tensor]:

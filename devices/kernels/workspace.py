@@ -89,7 +89,7 @@ class Workspace:
 
 
 class SharedMemory(Workspace):
-    """A workspace whose tensors lie in the scratch, where the next user overwrites them, except given `tensors`."""
+    """A workspace whose tensors lie in the scratch, where the next user overwrites them; given `tensors` do not."""
 
     def tensor(
         self,

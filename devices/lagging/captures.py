@@ -45,7 +45,7 @@ class Capture:
         return threading.get_ident() == self._thread
 
     def forbids(self) -> bool:
-        """Test whether this capture forbids the calling thread to make unsafe calls, such as allocations, now."""
+        """Test whether this capture forbids the calling thread to make unsafe calls, such as allocations."""
         return self._mode == "global" or self.is_of_this_thread()
 
     def refused(self, why: str = "") -> RuntimeError:

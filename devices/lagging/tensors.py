@@ -136,7 +136,7 @@ class Operations:
             return self._queue(func, name, args, kwargs, number)
 
     def _on_host(self, func: Call, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Carry out a call `func(*args, **kwargs)` without GPU tensors as arguments; the result may be one."""
+        """Carry out a call `func(*args, **kwargs)` without GPU tensors; the result may be a tensor on a GPU."""
         if name == "is_pinned":
             return self.pinned.holds(args[0])
         if kwargs.get("pin_memory"):
@@ -336,7 +336,7 @@ def is_gpu(device: Any) -> bool:
 
 
 def _tensors(of: Any) -> list[torch.Tensor]:
-    """Collect the tensors in the arguments `of` a call, which are nested in tuples, lists or mappings."""
+    """Collect the tensors in `of`: the arguments of a call, nested in tuples, lists or mappings."""
     found: list[torch.Tensor] = []
     left = [of]
     for each in left:
@@ -358,7 +358,7 @@ def _twins(of: Any) -> Any:
 
 
 def _mapped(change: Callable[[LaggingTensor], torch.Tensor], of: Any) -> Any:
-    """Copy the arguments `of` a call (nested tuples, lists, mappings), with `change(tensor)` for each GPU tensor."""
+    """Copy `of`, a call's arguments (nested tuples, lists, mappings), with `change(tensor)` for each GPU tensor."""
     if isinstance(of, LaggingTensor):
         return change(of)
     if isinstance(of, tuple | list):
@@ -429,7 +429,7 @@ def _destination(
 
 
 def operate(gpu: Gpu, memories: Sequence[GpuMemory]) -> Operations:
-    """Set the imitated GPUs of this process, given streams and memories; returns what carries out torch's calls."""
+    """Set the imitated GPUs of this process, given streams and memories; returns the object that runs torch's calls."""
     global _operations
     _operations = Operations(gpu, memories)
     return _operations

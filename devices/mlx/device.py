@@ -173,7 +173,7 @@ class MlxDevice:
         self._thread.call(self._begin, plan, partial(places_of, plan), Sampling())
 
     def execute(self, task: Task) -> Any:
-        """Run a task; returns its value. Reads and exchanges run on the calling thread, all else on the device's."""
+        """Run a task, reads and exchanges on the calling thread, all else on the device's thread; returns its value."""
         verb = self._verbs[task.verb]
         if isinstance(task, (PageTransfer, Collective)):
             return verb(task)

@@ -77,7 +77,7 @@ class MicroBatchState:
         self.new = [self.new[place] for place in places]
 
     def begin(self, operands: Any) -> None:
-        """Begin a step; operands: of the task `embed`: numbers of the requests that go on; empty in a warm-up."""
+        """Begin a step. operands: numbers of the requests that go on, from the task `embed`; empty in a warm-up."""
         if operands and len(operands) < len(self.requests):
             self.keep(operands)
 
@@ -117,7 +117,7 @@ class MicroBatchState:
 
     @property
     def results(self) -> Workspace:
-        """Return memory for a kernel's results: the step's, or if the step has many tokens new memory at each call."""
+        """Return memory for a kernel's results: the step's, or new memory at each call if the step has many tokens."""
         return self.memory or Workspace(len(self.hidden_TD))
 
     def add_cache(self, cache: Any) -> None:

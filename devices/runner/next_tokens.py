@@ -84,7 +84,7 @@ class NextTokens:
         return self._kernels.bound("logits", self._head, Workspace(len(last)))(state.hidden_TD, last)
 
     def draw(self, task: Task, logits_SV: Any) -> list[int] | list[Standing]:
-        """Choose and return each sequence's next token; in beam search, extend and return each request's beams.
+        """Choose and return each sequence's next token; in beam search, extend beams, and return the searches' states.
 
         While serving, a request whose logits are not finite gets NO_TOKEN (-1).
 

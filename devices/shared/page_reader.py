@@ -205,7 +205,7 @@ class PageReader:
         return aligned_bytes(nbytes) if taken is None else torch.frombuffer(taken, dtype=torch.uint8)[:nbytes]
 
     def read_tensor_into(self, name: str, raw: torch.Tensor) -> None:
-        """Read a whole tensor, given by its canonical name, into `raw` (uint8, 1-D), from the page cache if it can."""
+        """Read a whole tensor, given by canonical name, into `raw` (uint8, 1-D), if possible from the page cache."""
         stored = self._tensors[name]
         out = raw.view(_dtype_of(self.format_of(name)))
         buffer = aligned_bytes(_BUFFER_BYTES)

@@ -52,7 +52,7 @@ class AdjacentPages:
         return self._slots.get(page.id, elsewhere)
 
     def copied(self, page: Page, staging: Tensor) -> NamedBlocks:
-        """Copy a page to its memory here; returns the page's tensors there. Threads may copy different pages at once.
+        """Copy a page to its memory; returns the page's tensors in this memory. Threads may copy different pages.
 
         staging: the page's bytes as they were read from the files, in another memory.
         """

@@ -313,7 +313,7 @@ class TorchDevice(ChoosesDtype):
         return topology.rank(self._global_weights, self._rank, self._transport)
 
     def execute(self, task: Task) -> Any:
-        """Run a task on the calling thread, on a GPU until the task has ended there; returns the task's value."""
+        """Run a task on the calling thread; returns its value. On a GPU, this waits until the task has ended there."""
         if self._cuda is None or isinstance(task, HostKernel):
             return self._verbs[task.verb](task)
         return self._cuda.run(task)

@@ -106,7 +106,7 @@ def _unregister(runtime: Any, address: int) -> None:
 
 
 def _unlock(unlock: Callable[[], None], memory: mmap.mmap) -> None:
-    """Unlock memory that was registered with CUDA; it is freed with the last reference to `memory`.
+    """Unlock memory that was registered with CUDA; the memory itself is freed with the last reference to `memory`.
 
     unlock: the function that `lock` returned.
     """

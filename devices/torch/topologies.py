@@ -76,7 +76,7 @@ class Topology:
         return self._layers(attention, moe) | self._ends(self._tokens(weights))
 
     def rank(self, weights: GlobalWeights, rank: int, transport: Transport) -> Verbs:
-        """Return the functions that run tasks, by verb, for a rank with a share of every matrix; exchanges sum up."""
+        """Return the functions that run tasks, by verb (kind of task), for a rank with a share of every matrix."""
         attention, moe = self._halves(weights.embedding, torch.zeros_like if rank else identity)
         tokens, vocabulary = self._tokens(weights), self._plan.layout.config.vocabulary
         side = RankSide(rank, transport, vocabulary, self._states, tokens.logits, tokens.draw)
@@ -158,7 +158,7 @@ class Topology:
         return verbs if self._plan.machine.unified else verbs | self._host(attention)
 
     def _host(self, attention: Attention) -> Verbs:
-        """Return, by verb (kind of task), the functions for tasks between a host and an accelerator with own memory."""
+        """Return, by verb, the functions for tasks that exist only if accelerator and host have separate memories."""
         plan, states, compute, store = self._plan, self._states, self._compute, self._store
         exchanged = ExchangeRows(plan, compute)
         host = HostSide(plan, states, compute, store, attention, exchanged, self.kv_slots)
@@ -197,7 +197,7 @@ class Topology:
         )
 
     def _ends(self, tokens: NextTokens) -> Verbs:
-        """Return the functions of the verbs (kinds of tasks) that end a step: `sample`; in beam search `reorder`."""
+        """Return the functions of the verbs (kinds of tasks) that end a step: `sample`; in beam search, `reorder`."""
         verbs: Verbs = {"sample": tokens.sample_next}
         return verbs | inferring({"reorder": self._beams.reorder}) if self._beams else verbs
 

@@ -57,7 +57,7 @@ class _Randomly:
 
 
 def hit_rate(make: Callable[[], Eviction], choices: Choices, *, ahead: bool) -> float:
-    """Return the share of an expert's uses, from 0 to 1, that find its page in the cache.
+    """Return the hit rate of a rule: the share of uses of experts, from 0 to 1, that find the expert in the cache.
 
     The result is the mean over several random sequences of steps, each simulated with a new rule.
 

@@ -111,7 +111,7 @@ class CostEntry(NamedTuple):
 
 
 class PredictionEntry(NamedTuple):
-    """A task's predicted time as a list in a trace file: the fields of `WorkKey`, followed by seconds."""
+    """A task's predicted time as a list in a trace file: the fields of `WorkKey`, followed by the seconds."""
 
     kind: str
     resource: str

@@ -59,7 +59,7 @@ class _Shown(NamedTuple):
 
     @property
     def tracks(self) -> dict[LaneName, str]:
-        """The start `"pid":…,"tid":…` of the JSON of events, by lane."""
+        """The text `"pid":…,"tid":…` in the JSON of each event of a lane, by lane."""
         return {
             lane: f'"pid":{self.pid + lane.rank},"tid":{self.lane_tid + index}'
             for index, lane in enumerate(self.recording.lanes)

@@ -211,7 +211,7 @@ class _Numbers:
         self._joins[join.id] = self.of(join.deps)
 
     def of(self, ids: Sequence[int]) -> tuple[int, ...]:
-        """Return the indices of the tasks with these ids, without duplicates; for a join, those of its tasks."""
+        """Return the indices of the tasks with these ids, each once; a join stands for the tasks that it depends on."""
         tasks = self._tasks
         try:
             return tuple(dict.fromkeys([tasks[each] for each in ids]))
@@ -257,7 +257,7 @@ def _memory(
 ) -> list[MemorySample]:
     """Return samples of each memory's use: at the start, whenever a transfer into an empty slot starts, and at the end.
 
-    start, end: times of the recording in nanoseconds.
+    start, end: start and end of the recording, in nanoseconds.
     """
     filled = [set(rank.filled) for rank in ranks]
     held = [dict.fromkeys(rank.memories, 0) for rank in ranks]

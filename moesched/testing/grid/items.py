@@ -151,5 +151,5 @@ def _in_cell(cell: Cell, subject: Subject) -> Outcome:
 
 
 def _with_line(advice: Advice, subject: Subject) -> Advice:
-    """Return the advice; if it has no line of the policy, with the line of the policy's class."""
+    """Return the advice, with the line of the policy's class if the advice names no line of the policy."""
     return structs.replace(advice, line=subject.home) if advice.line in ("", CODE_OF_CHILD) else advice

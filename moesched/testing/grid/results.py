@@ -43,7 +43,7 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         line: the policy's line, as file:line; empty if there is none.
-        kind: a short text for the kind of advice, equal in all cases.
+        kind: a short text for the kind of advice, the same in all cases with this advice.
         message: the finding as text.
         case: the first case of the finding.
         cases: number of cases with this finding.

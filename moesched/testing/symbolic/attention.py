@@ -15,24 +15,24 @@ class Attention:
         self._batch = batch
 
     def embed(self, task: Task, data: Access) -> None:
-        """Write the hashes of a step's (or a chunk's) hidden state and token positions to `data`."""
+        """Write to `data` the hashes of the hidden state and token positions of a step, or of a chunk of prompts."""
         j = task.micro_batch
         tokens = "tokens" if task.phase == "decode" else "prompt"
         data.write(self._batch.hidden(task), embed(data.read((tokens, j))))
         data.write(("positions", j), positions(task.generated, self._batch.starts(task)))
 
     def pass_hidden(self, task: Task, data: Access) -> None:
-        """Copy the hash of a hidden state in `data` to the next accelerator of a pipeline."""
+        """Copy, in `data`, the hash of a hidden state to the next accelerator of a pipeline."""
         source, destination = task.operands
         data.write(("hidden", task.micro_batch, destination), data.read(("hidden", task.micro_batch, source)))
 
     def pre_attention(self, task: Task, data: Access) -> None:
-        """Write the hash of queries, keys and values, from hidden state and layer weights, to `data`."""
+        """Write to `data` the hash of queries, keys and values, computed from hidden state and layer weights."""
         hidden = data.read(self._batch.hidden(task))
         data.write(("qkv", task.micro_batch), project(task.layer, hidden, data.weights(task.operands)))
 
     def attention(self, task: Task, data: Access) -> None:
-        """Write the hash of the accelerator's attention output, over a KV cache there or a copy of the host's."""
+        """Write to `data` the hash of the accelerator's attention output; the KV cache may be a copy of the host's."""
         batch, j = self._batch, task.micro_batch
         key, held = self._cache(task), None
         if batch.kv_on_host(task):
@@ -42,13 +42,13 @@ class Attention:
         data.write(("attention", j), self._attend(task, data, ("qkv", j), key, held))
 
     def cpu_attention(self, task: Task, data: Access) -> None:
-        """Write the hash of the host's attention output, over the KV cache there, to `data`."""
+        """Write to `data` the hash of the host's attention output, over the KV cache on the host."""
         j, where = task.micro_batch, self._batch.on_host
         output = self._attend(task, data, (f"qkv{where}", j), self._cache(task))
         data.write((f"attention{where}", j), output)
 
     def load_kv(self, task: Task, data: Access) -> None:
-        """Copy the hash of a layer's KV cache in `data` from the host to a buffer on the accelerator."""
+        """Copy, in `data`, the hash of a layer's KV cache from the host to a buffer on the accelerator."""
         data.read(("positions", task.micro_batch))
         data.write(("kv slot", task.operands), data.read(self._cache(task)))
 
@@ -57,12 +57,12 @@ class Attention:
         self._append(task, data, data.read(("qkv", task.micro_batch)), self._cache(task))
 
     def offload_qkv(self, task: Task, data: Access) -> None:
-        """Copy the hash of queries, keys and values in `data` to the host."""
+        """Copy, in `data`, the hash of queries, keys and values to the host."""
         j = task.micro_batch
         data.write((f"qkv{self._batch.on_host}", j), data.read(("qkv", j)))
 
     def load_hidden(self, task: Task, data: Access) -> None:
-        """Copy the hash of the host's attention output in `data` to the accelerator."""
+        """Copy, in `data`, the hash of the host's attention output to the accelerator."""
         j = task.micro_batch
         data.write(("attention", j), data.read((f"attention{self._batch.on_host}", j)))
 

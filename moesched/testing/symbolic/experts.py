@@ -26,7 +26,7 @@ class Experts:
         self._batch = batch
 
     def post_attention(self, task: Task, data: Access) -> None:
-        """Write the hash of the hidden state after router, chosen experts and the sum of their outputs to `data`."""
+        """Write to `data` the hash of the hidden state after router, chosen experts and the sum of their outputs."""
         weights = data.weights(task.operands)
         hidden = self._project_output(task, data, weights)
         outputs = [expert(task.layer, e, hidden, weights[e]) for e in self._choose(task, hidden)]
@@ -52,12 +52,12 @@ class Experts:
         return self._with_scores(self._choose(task, symbol("preview", task.layer, hidden, weights)))
 
     def offload_routed(self, task: Task, data: Access) -> None:
-        """Copy the hash of the rows that experts read, in `data`, to the host."""
+        """Copy, in `data`, the hash of the rows that experts read to the host."""
         j = task.micro_batch
         data.write((f"normed{self._batch.on_host}", j), data.read(("normed", j)))
 
     def run_expert(self, task: Task, data: Access) -> None:
-        """Write the hashes of an expert's output rows to `data`, for the rows of the task."""
+        """Write to `data` the hashes of an expert's output rows, for the rows of the task."""
         where = self._batch.on_host if isinstance(task, HostKernel) else ""
         weights = data.weights(task.operands)[task.expert]
         for j, start, stop in task.expert_rows:
@@ -70,14 +70,14 @@ class Experts:
         data.weights(task.operands)
 
     def load_routed(self, task: Task, data: Access) -> None:
-        """Copy the hashes of output rows of experts that ran on the host, in `data`, to the accelerator."""
+        """Copy, in `data`, the hashes of the output rows of experts that ran on the host to the accelerator."""
         j = task.micro_batch
         for e, rows in task.operands:
             for row in rows:
                 data.write(("output", e, j, row), data.read((f"output{self._batch.on_host}", e, j, row)))
 
     def combine(self, task: Task, data: Access) -> None:
-        """Write the hash of the sum of hidden state and chosen experts' outputs to `data`."""
+        """Write to `data` the hash of the sum of hidden state and chosen experts' outputs."""
         hidden = data.read(self._batch.hidden(task))
         outputs = [
             joined(data.read(key) for key in output_rows(e, task.micro_batch, tokens))
