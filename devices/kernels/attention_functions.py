@@ -148,7 +148,10 @@ def _attend_tiles(
 
 
 def _mask(start: int, stop: int, first_key: int, window: int | None, device: torch.device) -> Tensor:
-    """Return a mask (queries start .. stop-1, keys first_key .. stop-1): True where a query sees a key in `window`."""
+    """Return a mask (queries start .. stop-1, keys first_key .. stop-1) on a device: True where a query sees a key.
+
+    window: number of tokens that a query sees, itself included; None for itself and all earlier tokens.
+    """
     query = torch.arange(start, stop, device=device)[:, None]
     key = torch.arange(first_key, stop, device=device)
     seen = key <= query

@@ -120,7 +120,7 @@ def _configs() -> Iterator[ModelConfig]:
 
 
 def cpu_resources(config: ModelConfig, dtype: torch.dtype, threads: NativeKernels | None) -> Resources:
-    """Make the resources of kernels on the CPU, with a table of all shipped kernels.
+    """Make the resources of kernels on the CPU for a model and a dtype, with a table of all shipped kernels.
 
     threads: the native kernels; None to compute everything with torch, whose number of cores stays as it is.
     """
@@ -143,7 +143,7 @@ def cpu_resources(config: ModelConfig, dtype: torch.dtype, threads: NativeKernel
 
 @contextmanager
 def _resources(config: ModelConfig, dtype: str, instruction_set: str | None) -> Iterator[Resources]:
-    """Provide the resources of kernels on the CPU until the context ends, with native kernels if there are any.
+    """Provide a model's resources of kernels on the CPU until the context ends, with native kernels if there are any.
 
     instruction_set: instruction set of the native kernels; None for the widest of this processor.
     """

@@ -35,7 +35,7 @@ def router_logits(x_TD: Tensor, router: Blocks, bias_E: Tensor | None = None) ->
 
 
 def router_biases(weights: Mapping[str, Blocks], network: FeedForward) -> tuple[Tensor | None, Tensor | None]:
-    """Return two biases (E): of the router's logits, and of the scores by which experts are chosen.
+    """Return two biases (E) among a layer's weights: of router logits, and of the scores by which experts are chosen.
 
     A bias that the router does not have is None; no router has both.
     """
@@ -80,7 +80,7 @@ def choose_experts(
 
 
 def within_groups(choice_TE: Tensor, router: Router) -> Tensor:
-    """Set the scores (T, E) of experts outside the best groups to minus infinity, so that no token chooses them.
+    """Return scores (T, E), minus infinity for experts outside of a token's best groups, so that no token chooses them.
 
     A group's score is the sum of its two highest scores; the `kept_groups` groups with the highest scores are kept.
     """
@@ -129,7 +129,7 @@ def sum_experts(y_nD: Tensor, rows_Tk: Tensor, weights_Tk: Tensor) -> Tensor:
 
 
 def combine(y_nD: Tensor, rows_Tk: Tensor, weights_Tk: Tensor, residual_TD: Tensor) -> Tensor:
-    """Add each token's weighted sum of expert outputs (`sum_experts`) to the residual; rounds once, to its dtype."""
+    """Add each token's weighted sum of expert outputs, by `sum_experts`, to the residual; rounds once, to its dtype."""
     out_TD = torch.empty_like(residual_TD)
     for tile in tiles_of(out_TD):
         out_TD[tile] = sum_experts(y_nD, rows_Tk[tile], weights_Tk[tile]).add_(residual_TD[tile])

@@ -78,7 +78,7 @@ class Guarded(Kernel):
                 )
 
     def _expected(self, case: Case, arguments: Sequence[Any]) -> Iterator[tuple[Shape, torch.dtype]]:
-        """Yield the shape and dtype of each checked result of an operation, in order, given the arguments of a call."""
+        """Yield the shape and dtype of each checked result of a case's operation, in order, by a call's arguments."""
         config, layer, dtype = self._config, case.layer, self._dtype
         match case.operation:
             case "embed":

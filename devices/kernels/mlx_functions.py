@@ -239,7 +239,7 @@ def choose_experts(
 
 
 def within_groups(choice_TE: Array, router: Router) -> Array:
-    """Set the scores (T, E) of experts outside the best groups to minus infinity, so that no token chooses them.
+    """Return scores (T, E), minus infinity for experts outside of a token's best groups, so that no token chooses them.
 
     A group's score is the sum of its two highest scores; the `kept_groups` groups with the highest scores are kept.
     """
@@ -281,7 +281,7 @@ def sort_rows(experts_Tk: Array) -> tuple[Array, Array, Array]:
 
 
 def gathered_experts(stack: Stack, x_nD: Array, rows: Rows) -> Array:
-    """Run experts on n rows by kernels that gather each row's matrices: down @ (silu(gate @ x) * (up @ x)), (n, D).
+    """Run a stack's experts on n rows by kernels that gather matrices: down @ (silu(gate @ x) * (up @ x)), (n, D).
 
     A row's result depends on no other row, so the result is the same if experts run together or one by one.
     """
@@ -290,7 +290,7 @@ def gathered_experts(stack: Stack, x_nD: Array, rows: Rows) -> Array:
 
 
 def experts_one_by_one(stack: Stack, x_nD: Array, rows: Rows) -> Array:
-    """Run experts one after the other, with the results of `gathered_experts`: (n, D); needs `rows.counts`."""
+    """Run a stack's experts on rows x, one after the other: (n, D), as `gathered_experts`; needs `rows.counts`."""
     assert rows.counts is not None, "the host knows the rows"
     return _joined([_ffn(x, stack, product) for x, product in _one_by_one(x_nD, rows.counts)], axis=0)
 
@@ -365,13 +365,13 @@ def sum_experts(y_nD: Array, rows_Tk: Array | None, weights_Tk: Array) -> Array:
 
 
 def combine(y_nD: Array, rows_Tk: Array | None, weights_Tk: Array, residual_TD: Array) -> Array:
-    """Add each token's weighted sum of expert outputs (`sum_experts`) to the residual; rounds once, to its dtype."""
+    """Add each token's weighted sum of expert outputs, by `sum_experts`, to the residual; rounds once, to its dtype."""
     parts = _weighted(y_nD, rows_Tk, weights_Tk)
     return mlx_elements.added_to(residual_TD[:, None], *parts).squeeze(1)
 
 
 def _weighted(y_nD: Array, rows_Tk: Array | None, weights_Tk: Array) -> list[Array]:
-    """Weight each token's expert outputs; returns k arrays (T, 1, D), float32, in ascending order of expert."""
+    """Weight each token's expert outputs (rows rows_Tk of y): k arrays (T, 1, D), float32, by ascending expert."""
     y_TkD = y_nD[None] if rows_Tk is None else y_nD[rows_Tk]
     weighted_TkD = mlx_elements.weighted(y_TkD, weights_Tk[:, :, None])
     return list(mx.split(weighted_TkD, weighted_TkD.shape[1], axis=1))

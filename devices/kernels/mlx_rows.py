@@ -278,7 +278,7 @@ MLX = (
 
 
 def mlx_table(config: ModelConfig) -> KernelTable:
-    """Make the kernel table of MLX, with all kernels of this module."""
+    """Make the kernel table of MLX for a model, with all kernels of this module."""
     table = KernelTable(())
     for row in MLX:
         table.add(row(config, table))

@@ -101,6 +101,7 @@ def attention_inputs(
     """Project normalised tokens by the matrix in `blocks` (and `table`), rotate queries and keys; write q, k and v.
 
     Args:
+        cosines_T1d, sines_T1d: cosines and sines of the tokens' rotary angles.
         head_norms: weights of the norms of query heads and of key heads; empty if the layer has none.
         interleaved: True if rows 2i and 2i + 1 of a head's matrix make a rotated pair, False for rows i and i + d/2. In
             q and k the pair is at i and i + d/2 in both cases.

@@ -77,7 +77,7 @@ def project_qkv(
 
 
 def qkv_bias(weights: Mapping[str, Blocks], attention: GroupedAttention) -> Tensor | None:
-    """Return the bias (X) of queries, keys and values, with zeros for those that have none; None if none has one."""
+    """Return a layer's bias (X) of queries, keys and values, zero for those that have none; None if all have none."""
     widths = {"q": attention.query_width, "k": attention.key_width, "v": attention.key_width}
     biases = {name: weights[f"{name}_bias"][0] for name in widths if name in attention.biases}
     if not biases:

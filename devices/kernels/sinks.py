@@ -61,7 +61,7 @@ def _attend(
 
 
 def _tile(sinks_H: Tensor, q_THd: Tensor, keys_LKd: Tensor, values_LKd: Tensor, hidden_TL: Tensor) -> Tensor:
-    """Attend from scaled float32 queries of one sequence; returns (T, H * d).
+    """Attend from scaled float32 queries of one sequence to its keys and values, with sinks; returns (T, H * d).
 
     hidden_TL: True where a query does not see a token.
     """

@@ -229,7 +229,7 @@ def rows_for_native(choice: str, dtype: str, shape: Shape, packed: bool) -> int:
     """Return the most rows for which the native kernels, rather than torch, multiply by plain weights; 0 for never.
 
     Args:
-        choice: `auto`, `torch`, or an instruction set.
+        choice: `auto`, `torch`, or an instruction set. dtype: the model's.
         shape: shape of the matrices that hold most weights.
         packed: True if torch would multiply by packed weights.
     """

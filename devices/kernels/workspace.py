@@ -71,7 +71,7 @@ class Workspace:
         zero: bool = False,
         device: torch.device | None = None,
     ) -> torch.Tensor:
-        """Return the tensor of this name; a call with a new name or another shape allocates it.
+        """Return the tensor of this name, shape and dtype; a call with a new name or another shape allocates it.
 
         zero: True to fill the tensor with zeros when it is allocated. device: None for the host.
         """

@@ -263,7 +263,7 @@ class Operations:
         return self._copy(target, tensor, at_once=at_once)
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor, *, at_once: bool) -> torch.Tensor:
-        """Queue a copy between host and GPU, or within a GPU, on the GPU's current stream; returns the target.
+        """Queue a copy from `source` to `target`, one or both on a GPU, on the current stream; returns the target.
 
         at_once: whether to wait for the copy.
         """
@@ -293,7 +293,7 @@ class Operations:
         return target
 
     def _at_its_time(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Return a function that finds the source or target of a queued copy when the stream runs the copy.
+        """Return a function that finds a tensor, source or target of a queued copy, when the stream runs the copy.
 
         The function raises RuntimeError if the memory was page-locked and is no longer locked.
         """

@@ -110,7 +110,7 @@ def rows_of_one(count: int, index: int, *, many: bool) -> Rows:
 
 
 def zeros(count: int, width: int, dtype: mx.Dtype) -> Array:
-    """Return zeros (count, width); the array for one row is made once and shared."""
+    """Return zeros (count, width) of a dtype; the array for one row is made once and shared."""
     return _zero_row(width, dtype) if count == 1 else mx.zeros((count, width), dtype)
 
 

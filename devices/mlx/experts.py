@@ -62,9 +62,9 @@ class MlxExperts:
         return functions.scores(logits_TE)
 
     def run_all(self, task: Task, counts: Mapping[int, int], weights: Arrays) -> None:
-        """Run all experts that have rows, one after the other, without evaluating their outputs.
+        """Run all experts of a layer that have rows, one after the other, without evaluating their outputs.
 
-        counts: number of rows of each expert that has any.
+        counts: number of rows of each expert that has any. weights: the layer's weights.
         """
         rows: ExpertRows = self._states[task.micro_batch].rows
         for expert in counts:
@@ -92,7 +92,7 @@ class MlxExperts:
         self._evaluations.later(task, self._run(stack, x_1D, rows_of_one(1, index, many=False)))
 
     def _apply(self, rows: ExpertRows, span: TiledRows, weights: Arrays) -> Array:
-        """Run an expert on the whole tiles of a span; returns the outputs of the span's rows."""
+        """Run an expert with a layer's weights on the whole tiles of a span; returns the outputs of the span's rows."""
         stack, index = weights.experts[span.expert]
         x_nD = rows.tiles(span)
         return rows.keep(span, self._run(stack, x_nD, rows_of_one(len(x_nD), index, many=rows.many)))

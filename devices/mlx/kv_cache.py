@@ -148,7 +148,7 @@ class RequestsKV:
         return [array for halves in self._layers.values() for array in halves]
 
     def _move(self, array_NKd: Array, step: KVStep) -> None:
-        """Move the tokens that are still in the window to the first slots, for requests whose slots are full.
+        """Move the tokens that are still in the window to the first slots, for requests of the step with full slots.
 
         array_NKd: the keys or the values of a layer, by slot.
         """
@@ -188,11 +188,11 @@ class RequestsKV:
         return joined
 
     def _parts(self, step: KVStep) -> list[tuple[int, int, int, list[int]]]:
-        """Group neighbouring requests of equal length and evenly spaced slots, which one strided view can show.
+        """Group a step's neighbouring requests of equal length and evenly spaced slots, for one strided view each.
 
         Returns:
             for each group: a request's number of new tokens, its number of cached tokens, the distance in slots from
-            one request to the next, and the first slot of each request.
+                one request to the next, and the first slot of each request.
         """
         parts: list[tuple[int, int, int, list[int]]] = []
         for request, past, new, start in zip(step.requests, step.past, step.new, step.starts, strict=True):

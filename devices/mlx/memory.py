@@ -49,7 +49,7 @@ class Bytes:
 
 
 def shared(shape: Sequence[int], dtype: str) -> tuple[Array, torch.Tensor]:
-    """Make an MLX array of zeros, and a torch tensor over the array's memory."""
+    """Make an MLX array of zeros of a shape and dtype, and a torch tensor over the array's memory."""
     raw = mx.zeros(tuple(shape), dtype=_RAW[DTYPES[dtype].itemsize])
     array = raw.view(ARRAY_DTYPES[dtype])
     mx.eval(raw, array)

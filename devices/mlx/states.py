@@ -45,7 +45,7 @@ def places_of(plan: Plan) -> list[MicroBatchState]:
 
 
 def _caches(plan: Plan, requests: Sequence[int]) -> list[RequestsKV]:
-    """Make a KV cache for each attention window of the model's layers, with room for the requests of these numbers."""
+    """Make a KV cache for each attention window of the plan's model, with room for the requests of these numbers."""
     config, dtype = plan.layout.config, ARRAY_DTYPES[plan.layout.dtype]
     caches = []
     for layers in config.by_window(range(config.layers)):

@@ -108,7 +108,7 @@ class NativeAttention:
     ) -> AttentionCall:
         """Return a call of `attend` that can be repeated: it reads and writes these tensors, which must live as long.
 
-        out_SX: receives the results (S, H * d). The other arguments are as for `attend`.
+        cached: the layer's KV cache. out_SX: receives the results (S, H * d). sinks_H, scale: as for `attend`.
         """
         count, heads, head_dim = q_SHd.shape
         kv_heads = k_SKd.shape[1]
@@ -185,7 +185,7 @@ class NativeAttention:
 
 
 def refuses_prompts(instruction_set: str, heads: int, kv_heads: int, head_dim: int) -> str:
-    """Return the reason why the library cannot attend to prompts with these numbers of heads and head size; else ""."""
+    """Return the reason why the library cannot attend to prompts with this instruction set and these heads; else ""."""
     if instruction_set != PROMPT_INSTRUCTIONS:
         return f"it needs {PROMPT_INSTRUCTIONS}; with AMX, torch is faster"
     if head_dim % HEAD_MULTIPLE or head_dim > MOST_HEAD:

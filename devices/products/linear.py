@@ -86,5 +86,5 @@ def expert_ffn(x_nD: Tensor, gate: Blocks, up: Blocks, down: Blocks) -> Tensor:
 
 
 def gated(x_nD: Tensor, gate: Blocks) -> Tensor:
-    """Compute the activations silu(gate @ x) of an expert, (n, I); gate comes as row blocks."""
+    """Compute the activations silu(gate @ x) of an expert on n rows of x: (n, I); gate comes as row blocks."""
     return F.silu(linear(x_nD, gate), inplace=True)

@@ -65,7 +65,7 @@ class Experts(Protocol):
 
 
 def with_rows(counts: Sequence[int]) -> dict[int, int]:
-    """Return the number of rows of each expert that has any, given a number for every expert, 0 included."""
+    """Return the number of rows of each expert that has any; counts: a number for every expert, which may be 0."""
     return {expert: count for expert, count in enumerate(counts) if count}
 
 

@@ -59,7 +59,7 @@ class Arena:
         return self._memory[index * self.slot_bytes : (index + 1) * self.slot_bytes]
 
     def view(self, index: int, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Return a tensor over the bytes of slot `index` from `offset` on, a multiple of the dtype's size; no copy."""
+        """Return a tensor of a shape and dtype over the bytes of slot `index` from byte `offset` on, without a copy."""
         return typed_view(self.slot(index), offset, shape, dtype)
 
 

@@ -151,7 +151,7 @@ def _pieces(blocks_NBb: Tensor, packed: Bits, count: int) -> Tensor:
 
 
 def _six_bits(raw_NBb: Tensor) -> tuple[Tensor, Tensor]:
-    """Unpack 6-bit numbers from 12 bytes: the factors of eight groups' scales, and of their minimums, (N, B, 8) each.
+    """Unpack 6-bit numbers from 12 raw bytes: factors of eight groups' scales, and of their minimums, (N, B, 8) each.
 
     The first four groups' numbers are the lower six bits of a byte: scales in bytes 0 to 3, minimums in bytes 4 to 7.
     Of the other four groups, bytes 8 to 11 have the lower four bits of a scale and, above them, of a minimum; the upper

@@ -55,7 +55,10 @@ def read_joined(
 
 
 def _read(file: Blocks, offset: int, nbytes: int, cached: bool) -> tuple[Bytes, int]:
-    """Read `nbytes` bytes of a file at `offset`, in whole blocks; returns them, and the number of bytes read."""
+    """Read `nbytes` bytes of a file at `offset`, in whole blocks; returns them, and the number of bytes read.
+
+    cached: True to take from the page cache the bytes that it has.
+    """
     begin = round_down(offset)
     memory = aligned_bytes(round_up(offset + nbytes) - begin)
     read = file.read(memory.numpy().data, begin, offset + nbytes - begin, cached=cached)

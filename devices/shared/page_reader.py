@@ -263,7 +263,7 @@ def _convert(
     *,
     cached: bool = False,
 ) -> int:
-    """Read rows (first, end) of a tensor through `buffer`, converted into `out` (1-D); returns the bytes read.
+    """Read rows (first, end) of a file's tensor through `buffer`, converted into `out` (1-D); returns the bytes read.
 
     cached: True to take from the system's page cache the bytes that it has.
     """

@@ -272,7 +272,7 @@ class TorchDevice(ChoosesDtype):
         self._observers.first_request = plan.batch.first_request
 
     def _open(self, plan: Plan, states: list[MicroBatchState], sampling: Sampling) -> None:
-        """Make the functions that run the plan's tasks on these states; warm a GPU up if the plan's sizes are new."""
+        """Make the functions that run the plan's tasks on these states and sampling; warm a GPU up for new sizes."""
         choice = Choice(sampling, plan.batch.first_request, self._keep if self._keep_logits else None)
         topology = Topology(plan, states, choice, self._compute, self._store, self._observers)
         if self._compute.replays is not None:

@@ -114,7 +114,7 @@ class ExpertRunner:
                 part.y_nD[part.rows.start : part.rows.stop] = output_nD
 
     def apply_part(self, part: ExpertPart, expert: int | None, weights: Weights) -> None:
-        """Run an expert on the wanted rows of `part.x_nD`; the outputs go to the same rows of `part.y_nD`."""
+        """Run an expert of a layer on the wanted rows of `part.x_nD`; outputs go to the same rows of `part.y_nD`."""
         x_nD, y_nD, rows, wanted = part
         for tile, kept in tiles_of(rows, wanted):
             kernel, run = self._bound(expert, tile.stop - tile.start, weights)
@@ -144,7 +144,7 @@ class ExpertRunner:
     ) -> Iterator[list[ExpertPart]]:
         """Yield groups of neighbouring parts that one call computes with the same bits as a call for each part.
 
-        expert: None for the shared expert.
+        expert: None for the shared expert. weights: the layer's.
         """
         group: list[ExpertPart] = []
         for part in parts:

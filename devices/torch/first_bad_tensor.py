@@ -123,6 +123,7 @@ class FirstBadTensor:
         """Run the experts that have rows; yields pairs of a description and a tensor: the experts' weights and outputs.
 
         Args:
+            layer, network: the layer's number and its description.
             experts_Tk: the experts of each token.
             rows: the experts' rows, which the outputs are written to.
         """
@@ -141,8 +142,8 @@ class FirstBadTensor:
     def _cached(self, state: MicroBatchState, layer: int, k_TKd: Tensor, v_TKd: Tensor) -> Sequence[KVView]:
         """Return views of copies of the keys and values that the step's tokens attend to.
 
-        Earlier tokens are copied from the KV cache. New tokens' keys and values are the given ones, since a cache on
-        the host may not have them yet.
+        Earlier tokens are copied from the layer's KV cache. New tokens' keys and values are the given ones, since a
+        cache on the host may not have them yet.
         """
         views = []
         start = 0

@@ -184,7 +184,7 @@ class GpuOperations:
         return lambda: self._copy_within_host(next(targets), next(sources))
 
     def _copy_within_host(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy a page of weights from ordinary memory into page-locked memory, with the threads for such copies."""
+        """Copy a page of weights from ordinary memory (`source`) to page-locked memory (`target`), by threads."""
         self._copies.copy([(target, source)])
 
     def _rooms(self, memory: str, copy: Copy) -> list[torch.Tensor]:

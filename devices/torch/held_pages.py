@@ -28,7 +28,7 @@ class HeldPage(NamedTuple):
 
     @classmethod
     def whole(cls, memory: Tensor, *, locked: bool) -> HeldPage:
-        """Make a `HeldPage` from one piece of memory that has all bytes of a page."""
+        """Make a `HeldPage` from one piece of memory with all bytes of a page. locked: whether it is page-locked."""
         return cls((PagePart(0, memory),), locked)
 
 

@@ -149,7 +149,7 @@ class BlockedKV:
             half.index_copy_(0, slots_T, new_TKd)
 
     def views(self, layer: int, step: KVStep) -> list[KVView]:
-        """Return the cached keys and values of a step's sequences, new tokens included, in the order of the sequences.
+        """Return a layer's cached keys and values of a step's sequences, new tokens included, in the sequences' order.
 
         The result has views of the arena where a sequence's blocks are contiguous, and copies elsewhere.
 

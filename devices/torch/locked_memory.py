@@ -55,7 +55,7 @@ def locked_bytes(nbytes: int, device: torch.device) -> torch.Tensor:
 
 
 def locked_if_possible(nbytes: int, device: torch.device, what: str) -> torch.Tensor:
-    """Return page-locked memory as `locked_bytes` does; if the system locks none, warn and return ordinary memory.
+    """Return `nbytes` bytes of page-locked memory; if the system locks none, warn and return ordinary memory.
 
     Copies between ordinary memory and a GPU are slow.
 

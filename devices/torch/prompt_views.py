@@ -29,7 +29,7 @@ def prompt_views(step: KVStep, cached: Iterable[Tensor], new: Iterable[Tensor]) 
 
 
 def _runs(step: KVStep) -> Iterator[tuple[tuple[int, int], int]]:
-    """Group neighbouring sequences that have equal numbers of new and of earlier tokens.
+    """Group neighbouring sequences of a step that have equal numbers of new and of earlier tokens.
 
     Returns:
         for each group the pair (new tokens, earlier tokens) of each sequence, and the number of sequences.

@@ -104,7 +104,7 @@ class ExpertWarmUp:
 
     @torch.inference_mode()
     def run(self, shapes: WarmUpSizes) -> None:
-        """Make the allocator map the plan's workspace in memory, and run all kernels once, on the current stream."""
+        """Make the allocator map workspace memory for these sizes, and run all kernels once, on the current stream."""
         torch.empty(shapes.workspace, dtype=torch.uint8, device=self._compute.accelerator)
         self._layer(shapes)
         self._expert(max(shapes.prompts * shapes.length, shapes.sequences))
@@ -162,7 +162,7 @@ class WarmUp(ExpertWarmUp):
         self._tokens = NextTokens(global_weights.head, states, kernels, library, choice, lambda _: "")
 
     def _layer(self, shapes: WarmUpSizes) -> None:
-        """Run all kernels of a layer except the experts', once as in prefill and once as in decode."""
+        """Run all kernels of a layer but the experts' at these sizes, once as in prefill and once as in decode."""
         self._prefill(shapes.prompts, shapes.length)
         self._decode(shapes.sequences, shapes.cached)
         self._states.clear()

@@ -75,7 +75,7 @@ class TitledRun(NamedTuple):
 
 
 def write_trace(path: Path | str, recording: Recording, about: About) -> None:
-    """Write a recording with its metadata as a trace file, gzipped if the name ends in .gz.
+    """Write a recording, and its metadata `about`, as a trace file, gzipped if the name ends in .gz.
 
     Raises:
         BadInput: the file cannot be written; nothing is left of it.

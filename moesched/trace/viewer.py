@@ -111,7 +111,7 @@ class Viewer(ThreadingHTTPServer):
         return f"/index.html#!/?{urlencode(arguments, quote_via=quote)}"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore an error if a browser closed its connection early; report all other errors."""
+        """Ignore an error of a request if a browser closed its connection early; report all other errors."""
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)
 

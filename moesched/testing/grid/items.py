@@ -131,7 +131,7 @@ def rivals_item(cell: Cell) -> Item:
 
 
 def items_of(policy: type[Policy], cells: Sequence[Cell]) -> list[Item]:
-    """Return all items of a check, in the order in which they run."""
+    """Return all items of a check of a policy in these cells, in the order in which they run."""
     return [*map(trial_item, trials_of(policy)), *map(cell_item, cells), *map(rivals_item, cells)]
 
 

@@ -84,7 +84,7 @@ class UnevenTimes:
         self._seed = seed
 
     def work(self, work: Work) -> Demand:
-        """Return the resources that a task takes on the machine, and its time, multiplied by the random factor."""
+        """Return the resources that `work` takes on the machine, and its time, multiplied by the random factor."""
         demand = self._cost.work(work)
         same = (self._seed, work.kind, work.resource, work.flops, work.nbytes, work.tokens)
         chosen = Random(blake2b(repr(same).encode(), digest_size=8).digest())

@@ -87,7 +87,7 @@ class Exchanges:
         return tokens
 
     def sampled(self, task: Task, data: Access) -> list[int]:
-        """Return the token ids that the first node sampled; for a node without attention."""
+        """Return the token ids that the first node sampled, from `data`; for a node without attention."""
         tokens: Any = data.read(("tokens", task.micro_batch))
         return list(tokens)
 

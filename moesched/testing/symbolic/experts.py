@@ -33,7 +33,7 @@ class Experts:
         data.write(self._batch.hidden(task), combine(hidden, outputs))
 
     def route(self, task: Task, data: Access) -> Mapping[int, int]:
-        """Choose experts, and write the hash of the rows that they read; return each chosen expert's number of rows.
+        """Choose experts, and write the hash of their rows to `data`; return each chosen expert's number of rows.
 
         If the plan requests scores, an expert's score is its share of all choices.
         """
