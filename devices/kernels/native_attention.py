@@ -61,7 +61,7 @@ class NativeDecodeAttention(NativeAttentionKernel):
 
 
 class _Attention:
-    """Calls the library's attention; prepares arguments again only if tensors or cache differ from the last call's."""
+    """A bound kernel that attends by the library; prepares arguments again only for other tensors or another cache."""
 
     __slots__ = ("_attended_TX", "_cached", "_call", "_prepared", "_qkv")
 

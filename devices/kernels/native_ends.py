@@ -108,7 +108,7 @@ class NativeGreedy(NativeMemoryKernel):
 
 
 class _Greedy:
-    """Calls the library for logits and tokens; makes a new `HeadCall` only when the argument `rows` changes."""
+    """A bound kernel that computes logits and tokens by the library, and makes a `HeadCall` only if `rows` changed."""
 
     def __init__(self, threads: NativeKernels, head: Head) -> None:
         self._threads = threads

@@ -53,7 +53,7 @@ class NativeAttentionInputs(NativeMemoryKernel):
 
 
 class _AttentionInputs:
-    """Calls the library; writes new addresses to the arguments only if input tensors differ from the last call's."""
+    """A bound kernel that projects by the library; writes new addresses to the arguments only for other tensors."""
 
     __slots__ = ("_angles", "_arguments", "_hidden_TD", "_qkv", "_run")
 
@@ -174,7 +174,7 @@ class NativeMoELayer(NativeMemoryKernel):
 
 
 class _MoELayer:
-    """Calls the library; writes new addresses to the arguments only if input tensors differ from the last call's."""
+    """A bound kernel that runs a layer by the library; writes new addresses to the arguments only for other tensors."""
 
     __slots__ = (
         "_attended_TX",

@@ -180,8 +180,10 @@ def attend_prompts(
 
     Args:
         starts_S: the first row of each sequence in q, and at the end the number of rows.
-        tiles: number of tiles of up to `QUERIES` rows that all sequences need.
-        table, block, window: as for `attend`.
+        tiles: number of tiles of up to `QUERIES` (64) rows of one sequence that all sequences need.
+        table: the lengths and the blocks of the sequences, as for `attend`.
+        block: number of tokens in a block of the KV cache.
+        window: the largest number of tokens that a query sees, itself included.
     """
     kv_heads = keys_NKd.shape[1]
     rows = [*_rows(starts_S)]
@@ -198,7 +200,7 @@ def attend_prompts(
 
 
 def tiles_of_queries(tokens: int) -> int:
-    """Return the number of tiles of up to `QUERIES` rows that a sequence's new tokens need."""
+    """Return the number of tiles of up to `QUERIES` (64) rows that a sequence's new tokens need."""
     return -(-tokens // QUERIES)
 
 
@@ -206,7 +208,10 @@ def tiles_of_queries(tokens: int) -> int:
 def join_parts(
     sums_SHP: Tensor, peaks_SHP: Tensor, parts_SHPd: Tensor, table: Tensor, split: int, out_SX: Tensor
 ) -> None:
-    """Combine the sums, peaks and parts that `attend` wrote into attention of whole sequences; arguments as there."""
+    """Combine the sums, peaks and parts that `attend` wrote into attention of whole sequences, out_SX.
+
+    table, split: as for `attend`.
+    """
     for s, length in enumerate(table[: len(out_SX)].tolist()):
         used = slice(-(-length // split))
         peaks_HP = peaks_SHP[s, :, used].double()

@@ -114,8 +114,8 @@ class TorchKernels(Binder):
             rows_an_expert: mean number of rows of an expert in a decode step, which decides if resident weights are
                 packed.
             device: device of the accelerator's tensors.
-            indices, upload, captured: functions that make an int64 tensor there, copy numbers to it, and let a GPU
-                replay the calls of a kernel.
+            indices, upload, captured: functions that make an int64 tensor on that device, copy numbers to it, and let a
+                GPU replay the calls of a kernel.
         """
         if self._packs and rows_an_expert <= self._rows(packed=True):
             self._packs = False  # only torch multiplies by packed weights

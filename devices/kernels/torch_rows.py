@@ -34,7 +34,7 @@ class TorchKernel(Kernel):
         return ""
 
     def _product(self, case: Case, weights: Weights) -> Bound:
-        """Return the function that multiplies rows by the only matrix of `weights`, by the first kernel for it."""
+        """Return the function that multiplies rows by the only matrix of `weights`: the first kernel that takes it."""
         formats = weights.formats(OPERATIONS["product"])
         inner = case._replace(operation="product", formats=formats)
         return self._resources.table.bind(inner, weights)

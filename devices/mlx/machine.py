@@ -93,8 +93,8 @@ class WiredLimit:
     """The limit of the memory that Metal keeps wired, that is, resident, so that idle weights need not be wired again.
 
     The limit is set above the plan's bytes, because with a limit of exactly these bytes any further array would make
-    Metal unwire another. The limit is not lowered between batches, which would unwire weights that the next batch uses.
-    Without Metal it has no effect.
+    Metal unwire one of them. The limit is not lowered between batches, which would unwire weights that the next batch
+    uses. Without Metal the limit has no effect.
 
     Args:
         set_limit: a function that sets the limit in bytes and returns the previous limit.

@@ -94,7 +94,7 @@ def most_rows(instruction_set: str, shape: Shape, packed: bool) -> int:
 
 
 def forget() -> None:
-    """Drop all measurements, so that they are made again when needed."""
+    """Drop all measurements, so that products are measured again when needed."""
     _keep({})
     most_rows.cache_clear()
 

@@ -26,7 +26,7 @@ class Attention:
 
     Args:
         states: the micro-batches, by number.
-        weights: function from a task's view of pages to the weights in these pages.
+        weights: function from a task's view (the pages of weights that the task reads) to the weights in these pages.
         embedding: the weights for the verb `embed`; empty on a node that does not attend.
         residual_of: function from hidden states to the residual: the hidden states, or zeros on all ranks but the
             first.

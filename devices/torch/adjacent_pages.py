@@ -29,7 +29,7 @@ class AdjacentPages:
         """The ids of the pages in each allocation."""
 
     def retain(self, pages: Iterable[Page]) -> set[int]:
-        """Free all allocations but those with exactly the pages that `pages` has of one expert or dense part.
+        """Keep the allocations whose pages are exactly those that `pages` has of an expert or dense part; free others.
 
         Returns the ids of the pages that remain.
         """

@@ -1,8 +1,8 @@
 """The host's memory for rows that a micro-batch copies to or from the accelerator; page-locked where that is a GPU.
 
-Each micro-batch has memory of its own for its decode steps, allocated once. In the next layer a verb overwrites it; the
-verb's task waits for all tasks that read the rows of this layer. Prompts have many more rows, and only once: their
-memory comes from torch and is given back after the layer.
+Each micro-batch has memory of its own for its decode steps, allocated once. A task of the next layer overwrites it, and
+waits until all tasks that read this layer's rows have ended. Prompts have many more rows, and only once: their memory
+comes from torch and is given back after the layer.
 
 Shapes in names: T tokens, D hidden size, H heads, K key-value heads, d head size, n rows of experts.
 """

@@ -23,7 +23,7 @@ _log = Log(__name__)
 
 
 class _Way(Protocol):
-    """The interface of a way to hold pages in the host's memory, such as in mapped files; see `HeldPages`."""
+    """The interface of a way to hold pages of weights in the host's memory, such as `HeldPages` or mapped files."""
 
     def hold(self, pages: Sequence[Page], tell: Progress) -> None: ...
 

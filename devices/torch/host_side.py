@@ -111,7 +111,7 @@ class HostSide:
         state.attended_TX = attend(state.qkv, loaded, loaded.step)
 
     def _attend_to_prompt(self, task: Task) -> None:
-        """Attend from prompts, on the accelerator, to keys and values there; the prompts' KV cache is on the host."""
+        """Attend from prompts on the accelerator, to keys and values there, while the KV cache is on the host."""
         state = self._states[task.micro_batch]
         q_THd, k_TKd, v_TKd = state.qkv
         device_kv = self._device_kv.get(task.micro_batch)

@@ -22,7 +22,7 @@ DONT_NEED = 4
 
 
 class MappedFile:
-    """A file that is mapped as a whole; the system reads a part when `advise` asks for it or the process uses it.
+    """A file that is mapped as a whole; the system reads a part when `advise` asks for it or the process reads it.
 
     If another process truncates the file, the system kills a process that reads the lost part. So a lease delays
     writers, by up to 45 seconds, and `require` reports them.

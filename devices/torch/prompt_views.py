@@ -39,7 +39,7 @@ def _runs(step: KVStep) -> Iterator[tuple[tuple[int, int], int]]:
 
 
 def _joined(step: KVStep, cached_NKd: Tensor, new_TKd: Tensor) -> Iterator[Tensor]:
-    """Yield for each group of `_runs` the keys (or values) that its new tokens attend to, (S, L, K, d)."""
+    """Yield for each group of `_runs` the keys (or values) that the group's new tokens attend to, (S, L, K, d)."""
     start, before = 0, step.before
     for (new, past), sequences in _runs(step):
         stop = start + new * sequences

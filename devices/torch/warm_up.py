@@ -123,7 +123,7 @@ class ExpertWarmUp:
 
 
 class WarmUp(ExpertWarmUp):
-    """Runs all kernels of a layer and of sampling once at a plan's sizes, and drops the results.
+    """Warms up a GPU: runs all kernels of a layer and of sampling once at a plan's sizes, and drops the results.
 
     Args:
         global_weights: the weights outside the layers.

@@ -26,7 +26,7 @@ Choices = Callable[[Random], Iterator[list[Layer]]]
 
 
 def popular(random: Random) -> Iterator[list[Layer]]:
-    """Yield each step's numbers of tokens by chosen expert, for each layer; layers always prefer the same experts."""
+    """Yield each step's numbers of tokens by chosen expert, for each layer; a layer prefers the same experts always."""
     ranks = [random.sample(range(EXPERTS), EXPERTS) for _ in range(LAYERS)]
     for _ in range(STEPS):
         yield [
@@ -35,7 +35,7 @@ def popular(random: Random) -> Iterator[list[Layer]]:
 
 
 def recurring(random: Random) -> Iterator[list[Layer]]:
-    """Yield each step's numbers of tokens by chosen expert, for each layer; layers often repeat their last experts."""
+    """Yield each step's numbers of tokens by chosen expert, for each layer; a layer often repeats its last experts."""
     before: list[set[int]] = [set() for _ in range(LAYERS)]
     for _ in range(STEPS):
         stay = [{expert for expert in each if random.random() < 0.8} for each in before]
@@ -100,9 +100,9 @@ class _Cache:
         self.hits = 0
 
     def tell(self, number: int, layer: Layer, following: Layer) -> None:
-        """Give the rule a layer's router scores and a preview of the next layer's experts, if it has methods for them.
+        """Give the rule a layer's router scores and a preview of the next layer, if the rule has methods for them.
 
-        number: index of the layer. layer: number of tokens by expert that the router chose. following: the same for the
+        number: index of the layer. layer: number of tokens by expert that the router chose. following: `layer` of the
         next layer; empty after the last layer.
         """
         if isinstance(self._rule, TakesScores):

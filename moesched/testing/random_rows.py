@@ -16,7 +16,7 @@ from moesched.steps.step import Step
 class RandomRows(LayerByLayer):
     """Runs each expert in several random tasks, each for some rows of one micro-batch or for all rows of several.
 
-    All weights stay on the accelerator. If the host has all experts, too, it runs random tasks.
+    All weights stay on the accelerator. If the host has all experts, too, it runs some of the tasks, chosen at random.
 
     Settings:
         seed: seed of all random choices.

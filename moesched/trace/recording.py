@@ -170,7 +170,7 @@ class PoolSample(NamedTuple):
 
 
 class RequestSpan(msgspec.Struct, frozen=True):
-    """A request that joined and left a run; times are nanoseconds since the run's start, -1 if they never came.
+    """A request that joined and left a run; times are nanoseconds since the run's start, -1 for what never happened.
 
     Attributes:
         request: number of the request.
@@ -288,7 +288,8 @@ class Clock(msgspec.Struct, frozen=True, kw_only=True, rename={"ahead": "ahead_n
     """The correction of one node's clock.
 
     Attributes:
-        ahead: nanoseconds by which the node's clock was ahead; they were subtracted from its times.
+        ahead: nanoseconds by which the node's clock was ahead of the common clock; they were subtracted from the node's
+            times.
         error: bound of the correction's error, in nanoseconds.
     """
 

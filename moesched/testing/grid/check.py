@@ -156,7 +156,7 @@ class ChildRun:
             self._begun = None
 
     def _ended_early(self, busy_at: str | None, code: int) -> None:
-        """Record the reason why the child's last item did not end, and a fault of the policy if it is one.
+        """Record the reason why the child's last item did not end; if it is the policy's fault, also record the fault.
 
         Args:
             busy_at: the policy's line at which the item took too long; None if the process ended by itself.
