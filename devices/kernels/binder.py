@@ -48,7 +48,7 @@ class Binder:
     def fused(self, operation: str, weights: KernelWeights[Any], memory: Workspace) -> Bound | None:
         """Return the function that computes an operation with these weights; None if no kernel takes the operation.
 
-        If the result is None, the caller computes the parts (`Operation.parts`). memory: receives the results.
+        If the result is None, the caller computes the operation's parts one by one. memory: receives the results.
         """
         key = operation, memory.rows
         found = memory.bound((operation, weights.number)) or weights.bounds.get(key)

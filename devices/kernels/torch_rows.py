@@ -212,7 +212,7 @@ class TorchRoute(TorchKernel):
 
 
 def _route_to_all(experts: int, norm: Callable[[Tensor], Tensor], hidden_TD: Tensor) -> RouterOutput:
-    """Normalise hidden states; each token gets the only expert with weight 1, or none in a layer without experts."""
+    """Normalise hidden states; the only expert gets every token with weight 1, or in a layer without experts none."""
     x_TD = norm(hidden_TD)
     ones_Tk = x_TD.new_ones((len(x_TD), experts), dtype=torch.float32)
     return RouterOutput(x_TD, x_TD.new_zeros((len(x_TD), experts), dtype=torch.int64), ones_Tk, ones_Tk)

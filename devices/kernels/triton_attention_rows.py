@@ -81,7 +81,7 @@ class TritonAttention(TritonKernel):
         return self._decode_step(case, memory) if case.decodes else self._prompts(case, weights, memory)
 
     def _prompts(self, case: Case, weights: Weights, memory: Workspace) -> Bound:
-        """Return the function of `bind` for any number of new tokens in each sequence."""
+        """Return the function that `bind` returns, for any number of new tokens in each sequence."""
         assert case.layer is not None, "it is in a layer"
         attention = case.layer.grouped
         window = attention.window or operators.UNLIMITED
@@ -103,7 +103,7 @@ class TritonAttention(TritonKernel):
         return attend
 
     def _decode_step(self, case: Case, memory: Workspace) -> Bound:
-        """Return the function of `bind` for one new token in each sequence."""
+        """Return the function that `bind` returns, for one new token in each sequence."""
         assert case.layer is not None, "it is in a layer"
         attention = case.layer.grouped
         heads, head_dim = attention.heads, attention.head_dim
@@ -135,7 +135,7 @@ class TritonAttention(TritonKernel):
         return attend
 
     def _uploaded(self, memory: Workspace, numbers: Sequence[int]) -> Tensor:
-        """Copy numbers to an int64 tensor of `memory` on the accelerator, whose address stays while sequences grow."""
+        """Return numbers as an int64 tensor of `memory` on the accelerator; its address stays while sequences grow."""
         table = self._result(memory, "blocks", power_of_two(len(numbers)), dtype=torch.int64)
         self._upload(numbers, table)
         return table

@@ -117,7 +117,7 @@ def rows_in(
     DTYPE: tl.constexpr,
     STEP: tl.constexpr = 1,
 ):
-    """Return pointers to every STEP-th row of a matrix from `first` to `stop`, and a mask of those in the row block."""
+    """Return pointers to every STEP-th row of a matrix from `first` to `stop`, and a mask of rows in a row block."""
     begin = tl.load(table + 2 * block, block < BLOCKS, stop)
     end = tl.load(table + 2 * block + 2, block + 1 < BLOCKS, stop)
     address = tl.load(table + 2 * block + 1, block < BLOCKS, 0).to(tl.pointer_type(DTYPE), bitcast=True)

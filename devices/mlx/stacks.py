@@ -98,7 +98,7 @@ class StackedLayer:
         self.missing.discard(page.id)
 
     def find(self, page: Page) -> tuple[Arrays, int]:
-        """Return the weights of all experts of the layer, and the index of a page's expert among them."""
+        """Return the weights of all experts of the layer, and the index of a page's expert in these weights."""
         return self._stack, page.expert
 
 
@@ -131,7 +131,7 @@ class StackedExpert:
         self.missing.discard(page.id)
 
     def find(self, page: Page) -> tuple[Arrays, int]:
-        """Return the weights of a page's expert in its layer, and 0, the index of the only expert in them."""
+        """Return the weights of a page's expert in its layer, and 0, the index of this expert in these weights."""
         layer = self._array[page.layer]
         parts: dict[str, list[Array]] = {
             part: [

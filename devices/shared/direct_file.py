@@ -143,7 +143,7 @@ class DirectFile:
 
 
 def parts_of(into: memoryview, offset: int, needed: int) -> Iterator[tuple[memoryview, int, int]]:
-    """Cut the arguments of a `DirectFile.read` into those of reads of at most 1 MiB: (into, offset, needed) of each."""
+    """Cut a `DirectFile.read` into reads of at most 1 MiB; yields the arguments (into, offset, needed) of each read."""
     for start in range(0, len(into), MOST_BYTES):
         part = into[start : start + MOST_BYTES]
         yield part, offset + start, min(needed - start, len(part))

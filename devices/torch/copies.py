@@ -58,7 +58,7 @@ class NumberRing:
             flat[start : start + len(piece)].copy_(self._held(piece), non_blocking=True)
 
     def _held(self, numbers: Sequence[int]) -> Tensor:
-        """Write integers to the half of the ring that is being filled; returns the tensor of the integers there."""
+        """Write integers to the half of the ring that is being filled; returns the tensor of these integers."""
         if not self._halves:
             nbytes = 2 * self._most * NUMBER_BYTES
             memory = locked_if_possible(nbytes, self._device, "memory for indices")

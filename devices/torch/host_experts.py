@@ -61,7 +61,7 @@ class HostExperts:
         rows.on_host = HostRows(on_host)
 
     def run_expert(self, task: Task) -> Any:
-        """Run an expert on its rows, on the host for a `HostKernel`, else on the accelerator; returns its value."""
+        """Run an expert on its rows, on the host or the accelerator by the task's class; returns the task's value."""
         if not isinstance(task, HostKernel):
             return self._there.run_expert(task)
         weights, parts = self._weights(task.operands), []

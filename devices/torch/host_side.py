@@ -79,8 +79,8 @@ class HostSide:
     def _held(self, page: Page, source: Slot | None) -> HeldPage | None:
         """Return a page in the host's memory; None if the page is not there.
 
-        source: the slot of a pool on the host that has the page. None, or a slot that has one page for the whole run:
-        the page is taken from the plan's home of weights.
+        source: the slot of a pool on the host that has the page. If None, or a slot that has one page for the whole
+        run, the page is taken from the plan's home of weights.
         """
         if source is None or source.fixed:
             return self._store.home.get(page)

@@ -380,6 +380,7 @@ def _run_virtual(
     """Run all ranks on the virtual clock, with the given observers and handling of tokens.
 
     Args:
+        handling: the stop tokens, and a callback for new tokens.
         cost: gives durations; None for the machine's own.
         sharing: whether concurrent tasks slow each other down.
 
@@ -401,7 +402,7 @@ def _run_virtual(
 def _run_in_real_time(
     ranks: Sequence[Rank], observers: Sequence[Observer], handling: TokenHandling
 ) -> tuple[list[list[list[int]]], list[Task], int]:
-    """Run all ranks on real threads, with the given observers and handling of tokens.
+    """Run all ranks on real threads. handling: the stop tokens, and a callback for new tokens.
 
     Returns:
         Each rank's tokens by request, the first rank's tasks, and the run's nanoseconds.

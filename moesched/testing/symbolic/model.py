@@ -56,7 +56,7 @@ def append(cache: int, qkv: int, where: int) -> int:
 
 
 def attend(layer: int, qkv: int, cache: int) -> int:
-    """Return the hash of the attention output of a layer, given the hashes of qkv (queries) and of the KV cache."""
+    """Return the hash of a layer's attention output, given the hashes of the queries and of the KV cache."""
     return symbol("attention", layer, qkv, cache)
 
 
