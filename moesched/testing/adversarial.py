@@ -19,7 +19,7 @@ PRIORITIES: tuple[Priority, ...] = get_args(Priority)
 
 
 class Adversarial:
-    """Submits verbs (kinds of tasks) in random legal order and priority; fetches, evicts and awaits at random times.
+    """Submit verbs in random legal order, with random priorities; fetch, evict and await at random times.
 
     Settings:
         seed: seed of all random choices.
