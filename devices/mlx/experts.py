@@ -85,7 +85,7 @@ class MlxExperts:
             self._evaluations.later(task, y_nD, micro_batch=micro_batch)
 
     def warm_expert(self, task: Task) -> None:
-        """Run one expert on a row of zeros, only to read its weights, which keeps them in memory."""
+        """Run one expert on a row of zeros, only to read its weights, so that the system keeps them in memory."""
         x_nD = self._states[task.micro_batch].rows.x_nD
         x_1D = zeros(1, x_nD.shape[1], x_nD.dtype)
         stack, index = self._weights(task.operands).experts[task.expert]

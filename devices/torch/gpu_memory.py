@@ -69,6 +69,6 @@ def require_room(plan: Plan, device: torch.device) -> None:
 
 
 def let_segments_grow(environment: Mapping[str, str] = os.environ) -> None:
-    """Make torch's allocator use expandable segments, which leave no gaps, unless `environment` configures it."""
+    """Make torch's allocator use expandable segments, so without unusable gaps, unless `environment` configures it."""
     if not any(name in environment for name in ALLOCATOR_VARIABLES):
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
